@@ -1,0 +1,55 @@
+"""Building and loading the libraries: what happens where something is missing."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tfring import _build
+from tfring.errors import NativeLibraryError
+from tfring.ring import library
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(_build.BuildError) as caught:
+        _build.compiler()
+    for words in ("apt install g++", "dnf install gcc-c++", "TFRING_BUILD_NATIVE=0", 'communication="tensorflow"'):
+        assert words in str(caught.value)
+
+
+def test_a_compiler_that_fails(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(_build.BuildError, match="could not be compiled"):
+        _build.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "CORE", tmp_path / "libtfring_core.so")
+    library.core.cache_clear()
+    try:
+        with pytest.raises(NativeLibraryError, match="The compiled ring is missing"):
+            library.core()
+        (tmp_path / "libtfring_core.so").write_bytes(b"no library")
+        with pytest.raises(NativeLibraryError, match="cannot be loaded"):
+            library.core()
+    finally:
+        library.core.cache_clear()
+
+
+def test_the_libraries_ask_for_no_libstdcxx():
+    for path in (library.CORE, library.OPS):
+        assert b"libstdc++.so" not in path.read_bytes() and b"libgcc_s.so" not in path.read_bytes()
+
+
+def test_numpy_collectives_import_no_tensorflow():
+    code = (
+        "import sys\n"
+        "from tfring import Cluster, Communicator\n"
+        "assert Communicator.connect(Cluster.alone()).all_reduce([1.0, 2.0]).tolist() == [1.0, 2.0]\n"
+        "assert 'tensorflow' not in sys.modules and 'keras' not in sys.modules\n"
+    )
+    root = pathlib.Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)

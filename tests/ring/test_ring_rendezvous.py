@@ -1,0 +1,289 @@
+"""Ranks that look for each other: late, missing, foreign, by every kind of address, over either transport."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ranks
+
+from tfring.ring import mailbox, rendezvous
+
+
+def sum_of_ranks(cluster, **kwargs):
+    with ranks.join(cluster, **kwargs) as ring:
+        return int(ring.all_reduce(np.int64(cluster.rank))), ring.transport
+
+
+def at_other_addresses(cluster, host):
+    addresses = tuple(f"{host}:{address.rpartition(':')[2]}" for address in cluster.addresses)
+    there = SimpleNamespace(**{**vars(cluster), "addresses": addresses})
+    return sum_of_ranks(there)
+
+
+def test_ipv6():
+    with ranks.Group(3, host="::1") as group:
+        group.start(3, sum_of_ranks)
+        assert [result[0] for result in group.outcomes()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST"])
+def test_host_names(host):
+    assert [result[0] for result in ranks.run(2, at_other_addresses, host)] == [1, 1]
+
+
+def bind_own_address(cluster, addresses):
+    there = SimpleNamespace(**{**vars(cluster), "addresses": addresses, "listen_fd": None})
+    return sum_of_ranks(there)[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost", socket.gethostname()])
+def test_a_rank_binds_its_own_address(host):
+    # The test holds no port here: they are taken from below the range the kernel deals out.
+    ports = np.random.default_rng().choice(np.arange(13000, 31000), 2, replace=False)
+    addresses = tuple(f"{host}:{port}" for port in ports)
+    assert ranks.run(2, bind_own_address, addresses) == [1, 1]
+
+
+def join_late(cluster):
+    if cluster.rank == 1:
+        time.sleep(1.0)
+    return sum_of_ranks(cluster)[0]
+
+
+def test_ranks_wait_for_a_late_one():
+    assert ranks.run(3, join_late) == [3, 3, 3]
+
+
+def join_without(cluster, missing, seconds):
+    if cluster.rank in missing:
+        os.close(cluster.listen_fd)
+        time.sleep(seconds + 3)
+        return None
+    start = time.monotonic()
+    try:
+        ranks.join(cluster, connect_timeout_seconds=seconds)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("missing", [(2,), (1, 2)])
+def test_every_rank_names_those_that_never_answered(missing):
+    with ranks.Group(5) as group:
+        group.start(5, join_without, missing, 2.0)
+        results = group.outcomes(20, without=missing)
+        for rank in {0, 1, 2, 3, 4} - set(missing):
+            kind, message, seconds = results[rank]
+            assert kind == "RendezvousError" and seconds < 8, results[rank]
+            for lost in missing:
+                assert f"rank {lost} at {group._members[lost].address}" in message, message
+            for present in {0, 1, 2, 3, 4} - set(missing):
+                assert f"rank {present} at" not in message, message
+
+
+def join_another_ring(cluster):
+    name = cluster.ring + "-other" if cluster.rank == 1 else cluster.ring
+    ranks.join(cluster, name=name, connect_timeout_seconds=2.0)
+
+
+def test_a_rank_that_asks_for_another_ring_is_told_from_a_missing_one():
+    for failed in ranks.try_run(3, join_another_ring):
+        assert failed.kind == "RendezvousError"
+        assert "every rank answers" in failed.message and "rank" in failed.message
+
+
+def speak_garbage(cluster):
+    port = int(cluster.addresses[0].rpartition(":")[2])
+
+    def hello(**changes):
+        message = {
+            "protocol": rendezvous.PROTOCOL,
+            "cluster": rendezvous.cluster_id(cluster.addresses),
+            "ring": cluster.ring,
+            "rank": cluster.world_size - 1,
+            "world_size": cluster.world_size,
+            "purpose": "control",
+            "session": "x",
+            **changes,
+        }
+        body = json.dumps(message).encode()
+        return rendezvous.MAGIC + struct.pack("<I", len(body)) + body
+
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]  # connect, say nothing
+    answers = []
+    for words in (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"",
+        os.urandom(3000),
+        rendezvous.MAGIC + struct.pack("<I", 2**31),
+        rendezvous.MAGIC + struct.pack("<I", 5) + b"[1,2]",
+        rendezvous.MAGIC + struct.pack("<I", 2) + b"{}",
+        hello(cluster="another"),
+        hello(protocol=99),
+        hello(rank="x", purpose=None),
+    ):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(0.5)
+            try:
+                stranger.sendall(words)
+                answers.append(stranger.recv(1000))
+            except OSError:
+                answers.append(b"")
+    return idle, answers
+
+
+def join_among_strangers(cluster):
+    idle, answers = [], []
+    if cluster.rank == 1:
+        # Rank 0 listens already: its socket was made before the task. It answers once it is in connect.
+        threading.Timer(0.3, lambda: answers.extend(speak_garbage(cluster)[1])).start()
+        time.sleep(2.5)
+    with ranks.join(cluster) as ring:
+        for connection in idle:
+            connection.close()
+        return int(ring.all_reduce(np.int64(cluster.rank))), answers
+
+
+def test_strangers_are_turned_away_and_do_no_harm():
+    results = ranks.run(3, join_among_strangers)
+    assert [total for total, _ in results] == [3, 3, 3]
+    answers = results[1][1]
+    assert len(answers) == 9 and not any(answers[:6])
+    assert b"another job" in answers[6] and b"version 1" in answers[7]
+
+
+def strangers_later(cluster):
+    """Once the ring stands, a stranger on the listening socket changes nothing."""
+    with ranks.join(cluster) as ring:
+        if cluster.rank == 1:
+            speak_garbage(cluster)
+        return [int(ring.all_reduce(np.int64(i))) for i in range(3)]
+
+
+def test_strangers_do_not_disturb_a_standing_ring():
+    assert ranks.run(2, strangers_later) == [[0, 2, 4]] * 2
+
+
+def claim_rank(cluster):
+    """Two processes take themselves for rank 0: the second connects to rank 1 as well."""
+    claimed = SimpleNamespace(**{**vars(cluster), "rank": 0 if cluster.rank == 2 else cluster.rank})
+    ranks.join(claimed, connect_timeout_seconds=3)
+
+
+def test_two_processes_with_one_rank():
+    outcomes = ranks.try_run(3, claim_rank)
+    assert all(failed.kind == "RendezvousError" for failed in outcomes), outcomes
+
+
+def want(cluster, transports):
+    return sum_of_ranks(cluster, transport=transports[cluster.rank])
+
+
+def test_transports():
+    assert ranks.run(2, want, ["auto", "auto"]) == [(1, ("shm", "shm"))] * 2
+    assert ranks.run(2, want, ["tcp", "auto"]) == [(1, ("tcp", "tcp"))] * 2
+    mixed = ranks.run(3, want, ["auto", "auto", "tcp"])
+    assert [transport for _, transport in mixed] == [("shm", "tcp"), ("tcp", "shm"), ("tcp", "tcp")]
+
+
+def test_transports_that_exclude_each_other():
+    for failed in ranks.try_run(3, want, ["shm", "tcp", "auto"]):
+        assert failed.kind == "RendezvousError"
+        assert 'rank 0 "shm", rank 1 "tcp"' in failed.message and "TFRING_TRANSPORT" in failed.message
+
+
+def hide_memory(cluster, transport, how):
+    if cluster.rank == 1:
+        if how == "another container":
+            mailbox.host_identity = lambda: "elsewhere"
+        elif how == "no permission":
+            mailbox.attach = lambda facts: (_ for _ in ()).throw(PermissionError("not yours"))
+        elif how == "no memory":
+            mailbox.Mailbox = lambda: (_ for _ in ()).throw(OSError("out of memory"))
+        else:  # the descriptor is another process's by now
+            true_attach = mailbox.attach
+            mailbox.attach = lambda facts: true_attach({**facts, "nonce": "00" * 16})
+    return sum_of_ranks(cluster, transport=transport)
+
+
+@pytest.mark.parametrize("how", ["another container", "no permission", "no memory", "another file"])
+def test_without_shared_memory_it_is_tcp_or_an_error(how):
+    with ranks.Group(2) as group:
+        group.start(2, hide_memory, "auto", how)
+        assert group.outcomes() == [(1, ("tcp", "tcp"))] * 2
+        group.start(2, hide_memory, "shm", how)
+        for failed in group.outcomes():
+            assert failed.kind == "RendezvousError", failed
+            assert "shared memory" in failed.message or 'transport="shm"' in failed.message
+
+
+def die_while_forming(cluster):
+    if cluster.rank == 2:
+        print("about to die", flush=True)
+        time.sleep(1000)
+    ranks.join(cluster, connect_timeout_seconds=3)
+
+
+def test_a_rank_that_dies_before_joining():
+    with ranks.Group(3) as group:
+        group.start(3, die_while_forming)
+        group.wait_for(2, "about to die")
+        os.kill(group.pid(2), signal.SIGKILL)
+        for failed in group.outcomes(15, without=(2,))[:2]:
+            assert failed.kind == "RendezvousError" and "rank 2" in failed.message
+
+
+def interrupt_while_forming(cluster):
+    if cluster.rank == 1:
+        time.sleep(4)
+    print("joining", flush=True)
+    ranks.join(cluster, connect_timeout_seconds=6)
+
+
+def test_control_c_while_forming():
+    with ranks.Group(2) as group:
+        group.start(2, interrupt_while_forming)
+        group.wait_for(0, "joining")
+        time.sleep(0.3)
+        os.kill(group.pid(0), signal.SIGINT)
+        start = time.monotonic()
+        assert group.outcomes(10, without=(1,))[0].kind == "KeyboardInterrupt"
+        assert time.monotonic() - start < 2
+
+
+def test_arguments():
+    from tfring.ring.communicator import Communicator
+
+    alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
+    for arguments, words in (
+        ({"transport": "udp"}, "transport='udp'"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"connect_timeout_seconds": -1}, "connect_timeout_seconds=-1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Communicator.connect(alone, **arguments)
+
+
+def test_environment(monkeypatch):
+    from tfring.errors import ConfigurationError
+    from tfring.ring.communicator import Communicator
+
+    alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
+    monkeypatch.setenv("TFRING_TRANSPORT", "infiniband")
+    with pytest.raises(ConfigurationError, match="TFRING_TRANSPORT must be auto, tcp or shm"):
+        Communicator.connect(alone)
+
+
+def test_an_address_of_another_machine():
+    cluster = SimpleNamespace(rank=0, world_size=2, addresses=("127.0.0.1:1", "127.0.0.1:2"), listen_fd=None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cluster.addresses = (f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:2")
+        if os.geteuid() == 0:
+            with pytest.raises(rendezvous.RendezvousError, match="cannot listen at 127"):
+                rendezvous.Endpoint(cluster)

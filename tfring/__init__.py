@@ -1,0 +1,56 @@
+"""tfring: trains Keras 3 models on TensorFlow over many processes and machines, round a ring."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tfring._version import __version__
+
+# Public names, loaded when first used, so that `tfring launch` starts without TensorFlow (PEP 562).
+_EXPORTS = {
+    "Cluster": "tfring.cluster",
+    "Communicator": "tfring.ring.communicator",
+    "RingAllReduce": "tfring.cross_device_ops",
+    "RingStrategy": "tfring.strategy",
+    "SparseOptions": "tfring.reduction.sparse",
+    "SyncBatchNormalization": "tfring.layers",
+}
+_ROOMS = ("layers",)  # `tfring.layers.freeze_batch_normalization`, without an import of its own
+
+if TYPE_CHECKING:
+    from tfring.cluster import Cluster
+    from tfring.cross_device_ops import RingAllReduce
+    from tfring.layers import SyncBatchNormalization
+    from tfring.reduction.sparse import SparseOptions
+    from tfring.ring.communicator import Communicator
+    from tfring.strategy import RingStrategy
+
+__all__ = [
+    "Cluster",
+    "Communicator",
+    "RingAllReduce",
+    "RingStrategy",
+    "SparseOptions",
+    "SyncBatchNormalization",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"tfring.{name}")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'tfring' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if "keras" in sys.modules and "tensorflow" in sys.modules:
+    importlib.import_module("tfring.layers")  # registers the layers, so that `keras.saving.load_model` finds them

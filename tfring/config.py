@@ -1,0 +1,111 @@
+"""Every `TFRING_*` environment variable: its type, its default, what it may hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tfring.errors import ConfigurationError
+
+
+class Setting(NamedTuple):
+    """One environment variable."""
+
+    default: Any
+    parse: Callable[[str], Any]  # raises ValueError where the text is not legal
+    legal: str  # what the variable may hold, as the error says it
+    meaning: str
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
+def _flag(text: str) -> bool:
+    return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(text)
+    return int(text)
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+SETTINGS: dict[str, Setting] = {
+    "TFRING_BUILD_NATIVE": Setting(
+        True, _flag, "0 or 1", "compile the ring when the package is installed (setup.py reads it)"
+    ),
+    "TFRING_CONNECT_TIMEOUT_SECONDS": Setting(
+        300.0, _positive_seconds, "a number above 0", "how long the ranks wait for each other at the start"
+    ),
+    "TFRING_TIMEOUT_SECONDS": Setting(
+        600.0,
+        _positive_seconds,
+        "a number above 0",
+        "how long a collective waits for a rank that stands still",
+    ),
+    "TFRING_TRANSPORT": Setting(
+        "auto",
+        _one_of("auto", "tcp", "shm"),
+        "auto, tcp or shm",
+        "auto: shared memory between ranks of a host, TCP otherwise",
+    ),
+    # Set by `tfring launch` for each worker; None elsewhere. They come together (tfring/cluster/launch_variables.py).
+    "TFRING_RANK": Setting(None, _whole_number, "a whole number", "this process in the ring, from 0"),
+    "TFRING_WORLD_SIZE": Setting(None, _whole_number, "a whole number", "number of processes in the ring"),
+    "TFRING_LOCAL_RANK": Setting(None, _whole_number, "a whole number", "this process on its host, from 0"),
+    "TFRING_LOCAL_WORLD_SIZE": Setting(
+        None, _whole_number, "a whole number", "number of processes on this host"
+    ),
+    "TFRING_ADDRESSES": Setting(
+        None, _addresses, "addresses such as host1:12345,host2:12345", "where each rank listens, by rank"
+    ),
+    "TFRING_LISTEN_FD": Setting(
+        None, _whole_number, "a whole number", "inherited socket that listens at this rank's address"
+    ),
+}
+
+
+def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
+    """The value of a setting, from the environment or its default. An empty variable counts as unset.
+
+    Args:
+        name: A key of `SETTINGS`.
+        environ: Where to look; `os.environ` by default.
+
+    Raises:
+        ConfigurationError: The variable holds something it may not hold.
+
+    Example:
+        >>> read("TFRING_TRANSPORT", {"TFRING_TRANSPORT": "tcp"})
+        'tcp'
+        >>> read("TFRING_TRANSPORT", {})
+        'auto'
+    """
+    setting = SETTINGS[name]
+    text = (os.environ if environ is None else environ).get(name, "").strip()
+    if not text:
+        return setting.default
+    try:
+        return setting.parse(text)
+    except (ValueError, KeyError):
+        raise ConfigurationError(
+            f"{name} must be {setting.legal} ({setting.meaning}). Received: {name}={text!r}"
+        ) from None

@@ -1,0 +1,58 @@
+"""The exceptions tfring raises."""
+
+
+class TfringError(RuntimeError):
+    """Base of every error tfring raises on purpose.
+
+    Example:
+        >>> from tfring.errors import PeerLostError, TfringError
+        >>> issubclass(PeerLostError, TfringError)
+        True
+    """
+
+
+class ConfigurationError(TfringError, ValueError):
+    """A setting, an argument or a cluster description that cannot be honoured.
+
+    The message gives the rule, the value received and, where there is one, the text to write instead.
+    """
+
+
+class NativeLibraryError(TfringError):
+    """The compiled ring is missing, cannot be loaded, or does not fit this TensorFlow.
+
+    `RingStrategy(communication="tensorflow")` works without it.
+    """
+
+
+class RendezvousError(TfringError):
+    """The ranks did not find each other.
+
+    Raised when the time limit has passed, naming the ranks and addresses that never answered, or at once
+    when the ranks cannot form one ring (two claim one rank, settings that exclude each other).
+    """
+
+
+class MismatchError(TfringError):
+    """Ranks made different collective calls at the same place.
+
+    Raised on every rank with the same message, which names both calls: kind, name, operation, dtype, shape
+    and position. The ring is unusable afterwards; no result was produced.
+    Inside TensorFlow the same failure is `tf.errors.InvalidArgumentError`.
+    """
+
+
+class PeerLostError(TfringError):
+    """A rank died, left the ring or was interrupted while others still needed it.
+
+    Raised on every surviving rank. The ring is unusable afterwards.
+    Inside TensorFlow the same failure is `tf.errors.AbortedError`.
+    """
+
+
+class CollectiveTimeoutError(TfringError, TimeoutError):
+    """A rank is still connected but took no part in a collective within `timeout_seconds`.
+
+    Raised on every rank that can still run, naming the one that cannot. The ring is unusable afterwards.
+    Inside TensorFlow the same failure is `tf.errors.DeadlineExceededError`.
+    """

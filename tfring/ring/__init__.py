@@ -1,0 +1,1 @@
+"""The ring engine: membership, collectives, TensorFlow ops."""

@@ -1,0 +1,184 @@
+"""The compiled core, as Python sees it: structures, functions, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+
+from tfring import errors
+
+ABI_VERSION = 2
+DIRECTORY = pathlib.Path(__file__).parent / "native"
+CORE = DIRECTORY / "libtfring_core.so"
+OPS = DIRECTORY / "libtfring_ops.so"
+
+OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+OPERATIONS = {"sum": 0, "max": 1, "min": 2}
+# The numbers of TensorFlow's TF_DataType.
+DTYPES = {
+    "float32": 1,
+    "float64": 2,
+    "int32": 3,
+    "uint8": 4,
+    "int8": 6,
+    "int64": 9,
+    "bool": 10,
+    "bfloat16": 14,
+    "float16": 19,
+}
+
+
+class Error(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 2044)]  # noqa: RUF012
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+        ("num_dims", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("name", ctypes.c_char_p),
+        ("op", ctypes.c_int32),
+        ("root", ctypes.c_int32),
+        ("inactive", ctypes.c_int32),
+        ("check_signals", ctypes.c_int32),
+    ]
+
+
+class Link(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("control_fd", ctypes.c_int32),
+        ("data_fd", ctypes.c_int32),
+        ("mailbox_fd", ctypes.c_int32),
+        ("doorbell_fd", ctypes.c_int32),
+    ]
+
+
+class Options(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("name", ctypes.c_char_p),
+        ("rank", ctypes.c_int32),
+        ("world_size", ctypes.c_int32),
+        ("next", Link),
+        ("previous", Link),
+        ("mailbox_fd", ctypes.c_int32),
+        ("doorbell_fd", ctypes.c_int32),
+        ("num_spins", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("timeout_seconds", ctypes.c_double),
+        ("opening_timeout_seconds", ctypes.c_double),
+    ]
+
+
+class Statistics(ctypes.Structure):
+    _fields_ = [  # noqa: RUF012
+        ("bytes_sent", ctypes.c_int64),
+        ("bytes_received", ctypes.c_int64),
+        ("seconds_waited", ctypes.c_double),
+        ("collectives", ctypes.c_int64 * len(KINDS)),
+        ("scratch_bytes", ctypes.c_int64),
+    ]
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """The loaded core.
+
+    Raises:
+        NativeLibraryError: It is not there, cannot be loaded, or belongs to another tfring.
+    """
+    if not CORE.exists():
+        raise errors.NativeLibraryError(
+            f"The compiled ring is missing ({CORE}). Install a C++ compiler (Debian: apt install g++, "
+            "Fedora: dnf install gcc-c++) and install tfring again, or pass "
+            'communication="tensorflow" to RingStrategy.'
+        )
+    try:
+        library = ctypes.CDLL(str(CORE))
+    except OSError as error:
+        raise errors.NativeLibraryError(
+            f"The compiled ring cannot be loaded: {error}. Install tfring again on this machine, or pass "
+            'communication="tensorflow" to RingStrategy.'
+        ) from error
+    if library.tfring_abi_version() != ABI_VERSION:
+        raise errors.NativeLibraryError(
+            f"{CORE} was built from another version of tfring (interface {library.tfring_abi_version()}, "
+            f"wanted {ABI_VERSION}). Install tfring again, or in a checkout run: python -m tfring._build"
+        )
+    _declare(library)
+    _lend_python(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    handle, size, error = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(Error)
+    call, tensors, rows = ctypes.POINTER(Call), ctypes.POINTER(Tensor), ctypes.POINTER(ctypes.c_int64)
+    signatures = {
+        "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
+        "tfring_close": (None, handle),
+        "tfring_get_statistics": (ctypes.c_int, handle, ctypes.POINTER(Statistics)),
+        "tfring_rank": (ctypes.c_int, handle),
+        "tfring_all_reduce": (ctypes.c_int, handle, call, tensors, size, error),
+        "tfring_all_gather_begin": (ctypes.c_int, handle, call, tensors, size, rows, error),
+        "tfring_all_gather_finish": (ctypes.c_int, handle, ctypes.POINTER(ctypes.c_void_p), error),
+        "tfring_reduce_scatter": (ctypes.c_int, handle, call, tensors, error),
+        "tfring_broadcast": (ctypes.c_int, handle, call, tensors, size, error),
+        "tfring_barrier": (ctypes.c_int, handle, call, error),
+        "tfring_send_abort": (None, size, size, size, ctypes.c_char_p),
+        "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
+        "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
+        "tfring_schedule": (
+            ctypes.c_int,
+            ctypes.c_char_p,
+            size,
+            size,
+            size,
+            ctypes.POINTER(ctypes.c_int32 * 3),
+            size,
+        ),
+    }
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+
+
+def _lend_python(library: ctypes.CDLL) -> None:
+    """Gives the core what it needs to let signal handlers run while a collective waits."""
+    names = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch", "PyErr_Restore")
+    addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names]
+    library.tfring_use_python.argtypes = [ctypes.c_void_p] * len(names)
+    library.tfring_use_python.restype = None
+    library.tfring_use_python(*addresses)
+
+
+@functools.cache
+def _raise_again() -> ctypes._FuncPointer:  # type: ignore[name-defined]
+    # PyDLL: called with the GIL held, and an exception set inside is raised here.
+    function = ctypes.PyDLL(str(CORE)).tfring_raise_again
+    function.restype = None
+    return function
+
+
+def raise_error(error: Error) -> None:
+    """Raises what a failed call left in `error`."""
+    if error.code == INTERRUPTED:
+        _raise_again()()
+    message = error.message.decode(errors="replace")
+    kind = {
+        MISMATCH: errors.MismatchError,
+        PEER_LOST: errors.PeerLostError,
+        TIMEOUT: errors.CollectiveTimeoutError,
+        INVALID: ValueError,
+    }.get(error.code, errors.TfringError)
+    raise kind(message)

@@ -1,0 +1,84 @@
+// One direction of data between neighbours: never blocks, knows no collectives.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace tfring {
+
+constexpr int64_t kGone = -1;  // the neighbour closed its end, or died
+
+class Sender {
+ public:
+  virtual ~Sender() = default;
+  // Takes as many bytes as there is room for now, from the front. Returns their number, or kGone.
+  virtual int64_t send(const iovec* parts, int num_parts) = 0;
+  // Whether there is room, as far as it can be told without asking the kernel.
+  virtual bool ready() const = 0;
+  // What to poll for room, or -1 where the doorbell rings.
+  virtual int poll_fd() const = 0;
+  // Told how long a large collective took from its first byte on.
+  virtual void learn(double) {}
+};
+
+class Receiver {
+ public:
+  virtual ~Receiver() = default;
+  // Shows received bytes in place. Returns how many follow at *data (fewer than `wanted`: the rest is still
+  // on its way), or kGone.
+  virtual int64_t peek(int64_t wanted, const char** data) = 0;
+  virtual void consume(int64_t num_bytes) = 0;
+  // Moves received bytes out. Returns their number, or kGone.
+  virtual int64_t receive(const iovec* parts, int num_parts) = 0;
+  virtual bool ready(int64_t wanted) const = 0;
+  virtual int poll_fd() const = 0;
+};
+
+// Both take over the descriptor.
+std::unique_ptr<Sender> make_tcp_sender(int fd);
+std::unique_ptr<Receiver> make_tcp_receiver(int fd);
+
+constexpr int64_t kMailboxHeaderBytes = 4096;
+struct MailboxHeader;
+
+// A rank's mailbox, seen by its owner or by a neighbour; see shm_channel.cc.
+class Mailbox {
+ public:
+  // Takes over both descriptors. Null where the memory cannot be mapped.
+  static std::unique_ptr<Mailbox> open(int memory_fd, int doorbell_fd);
+  ~Mailbox();
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  // The owner: between the two, look again whether there is really nothing to do, then poll doorbell_fd.
+  void fall_asleep();
+  void wake_up();
+  void silence_doorbell();
+  int doorbell_fd() const { return doorbell_fd_; }
+  // A neighbour, after changing something the owner may wait for.
+  void ring_if_asleep();
+
+  int64_t capacity() const { return capacity_; }
+  int64_t readable() const;
+  int64_t writable() const;
+  const char* read_position() const;
+  char* write_position() const;
+  void did_read(int64_t num_bytes);
+  void did_write(int64_t num_bytes);
+
+ private:
+  Mailbox(MailboxHeader* header, char* bytes, int64_t capacity, int doorbell_fd);
+
+  MailboxHeader* const header_;
+  char* const bytes_;
+  const int64_t capacity_;
+  const int doorbell_fd_;
+};
+
+// The mailboxes outlive both.
+std::unique_ptr<Sender> make_shm_sender(Mailbox* next);
+std::unique_ptr<Receiver> make_shm_receiver(Mailbox* own, Mailbox* previous);
+
+}  // namespace tfring

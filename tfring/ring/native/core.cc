@@ -1,0 +1,186 @@
+// The C interface over Ring: handles, error buffers, Python's signals.
+#include "core.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+
+#include "ring.h"
+
+namespace tfring {
+namespace {
+
+std::mutex registry_mutex;
+std::unordered_map<int64_t, std::shared_ptr<Ring>>& registry() {
+  // Never destroyed: TensorFlow's threads may still call in while the process exits.
+  static auto* rings = new std::unordered_map<int64_t, std::shared_ptr<Ring>>;
+  return *rings;
+}
+int64_t last_handle = 0;
+
+std::shared_ptr<Ring> find(int64_t handle) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  const auto found = registry().find(handle);
+  return found == registry().end() ? nullptr : found->second;
+}
+
+int report(const Status& status, tfring_error* error) {
+  error->code = static_cast<int32_t>(status.code);
+  const size_t length = std::min(status.message.size(), sizeof(error->message) - 1);
+  std::memcpy(error->message, status.message.data(), length);
+  error->message[length] = '\0';
+  return error->code;
+}
+
+template <typename Body>
+int with_ring(int64_t handle, tfring_error* error, Body body) {
+  const std::shared_ptr<Ring> ring = find(handle);
+  if (ring == nullptr) return report({Code::kInvalid, "this communicator is closed"}, error);
+  return report(body(*ring), error);
+}
+
+struct Python {
+  int (*gil_state_ensure)();
+  void (*gil_state_release)(int);
+  int (*err_check_signals)();
+  void (*err_fetch)(void**, void**, void**);
+  void (*err_restore)(void*, void*, void*);
+};
+Python python{};
+thread_local void* raised[3];
+
+}  // namespace
+
+bool python_interrupted() {
+  if (python.err_check_signals == nullptr) return false;
+  const int state = python.gil_state_ensure();
+  const bool interrupted = python.err_check_signals() != 0;
+  if (interrupted) python.err_fetch(&raised[0], &raised[1], &raised[2]);
+  python.gil_state_release(state);
+  return interrupted;
+}
+
+}  // namespace tfring
+
+using tfring::Ring;
+using tfring::Status;
+
+int tfring_abi_version(void) { return TFRING_ABI_VERSION; }
+
+void tfring_use_python(void* gil_state_ensure, void* gil_state_release, void* err_check_signals,
+                       void* err_fetch, void* err_restore) {
+  tfring::python.gil_state_ensure = reinterpret_cast<int (*)()>(gil_state_ensure);
+  tfring::python.gil_state_release = reinterpret_cast<void (*)(int)>(gil_state_release);
+  tfring::python.err_check_signals = reinterpret_cast<int (*)()>(err_check_signals);
+  tfring::python.err_fetch = reinterpret_cast<void (*)(void**, void**, void**)>(err_fetch);
+  tfring::python.err_restore = reinterpret_cast<void (*)(void*, void*, void*)>(err_restore);
+}
+
+void tfring_raise_again(void) {
+  tfring::python.err_restore(tfring::raised[0], tfring::raised[1], tfring::raised[2]);
+}
+
+int64_t tfring_open(const tfring_options* options, tfring_error* error) {
+  std::shared_ptr<Ring> ring;
+  if (tfring::report(Ring::open(*options, &ring), error) != TFRING_OK) return 0;
+  std::lock_guard<std::mutex> lock(tfring::registry_mutex);
+  const int64_t handle = ++tfring::last_handle;
+  tfring::registry().emplace(handle, std::move(ring));
+  return handle;
+}
+
+void tfring_close(int64_t handle) {
+  const std::shared_ptr<Ring> ring = tfring::find(handle);
+  if (ring == nullptr) return;
+  ring->close();
+  std::lock_guard<std::mutex> lock(tfring::registry_mutex);
+  tfring::registry().erase(handle);
+}
+
+int tfring_get_statistics(int64_t handle, tfring_statistics* statistics) {
+  const std::shared_ptr<Ring> ring = tfring::find(handle);
+  if (ring == nullptr) return TFRING_INVALID;
+  *statistics = ring->statistics();
+  return TFRING_OK;
+}
+
+int tfring_rank(int64_t handle) {
+  const std::shared_ptr<Ring> ring = tfring::find(handle);
+  return ring == nullptr ? -1 : ring->rank();
+}
+
+int tfring_world_size(int64_t handle) {
+  const std::shared_ptr<Ring> ring = tfring::find(handle);
+  return ring == nullptr ? -1 : ring->world_size();
+}
+
+int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                      tfring_error* error) {
+  return tfring::with_ring(handle, error,
+                           [&](Ring& ring) { return ring.all_reduce(*call, tensors, num_tensors); });
+}
+
+int tfring_all_gather_begin(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                            int num_tensors, int64_t* rows, tfring_error* error) {
+  return tfring::with_ring(
+      handle, error, [&](Ring& ring) { return ring.all_gather_begin(*call, tensors, num_tensors, rows); });
+}
+
+int tfring_all_gather_finish(int64_t handle, void* const* outputs, tfring_error* error) {
+  return tfring::with_ring(handle, error, [&](Ring& ring) { return ring.all_gather_finish(outputs); });
+}
+
+int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
+                          tfring_error* error) {
+  return tfring::with_ring(handle, error, [&](Ring& ring) { return ring.reduce_scatter(*call, *tensor); });
+}
+
+int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                     tfring_error* error) {
+  return tfring::with_ring(handle, error,
+                           [&](Ring& ring) { return ring.broadcast(*call, tensors, num_tensors); });
+}
+
+int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error) {
+  return tfring::with_ring(handle, error, [&](Ring& ring) { return ring.barrier(*call); });
+}
+
+void tfring_send_abort(int control_fd, int rank, int code, const char* message) {
+  const tfring::ControlFrame frame =
+      tfring::make_control(tfring::ControlType::kAbort, rank, 0, static_cast<tfring::Code>(code), message);
+  const ssize_t sent = send(control_fd, &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
+  (void)sent;
+}
+
+void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end) {
+  const tfring::Range range = tfring::chunk_of(count, world_size, index);
+  *begin = range.begin;
+  *end = range.end();
+}
+
+int tfring_is_small(int64_t num_bytes, int world_size) {
+  return tfring::is_small(num_bytes, world_size) ? 1 : 0;
+}
+
+int tfring_schedule(const char* which, int rank, int world_size, int root, int32_t (*table)[3],
+                    int max_steps) {
+  const std::string name = which;
+  const int num_steps = name == "all_reduce"       ? tfring::num_all_reduce_steps(world_size)
+                        : name == "all_gather"     ? tfring::num_all_gather_steps(world_size)
+                        : name == "reduce_scatter" ? tfring::num_reduce_scatter_steps(world_size)
+                        : name == "broadcast"      ? tfring::num_broadcast_steps()
+                                                   : -1;
+  for (int s = 0; s < std::min(num_steps, max_steps); ++s) {
+    const tfring::ScheduleStep step = name == "all_reduce"   ? tfring::all_reduce_step(rank, world_size, s)
+                                      : name == "all_gather" ? tfring::all_gather_step(rank, world_size, s)
+                                      : name == "reduce_scatter"
+                                          ? tfring::reduce_scatter_step(rank, world_size, s)
+                                          : tfring::broadcast_step(rank, world_size, root, s);
+    table[s][0] = step.send;
+    table[s][1] = step.recv;
+    table[s][2] = step.reduce ? 1 : 0;
+  }
+  return num_steps;
+}

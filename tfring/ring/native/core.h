@@ -1,0 +1,121 @@
+// The C interface of the ring: what ctypes and the TensorFlow ops call.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TFRING_API __attribute__((visibility("default")))
+#define TFRING_ABI_VERSION 2
+
+// Codes of tfring_error; 0 is success.
+enum {
+  TFRING_OK = 0,
+  TFRING_MISMATCH = 1,
+  TFRING_PEER_LOST = 2,
+  TFRING_TIMEOUT = 3,
+  TFRING_INVALID = 4,
+  TFRING_INTERRUPTED = 5,
+  TFRING_INTERNAL = 6,
+};
+
+typedef struct tfring_error {
+  int32_t code;
+  char message[2044];
+} tfring_error;
+
+// One tensor of a collective. `input` and `output` may be the same memory.
+typedef struct tfring_tensor {
+  const void* input;
+  void* output;
+  const int64_t* dims;
+  int32_t num_dims;
+  int32_t dtype;
+} tfring_tensor;
+
+typedef struct tfring_call {
+  const char* name;
+  int32_t op;
+  int32_t root;
+  int32_t inactive;       // 1: contribute zeros, whatever the inputs hold
+  int32_t check_signals;  // 1: called from Python's main thread; let signal handlers run while waiting
+} tfring_call;
+
+// How a rank is connected. The descriptors belong to the ring from tfring_open on, whatever it returns.
+typedef struct tfring_link {
+  int32_t control_fd;
+  int32_t data_fd;      // -1 where shared memory carries the data
+  int32_t mailbox_fd;   // the neighbour's mailbox, -1 over TCP
+  int32_t doorbell_fd;  // the neighbour's doorbell, -1 over TCP
+} tfring_link;
+
+typedef struct tfring_options {
+  const char* name;
+  int32_t rank;
+  int32_t world_size;
+  tfring_link next;
+  tfring_link previous;
+  int32_t mailbox_fd;   // this rank's own mailbox, -1 without shared memory
+  int32_t doorbell_fd;  // this rank's own doorbell
+  int32_t num_spins;    // looks at shared memory before a rank goes to sleep
+  int32_t reserved;
+  double timeout_seconds;          // how long a collective waits for a rank that stands still
+  double opening_timeout_seconds;  // how long the first barrier waits for all ranks to be connected
+} tfring_options;
+
+typedef struct tfring_statistics {
+  int64_t bytes_sent;
+  int64_t bytes_received;
+  double seconds_waited;
+  int64_t collectives[5];  // by kind: all_reduce, all_gather, reduce_scatter, broadcast, barrier
+  int64_t scratch_bytes;   // memory the ring holds beside the caller's
+} tfring_statistics;
+
+TFRING_API int tfring_abi_version(void);
+
+// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL. After
+// TFRING_INTERRUPTED, tfring_raise_again (called holding the GIL) sets the exception the handler raised.
+TFRING_API void tfring_use_python(void* gil_state_ensure, void* gil_state_release, void* err_check_signals,
+                                  void* err_fetch, void* err_restore);
+TFRING_API void tfring_raise_again(void);
+
+// Returns a handle above 0, or 0 with `error` filled.
+TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* error);
+// Says goodbye to the neighbours and forgets the handle. Collectives still running fail.
+TFRING_API void tfring_close(int64_t handle);
+TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
+TFRING_API int tfring_rank(int64_t handle);
+TFRING_API int tfring_world_size(int64_t handle);
+
+// Tensors share one dtype. Equal shapes on all ranks.
+TFRING_API int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                 int num_tensors, tfring_error* error);
+// Two halves, because the size of the result is known only in between. `rows` receives the first dimension of
+// tensor t on rank r at rows[r * num_tensors + t]. After a successful begin, finish must follow on the same
+// thread: outputs[t] holds all rows of tensor t in rank order; outputs == null gives up and breaks the ring.
+TFRING_API int tfring_all_gather_begin(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                       int num_tensors, int64_t* rows, tfring_error* error);
+TFRING_API int tfring_all_gather_finish(int64_t handle, void* const* outputs, tfring_error* error);
+// The output holds this rank's rows: tfring_chunk of the first dimension.
+TFRING_API int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
+                                     tfring_error* error);
+TFRING_API int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                int num_tensors, tfring_error* error);
+TFRING_API int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error);
+
+// Tells a neighbour, over a control connection no ring owns yet, that this rank gives up.
+TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char* message);
+
+// What the native code would do, for the tests to hold against schedule.py.
+TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
+TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
+// Fills table[step] = {send, recv, reduce}, -1 for none; returns the number of steps.
+TFRING_API int tfring_schedule(const char* which, int rank, int world_size, int root, int32_t (*table)[3],
+                               int max_steps);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,33 @@
+// Element types and reductions. The numbers of DType are those of TensorFlow's TF_DataType.
+#pragma once
+
+#include <cstdint>
+
+namespace tfring {
+
+enum class DType : int32_t {
+  kFloat32 = 1,
+  kFloat64 = 2,
+  kInt32 = 3,
+  kUint8 = 4,
+  kInt8 = 6,
+  kInt64 = 9,
+  kBool = 10,
+  kBfloat16 = 14,
+  kFloat16 = 19,
+};
+
+enum class Op : int32_t { kSum = 0, kMax = 1, kMin = 2 };
+
+// 0 for a type the ring does not carry.
+int64_t size_of(DType dtype);
+const char* name_of(DType dtype);
+const char* name_of(Op op);
+
+// bool has no sum: whether it should count or saturate is the caller's to say.
+bool can_reduce(DType dtype, Op op);
+
+// out[i] = a[i] op b[i]. `out` may be `a`. No alignment is asked for.
+void reduce(DType dtype, Op op, void* out, const void* a, const void* b, int64_t count);
+
+}  // namespace tfring

@@ -1,0 +1,125 @@
+// Frames: filled, compared, put into words.
+#include "frame.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "dtype.h"
+
+namespace tfring {
+namespace {
+
+constexpr uint64_t kHashStart = 14695981039346656037u;
+
+// FNV-1a over 64-bit words, stirred so that short inputs spread.
+uint64_t mix(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 1099511628211u;
+  return hash ^ (hash >> 29);
+}
+
+uint64_t hash_text(const char* text) {
+  uint64_t hash = kHashStart;
+  for (; *text != '\0'; ++text) hash = mix(hash, static_cast<unsigned char>(*text));
+  return hash;
+}
+
+bool has_op(Kind kind) { return kind == Kind::kAllReduce || kind == Kind::kReduceScatter; }
+
+// Copies what fits, never half a UTF-8 character, and ends with a zero.
+void copy_text(char* to, size_t size, const char* from) {
+  size_t length = std::min(std::strlen(from), size - 1);
+  if (from[length] != '\0') {
+    while (length > 0 && (static_cast<unsigned char>(from[length]) & 0xc0) == 0x80) --length;
+  }
+  std::memcpy(to, from, length);
+  std::memset(to + length, 0, size - length);
+}
+
+}  // namespace
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::kAllReduce:
+      return "all_reduce";
+    case Kind::kAllGather:
+      return "all_gather";
+    case Kind::kReduceScatter:
+      return "reduce_scatter";
+    case Kind::kBroadcast:
+      return "broadcast";
+    case Kind::kBarrier:
+      return "barrier";
+  }
+  return "unknown collective";
+}
+
+CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                       uint64_t sequence) {
+  CallHeader header{};
+  header.magic = kCallMagic;
+  header.version = kProtocolVersion;
+  header.kind = static_cast<uint8_t>(kind);
+  header.op = has_op(kind) ? static_cast<uint8_t>(call.op) : 0;
+  header.root = kind == Kind::kBroadcast ? call.root : -1;
+  header.sequence = sequence;
+  header.key_hash = hash_text(call.name);
+  header.num_tensors = num_tensors;
+  copy_text(header.name, sizeof(header.name), call.name);
+  if (num_tensors > 0) {
+    header.dtype = static_cast<uint8_t>(tensors[0].dtype);
+    header.num_dims = static_cast<uint8_t>(std::min(tensors[0].num_dims, kMaxDims));
+    for (int i = 0; i < header.num_dims; ++i) header.dims[i] = tensors[0].dims[i];
+  }
+  header.shape_hash = kHashStart;
+  for (int t = 0; t < num_tensors; ++t) {
+    header.shape_hash = mix(header.shape_hash, static_cast<uint64_t>(tensors[t].dtype));
+    header.shape_hash = mix(header.shape_hash, static_cast<uint64_t>(tensors[t].num_dims));
+    int64_t elements = 1;
+    for (int i = 0; i < tensors[t].num_dims; ++i) {
+      elements *= tensors[t].dims[i];
+      if (kind == Kind::kAllGather && i == 0) continue;
+      header.shape_hash = mix(header.shape_hash, static_cast<uint64_t>(tensors[t].dims[i]));
+    }
+    header.num_elements += elements;
+  }
+  return header;
+}
+
+bool agree(const CallHeader& mine, const CallHeader& theirs) {
+  return mine.magic == theirs.magic && mine.version == theirs.version && mine.kind == theirs.kind &&
+         mine.op == theirs.op && mine.root == theirs.root && mine.sequence == theirs.sequence &&
+         mine.key_hash == theirs.key_hash && mine.shape_hash == theirs.shape_hash &&
+         mine.num_tensors == theirs.num_tensors &&
+         (mine.kind == static_cast<uint8_t>(Kind::kAllGather) || mine.num_elements == theirs.num_elements);
+}
+
+std::string describe(const CallHeader& header) {
+  const Kind kind = static_cast<Kind>(header.kind);
+  std::string text = std::string(name_of(kind)) + " \"" + header.name + "\"";
+  if (kind == Kind::kBarrier) return text;
+  if (has_op(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
+  if (kind == Kind::kBroadcast) text += " from rank " + std::to_string(header.root);
+  if (header.num_tensors > 1) text += " of " + std::to_string(header.num_tensors) + " tensors, the first";
+  text += std::string(" ") + name_of(static_cast<DType>(header.dtype)) + "[";
+  for (int i = 0; i < std::min<int>(header.num_dims, kMaxDims); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(header.dims[i]);
+  }
+  text += "]";
+  if (header.num_tensors > 1) text += ", " + std::to_string(header.num_elements) + " elements in all";
+  return text;
+}
+
+ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code,
+                          const std::string& message) {
+  ControlFrame frame{};
+  frame.magic = kControlMagic;
+  frame.version = kProtocolVersion;
+  frame.type = static_cast<uint8_t>(type);
+  frame.code = static_cast<uint8_t>(code);
+  frame.rank = rank;
+  frame.sequence = sequence;
+  copy_text(frame.message, sizeof(frame.message), message.c_str());
+  return frame;
+}
+
+}  // namespace tfring

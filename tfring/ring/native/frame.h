@@ -1,0 +1,77 @@
+// What ranks say to each other beside the data. Little endian, fixed sizes, the formats written down once.
+//
+//   data connection or mailbox, from a rank to the next:
+//       CallHeader | steps of the schedule, raw bytes       one such record for each collective
+//     A step of no bytes sends one filler byte, so that "received" always means "the neighbour got this far".
+//
+//   control connection, both ways:
+//       ControlFrame ...                                    abort, goodbye, ping, pong
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core.h"
+#include "status.h"
+
+namespace tfring {
+
+constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
+constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
+constexpr uint16_t kProtocolVersion = 1;
+constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
+
+enum class Kind : uint8_t {
+  kAllReduce = 0,
+  kAllGather = 1,
+  kReduceScatter = 2,
+  kBroadcast = 3,
+  kBarrier = 4,
+};
+constexpr int kNumKinds = 5;
+const char* name_of(Kind kind);
+
+// What a rank is about to do; its neighbour must be about to do the same.
+struct CallHeader {
+  uint32_t magic;
+  uint16_t version;
+  uint8_t kind;
+  uint8_t op;
+  uint8_t dtype;     // of the first tensor
+  uint8_t num_dims;  // of the first tensor
+  uint16_t reserved;
+  int32_t root;
+  uint64_t sequence;
+  uint64_t key_hash;    // of the whole name
+  uint64_t shape_hash;  // of every tensor's dtype and shape; without the first dimension for all_gather
+  int64_t num_tensors;
+  int64_t num_elements;  // of all tensors; not compared for all_gather
+  int64_t dims[kMaxDims];
+  char name[136];  // cut where longer
+};
+static_assert(sizeof(CallHeader) == 256, "the frame format is fixed");
+
+enum class ControlType : uint8_t { kAbort = 0, kGoodbye = 1, kPing = 2, kPong = 3 };
+
+struct ControlFrame {
+  uint32_t magic;
+  uint16_t version;
+  uint8_t type;
+  uint8_t code;  // of an abort: tfring::Code
+  int32_t rank;  // who wrote it first
+  int32_t reserved;
+  uint64_t sequence;  // collectives this rank has finished
+  char message[1000];
+};
+static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
+
+CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                       uint64_t sequence);
+bool agree(const CallHeader& mine, const CallHeader& theirs);
+// all_reduce "gradients/0" sum float32[1024]
+std::string describe(const CallHeader& header);
+
+ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code = Code::kOk,
+                          const std::string& message = {});
+
+}  // namespace tfring

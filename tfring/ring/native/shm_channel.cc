@@ -1,0 +1,254 @@
+// Data through memory shared by two ranks of a host.
+//
+// Every rank owns a mailbox: an anonymous memory file with one ring of bytes in it, written by the previous
+// rank and read by the owner. The bytes are mapped twice in a row, so that whatever is readable, or free, is
+// contiguous.
+//
+//     page 0: MailboxHeader | bytes | the same bytes again
+//
+// A rank with nothing to do marks itself asleep in its own mailbox and polls its doorbell, a pipe. Whoever
+// puts bytes into a mailbox, or takes bytes out of one, rings the bell of the rank on the other side if it
+// sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the process ends.
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "channel.h"
+
+namespace tfring {
+
+// The first page of a mailbox; rendezvous.py writes the first 16 bytes and reads them back through the
+// neighbour's descriptor to be sure it has the right file. Each counter has a cache line to itself.
+//
+// Sleeping and ringing are a Dekker handshake: the sleeper sets `asleep` and then looks at the counters, the
+// other side moves a counter and then looks at `asleep`. All of that is sequentially consistent, so that one
+// sees the other.
+struct MailboxHeader {
+  char nonce[16];
+  alignas(64) std::atomic<uint64_t> written;  // bytes ever put in, by the previous rank
+  alignas(64) std::atomic<uint64_t> read;     // bytes ever taken out, by the owner
+  alignas(64) std::atomic<uint32_t> asleep;   // 1 while the owner waits for its doorbell
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "counters shared between processes");
+static_assert(sizeof(MailboxHeader) <= kMailboxHeaderBytes, "the header fits its page");
+
+Mailbox::Mailbox(MailboxHeader* header, char* bytes, int64_t capacity, int doorbell_fd)
+    : header_(header), bytes_(bytes), capacity_(capacity), doorbell_fd_(doorbell_fd) {}
+
+Mailbox::~Mailbox() {
+  munmap(header_, static_cast<size_t>(kMailboxHeaderBytes + 2 * capacity_));
+  close(doorbell_fd_);
+}
+
+std::unique_ptr<Mailbox> Mailbox::open(int memory_fd, int doorbell_fd) {
+  struct stat facts;
+  int64_t capacity = -1;
+  if (fstat(memory_fd, &facts) == 0) capacity = facts.st_size - kMailboxHeaderBytes;
+  void* base = MAP_FAILED;
+  if (capacity > 0) {
+    // Reserve the whole range first, then lay the file into it.
+    const size_t total = static_cast<size_t>(kMailboxHeaderBytes + 2 * capacity);
+    base = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base != MAP_FAILED) {
+      const auto lay = [&](int64_t at, int64_t size, int64_t offset) {
+        return mmap(static_cast<char*>(base) + at, static_cast<size_t>(size), PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_FIXED, memory_fd, offset) != MAP_FAILED;
+      };
+      if (!lay(0, kMailboxHeaderBytes + capacity, 0) ||
+          !lay(kMailboxHeaderBytes + capacity, capacity, kMailboxHeaderBytes)) {
+        munmap(base, total);
+        base = MAP_FAILED;
+      }
+    }
+  }
+  close(memory_fd);
+  if (base == MAP_FAILED) {
+    close(doorbell_fd);
+    return nullptr;
+  }
+  char* first = static_cast<char*>(base);
+  return std::unique_ptr<Mailbox>(
+      new Mailbox(static_cast<MailboxHeader*>(base), first + kMailboxHeaderBytes, capacity, doorbell_fd));
+}
+
+void Mailbox::ring_if_asleep() {
+  if (header_->asleep.load() == 0 || header_->asleep.exchange(0) == 0) return;
+  const char bell = 1;
+  const ssize_t written = write(doorbell_fd_, &bell, 1);
+  (void)
+      written;  // a full pipe has rung already; a closed one belongs to a dead rank, which its control shows
+}
+
+void Mailbox::fall_asleep() { header_->asleep.store(1); }
+
+void Mailbox::wake_up() { header_->asleep.store(0); }
+
+void Mailbox::silence_doorbell() {
+  char bells[64];
+  while (::read(doorbell_fd_, bells, sizeof(bells)) == static_cast<ssize_t>(sizeof(bells))) {
+  }
+}
+
+int64_t Mailbox::readable() const {
+  return static_cast<int64_t>(header_->written.load() - header_->read.load(std::memory_order_relaxed));
+}
+
+int64_t Mailbox::writable() const {
+  return capacity_ -
+         static_cast<int64_t>(header_->written.load(std::memory_order_relaxed) - header_->read.load());
+}
+
+char* Mailbox::write_position() const {
+  return bytes_ + header_->written.load(std::memory_order_relaxed) % static_cast<uint64_t>(capacity_);
+}
+
+const char* Mailbox::read_position() const {
+  return bytes_ + header_->read.load(std::memory_order_relaxed) % static_cast<uint64_t>(capacity_);
+}
+
+void Mailbox::did_write(int64_t num_bytes) {
+  header_->written.store(header_->written.load(std::memory_order_relaxed) + static_cast<uint64_t>(num_bytes));
+}
+
+void Mailbox::did_read(int64_t num_bytes) {
+  header_->read.store(header_->read.load(std::memory_order_relaxed) + static_cast<uint64_t>(num_bytes));
+}
+
+namespace {
+
+constexpr int64_t kStreamFromBytes = 16 * 1024;
+
+#if defined(__SSE2__)
+void stream(char* to, const char* from, int64_t size) {
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & 63;  // up to a whole cache line
+  std::memcpy(to, from, static_cast<size_t>(head));
+  int64_t at = head;
+  for (; at + 64 <= size; at += 64) {
+    __m128i line[4];
+    std::memcpy(line, from + at, sizeof(line));
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(reinterpret_cast<__m128i*>(to + at) + i, line[i]);
+  }
+  _mm_sfence();
+  std::memcpy(to + at, from + at, static_cast<size_t>(size - at));
+}
+#else
+void stream(char* to, const char* from, int64_t size) { std::memcpy(to, from, static_cast<size_t>(size)); }
+#endif
+
+// Whether large pieces are written past the cache. Where the two cores share a cache that costs a third;
+// where they do not (two chiplets, two sockets), what one has written into its cache reaches the other at a
+// third of the speed of memory. It cannot be asked, and changes when the scheduler moves a process; so both
+// ways are tried, on the same collectives on every rank, and the better one is kept until a trial says
+// otherwise.
+class StreamingChoice {
+ public:
+  bool streams() const { return streams_; }
+
+  void learn(double seconds) {
+    double& best = seconds_[streams_ ? 1 : 0];
+    best = best == 0 ? seconds : std::min(seconds, best * kForget);
+    ++num_learned_;
+    const bool better = seconds_[1] <= seconds_[0];
+    streams_ = num_learned_ < kFirstTrials ? num_learned_ % 2 == 0 : better;
+    if (num_learned_ % kTrialEvery == 0) streams_ = !better;
+  }
+
+ private:
+  static constexpr int kFirstTrials = 6;
+  static constexpr int kTrialEvery = 32;
+  static constexpr double kForget = 1.1;  // so that a best of long ago does not count for ever
+
+  bool streams_ = true;
+  int num_learned_ = 0;
+  double seconds_[2] = {0, 0};  // for a byte: through the cache, past it
+};
+
+class ShmSender final : public Sender {
+ public:
+  explicit ShmSender(Mailbox* next) : next_(next) {}
+
+  int64_t send(const iovec* parts, int num_parts) override {
+    const int64_t room = next_->writable();
+    if (room == 0) return 0;
+    char* to = next_->write_position();
+    int64_t taken = 0;
+    for (int i = 0; i < num_parts && taken < room; ++i) {
+      const int64_t size = std::min<int64_t>(static_cast<int64_t>(parts[i].iov_len), room - taken);
+      const char* from = static_cast<const char*>(parts[i].iov_base);
+      if (size >= kStreamFromBytes && choice_.streams()) {
+        stream(to + taken, from, size);
+      } else {
+        std::memcpy(to + taken, from, static_cast<size_t>(size));
+      }
+      taken += size;
+    }
+    next_->did_write(taken);
+    next_->ring_if_asleep();
+    return taken;
+  }
+
+  bool ready() const override { return next_->writable() > 0; }
+  int poll_fd() const override { return -1; }
+  void learn(double seconds) override { choice_.learn(seconds); }
+
+ private:
+  Mailbox* const next_;
+  StreamingChoice choice_;
+};
+
+class ShmReceiver final : public Receiver {
+ public:
+  ShmReceiver(Mailbox* own, Mailbox* previous) : own_(own), previous_(previous) {}
+
+  int64_t peek(int64_t, const char** data) override {
+    *data = own_->read_position();
+    return own_->readable();
+  }
+
+  // The writer sleeps only when the mailbox is full, and is woken when half of it is free: not for every few
+  // bytes.
+  void consume(int64_t num_bytes) override {
+    own_->did_read(num_bytes);
+    if (2 * own_->readable() <= own_->capacity()) previous_->ring_if_asleep();
+  }
+
+  int64_t receive(const iovec* parts, int num_parts) override {
+    const int64_t available = own_->readable();
+    if (available == 0) return 0;
+    const char* from = own_->read_position();
+    int64_t moved = 0;
+    for (int i = 0; i < num_parts && moved < available; ++i) {
+      const int64_t size = std::min<int64_t>(static_cast<int64_t>(parts[i].iov_len), available - moved);
+      std::memcpy(parts[i].iov_base, from + moved, static_cast<size_t>(size));
+      moved += size;
+    }
+    consume(moved);
+    return moved;
+  }
+
+  bool ready(int64_t wanted) const override { return own_->readable() >= wanted; }
+  int poll_fd() const override { return -1; }
+
+ private:
+  Mailbox* const own_;
+  Mailbox* const previous_;
+};
+
+}  // namespace
+
+std::unique_ptr<Sender> make_shm_sender(Mailbox* next) { return std::make_unique<ShmSender>(next); }
+std::unique_ptr<Receiver> make_shm_receiver(Mailbox* own, Mailbox* previous) {
+  return std::make_unique<ShmReceiver>(own, previous);
+}
+
+}  // namespace tfring

@@ -1,0 +1,129 @@
+// Data over a TCP connection.
+#include <errno.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "channel.h"
+
+namespace tfring {
+namespace {
+
+// Large enough to spare system calls, small enough to stay in the cache between the kernel's copy and the
+// add.
+constexpr int64_t kWindowBytes = 256 * 1024;
+
+// What is in flight between two ranks of a host should stay in the cache from the one's copy to the other's.
+// Over a network the kernel finds the size that fills the line.
+constexpr int kLocalSendBufferBytes = 128 * 1024;  // the kernel doubles it
+
+bool is_local(int fd) {
+  sockaddr_storage here{};
+  sockaddr_storage there{};
+  socklen_t here_size = sizeof(here);
+  socklen_t there_size = sizeof(there);
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&here), &here_size) != 0) return false;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&there), &there_size) != 0) return false;
+  if (here.ss_family != there.ss_family) return false;
+  if (here.ss_family == AF_INET) {
+    return reinterpret_cast<sockaddr_in*>(&here)->sin_addr.s_addr ==
+           reinterpret_cast<sockaddr_in*>(&there)->sin_addr.s_addr;
+  }
+  return here.ss_family == AF_INET6 &&
+         std::memcmp(&reinterpret_cast<sockaddr_in6*>(&here)->sin6_addr,
+                     &reinterpret_cast<sockaddr_in6*>(&there)->sin6_addr, sizeof(in6_addr)) == 0;
+}
+
+bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+class TcpSender final : public Sender {
+ public:
+  explicit TcpSender(int fd) : fd_(fd) {
+    fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_NONBLOCK);
+    if (is_local(fd_)) {
+      setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &kLocalSendBufferBytes, sizeof(kLocalSendBufferBytes));
+    }
+  }
+  ~TcpSender() override { close(fd_); }
+
+  int64_t send(const iovec* parts, int num_parts) override {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts);
+    message.msg_iovlen = static_cast<size_t>(num_parts);
+    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent >= 0) return sent;
+    return would_block(errno) ? 0 : kGone;
+  }
+
+  bool ready() const override { return false; }
+  int poll_fd() const override { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+class TcpReceiver final : public Receiver {
+ public:
+  explicit TcpReceiver(int fd) : fd_(fd), window_(kWindowBytes) {
+    fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_NONBLOCK);
+  }
+  ~TcpReceiver() override { close(fd_); }
+
+  int64_t peek(int64_t wanted, const char** data) override {
+    if (end_ - begin_ < wanted) {
+      std::memmove(window_.data(), window_.data() + begin_, static_cast<size_t>(end_ - begin_));
+      end_ -= begin_;
+      begin_ = 0;
+      iovec rest{window_.data() + end_, static_cast<size_t>(kWindowBytes - end_)};
+      const int64_t got = receive_now(&rest, 1);
+      if (got == kGone) return kGone;
+      end_ += got;
+    }
+    *data = window_.data() + begin_;
+    return end_ - begin_;
+  }
+
+  void consume(int64_t num_bytes) override { begin_ += num_bytes; }
+
+  int64_t receive(const iovec* parts, int num_parts) override {
+    if (begin_ == end_) return receive_now(parts, num_parts);
+    int64_t moved = 0;
+    for (int i = 0; i < num_parts && begin_ < end_; ++i) {
+      const int64_t size = std::min<int64_t>(static_cast<int64_t>(parts[i].iov_len), end_ - begin_);
+      std::memcpy(parts[i].iov_base, window_.data() + begin_, static_cast<size_t>(size));
+      begin_ += size;
+      moved += size;
+    }
+    return moved;
+  }
+
+  bool ready(int64_t wanted) const override { return end_ - begin_ >= wanted; }
+  int poll_fd() const override { return fd_; }
+
+ private:
+  int64_t receive_now(const iovec* parts, int num_parts) {
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts);
+    message.msg_iovlen = static_cast<size_t>(num_parts);
+    const ssize_t got = recvmsg(fd_, &message, MSG_DONTWAIT);
+    if (got > 0) return got;
+    return got < 0 && would_block(errno) ? 0 : kGone;
+  }
+
+  const int fd_;
+  std::vector<char> window_;
+  int64_t begin_ = 0;
+  int64_t end_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Sender> make_tcp_sender(int fd) { return std::make_unique<TcpSender>(fd); }
+std::unique_ptr<Receiver> make_tcp_receiver(int fd) { return std::make_unique<TcpReceiver>(fd); }
+
+}  // namespace tfring

@@ -1,0 +1,337 @@
+"""The collectives as TensorFlow ops: eagerly, inside `tf.function`, with gradients.
+
+All ranks run the same collectives of a communicator in the same order. Inside a `tf.function` that is program
+order, through `tf.cond` and `tf.while_loop` as well. Collectives of two communicators stay independent of
+each other, as long as TensorFlow has an inter-op thread for each communicator. Errors arrive as TensorFlow's:
+InvalidArgumentError (ranks disagree), AbortedError (a rank is lost), DeadlineExceededError (a rank stands
+still). XLA (`jit_compile=True`) refuses these ops, as it does TensorFlow's own collectives on CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfring.errors import NativeLibraryError
+from tfring.ring import library
+from tfring.ring.schedule import chunk_bounds
+
+_tokens: list[tuple[tf.Tensor, weakref.WeakSet[Any]]] = []  # and the communicators that use each
+
+
+def all_reduce(
+    communicator: Any, tensors: Any, op: str = "sum", *, name: str = "all_reduce", active: Any = None
+) -> Any:
+    """The element-wise sum, maximum or minimum over all ranks; a list goes round as one.
+
+    Differentiable for "sum": the gradient is summed over the ranks as well.
+
+    Args:
+        communicator: A `tfring.ring.communicator.Communicator`.
+        tensors: A tensor, or a list of tensors of one dtype, of the same shapes on all ranks.
+        op: "sum", "max" or "min".
+        name: What to call the collective in errors; the same on all ranks.
+        active: A bool scalar; where it is False this rank contributes zeros, whatever `tensors` hold (NaN
+            included).
+
+    Returns:
+        A tensor, or a list of tensors.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfring.cluster.cluster import Cluster
+        >>> from tfring.ring.communicator import Communicator
+        >>> all_reduce(Communicator.connect(Cluster.alone()), tf.constant([1.0, 2.0])).numpy()
+        array([1., 2.], dtype=float32)
+    """
+    many, tensors = _as_list(tensors)
+    if not tensors:
+        return []
+    with tf.device("CPU:0"):
+        results = _ops().tfring_all_reduce(
+            token=_token(communicator),
+            active=True if active is None else active,
+            tensors=tensors,
+            handle=communicator.handle,
+            key=name,
+            op=_operation(op),
+        )
+    return list(results) if many else results[0]
+
+
+def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> tf.Tensor:
+    """The rows of all ranks, in rank order.
+
+    Differentiable: a rank's gradient is the sum over all ranks of the gradient of its own rows.
+
+    Args:
+        communicator: A `Communicator`.
+        tensor: `[rows, ...]`; the number of rows may differ from rank to rank.
+        name: What to call the collective in errors.
+
+    Returns:
+        `[rows of all ranks, ...]`, the first dimension unknown while tracing.
+    """
+    return _gather(communicator, [tf.convert_to_tensor(tensor)], [-1], name)[0]
+
+
+def all_gather_rows(
+    communicator: Any, values: Any, indices: Any, num_rows: Any, *, name: str = "all_gather_rows"
+) -> Any:
+    """The first `num_rows` rows of all ranks, in rank order; the padding after them stays at home.
+
+    Args:
+        communicator: A `Communicator`.
+        values: `[capacity, ...]`, or a list of such tensors, which then go round as one.
+        indices: int32 or int64 `[capacity]`, or a list.
+        num_rows: Integer scalar, at most `capacity`; or a list. May differ from rank to rank.
+        name: What to call the collective in errors.
+
+    Returns:
+        `(values, indices)` with the real rows of all ranks, or a list of such pairs.
+    """
+    many, values = _as_list(values)
+    _, indices = _as_list(indices)
+    num_rows = list(num_rows) if many else [num_rows]
+    if not len(values) == len(indices) == len(num_rows):
+        raise ValueError(
+            "`values`, `indices` and `num_rows` are lists of equal length. Received: "
+            f"{len(values)} values, {len(indices)} indices, {len(num_rows)} num_rows."
+        )
+    if not values:
+        return []
+    num_rows = [tf.cast(count, tf.int64) for count in num_rows]
+    results = _gather(communicator, [*values, *indices], [*num_rows, *num_rows], name)
+    pairs = list(zip(results[: len(values)], results[len(values) :], strict=True))
+    return pairs if many else pairs[0]
+
+
+def reduce_scatter(
+    communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter"
+) -> tf.Tensor:
+    """This rank's share of the rows of the sum, maximum or minimum over all ranks.
+
+    Differentiable for "sum": the gradient is gathered.
+
+    Args:
+        communicator: A `Communicator`.
+        tensor: `[rows, ...]` of the same shape on all ranks. `schedule.chunk_bounds(rows, world_size)` says
+            who gets which rows.
+        op: "sum", "max" or "min".
+        name: What to call the collective in errors.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    with tf.device("CPU:0"):
+        result = _ops().tfring_reduce_scatter(
+            token=_token(communicator),
+            tensor=tensor,
+            handle=communicator.handle,
+            key=name,
+            op=_operation(op),
+        )
+    if tensor.shape.rank:
+        rows = tensor.shape[0]
+        if rows is not None:
+            begin, end = chunk_bounds(rows, communicator.world_size)[communicator.rank]
+            rows = end - begin
+        result.set_shape([rows, *tensor.shape[1:]])
+    return result
+
+
+def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "broadcast") -> Any:
+    """The root's values, on all ranks; a list goes round as one.
+
+    Differentiable: the root's gradient is the sum over all ranks, the others' is zero.
+
+    Args:
+        communicator: A `Communicator`.
+        tensors: A tensor, or a list of tensors, of the same shapes and dtypes on all ranks.
+        root: The rank whose values they are.
+        name: What to call the collective in errors.
+    """
+    many, tensors = _as_list(tensors)
+    if not tensors:
+        return []
+    with tf.device("CPU:0"):
+        results = _ops().tfring_broadcast(
+            token=_token(communicator), tensors=tensors, handle=communicator.handle, key=name, root=root
+        )
+    return list(results) if many else results[0]
+
+
+def barrier(communicator: Any, *, name: str = "barrier") -> Any:
+    """Waits until all ranks have come here. Returns the operation inside a graph, None eagerly."""
+    with tf.device("CPU:0"):
+        return _ops().tfring_barrier(token=_token(communicator), handle=communicator.handle, key=name)
+
+
+def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], name: str) -> list[tf.Tensor]:
+    with tf.device("CPU:0"):
+        results, _ = _ops().tfring_all_gather_rows(
+            token=_token(communicator),
+            num_rows=tf.convert_to_tensor(num_rows, tf.int64),
+            tensors=tensors,
+            handle=communicator.handle,
+            key=name,
+        )
+    for result, tensor in zip(results, tensors, strict=True):
+        if tensor.shape.rank:
+            result.set_shape([None, *tensor.shape[1:]])
+    return list(results)
+
+
+def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:
+    if isinstance(tensors, Sequence) and not isinstance(tensors, (str, bytes)):
+        return True, [tf.convert_to_tensor(tensor) for tensor in tensors]
+    return False, [tf.convert_to_tensor(tensors)]
+
+
+def _operation(op: str) -> int:
+    if op not in library.OPERATIONS:
+        raise ValueError(f"`op` is sum, max or min. Received: op={op!r}")
+    return library.OPERATIONS[op]
+
+
+def _token(communicator: Any) -> tf.Tensor:
+    """The resource that keeps a communicator's collectives in order. It holds nothing; nobody reads it.
+
+    A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
+    could fill theirs with collectives of different rings and wait for each other for ever. So there are no
+    more tokens than threads: rings beyond that share one, and their collectives run in program order.
+    """
+    for token, communicators in _tokens:
+        if communicator in communicators:
+            return token
+    with tf.init_scope(), tf.device("CPU:0"):
+        if len(_tokens) < _num_threads():
+            number = len(_tokens)
+            token = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfring/order/{number}")
+            if not tf.executing_eagerly():
+                return token  # of a graph of TensorFlow 1's kind
+            _tokens.append((token, weakref.WeakSet()))
+    token, communicators = min(_tokens, key=lambda entry: len(entry[1]))
+    communicators.add(communicator)
+    return token
+
+
+def share_order(communicator: Any, other: Any) -> None:
+    """Keeps the collectives of `communicator`, which has run none yet, in one order with those of `other`.
+
+    A rank then waits in one of the two at a time, and no third ring has to wait for them.
+    """
+    token = _token(other)
+    for candidate, communicators in _tokens:
+        if candidate is token:
+            communicators.add(communicator)
+
+
+def _num_threads() -> int:
+    """The size of TensorFlow's inter-op pool, by the rules of its process_util.cc."""
+    configured = tf.config.threading.get_inter_op_parallelism_threads()
+    if configured > 0:
+        return configured
+    from_environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if from_environment.isdecimal() and int(from_environment) > 0:
+        return int(from_environment)
+    return len(os.sched_getaffinity(0))
+
+
+@functools.cache
+def _ops() -> Any:
+    library.core()
+    if not library.OPS.exists():
+        raise NativeLibraryError(
+            f"The TensorFlow ops of the ring are missing ({library.OPS}). Install tfring again."
+        )
+    try:
+        loaded = tf.load_op_library(str(library.OPS))
+    except tf.errors.OpError as error:
+        raise NativeLibraryError(f"The TensorFlow ops of the ring cannot be loaded: {error}") from error
+    problem = ctypes.CDLL(str(library.OPS)).tfring_ops_problem
+    problem.restype = ctypes.c_char_p
+    if problem():
+        raise NativeLibraryError(
+            f"The TensorFlow ops of the ring do not fit TensorFlow {tf.__version__}: {problem().decode()}. "
+            'Use TensorFlow 2.18 to 2.21, or pass communication="tensorflow" to RingStrategy.'
+        )
+    return loaded
+
+
+# Gradients. A gradient is itself a collective: every rank differentiates what every rank computed.
+
+
+def _again(op: tf.Operation) -> dict[str, Any]:
+    """What a gradient's collective shares with the one it is the gradient of."""
+    return {
+        "token": op.inputs[0],
+        "handle": op.get_attr("handle"),
+        "key": op.get_attr("key").decode() + "/gradient",
+    }
+
+
+def _only_sums(op: tf.Operation) -> None:
+    if op.get_attr("op") != library.OPERATIONS["sum"]:
+        raise LookupError(
+            f'"{op.get_attr("key").decode()}" has no gradient: only sums over the ring have one.'
+        )
+
+
+@tf.RegisterGradient("TfringAllReduce")
+def _all_reduce_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+    _only_sums(op)
+    active = op.inputs[1]
+    with tf.device("CPU:0"):
+        sums = _ops().tfring_all_reduce(active=True, tensors=list(gradients), **_again(op))
+    return [None, None, *(tf.where(active, gradient, tf.zeros_like(gradient)) for gradient in sums)]
+
+
+@tf.RegisterGradient("TfringAllGatherRows")
+def _all_gather_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+    rows = op.outputs[-1]  # [world_size, tensors]
+    tensors = op.inputs[2:]
+    results: list[Any] = [None, None]
+    rank = library.core().tfring_rank(op.get_attr("handle"))
+    with tf.device("CPU:0"):
+        for i, (tensor, gradient) in enumerate(zip(tensors, gradients[:-1], strict=True)):
+            if not tensor.dtype.is_floating:
+                results.append(None)
+                continue
+            (total,) = _ops().tfring_all_reduce(active=True, tensors=[gradient], **_again(op))
+            begin, count = tf.reduce_sum(rows[:rank, i]), rows[rank, i]
+            own = total[begin : begin + count]
+            padding = tf.shape(tensor, tf.int64)[0] - count
+            own = tf.pad(own, [[0, padding], *([0, 0] for _ in range(tensor.shape.rank - 1))])
+            own.set_shape(tensor.shape)
+            results.append(own)
+    return results
+
+
+@tf.RegisterGradient("TfringReduceScatter")
+def _reduce_scatter_gradient(op: tf.Operation, gradient: tf.Tensor) -> list[Any]:
+    _only_sums(op)
+    with tf.device("CPU:0"):
+        gathered, _ = _ops().tfring_all_gather_rows(
+            num_rows=tf.constant([-1], tf.int64), tensors=[gradient], **_again(op)
+        )
+    gathered[0].set_shape(op.inputs[1].shape)
+    return [None, gathered[0]]
+
+
+@tf.RegisterGradient("TfringBroadcast")
+def _broadcast_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+    is_root = library.core().tfring_rank(op.get_attr("handle")) == op.get_attr("root")
+    results: list[Any] = [None]
+    with tf.device("CPU:0"):
+        for tensor, gradient in zip(op.inputs[1:], gradients, strict=True):
+            if not tensor.dtype.is_floating:
+                results.append(None)
+                continue
+            (total,) = _ops().tfring_all_reduce(active=True, tensors=[gradient], **_again(op))
+            results.append(total if is_root else tf.zeros_like(total))
+    return results

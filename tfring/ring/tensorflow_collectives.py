@@ -1,0 +1,129 @@
+"""The engine `communication="tensorflow"`: TensorFlow's collective runtime (NCCL on GPUs, gRPC ring on CPUs).
+
+Slower on CPUs than the compiled ring by an order of magnitude, and it counts no bytes; for clusters of GPUs with
+NCCL and for machines where the ring could not be compiled.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.ring.collectives import Collectives, zeros_unless
+
+_MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
+
+
+class TensorFlowCollectives(Collectives):
+    """Runs on one device a worker, after `enable_collective_ops` has connected the workers."""
+
+    needs_fixed_shapes = True
+
+    def __init__(self, rank: int, world_size: int, device: str, options, keys):
+        self.rank = rank
+        self.world_size = world_size
+        self._device = device
+        self._options = options
+        group_key = keys.get_group_key((device,))
+        self._group_key = group_key
+        with tf.init_scope(), tf.device(device):
+            self._token = _tf.ResourceVariable(0.0, trainable=False)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._count = _tf.ResourceVariable(0, dtype=tf.int32, trainable=False)
+
+    def _arguments(self):
+        # The key counts collectives as they run. TensorFlow's own counts them as functions are traced or called
+        # (`capture_call_time_value`), which fails for a tf.function called inside a loop, and ranks whose shares
+        # differ in size may trace another number of times.
+        with tf.device("CPU:0"):
+            instance_key = self._count.assign_add(1, read_value=True)
+            if not isinstance(instance_key, tf.Tensor):
+                instance_key = tf.identity(instance_key)
+        return {
+            "group_size": self.world_size,
+            "group_key": self._group_key,
+            "instance_key": instance_key,
+            "communication_hint": self._options.implementation.value,
+            "timeout": self._options.timeout_seconds,
+            "ordering_token": self._token.handle,
+        }
+
+    def _all_reduce(self, tensor, op):
+        with tf.device(self._device):
+            return _tf.collective_ops.all_reduce_v2(
+                tensor, merge_op=_MERGE_OPS[op], final_op="Id", **self._arguments()
+            )
+
+    def _all_gather(self, tensor):
+        with tf.device(self._device):
+            return _tf.collective_ops.all_gather_v2(tensor, **self._arguments())
+
+    def all_reduce(self, tensors, op="sum", *, name, active=None):
+        tensors = zeros_unless(active, tensors)
+        wire = tensors[0].dtype
+        # The runtime reduces float16/32/64, bfloat16 and int32/64 only.
+        if wire in (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
+            tensors = [tf.cast(t, tf.int32) for t in tensors]
+        if len(tensors) == 1 and tensors[0].shape.rank:
+            results = [self._all_reduce(tensors[0], op)]
+        else:
+            packed = self._all_reduce(tf.concat([tf.reshape(t, [-1]) for t in tensors], 0), op)
+            parts = tf.split(packed, [tf.size(t) for t in tensors])
+            results = [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=True)]
+        for result, t in zip(results, tensors, strict=True):
+            result.set_shape(t.shape)
+        return [r if r.dtype == wire else tf.cast(r, wire) for r in results]
+
+    def all_gather(self, tensor, *, name):
+        # Another first dimension on each rank: gather the lengths, pad to the longest, cut the padding.
+        num_rows = tf.shape(tensor)[0]
+        all_rows = self._all_gather(num_rows[None])
+        longest = tf.reduce_max(all_rows)
+        gathered = self._all_gather(_pad(tensor, longest))
+        real = tf.range(longest)[None, :] < all_rows[:, None]
+        result = tf.boolean_mask(gathered, tf.reshape(real, [-1]))
+        result.set_shape([None, *tensor.shape[1:]])
+        return result
+
+    def gather_equal(self, tensor, *, name):
+        gathered = self._all_gather(tensor)
+        gathered.set_shape([self.world_size * tensor.shape[0], *tensor.shape[1:]])
+        return gathered
+
+    def gather_rows(self, values, indices, num_rows, *, name):
+        results = []
+        for v, i in zip(values, indices, strict=True):  # already padded alike on every rank, with index -1
+            all_values, all_indices = self._all_gather(v), self._all_gather(i)
+            real = all_indices >= 0
+            results.append((tf.boolean_mask(all_values, real), tf.boolean_mask(all_indices, real)))
+        return results
+
+    def reduce_scatter(self, tensor, op="sum", *, name):
+        [reduced] = self.all_reduce([tensor], op, name=name)
+        from tfring.ring.schedule import chunk_bounds
+
+        begin, end = chunk_bounds(tensor.shape[0], self.world_size)[self.rank]
+        return reduced[begin:end]
+
+    def broadcast(self, tensors, root=0, *, name):
+        mine = tf.constant(self.rank == root)
+        results = []
+        for t in tensors:  # zeros from everyone else: x + 0 is x, bit for bit but for the sign of zero
+            wire = tf.cast(t, tf.int32) if t.dtype in (tf.bool, tf.uint32, tf.int16) else t
+            [sent] = self.all_reduce([wire], name=name, active=mine)
+            results.append(tf.cast(sent, t.dtype))
+        return results
+
+    def barrier(self, *, name):
+        self._all_reduce(tf.zeros([1], tf.int32), "sum")
+
+    def close(self):
+        pass  # TensorFlow's runtime cannot be left
+
+
+def _pad(tensor, num_rows):
+    missing = num_rows - tf.shape(tensor)[0]
+    paddings = tf.concat([[[0, missing]], tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)], 0)
+    padded = tf.pad(tensor, paddings)
+    padded.set_shape([None, *tensor.shape[1:]])
+    return padded
