@@ -1,0 +1,678 @@
+"""`tfring launch` with real processes, without TensorFlow: output, failures, signals, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pty
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+LAUNCH = [sys.executable, "-m", "tfring.launch"]
+TIMEOUT = 60
+SOON = 30  # seconds within which a stopped job is gone, on a busy machine
+PREAMBLE = """\
+import os, pathlib, signal, subprocess, sys, time
+rank, world = int(os.environ["TFRING_RANK"]), int(os.environ["TFRING_WORLD_SIZE"])
+here = pathlib.Path(__file__).parent
+def note(name, pid=None):
+    (here / f".{name}").write_text(str(pid or os.getpid()))
+    (here / f".{name}").rename(here / name)
+def wait_for(*names):
+    while not all((here / name).exists() for name in names):
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs a script on N workers to its end: `launch(3, script, ..., arguments=[...])`."""
+
+    def run(n, script, *, options=(), arguments=(), code=0, **kwargs):
+        command = [*LAUNCH, "-n", str(n), *options, write(tmp_path, script), *arguments]
+        kwargs = {
+            "capture_output": True,
+            "text": True,
+            "timeout": TIMEOUT,
+            "stdin": subprocess.DEVNULL,
+            **kwargs,
+        }
+        done = subprocess.run(command, **kwargs)
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a script on N workers; what is left of it is killed after the test, or after TIMEOUT."""
+    started = []
+    deadline = threading.Timer(TIMEOUT, lambda: [process.kill() for process in started])
+    deadline.start()
+
+    def run(n, script, **kwargs):
+        kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **kwargs}
+        kwargs.setdefault("preexec_fn", take_signals)
+        started.append(subprocess.Popen([*LAUNCH, "-n", str(n), write(tmp_path, script)], **kwargs))
+        return started[-1]
+
+    yield run
+    deadline.cancel()
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def write(folder, script):
+    path = folder / "script.py"
+    path.write_text(PREAMBLE + textwrap.dedent(script))
+    return str(path)
+
+
+def take_signals():
+    """Whatever the tests themselves were told to ignore: under nohup, or in the background of a shell script."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def eventually(condition, seconds=SOON):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def pids(folder, *names):
+    """What the workers noted, once all have."""
+    eventually(lambda: all((folder / name).exists() for name in names), TIMEOUT)
+    return [int((folder / name).read_text()) for name in names]
+
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone(all_pids, seconds=SOON):
+    try:
+        eventually(lambda: not any(map(is_alive, all_pids)), seconds)
+    except AssertionError:
+        left = [pid for pid in all_pids if is_alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        raise AssertionError(f"{len(left)} processes were left") from None
+
+
+# ----------------------------------------------------------------------------------------- place and command
+
+
+def test_each_worker_knows_its_place_and_the_others(launch):
+    """Each dials the next rank, which answers on the socket it inherited."""
+    done = launch(
+        3,
+        """
+        import socket
+        from tfring.cluster import detect, parse_address
+        me = detect()
+        assert (me.rank, me.world_size, me.local_rank, me.local_world_size) == (rank, 3, rank, 3)
+        assert (me.num_nodes, me.source) == (1, "tfring launch")
+        with socket.create_connection(parse_address(me.addresses[(rank + 1) % 3]), timeout=30) as sender:
+            sender.sendall(bytes([rank]))
+            with socket.socket(fileno=me.listen_fd) as listener:
+                listener.settimeout(30)
+                connection, _ = listener.accept()
+                print(rank, "heard", connection.recv(1)[0])
+        """,
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 heard 2", "[1] 1 heard 0", "[2] 2 heard 1"]
+    assert done.stderr == ""
+
+
+def test_a_ring_forms_without_tensorflow(launch):
+    done = launch(
+        3,
+        """
+        import numpy as np
+        from tfring import Communicator
+        from tfring.cluster import detect
+        ring = Communicator.connect(detect(), "test")
+        print(*ring.all_reduce(np.full(5, rank + 1.0)))
+        assert "tensorflow" not in sys.modules
+        """,
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        "6.0 6.0 6.0 6.0 6.0",
+        *(f"[{r}] " + " ".join(["6.0"] * 5) for r in (1, 2)),
+    ]
+
+
+def test_arguments_are_passed_on_as_they_are(launch):
+    arguments = ["-n", "7", "-m", "--log-dir", "x y", "--", "", "ä"]
+    done = launch(1, "print(sys.argv[1:])", arguments=arguments)
+    assert done.stdout == f"{arguments}\n"
+
+
+def test_module(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    command = [*LAUNCH, "-n", "2", "-m", "package.train", "-n", "3"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT, env=env, check=True)
+    assert sorted(done.stdout.splitlines()) == ["[1] __main__ ['-n', '3']", "__main__ ['-n', '3']"]
+
+
+def test_standard_input_goes_to_rank_0(launch):
+    done = launch(2, "print(repr(sys.stdin.read()))", stdin=None, input="some text")
+    assert sorted(done.stdout.splitlines()) == ["'some text'", "[1] ''"]
+
+
+def test_an_inner_launch_is_a_job_of_its_own(launch, tmp_path):
+    (tmp_path / "inner.py").write_text("import tfring.cluster as c; print('inner', c.detect().world_size)")
+    script = """
+        command = [sys.executable, "-m", "tfring.launch", "-n", "1", here / "inner.py"]
+        print(subprocess.check_output(command, text=True))
+    """
+    assert "[1] inner 1" in launch(2, script).stdout
+
+
+# ---------------------------------------------------------------------------------------------------- output
+
+
+def test_lines_of_other_ranks_are_whole_and_prefixed(launch):
+    """Each writes its lines in pieces, at the same time."""
+    done = launch(
+        3,
+        """
+        for i in range(20):
+            for piece in (f"rank {rank} ", "line ", f"{i}", "\\n"):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                time.sleep(0.001)
+        print("no end", end="")
+        """,
+    )
+    for rank in (1, 2):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert lines == [f"[{rank}] rank {rank} line {i}" for i in range(20)] + [f"[{rank}] no end"]
+    assert [int(i) for i in re.findall(r"rank 0 line (\d+)", done.stdout)] == list(range(20))
+
+
+def test_what_is_printed_is_shown_at_once(start, tmp_path):
+    job = start(2, "print('from', rank)\nif rank == 1: wait_for('shown')")
+    assert {job.stdout.readline(), job.stdout.readline()} == {"from 0\n", "[1] from 1\n"}
+    (tmp_path / "shown").touch()
+    assert job.wait(TIMEOUT) == 0
+
+
+def test_progress_bars_are_shown_from_rank_0_alone(launch):
+    done = launch(
+        3,
+        r"""
+        print("Epoch 1")
+        for i in range(5):
+            print("\b" * 8, f"\r{i}/5 ====", end="", flush=True)
+        print()
+        print("windows line end\r")
+        """,
+        text=False,
+    )
+    assert done.stdout.count(b"/5 ====") == 5
+    for rank in (b"1", b"2"):
+        lines = [line for line in done.stdout.split(b"\n") if line.startswith(b"[%s] " % rank)]
+        assert lines == [b"[%s] Epoch 1" % rank, b"[%s] windows line end" % rank]
+
+
+def test_a_traceback_behind_a_progress_bar_is_shown(launch):
+    script = r"""
+        if rank == 1:
+            print("\r3/5 ====", end="", file=sys.stderr, flush=True)
+            raise ValueError("boom")
+    """
+    done = launch(2, script, code=1)
+    assert "[1] Traceback (most recent call last):\n" in done.stderr and "====" not in done.stderr
+
+
+def test_streams_stay_apart(launch):
+    done = launch(2, "print('out'); print('err', file=sys.stderr)")
+    assert sorted(done.stdout.splitlines()) == ["[1] out", "out"]
+    assert sorted(done.stderr.splitlines()) == ["[1] err", "err"]
+
+
+def test_any_bytes_and_any_length(launch):
+    script = r"sys.stdout.buffer.write(b'\xff\xfe\x00' + b'x' * 200_000 + b'\n')"
+    out = launch(2, script, text=False).stdout
+    assert out.count(b"x") == 400_000 and out.count(b"\xff\xfe\x00") == 2
+    assert out.count(b"[1] ") > 1  # in pieces, not kept until the end
+
+
+def test_on_a_terminal_an_unfinished_line_of_rank_0_is_drawn_again(tmp_path):
+    script = write(
+        tmp_path,
+        """
+        if rank == 0:
+            print("bar 1/2", end="", flush=True)
+            note("drawn")
+            wait_for("said")
+            print(" done")
+        else:
+            wait_for("drawn")
+            time.sleep(0.3)
+            print("hello")
+            time.sleep(0.3)
+            note("said")
+        """,
+    )
+    master, slave = pty.openpty()
+    with subprocess.Popen([*LAUNCH, "-n", "2", script], stdin=slave, stdout=slave, stderr=slave) as job:
+        os.close(slave)
+        assert job.wait(TIMEOUT) == 0
+    output = os.read(master, 10_000)
+    os.close(master)
+    assert output == b"bar 1/2\r\x1b[K[1] hello\r\nbar 1/2 done\r\n"
+
+
+def test_log_dir(launch, tmp_path):
+    script = "print('out', rank); print('err', rank, file=sys.stderr); print('a\\rb')"
+    launch(2, script, options=["--log-dir", str(tmp_path / "deep" / "logs")])
+    for rank in (0, 1):
+        text = (tmp_path / "deep" / "logs" / f"rank-{rank}.log").read_bytes()
+        assert sorted(text.split(b"\n")) == [b"", b"a\rb", b"err %d" % rank, b"out %d" % rank]
+
+
+def test_a_closed_reader_ends_the_job(tmp_path):
+    script = write(tmp_path, "note(f'w{rank}')\nwhile True: print('y')")
+    job = subprocess.Popen([*LAUNCH, "-n", "2", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    workers = pids(tmp_path, "w0", "w1")
+    job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(SOON) == 128 + signal.SIGPIPE
+    assert b"Traceback" not in job.stderr.read()
+    job.stderr.close()
+    assert_gone(workers, 0)
+
+
+def test_closed_standard_streams(tmp_path):
+    script = write(tmp_path, "print('out'); note(f'w{rank}')")
+    command = " ".join([*LAUNCH, "-n", "2", script, "<&-", ">&-", "2>&-"])
+    assert subprocess.run(command, shell=True, timeout=TIMEOUT).returncode == 0
+    assert len(pids(tmp_path, "w0", "w1")) == 2
+
+
+# -------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_stops_the_others_and_comes_last(launch):
+    started = time.monotonic()
+    done = launch(
+        3,
+        """
+        note(f"w{rank}")
+        wait_for("w0", "w1", "w2")
+        if rank == 1:
+            try:
+                raise KeyError("inner")
+            except KeyError as error:
+                raise ValueError("boom") from error
+        signal.signal(signal.SIGTERM, lambda *_: (print("stopped", file=sys.stderr), sys.exit(1)))
+        time.sleep(600)
+        """,
+        code=1,
+    )
+    assert time.monotonic() - started < SOON
+    *_, last = done.stderr.splitlines()
+    assert last == "tfring launch: rank 1 failed first: exit code 1. Stopped: ranks 0 and 2."
+    words = done.stderr[done.stderr.rindex("[2] stopped" if "[2] stopped" in done.stderr else "stopped") :]
+    assert words.index("KeyError: 'inner'") < words.index("[1] ValueError: boom")
+
+
+def test_a_traceback_shown_last_is_not_repeated(launch):
+    done = launch(2, "if rank == 1: time.sleep(0.5); raise ValueError('boom')", code=1)
+    assert done.stderr.count("ValueError: boom") == 1
+    assert done.stderr.endswith("tfring launch: rank 1 failed first: exit code 1.\n")
+
+
+@pytest.mark.parametrize("code", [1, 7, 255])
+def test_exit_code(launch, code):
+    done = launch(2, f"if rank == 0: sys.exit({code})\ntime.sleep(600)", code=code)
+    assert f"rank 0 failed first: exit code {code}. Stopped: rank 1." in done.stderr
+
+
+@pytest.mark.parametrize(("signum", "text"), [(9, "killed by SIGKILL (out of memory?"), (15, "killed by SIGTERM")])
+def test_killed_by_a_signal(launch, signum, text):
+    done = launch(2, f"if rank == 1: os.kill(os.getpid(), {signum})\ntime.sleep(600)", code=128 + signum)
+    assert f"rank 1 failed first: {text}" in done.stderr
+
+
+def test_a_crash_shows_where(launch):
+    done = launch(2, "import ctypes\nif rank == 1: ctypes.string_at(0)\ntime.sleep(600)", code=139)
+    assert "[1] Fatal Python error: Segmentation fault" in done.stderr
+    assert "script.py" in done.stderr and "killed by SIGSEGV" in done.stderr
+
+
+def test_the_cause_is_reported_not_the_peers_that_noticed(launch):
+    """Rank 2 takes a while to exit; the others complain, and are gone, before."""
+    done = launch(
+        3,
+        """
+        import atexit
+        from tfring.errors import PeerLostError
+        note(f"w{rank}")
+        wait_for("w0", "w1", "w2")
+        if rank == 2:
+            atexit.register(time.sleep, 1)
+            atexit.register(note, "failed")
+            raise ValueError("the cause")
+        wait_for("failed")
+        raise PeerLostError("rank 2 died")
+        """,
+        code=1,
+    )
+    *_, words, last = done.stderr.splitlines()
+    assert words == "[2] ValueError: the cause"
+    assert last == "tfring launch: rank 2 failed first: exit code 1. After it failed ranks 0 and 1."
+
+
+def test_the_cause_is_told_by_time_where_words_do_not(launch):
+    done = launch(
+        2,
+        """
+        import atexit
+        if rank == 1:
+            atexit.register(time.sleep, 1)
+            atexit.register(note, "failed")
+            raise ValueError("the cause")
+        wait_for("failed")
+        raise OSError("some connection broke")
+        """,
+        code=1,
+    )
+    assert "rank 1 failed first: exit code 1. After it failed rank 0." in done.stderr
+
+
+def test_a_rank_killed_is_reported_not_the_peers_that_noticed(launch):
+    done = launch(
+        3,
+        """
+        from tfring.errors import PeerLostError
+        note(f"w{rank}")
+        wait_for("w0", "w1", "w2")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while (status := pathlib.Path(f"/proc/{(here / 'w1').read_text()}/stat")).exists():
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":
+                break
+        raise PeerLostError("rank 1 died")
+        """,
+        code=137,
+    )
+    assert "rank 1 failed first: killed by SIGKILL" in done.stderr
+
+
+def test_a_rank_that_left_early_is_named_with_the_peer_it_cost(launch):
+    script = """
+        from tfring.errors import PeerLostError
+        if rank == 1:
+            sys.exit(0)
+        time.sleep(1)
+        raise PeerLostError("rank 1 left the ring")
+    """
+    done = launch(2, script, code=1)
+    assert "rank 0 failed first: exit code 1. Before it rank 1 had ended with exit code 0." in done.stderr
+
+
+def test_a_rank_that_ends_well_waits_for_the_others(launch):
+    done = launch(2, "if rank == 1: time.sleep(1)\nprint('end of', rank)")
+    assert done.stdout == "end of 0\n[1] end of 1\n"
+
+
+def test_who_does_not_listen_to_sigterm_is_killed(launch, tmp_path):
+    started = time.monotonic()
+    launch(
+        2,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note(f"w{rank}")
+        wait_for("w0", "w1")
+        if rank == 1:
+            sys.exit(3)
+        time.sleep(600)
+        """,
+        code=3,
+    )
+    assert time.monotonic() - started < SOON
+    assert_gone(pids(tmp_path, "w0", "w1"), 0)
+
+
+# -------------------------------------------------------------------------------------- signals, and orphans
+
+# Each worker starts a child, and a grandchild in a session of its own that listens to no polite signal.
+FAMILY = """
+    if len(sys.argv) == 1:
+        child = subprocess.Popen([sys.executable, __file__, "child"])
+        note(f"w{rank}")
+        wait_for(f"g{rank}")
+    elif sys.argv[1] == "child":
+        note(f"c{rank}")
+        subprocess.Popen([sys.executable, __file__, "grandchild"], start_new_session=True)
+    else:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+        note(f"g{rank}")
+    if "FAMILY_ENDS" in os.environ and len(sys.argv) == 1:
+        sys.exit(0)
+    time.sleep(600)
+"""
+
+
+def family(folder):
+    return pids(folder, *(f"{who}{rank}" for who in "wcg" for rank in (0, 1)))
+
+
+def job_process(launcher):
+    """The launcher's child, which the workers are children of."""
+    (child,) = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return int(child)
+
+
+@pytest.mark.parametrize("victims", ["launcher", "job"])
+def test_nothing_survives_kill_9(start, tmp_path, victims):
+    launcher = start(2, FAMILY)
+    everyone = family(tmp_path)
+    job = job_process(launcher)
+    os.kill(launcher.pid if victims == "launcher" else job, signal.SIGKILL)
+    launcher.wait(SOON)
+    assert_gone([launcher.pid, job, *everyone])
+    if victims == "job":
+        assert launcher.returncode == 137
+        assert "killed by SIGKILL; so were its workers" in launcher.stderr.read()
+
+
+def test_workers_do_not_survive_kill_9_of_launcher_and_job(start, tmp_path):
+    launcher = start(2, "note(f'w{rank}'); time.sleep(600)")
+    workers = pids(tmp_path, "w0", "w1")
+    for pid in (launcher.pid, job_process(launcher)):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in (job_process(launcher), launcher.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert_gone(workers)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everyone(start, tmp_path, signum):
+    launcher = start(2, FAMILY)
+    everyone = family(tmp_path)
+    launcher.send_signal(signum)
+    assert launcher.wait(SOON) == 128 + signum
+    assert_gone(everyone, 0)
+    assert launcher.stderr.read().endswith(f"tfring launch: stopped by {signum.name}, with all workers.\n")
+
+
+def test_ctrl_c_reaches_each_worker_once_and_lets_it_finish(tmp_path):
+    """On a terminal, where the whole foreground group gets the signal."""
+    script = write(
+        tmp_path,
+        """
+        try:
+            note(f"w{rank}")
+            time.sleep(600)
+        except KeyboardInterrupt:
+            time.sleep(0.5)
+            print("checkpoint", rank)
+        """,
+    )
+    master, slave = pty.openpty()
+    # A shell stands in for the user's: it makes the terminal its own, and the launcher its foreground job.
+    shell = ["setsid", "-c", "-w", *LAUNCH, "-n", "2", script]
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+    with subprocess.Popen(shell, **streams, preexec_fn=take_signals) as job:
+        os.close(slave)
+        pids(tmp_path, "w0", "w1")
+        os.write(master, b"\x03")
+        assert job.wait(SOON) == 130
+    output = os.read(master, 10_000).decode()
+    os.close(master)
+    assert sorted(re.findall(r"checkpoint \d", output)) == ["checkpoint 0", "checkpoint 1"]
+    assert "Traceback" not in output
+
+
+def test_an_ignored_signal_stays_ignored(start, tmp_path):
+    """As under nohup."""
+    script = "note(f'w{rank}'); wait_for('sent'); time.sleep(0.5); print('end')"
+    launcher = start(1, script, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    pids(tmp_path, "w0")
+    launcher.send_signal(signal.SIGHUP)
+    os.kill(job_process(launcher), signal.SIGHUP)
+    (tmp_path / "sent").touch()
+    assert launcher.communicate(timeout=SOON) == ("end\n", "")
+    assert launcher.returncode == 0
+
+
+def test_a_second_ctrl_c_kills(start, tmp_path):
+    launcher = start(
+        2,
+        """
+        signal.signal(signal.SIGINT, lambda *_: note(f"i{rank}"))
+        note(f"w{rank}")
+        while True:
+            time.sleep(1)
+        """,
+    )
+    workers = pids(tmp_path, "w0", "w1")
+    launcher.send_signal(signal.SIGINT)
+    pids(tmp_path, "i0", "i1")
+    started = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(SOON) == 130
+    assert time.monotonic() - started < 5
+    assert_gone(workers, 0)
+
+
+def test_what_a_worker_leaves_behind_ends_with_the_job(launch, tmp_path):
+    """And does not keep the launcher waiting for the end of the output it inherited."""
+    started = time.monotonic()
+    launch(2, FAMILY, env={**os.environ, "FAMILY_ENDS": "1"})
+    assert time.monotonic() - started < SOON
+    assert_gone(family(tmp_path), 0)
+
+
+def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
+    script = """
+        import socket
+        from tfring.cluster import detect, parse_address
+        me = detect()
+        if rank == 1:
+            sys.exit(0)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(parse_address(me.addresses[1])).close()
+                time.sleep(0.02)
+            except ConnectionRefusedError:
+                sys.exit(0)
+        sys.exit("still taken")
+    """
+    assert start(2, script).wait(TIMEOUT) == 0
+
+
+# ------------------------------------------------------------------------------------------ the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: -n"),
+        (["-n", "0", "x.py"], "argument -n: a whole number from 1 up, not '0'"),
+        (["-n", "two", "x.py"], "argument -n: a whole number from 1 up, not 'two'"),
+        (["-n", "2"], "name a script or a module"),
+        (["-n", "2", "nowhere.py"], "no such script: 'nowhere.py'"),
+        (["-n", "2", "-"], "a program cannot come from standard input"),
+        (["-n", "2", "-m"], "-m takes the name of a module"),
+        (["-n", "2", "-m", "-x"], "-m takes the name of a module"),
+        (["-n", "2", "--nowhere", __file__], "unknown option --nowhere"),
+        (["-n", "2", "--log", "x", __file__], "unknown option --log"),
+        (["-n", "2", "--log-dir", "/dev/null/x", __file__], "cannot make the folder of --log-dir"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    done = subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_tf_config_and_n_contradict(tmp_path):
+    value = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
+    env = {**os.environ, "TF_CONFIG": value}
+    script = write(tmp_path, "")
+    done = subprocess.run([*LAUNCH, "-n", "2", script], capture_output=True, text=True, timeout=TIMEOUT, env=env)
+    assert done.returncode == 2 and "TF_CONFIG is set, and so is -n" in done.stderr and "unset TF_CONFIG" in done.stderr
+
+
+def test_a_worker_that_cannot_start(launch, tmp_path):
+    (tmp_path / "logs" / "rank-1.log").mkdir(parents=True)
+    script = "note('w0'); time.sleep(600)"
+    done = launch(2, script, options=["--log-dir", str(tmp_path / "logs")], code=71)
+    assert "tfring launch: could not start rank 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_and_version():
+    tfring = [sys.executable, "-m", "tfring.launch.cli"]
+
+    def output(*arguments):
+        return subprocess.check_output([*tfring, *arguments], text=True, timeout=TIMEOUT)
+
+    assert re.fullmatch(r"tfring \d+\.\d+\S*\n", output("--version"))
+    assert "launch" in output("--help")
+    for word in ("-n N", "--log-dir", "TFRING_RANK", "TF_NUM_INTRAOP_THREADS", "tfring launch -n 4 train.py"):
+        assert word in output("launch", "--help")
+
+
+def test_starts_without_tensorflow_and_numpy(tmp_path):
+    script = write(tmp_path, "note(f'w{rank}')")
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tfring.launch", "-n", "1", script],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=True,
+    )
+    assert time.monotonic() - started < 5  # 0.2 s on an idle machine; TensorFlow alone takes seconds
+    imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
+    assert "tfring.launch.job" in imported
+    assert not {name.split(".")[0] for name in imported} & {"tensorflow", "keras", "numpy"}

@@ -1,0 +1,7 @@
+"""Who am I, and who are the others? Reads the cluster's configuration; imports no TensorFlow."""
+
+from tfring.cluster.address import Address, parse_address
+from tfring.cluster.cluster import Cluster
+from tfring.cluster.detection import detect
+
+__all__ = ["Address", "Cluster", "detect", "parse_address"]

@@ -1,0 +1,178 @@
+"""The value object that says who is in the ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tfring.cluster import tf_config
+from tfring.cluster.address import host_key, parse_address
+from tfring.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Who this process is, and where the others listen. Checked when made, so whoever holds one may trust it.
+
+    Attributes:
+        rank: This process, from 0 to `world_size - 1`.
+        world_size: Number of processes in the ring.
+        local_rank: This process among those of its host, from 0 to `local_world_size - 1`.
+        local_world_size: Number of processes on this host.
+        num_nodes: Number of hosts.
+        addresses: Where each rank listens, by rank; may be empty for a process that is alone.
+        source: Where the facts come from, for messages: `"TF_CONFIG"`, `"tfring launch"`.
+        listen_fd: An inherited socket that already listens at `addresses[rank]`, so that no other program can
+            take the port in between. It stays open: duplicate it to use it, close it to bind the port anew.
+
+    Raises:
+        ConfigurationError: The fields contradict each other.
+
+    >>> cluster = Cluster.from_hosts(["host1:12345", "host2:12345"], rank=1)
+    >>> cluster.world_size, cluster.num_nodes, cluster.is_chief
+    (2, 2, False)
+    >>> Cluster.from_tf_config(cluster.to_tf_config()).addresses
+    ('host1:12345', 'host2:12345')
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    num_nodes: int
+    addresses: tuple[str, ...]
+    source: str
+    listen_fd: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "world_size", "local_rank", "local_world_size", "num_nodes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise self._error(f"`{name}` is a whole number", **{name: value})
+        if self.world_size < 1:
+            raise self._error("`world_size` is at least 1", world_size=self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise self._error(
+                "`rank` runs from 0 to `world_size - 1`", rank=self.rank, world_size=self.world_size
+            )
+        if not 1 <= self.local_world_size <= self.world_size:
+            raise self._error(
+                "`local_world_size` runs from 1 to `world_size`",
+                local_world_size=self.local_world_size,
+                world_size=self.world_size,
+            )
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise self._error(
+                "`local_rank` runs from 0 to `local_world_size - 1`",
+                local_rank=self.local_rank,
+                local_world_size=self.local_world_size,
+            )
+        if not isinstance(self.addresses, tuple):
+            raise self._error("`addresses` is a tuple of texts", addresses=self.addresses)
+        if len(self.addresses) != self.world_size and (self.addresses or self.world_size > 1):
+            raise self._error(
+                "`addresses` has one entry a rank", addresses=self.addresses, world_size=self.world_size
+            )
+        parsed = [parse_address(address) for address in self.addresses]
+        for rank, address in enumerate(parsed):
+            if address in parsed[:rank]:
+                raise self._error(
+                    f"Each rank listens at an address of its own, but ranks {parsed.index(address)} "
+                    f"and {rank} share one",
+                    addresses=self.addresses,
+                )
+        one_node = self.local_world_size == self.world_size
+        if not (self.num_nodes == 1 if one_node else 2 <= self.num_nodes <= self.world_size):
+            raise self._error(
+                "`num_nodes` is 1 if all ranks share a host, else 2 to `world_size`",
+                num_nodes=self.num_nodes,
+                local_world_size=self.local_world_size,
+                world_size=self.world_size,
+            )
+        if self.listen_fd is not None and (not isinstance(self.listen_fd, int) or self.listen_fd < 0):
+            raise self._error("`listen_fd` is an open file descriptor or None", listen_fd=self.listen_fd)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, which Keras and TF_CONFIG call the chief."""
+        return self.rank == 0
+
+    @classmethod
+    def alone(cls, source: str = "no cluster configured") -> Cluster:
+        """A ring of one process.
+
+        >>> Cluster.alone().world_size
+        1
+        """
+        return cls(0, 1, 0, 1, 1, (), source)
+
+    @classmethod
+    def from_hosts(
+        cls, addresses: list[str] | tuple[str, ...], rank: int, source: str = "a list of addresses"
+    ) -> Cluster:
+        """The cluster of a list of addresses; ranks with the same host name share that host.
+
+        Raises:
+            ValueError: An address is malformed or given twice, or `rank` is out of range.
+
+        >>> Cluster.from_hosts(["a:1000", "a:1001", "b:1000"], rank=1)
+        ... # doctest: +NORMALIZE_WHITESPACE
+        Cluster(rank=1, world_size=3, local_rank=1, local_world_size=2, num_nodes=2,
+                addresses=('a:1000', 'a:1001', 'b:1000'), source='a list of addresses', listen_fd=None)
+        """
+        if isinstance(addresses, str) or not addresses:
+            raise ConfigurationError(
+                f"A cluster is a list of at least one address. Received: addresses={addresses!r}."
+            )
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < len(addresses):
+            raise ConfigurationError(
+                f"`rank` runs from 0 to {len(addresses) - 1}, one for each address. "
+                f"Received: rank={rank!r}, addresses={list(addresses)}."
+            )
+        parsed = [parse_address(address) for address in addresses]
+        hosts = [host_key(address) for address in parsed]
+        return cls(
+            rank=rank,
+            world_size=len(parsed),
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_world_size=hosts.count(hosts[rank]),
+            num_nodes=len(set(hosts)),
+            addresses=tuple(map(str, parsed)),
+            source=source,
+        )
+
+    @classmethod
+    def from_tf_config(cls, value: str | Mapping[str, Any] | None = None) -> Cluster:
+        """Reads TF_CONFIG: chief first, then the workers; an evaluator is alone.
+
+        Args:
+            value: The text or the mapping it stands for; by default the environment variable.
+
+        Raises:
+            ValueError: With the rule, the value received and a corrected text to paste.
+
+        >>> config = {"cluster": {"chief": ["host1:12345"], "worker": ["host2:12345"]},
+        ...           "task": {"type": "worker", "index": 0}}
+        >>> Cluster.from_tf_config(config).rank
+        1
+        """
+        parsed = tf_config.parse(os.environ.get(tf_config.VARIABLE, "") if value is None else value)
+        if parsed is None:
+            return cls.alone()
+        if parsed.job == "evaluator":
+            return cls.alone(source=f"{tf_config.VARIABLE} (evaluator)")
+        return cls.from_hosts(parsed.addresses, parsed.rank, source=tf_config.VARIABLE)
+
+    def to_tf_config(self) -> str:
+        """The text of TF_CONFIG for this process; `{}` for one that is alone without an address.
+
+        >>> Cluster.from_hosts(["host1:12345"], rank=0).to_tf_config()
+        '{"cluster": {"worker": ["host1:12345"]}, "task": {"type": "worker", "index": 0}}'
+        """
+        return tf_config.render(self.rank, self.addresses)
+
+    def _error(self, rule: str, **received: Any) -> ConfigurationError:
+        values = ", ".join(f"{name}={value!r}" for name, value in received.items())
+        return ConfigurationError(f"{rule}. Received from {self.source}: {values}.")

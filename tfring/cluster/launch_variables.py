@@ -1,0 +1,108 @@
+"""The variables `tfring launch` gives to a worker, written and read in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+
+from tfring import config
+from tfring.cluster.address import host_key, parse_address
+from tfring.cluster.cluster import Cluster
+from tfring.errors import ConfigurationError
+
+# A worker started by `tfring launch -n 2` holds, say:
+#   TFRING_RANK=1  TFRING_WORLD_SIZE=2  TFRING_LOCAL_RANK=1  TFRING_LOCAL_WORLD_SIZE=2
+#   TFRING_ADDRESSES=127.0.0.1:40123,127.0.0.1:40125  TFRING_LISTEN_FD=5
+RANK = "TFRING_RANK"
+WORLD_SIZE = "TFRING_WORLD_SIZE"
+LOCAL_RANK = "TFRING_LOCAL_RANK"
+LOCAL_WORLD_SIZE = "TFRING_LOCAL_WORLD_SIZE"
+ADDRESSES = "TFRING_ADDRESSES"
+LISTEN_FD = "TFRING_LISTEN_FD"
+
+NEEDED = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESSES)
+ALL = (*NEEDED, LISTEN_FD)
+SOURCE = "tfring launch"
+_REMEDY = f"Start the program through `tfring launch`, or remove the leftovers:\n  unset {' '.join(ALL)}"
+
+
+def write(cluster: Cluster) -> dict[str, str]:
+    """The environment that makes a process the given member of the ring."""
+    variables = {
+        RANK: str(cluster.rank),
+        WORLD_SIZE: str(cluster.world_size),
+        LOCAL_RANK: str(cluster.local_rank),
+        LOCAL_WORLD_SIZE: str(cluster.local_world_size),
+        ADDRESSES: ",".join(cluster.addresses),
+    }
+    if cluster.listen_fd is not None:
+        variables[LISTEN_FD] = str(cluster.listen_fd)
+    return variables
+
+
+def read(environ: Mapping[str, str]) -> Cluster | None:
+    """The cluster these variables describe; None where there are none.
+
+    Raises:
+        ConfigurationError: Some are missing or malformed, contradict each other, or `TFRING_LISTEN_FD` is no
+            socket that listens at this rank's address (as in a program that a worker started).
+    """
+    values = {name: config.read(name, environ) for name in ALL}
+    found = {name: environ[name] for name in ALL if values[name] is not None}
+    if not found:
+        return None
+    missing = [name for name in NEEDED if name not in found]
+    if missing:
+        received = " ".join(f"{name}={text}" for name, text in found.items())
+        raise ConfigurationError(
+            f"The variables of `tfring launch` come together. Received: {received}, without "
+            f"{', '.join(missing)}. {_REMEDY}"
+        )
+    try:
+        cluster = Cluster(
+            rank=values[RANK],
+            world_size=values[WORLD_SIZE],
+            local_rank=values[LOCAL_RANK],
+            local_world_size=values[LOCAL_WORLD_SIZE],
+            num_nodes=len({host_key(parse_address(address)) for address in values[ADDRESSES]}),
+            addresses=values[ADDRESSES],
+            source=SOURCE,
+            listen_fd=values[LISTEN_FD],
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"The variables of `tfring launch` are wrong: {error}\n{_REMEDY}") from None
+    if cluster.listen_fd is not None:
+        _check_listens(cluster.listen_fd, cluster.addresses[cluster.rank])
+    return cluster
+
+
+def release_listener(cluster: Cluster) -> Cluster:
+    """Gives the inherited socket's port back, to a server in this process that binds it itself.
+
+    Returns:
+        The cluster without `listen_fd`; `detect()` says the same from now on.
+    """
+    if cluster.listen_fd is None:
+        return cluster
+    os.close(cluster.listen_fd)
+    if os.environ.get(LISTEN_FD) == str(cluster.listen_fd):
+        del os.environ[LISTEN_FD]
+    return dataclasses.replace(cluster, listen_fd=None)
+
+
+def _check_listens(fd: int, address: str) -> None:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as listener:
+            listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+            port = listener.getsockname()[1] if listener.family in (socket.AF_INET, socket.AF_INET6) else None
+    except OSError:
+        listens, port = False, None
+    if not listens or port != parse_address(address).port:
+        raise ConfigurationError(
+            f"{LISTEN_FD} names an inherited socket that listens at this rank's address. Received: "
+            f"{LISTEN_FD}={fd}, which is no such socket for {address} in this process. A program that a "
+            f"worker starts is not a worker: start it without the worker's variables. {_REMEDY}"
+        )
+    os.set_inheritable(fd, False)  # what the user's program starts must not hold the port

@@ -1,0 +1,57 @@
+"""Shares a host's CPUs out among its workers; with TensorFlow's defaults each would take all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+_MIN_INTER_OP_THREADS = 2  # a collective keeps a thread while it waits for other ranks
+
+
+def available_cpus(root: pathlib.Path = pathlib.Path("/")) -> int:
+    """CPUs this process may use: its affinity mask, and the quota of its cgroup (which a container sets)."""
+    return max(1, int(min([len(os.sched_getaffinity(0)), *_cgroup_quotas(root)])))
+
+
+def thread_variables(num_workers: int, cpus: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What each of `num_workers` gets, but for variables the user has set.
+
+    >>> thread_variables(2, 8, {"OMP_NUM_THREADS": "1"})
+    {'TF_NUM_INTRAOP_THREADS': '4', 'TF_NUM_INTEROP_THREADS': '4'}
+    """
+    share = max(1, cpus // num_workers)
+    variables = {
+        "TF_NUM_INTRAOP_THREADS": share,
+        "TF_NUM_INTEROP_THREADS": max(_MIN_INTER_OP_THREADS, share),
+        "OMP_NUM_THREADS": share,
+    }
+    return {name: str(value) for name, value in variables.items() if not environ.get(name)}
+
+
+def _cgroup_quotas(root: pathlib.Path) -> Iterator[float]:
+    """In CPUs, of this process's cgroup and those above it.
+
+    /proc/self/cgroup holds "0::/user.slice/job" (version 2) or "4:cpu,cpuacct:/job" (version 1). Quotas stand
+    in cpu.max ("150000 100000" or "max 100000"), or in cpu.cfs_quota_us ("150000" or "-1") and
+    cpu.cfs_period_us.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        is_v2 = controllers == ""
+        if not is_v2 and "cpu" not in controllers.split(","):
+            continue
+        group = root / "sys/fs/cgroup" / ("" if is_v2 else controllers) / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+                if is_v2:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                else:
+                    quota = (folder / "cpu.cfs_quota_us").read_text()
+                    period = (folder / "cpu.cfs_period_us").read_text()
+                if float(quota) > 0:  # "max" is a ValueError, -1 no limit
+                    yield float(quota) / float(period)

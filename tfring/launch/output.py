@@ -1,0 +1,189 @@
+"""Joins the output of all workers into one that reads well.
+
+Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because
+`print` writes it in pieces. Of the others whole lines are shown, `[rank] ` in front; lines that were drawn
+over (carriage returns, backspaces: progress bars) are left out. Bytes throughout, so no text is too odd.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import select
+import time
+from typing import BinaryIO
+
+_LINE_SECONDS = 0.1  # how long rank 0's line may lack its end until it is shown without, as a question is
+_MAX_LINE_BYTES = 64 * 1024  # a longer one is shown in pieces
+_KEPT_LINES = 400  # of a worker's standard error, to tell why it failed
+# "Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):" but not the
+# "    | Traceback (most recent call last):" within a group, and what faulthandler writes of a crash.
+_TRACEBACK = re.compile(rb"(?<!\| )Traceback \(most recent call last\):|Fatal Python error: ")
+_CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
+
+
+class Surface:
+    """A terminal, file or pipe where lines of several ranks meet rank 0's unfinished one."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._is_terminal = os.isatty(fd)
+        self._unfinished = b""
+
+    def write_line(self, line: bytes) -> None:
+        """Shows a whole line. An unfinished one is drawn again below it, on a terminal, or ended."""
+        if not self._unfinished:
+            self._write(line + b"\n")
+        elif self._is_terminal:
+            self._write(b"\r\x1b[K" + line + b"\n" + self._unfinished)
+        else:
+            self._write(b"\n" + line + b"\n")
+            self._unfinished = b""
+
+    def write_raw(self, data: bytes) -> None:
+        """Shows what may end within a line."""
+        self._write(data)
+        last = data.rpartition(b"\n")[2] if b"\n" in data else self._unfinished + data
+        self._unfinished = last.rpartition(b"\r")[2][-_MAX_LINE_BYTES:]
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # someone made our output non-blocking
+                select.select([], [self._fd], [])
+
+
+def surfaces() -> tuple[Surface, Surface]:
+    """Those of standard output and standard error; one and the same where both go to one place."""
+    out, err = os.fstat(1), os.fstat(2)
+    one = (out.st_dev, out.st_ino, out.st_rdev) == (err.st_dev, err.st_ino, err.st_rdev)
+    surface = Surface(1)
+    return surface, surface if one else Surface(2)
+
+
+class Stream:
+    """Standard output or standard error of one worker, read from a pipe."""
+
+    def __init__(self, rank: int, fd: int, surface: Surface, log: BinaryIO | None, shown: Shown) -> None:
+        self.fd = fd
+        self.lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
+        self.traceback_at: float | None = None  # when the last traceback began, on the monotonic clock
+        self._rank = rank
+        self._surface = surface
+        self._log = log
+        self._shown = shown
+        self.show_rest_at: float | None = None  # when `show_rest` is to be called
+        self._rest = b""  # the line that has no end yet
+        self._not_shown = b""  # what rank 0 has still to show
+        self._others_before_line = 0
+        self._others_before_traceback = 0
+        os.set_blocking(fd, False)
+
+    def pump(self) -> bool:
+        """Shows what is there to read. False once the worker has closed its end."""
+        while True:
+            try:
+                data = os.read(self.fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self._take(data)
+
+    def close(self) -> None:
+        """Shows what is there to read, and the last line if it has no end."""
+        self.pump()
+        self.show_rest()
+        if self._rest:
+            self._finish_line(self._rest)
+            self._rest = b""
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+    def last_words(self) -> tuple[list[bytes], bool]:
+        """The last traceback, or else the last lines; and whether lines of other ranks were shown since."""
+        lines = list(self.lines)
+        starts = [i for i, line in enumerate(lines) if _TRACEBACK.search(line)]
+        if not starts:
+            return lines[-20:], self._shown.by_others(self._rank) > self._others_before_line
+        start = starts.pop()
+        while starts and any(_CAUSE.match(line) for line in lines[max(0, start - 2) : start]):
+            start = starts.pop()
+        return lines[start:], self._shown.by_others(self._rank) > self._others_before_traceback
+
+    def _take(self, data: bytes) -> None:
+        if self._log:
+            try:
+                self._log.write(data)
+            except OSError as error:
+                self._log = None
+                self._surface.write_line(f"tfring launch: no more log of rank {self._rank}: {error}".encode())
+        if self._rank == 0:
+            self._show_raw(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MAX_LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            self._finish_line(line)
+
+    def show_rest(self) -> None:
+        """Shows a line of rank 0 that has no end."""
+        self.show_rest_at = None
+        if self._not_shown:
+            self._surface.write_raw(self._not_shown)
+            self._not_shown = b""
+
+    def _show_raw(self, data: bytes) -> None:
+        text = self._not_shown + data
+        whole_bytes = text.rfind(b"\n") + 1
+        if _drawn_over(text[whole_bytes:]):
+            whole_bytes = len(text)
+        if whole_bytes:
+            self._surface.write_raw(text[:whole_bytes])
+            self.show_rest_at = None
+        self._not_shown = text[whole_bytes:]
+        if self._not_shown and self.show_rest_at is None:
+            self.show_rest_at = time.monotonic() + _LINE_SECONDS
+
+    def _finish_line(self, line: bytes) -> None:
+        line = line.removesuffix(b"\r")
+        drawn_over = _drawn_over(line)
+        self._others_before_line = self._shown.by_others(self._rank)
+        traceback = _TRACEBACK.search(line)
+        if traceback:
+            self.traceback_at = time.monotonic()
+            self._others_before_traceback = self._others_before_line
+            if drawn_over:  # it began behind a progress bar
+                line, drawn_over = line[traceback.start() :], False
+        self.lines.append(line.rpartition(b"\r")[2])
+        if self._rank == 0:
+            self._shown.count(0)
+        elif not drawn_over:
+            self._surface.write_line(prefix(self._rank) + line)
+            self._shown.count(self._rank)
+
+
+class Shown:
+    """Counts the lines each rank has shown."""
+
+    def __init__(self) -> None:
+        self._lines: collections.Counter[int] = collections.Counter()
+
+    def count(self, rank: int) -> None:
+        self._lines[rank] += 1
+
+    def by_others(self, rank: int) -> int:
+        return self._lines.total() - self._lines[rank]
+
+
+def _drawn_over(line: bytes) -> bool:
+    return b"\r" in line or b"\b" in line
+
+
+def prefix(rank: int) -> bytes:
+    return f"[{rank}] ".encode()
