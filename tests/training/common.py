@@ -1,0 +1,86 @@
+"""What the training tests share: skewed data, models, and the comparison with one process on the whole batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def skewed_rows(num_rows=83, num_features=4, seed=0):
+    """Features whose mean and scale drift with the row, so that no rank's share looks like another's."""
+    generator = np.random.default_rng(seed)
+    drift = np.linspace(0, 3, num_rows)[:, None]
+    x = generator.normal(size=(num_rows, num_features)) * (1 + drift) + drift
+    y = x @ generator.normal(size=(num_features, 1)) + generator.normal(size=(num_rows, 1))
+    return x.astype("float32"), y.astype("float32")
+
+
+def skewed_ids(num_rows=83, vocabulary=30, ids_per_row=3, seed=0):
+    """Ids with many duplicates, drifting with the row; 0 never occurs."""
+    generator = np.random.default_rng(seed)
+    low = 1 + np.arange(num_rows) * (vocabulary - 8) // num_rows
+    ids = low[:, None] + generator.integers(0, 7, size=(num_rows, ids_per_row))
+    y = np.sin(ids).sum(axis=1, keepdims=True) + 0.1 * generator.normal(size=(num_rows, 1))
+    return ids.astype("int32"), y.astype("float32")
+
+
+def relative_error(got, want):
+    """The largest difference over the largest value, over a list of arrays."""
+    worst = 0.0
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        assert a.shape == b.shape, (a.shape, b.shape)
+        if a.size:
+            difference = np.abs(a - b).max()
+            worst = max(worst, np.inf if np.isnan(difference) else difference / max(np.abs(b).max(), 1e-3))
+    return worst
+
+
+def history_error(got, want):
+    """The largest difference of two histories of `fit`, which must hold the same entries."""
+    assert got.keys() == want.keys(), (sorted(got), sorted(want))
+    return relative_error([got[k] for k in sorted(got)], [want[k] for k in sorted(want)])
+
+
+def train_both(strategy, make_model, *args, evaluate=None, predict=None, **kwargs):
+    """Trains `make_model()` under the strategy, and on rank 0 alone too; `fit(*args, **kwargs)` on both.
+
+    Returns:
+      The bits of the weights, and on rank 0 a dict of relative errors besides (weights, history, evaluate, predict).
+    """
+    import keras
+
+    kwargs = {"epochs": 2, "batch_size": 20, "verbose": 0, "shuffle": False, **kwargs}
+
+    def outcome(model):
+        keras.utils.set_random_seed(2)
+        results = {"history": model.fit(*args, **kwargs).history, "weights": model.get_weights()}
+        if evaluate is not None:
+            results["evaluate"] = [model.evaluate(*evaluate, batch_size=20, verbose=0)]
+        if predict is not None:
+            results["predict"] = [model.predict(predict, batch_size=20, verbose=0)]
+        return results
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make_model()
+    start = model.get_weights()
+    got = outcome(model)
+    errors = {"bits": b"".join(np.ascontiguousarray(w).tobytes() for w in got["weights"])}
+    if strategy.cluster.is_chief:
+        keras.utils.set_random_seed(1)
+        alone = make_model()
+        alone.set_weights(start)
+        want = outcome(alone)
+        errors["history"] = history_error(got.pop("history"), want.pop("history"))
+        errors.update((what, relative_error(got[what], want[what])) for what in got)
+    return errors
+
+
+def assert_equal(results, tolerance=1e-5):
+    """Every rank within `tolerance` of one process, and all ranks with the same bits."""
+    for rank, cases in enumerate(results):
+        for case, errors in cases.items():
+            for what, error in errors.items():
+                if what != "bits":
+                    assert error <= tolerance, f"rank {rank}, {case}, {what}: {error} > {tolerance}"
+            assert errors["bits"] == results[0][case]["bits"], f"rank {rank}, {case}: other bits than rank 0"

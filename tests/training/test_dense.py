@@ -1,0 +1,71 @@
+"""Dense models: N workers equal one process on the same global batches, whatever `fit` and `compile` are told."""
+
+import numpy as np
+import pytest
+from common import assert_equal, skewed_rows, train_both
+from harness import strategy, workers
+
+ENGINES = [(2, "ring"), (3, "ring"), (4, "ring"), (3, "tensorflow")]
+
+
+def tower(optimizer, loss="mse", dtype=None, compile_options=None, **dense_options):
+    import keras
+
+    def make():
+        layers = [keras.layers.Dense(8, activation="tanh", dtype=dtype, **dense_options) for _ in range(2)]
+        model = keras.Sequential([keras.layers.Input((4,), dtype=dtype), *layers, keras.layers.Dense(1, dtype=dtype)])
+        compiled = {"metrics": ["mae"], **(compile_options or {})}
+        model.compile(optimizer(), loss, **compiled)
+        return model
+
+    return make
+
+
+def training_options():
+    import keras
+
+    ring = strategy()
+    x, y = skewed_rows()
+    weights = np.linspace(0, 2, len(x)).astype("float32")
+    sgd = lambda **options: lambda: keras.optimizers.SGD(0.05, momentum=0.9, **options)  # noqa: E731
+    cases = {}
+
+    def case(name, make, *data, **options):
+        cases[name] = train_both(ring, make, *(data or (x, y)), **options)
+
+    case("plain", tower(sgd()), evaluate=(x, y), predict=x, validation_split=0.3)
+    case("sample_weight", tower(sgd()), sample_weight=weights, validation_data=(x[:33], y[:33], weights[:33]))
+    case("steps_per_execution", tower(sgd(), compile_options={"steps_per_execution": 3}), evaluate=(x, y), predict=x)
+    case("run_eagerly", tower(sgd(), compile_options={"run_eagerly": True}), evaluate=(x, y), predict=x)
+    case("clipnorm", tower(sgd(clipnorm=0.01)))
+    case("global_clipnorm", tower(sgd(global_clipnorm=0.01)))
+    case("clipvalue", tower(sgd(clipvalue=0.001)))
+    case("weight_decay", tower(sgd(weight_decay=0.01)))
+    case("use_ema", tower(sgd(use_ema=True, ema_overwrite_frequency=3)))
+    case("accumulation", tower(sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)))
+    case("loss_scale", tower(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))))
+    case("regularizers", tower(sgd(), kernel_regularizer="l2", activity_regularizer="l2"))
+    case("sum", tower(lambda: keras.optimizers.SGD(1e-4), loss=keras.losses.MeanSquaredError(reduction="sum")))
+    case("fewer rows than workers", tower(sgd()), x[:1], y[:1], evaluate=(x[:1], y[:1]), predict=x[:1])
+    case("a last batch of one row", tower(sgd()), x[:41], y[:41], evaluate=(x[:41], y[:41]), predict=x[:41])
+    return cases
+
+
+def float64():
+    import keras
+
+    ring = strategy()
+    x, y = (a.astype("float64") for a in skewed_rows())
+    keras.config.set_floatx("float64")
+    make = tower(lambda: keras.optimizers.Adam(0.01), dtype="float64")
+    return {"float64": train_both(ring, make, x, y)}
+
+
+@pytest.mark.parametrize(("n", "communication"), ENGINES)
+def test_training_options(n, communication):
+    assert_equal(workers(n, communication).run(training_options, timeout=400))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_float64(n):
+    assert_equal(workers(n).run(float64), tolerance=1e-12)

@@ -1,0 +1,43 @@
+"""The seams into Keras, where a strategy alone cannot put things right.
+
+Each seam names what Keras does and the upstream issue, acts only on models, optimizers and variables that belong to
+a RingStrategy, and leaves everything else in the process as it was. This package alone imports `keras.src`.
+"""
+
+from __future__ import annotations
+
+from tfring._keras.inputs import share_seeds
+
+__all__ = ["install", "share_seeds"]
+
+_installed = False
+
+
+def install() -> None:
+    """Puts the seams in place, once a process; called by the first RingStrategy.
+
+    Raises:
+      ConfigurationError: where Keras is too old, or runs on another backend.
+    """
+    global _installed
+    if _installed:
+        return
+    import keras
+
+    from tfring.errors import ConfigurationError
+
+    if tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 8):
+        raise ConfigurationError(
+            f"tfring needs Keras 3.8 or later. Received: keras=={keras.__version__}. Type: "
+            'pip install "keras>=3.8"'
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise ConfigurationError(
+            f"tfring needs the TensorFlow backend of Keras. Received: {keras.backend.backend()!r}. Set "
+            "KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+    from tfring._keras import callbacks, inputs, losses, optimizers, randomness, saving, state, trainer
+
+    for module in (losses, optimizers, state, randomness, inputs, saving, callbacks, trainer):
+        module.install()
+    _installed = True

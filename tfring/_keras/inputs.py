@@ -1,0 +1,186 @@
+"""All ranks draw the same batches, also where the user shuffles without a seed.
+
+Each rank cuts its share out of the same global batch, so the order must be the same on all. Keras shuffles arrays
+and PyDatasets by each process's own random numbers, `dataset.shuffle(n)` likewise: a quarter of the rows would be
+missed and a quarter seen twice in each epoch with two workers. Here ranks agree on a seed before data is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import threading
+import traceback
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import _tf
+from tfring._keras.seam import ring_of, seam
+
+_local = threading.local()
+
+
+def agreed_seed(strategy) -> int:
+    """A random seed, the same on every rank: rank 0's.
+
+    Every rank draws one from `random`, so that `keras.utils.set_random_seed` makes it reproducible and the ranks'
+    generators stay in step.
+    """
+    seed = random.getrandbits(62)
+    [agreed] = strategy.extended.control.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
+    return int(agreed)
+
+
+@contextlib.contextmanager
+def _shuffling_by(seed):
+    before = getattr(_local, "seed", None)
+    _local.seed = seed
+    try:
+        yield
+    finally:
+        _local.seed = before
+
+
+def install():
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
+
+    @seam(trainer.TFEpochIterator, "__init__")
+    def epoch_iterator(original, self, distribute_strategy=None, *args, **kwargs):
+        strategy = ring_of(distribute_strategy)
+        if strategy is None:
+            return original(self, distribute_strategy, *args, **kwargs)
+        seed = agreed_seed(strategy) if kwargs.get("shuffle") else None
+        if seed is not None and isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
+            kwargs.update(x=agreed_order(kwargs["x"], seed), shuffle=False)
+        with _shuffling_by(seed), strategy.extended.inputs_for_keras():
+            return original(self, distribute_strategy, *args, **kwargs)
+
+    @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
+    def array_dataset(original, self):
+        seed = getattr(_local, "seed", None)
+        if seed is None or not self._shuffle:
+            return original(self)
+        return shuffled_arrays(self, seed)
+
+    def agreed_order(dataset, seed):
+        """A PyDataset that hands out the batches of another in an order drawn from `seed`, anew each epoch."""
+
+        class AgreedOrder(py_dataset_adapter.PyDataset):
+            def __init__(self):
+                super().__init__(
+                    workers=dataset.workers,
+                    use_multiprocessing=dataset.use_multiprocessing,
+                    max_queue_size=dataset.max_queue_size,
+                )
+                self._epoch = 0
+                self._shuffle()
+
+            def _shuffle(self):
+                self._order = None
+                if dataset.num_batches is not None:
+                    self._order = np.random.default_rng([seed, self._epoch]).permutation(dataset.num_batches)
+
+            @property
+            def num_batches(self):
+                return dataset.num_batches
+
+            def __len__(self):
+                return len(dataset)
+
+            def __getitem__(self, index):
+                return dataset[index if self._order is None else int(self._order[index])]
+
+            def on_epoch_begin(self):
+                dataset.on_epoch_begin()
+
+            def on_epoch_end(self):
+                dataset.on_epoch_end()
+                self._epoch += 1
+                self._shuffle()
+
+        return AgreedOrder()
+
+    install_seeds()
+
+
+def shuffled_arrays(adapter, seed):
+    """The dataset of `ArrayDataAdapter(shuffle=True)`, in an order drawn from `seed`, anew each epoch."""
+    from keras.src import tree
+    from keras.src.trainers.data_adapters import array_slicing
+
+    num_samples, batch_size = adapter._num_samples, adapter._batch_size
+    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    arrays = tree.lists_to_tuples(arrays)
+
+    def batch_order(seed):
+        indices = tf.range(num_samples, dtype=tf.int64)
+        if adapter._shuffle == "batch":  # Keras' meaning: the rows of a batch change places, batches do not
+            return indices
+        return tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, 0]))
+
+    def batches(indices):
+        begins = tf.data.Dataset.range(0, num_samples, batch_size)
+        return begins.map(lambda begin: indices[begin : begin + batch_size])
+
+    def take(indices, data):
+        def take_one(x):
+            if isinstance(x, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(x, indices)
+            if isinstance(x, (list, tuple, dict)):
+                return None
+            return tf.gather(x, indices, axis=0) if tf.is_tensor(x) else x
+
+        return tree.traverse(take_one, data)
+
+    seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
+    dataset = tf.data.Dataset.zip((
+        seeds.map(batch_order).prefetch(1).flat_map(batches),
+        tf.data.Dataset.from_tensors(arrays).repeat(),
+    ))
+    dataset = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-num_samples // batch_size)))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+
+def install_seeds():
+    """Gives unseeded `tf.data` transformations a seed that all ranks share."""
+
+    @seam(_tf.data_random_seed, "get_seed")
+    def get_seed(original, seed):
+        agreed = getattr(_local, "seed", None)
+        if agreed is not None and seed == agreed:  # whatever global seed this rank may have
+            return tf.constant(agreed, tf.int64), tf.constant(agreed >> 31, tf.int64)
+        # With a global seed (keras.utils.set_random_seed) they are the same on every rank already.
+        if seed is not None or _shared.base is None or _tf.eager_context.global_seed() is not None:
+            return original(seed)
+        return original(_shared.next_seed())
+
+
+class _SharedSeeds:
+    """Seeds of unseeded transformations: from rank 0's base and from where in the program they are made.
+
+    By place and not by number: a dataset that only one rank makes does not shift the others.
+    """
+
+    def __init__(self):
+        self.base: int | None = None
+        self._made: dict[str, int] = {}
+
+    def next_seed(self) -> int:
+        place = "|".join(f"{frame.name}:{frame.lineno}" for frame in traceback.extract_stack(limit=24)[:-2])
+        number = self._made[place] = self._made.get(place, -1) + 1
+        digest = hashlib.sha256(f"{self.base}|{place}|{number}".encode()).digest()
+        return int.from_bytes(digest[:7], "little")
+
+
+_shared = _SharedSeeds()
+
+
+def share_seeds(strategy) -> None:
+    """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
+    _shared.base = agreed_seed(strategy)

@@ -1,0 +1,58 @@
+"""A mean loss weighs each replica by its rows, so that a ragged batch gives the mean, not the mean of means.
+
+Keras divides by the number of replicas (`scale_loss_for_distribution`), which is right for equal shares only. With
+the share `n_i / n` of replica i in place of `1 / R`, the sum over replicas of `share_i * mean_i` is the mean over
+the global batch; regularization losses, equal on every replica, still add up to once; a replica without rows adds
+nothing, not even NaN. A loss that is a sum is not scaled, as before.
+
+With several outputs Keras logs the mean of each loss over batches, each batch once where its size is not static; so a
+replica counts by its share there too.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import tensorflow as tf
+
+from tfring import step
+from tfring._keras.seam import seam
+
+_local = threading.local()
+
+
+def install():
+    import keras
+    from keras.src.losses import loss as loss_module
+    from keras.src.trainers import compile_utils
+
+    @seam(compile_utils.CompileLoss, "call")
+    def compile_loss(original, self, *args, **kwargs):
+        running = step.current()
+        _local.share = running.share if running else None
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _local.share = None
+
+    @seam(keras.metrics.Mean, "update_state")
+    def mean_of_outputs_loss(original, self, values, sample_weight=None):
+        if sample_weight is None and getattr(_local, "share", None) is not None:
+            sample_weight = tf.cast(_local.share, self.dtype)
+        return original(self, values, sample_weight=sample_weight)
+
+    @seam(loss_module, "scale_loss_for_distribution")
+    def scale(original, value):
+        running = step.current()
+        if running is None or running.share is None:
+            return original(value)
+        value = tf.convert_to_tensor(value)
+        return tf.math.multiply_no_nan(value, tf.cast(running.share, value.dtype))
+
+    @seam(loss_module, "unscale_loss_for_distribution")
+    def unscale(original, value):
+        running = step.current()
+        if running is None or running.share is None:
+            return original(value)
+        value = tf.convert_to_tensor(value)
+        return tf.math.divide_no_nan(value, tf.cast(running.share, value.dtype))

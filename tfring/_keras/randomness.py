@@ -1,0 +1,28 @@
+"""Random layers draw differently on each replica, reproducibly from one seed.
+
+The state of a SeedGenerator is a mirrored variable, so under Keras every replica draws the same dropout mask.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring._keras.seam import current_ring, seam
+
+_GOLDEN_RATIO = 0x9E3779B9  # odd: multiples of it modulo 2**32 are all different
+
+
+def install():
+    from keras.src.random import seed_generator
+
+    @seam(seed_generator.SeedGenerator, "next")
+    def next_seed(original, self, *args, **kwargs):
+        seed = original(self, *args, **kwargs)
+        context = tf.distribute.get_replica_context()
+        if current_ring() is None or context is None:
+            return seed
+        replica = context.replica_id_in_sync_group
+        if isinstance(replica, int) and replica == 0:
+            return seed
+        offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
+        return seed + tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)

@@ -1,0 +1,59 @@
+"""How a function of Keras is replaced for objects of a RingStrategy, and how to tell those."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import tensorflow as tf
+
+from tfring.strategy import RingStrategy
+
+
+def seam(owner, name):
+    """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`."""
+
+    def install(replacement):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replaced(*args, **kwargs):
+            return replacement(original, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+        return replacement
+
+    return install
+
+
+def ring_of(strategy) -> RingStrategy | None:
+    """The strategy, if it is a RingStrategy."""
+    return strategy if isinstance(strategy, RingStrategy) else None
+
+
+def current_ring() -> RingStrategy | None:
+    """The RingStrategy in whose scope this code runs."""
+    return ring_of(tf.distribute.get_strategy()) if tf.distribute.has_strategy() else None
+
+
+def ring_of_model(model) -> RingStrategy | None:
+    """The RingStrategy in whose scope a model was made."""
+    return ring_of(getattr(model, "_distribute_strategy", None))
+
+
+_entries: list[str] = []  # fit, evaluate or predict under way, innermost last
+
+
+@contextlib.contextmanager
+def entered(name: str):
+    """While `fit`, `evaluate` or `predict` runs."""
+    _entries.append(name)
+    try:
+        yield
+    finally:
+        _entries.pop()
+
+
+def entry_under_way(name: str) -> bool:
+    """Whether the innermost of `fit`, `evaluate` and `predict` that runs is `name`."""
+    return bool(_entries) and _entries[-1] == name

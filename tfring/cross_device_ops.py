@@ -1,0 +1,174 @@
+"""RingAllReduce: where TensorFlow hands over values of replicas to be reduced, gathered or broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.reduction.dense import DEFAULT_BUCKET_BYTES, reduce_dense
+from tfring.reduction.sparse import SparseOptions, reduce_sparse
+from tfring.ring.collectives import zeros_unless
+
+
+class RingAllReduce(tf.distribute.CrossDeviceOps):
+    """Reduces on the worker first, then once round the ring, then hands out to the worker's replicas.
+
+    ```
+    worker 0   replica 0 ─┐ (1)                       (3) ┌─► replica 0
+               replica 1 ─┴─► device 0 ──┐            ┌───┴─► replica 1
+                                         ├─ (2) ring ─┤
+    worker 1   replica 2 ─┬─► device 0 ──┘            └───┬─► replica 2
+               replica 3 ─┘                               └─► replica 3
+    ```
+
+    Args:
+      collectives: the engine, see `tfring.ring.collectives`.
+      replicas_per_worker: replicas (devices) on each worker.
+      sparse: how IndexedSlices are reduced.
+      bucket_bytes: most bytes of dense values in one collective.
+    """
+
+    def __init__(
+        self,
+        collectives,
+        replicas_per_worker: int = 1,
+        sparse: SparseOptions | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ):
+        super().__init__()
+        self._collectives = collectives
+        self._replicas_per_worker = replicas_per_worker
+        self._sparse = sparse or SparseOptions()
+        self._bucket_bytes = bucket_bytes
+
+    @property
+    def _num_between_graph_workers(self):
+        return self._collectives.world_size
+
+    def __deepcopy__(self, memo):
+        return self  # a connection has no copy
+
+    # -- what tfring's own callers use: one value a worker --------------------------------------------------------
+
+    def sum_over_workers(
+        self,
+        values: Sequence[tf.Tensor | tf.IndexedSlices],
+        *,
+        name: str,
+        value_names: Sequence[str] | None = None,
+        active: tf.Tensor | None = None,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums a worker's values over all workers; sparse ones come back with each id once.
+
+        Args:
+          values: one worker's tensors and IndexedSlices.
+          name: what they are, for errors and traces.
+          value_names: a name for each value (the variable of a gradient), for errors.
+          active: bool scalar; where False this worker contributes nothing, whatever its values hold.
+        """
+        value_names = value_names or [f"{name}/{i}" for i in range(len(values))]
+        is_sparse = [isinstance(v, tf.IndexedSlices) for v in values]
+        results: list = [None] * len(values)
+
+        positions = [i for i, sparse in enumerate(is_sparse) if sparse]
+        reduced = reduce_sparse(
+            self._collectives,
+            [values[i] for i in positions],
+            [value_names[i] for i in positions],
+            self._sparse,
+            name=name,
+            active=active,
+            bucket_bytes=self._bucket_bytes,
+        )
+        for i, value in zip(positions, reduced, strict=True):
+            results[i] = value
+
+        positions = [i for i, sparse in enumerate(is_sparse) if not sparse]
+        reduced = reduce_dense(
+            self._collectives,
+            [tf.convert_to_tensor(values[i]) for i in positions],
+            name=name,
+            active=active,
+            bucket_bytes=self._bucket_bytes,
+        )
+        for i, value in zip(positions, reduced, strict=True):
+            results[i] = value
+        return results
+
+    def sum_on_worker(self, per_replica, active=None):
+        """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
+
+        Args:
+          per_replica: a PerReplica, or a plain tensor or IndexedSlices where there is one replica.
+          active: one bool scalar a replica, or None.
+        """
+        values = values_of(per_replica)
+        if active is not None:
+            values = [_mask(a, v) for a, v in zip(active, values, strict=True)]
+        if len(values) == 1:
+            return values[0]
+        return _tf.aggregate_slices(values, tf.add_n)
+
+    # -- tf.distribute.CrossDeviceOps ------------------------------------------------------------------------------
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        del options  # timeouts and packs belong to the engine
+        local = [self.sum_on_worker(value) for value, _ in value_destination_pairs]
+        reduced = self.sum_over_workers(local, name="reduce")
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            # A value that is not one a replica (a host's own) counts once a worker.
+            counts = [
+                len(values_of(value)) * self._collectives.world_size for value, _ in value_destination_pairs
+            ]
+            reduced = [_divide(value, count) for value, count in zip(reduced, counts, strict=True)]
+        return [
+            self.broadcast_implementation(value, destinations)
+            for value, (_, destinations) in zip(reduced, value_destination_pairs, strict=True)
+        ]
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def broadcast_implementation(self, tensor, destinations):
+        return _tf.simple_broadcast(tensor, destinations, always_mirrored=True)
+
+    def _gather_implementation(self, per_replica_value, destinations, axis, options):
+        del options
+        local = tf.concat(values_of(per_replica_value), axis)
+        gathered = self.gather_over_workers(local, axis, name="gather")
+        return self.broadcast_implementation(gathered, destinations)
+
+    def gather_over_workers(self, tensor: tf.Tensor, axis: int, *, name: str) -> tf.Tensor:
+        """Concatenates the workers' tensors along `axis`, in rank order; sizes along it may differ."""
+        if tensor.dtype == tf.string:
+            raise TypeError(
+                f"Only numbers and booleans cross workers. Received: {name} of dtype string, shape {tensor.shape}. "
+                "Look strings up in a vocabulary (keras.layers.StringLookup), or gather their ids."
+            )
+        rank = tensor.shape.rank
+        assert rank is not None, "gather needs a static number of dimensions"
+        front = [axis, *range(axis), *range(axis + 1, rank)]
+        back = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
+        if axis == 0:
+            return self._collectives.all_gather(tensor, name=name)
+        return tf.transpose(self._collectives.all_gather(tf.transpose(tensor, front), name=name), back)
+
+
+def values_of(value) -> list:
+    """What each replica of this worker holds."""
+    return list(value.values) if isinstance(value, tf.distribute.DistributedValues) else [value]
+
+
+def _mask(active, value):
+    if isinstance(value, tf.IndexedSlices):
+        num_rows = tf.where(active, tf.size(value.indices), 0)
+        return tf.IndexedSlices(value.values[:num_rows], value.indices[:num_rows], value.dense_shape)
+    return zeros_unless(active, [value])[0]
+
+
+def _divide(value, count):
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
+    return value / tf.cast(count, value.dtype) if value.dtype.is_floating else value / count

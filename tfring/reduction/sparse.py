@@ -1,0 +1,251 @@
+"""Sparse gradients: summed per id, padded to a fixed number of rows, gathered, padding dropped, summed again.
+
+```
+rank 0   ids 7 3 7      sum     7: a+c        pad    7 | 3 | -1 | -1  ─┐                 ┌─ 7  3  9
+         rows a b c   ───────►  3: b        ───────► rows, zeros       ├─ all_gather ─►  │  a+c+e  b  d
+rank 1   ids 9 7        (1)     9: d   7: e   (2)    9 | 7 | -1 | -1  ─┘     (3)        (4)  each id once
+```
+
+1. `sum_duplicates`: fewer rows on the wire.
+2. `pad_rows`: `[capacity, dim]`, the same on every step and rank, so that nothing downstream ever sees a changing
+   shape ("Inconsistent output shapes", tensorflow #34250). Padding carries index -1.
+3. Only real rows travel on the ring; TensorFlow's collectives carry the padding too.
+4. `unpad_rows`, then `sum_duplicates` again: an id that several ranks looked up reaches the optimizer once, so
+   that Adam and its kin equal the dense gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfring.reduction.dense import DEFAULT_BUCKET_BYTES, reduce_dense
+
+PADDING_INDEX = -1
+_INDEX_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseOptions:
+    """How sparse gradients (`tf.IndexedSlices`, as embeddings produce) are reduced.
+
+    Attributes:
+      batch_size: the most examples a worker sees in a step; the global batch size is always enough. Where it is
+        given (or the batch has a static shape) sparse gradients are padded to `batch_size * ids_per_example` rows,
+        never more than the table has. Where it is not, the ring sends exactly the rows of the step, and
+        `communication="tensorflow"` agrees on a capacity each step: the longest gradient of any rank, rounded up to
+        a power of two.
+      ids_per_example: the most lookups one example makes in one table. Default 1.
+      dense: "auto" turns a gradient dense where gathering its rows would move more bytes than all-reducing the
+        table; "never" and "always" do what they say. Default "auto".
+
+    Raises:
+      ValueError: for sizes that are not positive, or another `dense`.
+
+    >>> SparseOptions(batch_size=1024, ids_per_example=3).capacity(num_table_rows=50_000)
+    3072
+    >>> SparseOptions(batch_size=1024).capacity(num_table_rows=30)
+    30
+    """
+
+    batch_size: int | None = None
+    ids_per_example: int = 1
+    dense: str = "auto"
+
+    def __post_init__(self):
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"`batch_size` must be positive or None. Received: batch_size={self.batch_size}")
+        if self.ids_per_example < 1:
+            raise ValueError(
+                f"`ids_per_example` must be at least 1. Received: ids_per_example={self.ids_per_example}"
+            )
+        if self.dense not in ("auto", "never", "always"):
+            raise ValueError(
+                f'`dense` must be one of "auto", "never", "always". Received: dense={self.dense!r}'
+            )
+
+    def capacity(self, num_table_rows: int | None, num_static_rows: int | None = None) -> int | None:
+        """Rows to pad to, or None where neither a static shape nor `batch_size` says."""
+        if self.batch_size is not None:
+            rows = self.batch_size * self.ids_per_example
+        elif num_static_rows is not None:
+            rows = num_static_rows
+        else:
+            return None
+        return rows if num_table_rows is None else min(rows, num_table_rows)
+
+
+def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the rows of equal ids.
+
+    Args:
+      values: `[num_rows, ...]`, any float or integer dtype; float16 and bfloat16 are summed in float32.
+      indices: `[num_rows]`, int32 or int64.
+
+    Returns:
+      `(values, indices)` with each id once, in the order of first occurrence.
+
+    >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, 3, 7]))
+    >>> values.numpy().tolist(), indices.numpy().tolist()
+    ([[5.0], [2.0]], [7, 3])
+    """
+    ids, position = tf.unique(indices)
+    wide = tf.float32 if values.dtype in (tf.float16, tf.bfloat16) else values.dtype
+    summed = tf.math.unsorted_segment_sum(tf.cast(values, wide), position, tf.size(ids))
+    return tf.cast(summed, values.dtype), ids
+
+
+def pad_rows(values: tf.Tensor, indices: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Pads rows to `capacity` with zeros under index -1.
+
+    >>> values, indices = pad_rows(tf.constant([[1.0, 2.0]]), tf.constant([7]), 3)
+    >>> values.numpy().tolist(), indices.numpy().tolist()
+    ([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], [7, -1, -1])
+    """
+    missing = capacity - tf.shape(indices)[0]
+    value_paddings = tf.concat([[[0, missing]], tf.zeros([tf.rank(values) - 1, 2], tf.int32)], 0)
+    padded = tf.pad(values, value_paddings)
+    padded_indices = tf.pad(indices, [[0, missing]], constant_values=PADDING_INDEX)
+    if isinstance(capacity, int):
+        padded.set_shape([capacity, *values.shape[1:]])
+        padded_indices.set_shape([capacity])
+    return padded, padded_indices
+
+
+def unpad_rows(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Drops the rows that `pad_rows` added, wherever they stand.
+
+    >>> values, indices = unpad_rows(tf.constant([[1.0], [0.0], [2.0]]), tf.constant([7, -1, 3]))
+    >>> values.numpy().tolist(), indices.numpy().tolist()
+    ([[1.0], [2.0]], [7, 3])
+    """
+    real = indices != PADDING_INDEX
+    return tf.boolean_mask(values, real), tf.boolean_mask(indices, real)
+
+
+def cheaper_dense(num_table_rows: int, row_bytes: int, capacity: int, world_size: int) -> bool:
+    """Whether all-reducing the table moves fewer bytes than gathering `capacity` rows of each rank.
+
+    A rank sends `2 (N-1)/N` of the table in an all-reduce, `(N-1) capacity` rows with their ids in an all-gather.
+
+    >>> cheaper_dense(num_table_rows=30, row_bytes=32, capacity=30, world_size=4)
+    True
+    >>> cheaper_dense(num_table_rows=1_000_000, row_bytes=256, capacity=1024, world_size=4)
+    False
+    """
+    return 2 * num_table_rows * row_bytes <= world_size * capacity * (row_bytes + _INDEX_BYTES)
+
+
+def reduce_sparse(
+    collectives,
+    gradients: Sequence[tf.IndexedSlices],
+    variable_names: Sequence[str],
+    options: SparseOptions,
+    *,
+    name: str,
+    active: tf.Tensor | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> list[tf.IndexedSlices | tf.Tensor]:
+    """Sums sparse gradients over all ranks; all that stay sparse travel in one collective.
+
+    Args:
+      collectives: the engine.
+      gradients: one worker's IndexedSlices; ids may repeat, and their number may differ from rank to rank.
+      variable_names: the variable of each gradient, for errors.
+      options: see `SparseOptions`.
+      name: what they are, for errors and traces.
+      active: bool scalar; where False this rank contributes no row.
+      bucket_bytes: for those that go dense.
+
+    Returns:
+      For each gradient IndexedSlices with each id once, or a dense tensor where that moves fewer bytes.
+
+    Raises:
+      tf.errors.InvalidArgumentError: where a gradient has more rows than `options` allow.
+    """
+    results: list = [None] * len(gradients)
+    dense: list[int] = []
+    sparse: list[int] = []
+    capacities = []
+    for i, gradient in enumerate(gradients):
+        num_table_rows, row_bytes = _table_size(gradient)
+        capacity = options.capacity(num_table_rows, gradient.indices.shape[0])
+        capacities.append(capacity)
+        goes_dense = options.dense == "always" or (
+            options.dense == "auto"
+            and collectives.world_size > 1
+            and num_table_rows is not None
+            and row_bytes is not None
+            and capacity is not None
+            and cheaper_dense(num_table_rows, row_bytes, capacity, collectives.world_size)
+        )
+        (dense if goes_dense else sparse).append(i)
+
+    tables = [tf.convert_to_tensor(gradients[i]) for i in dense]
+    reduced = reduce_dense(
+        collectives, tables, name=f"{name}/dense_tables", active=active, bucket_bytes=bucket_bytes
+    )
+    for i, value in zip(dense, reduced, strict=True):
+        results[i] = value
+    if not sparse:
+        return results
+
+    rows = [sum_duplicates(gradients[i].values, gradients[i].indices) for i in sparse]
+    if active is not None:
+        rows = [(v[:n], ids[:n]) for v, ids in rows for n in [tf.where(active, tf.size(ids), 0)]]
+    num_rows = [tf.size(ids, out_type=tf.int64) for _, ids in rows]
+    chosen = _agreed_capacities(collectives, [capacities[i] for i in sparse], num_rows, name)
+    padded = []
+    for i, (values, indices), capacity, n in zip(sparse, rows, chosen, num_rows, strict=True):
+        if capacity is None:  # the ring sends the rows there are
+            padded.append((values, indices))
+            continue
+        if capacities[i] is not None and capacity != _table_size(gradients[i])[0]:
+            n = _check_capacity(n, capacity, variable_names[i], options)
+        with tf.control_dependencies([n]):
+            padded.append(pad_rows(values, indices, capacity))
+    gathered = collectives.gather_rows(
+        [v for v, _ in padded], [ids for _, ids in padded], num_rows, name=f"{name}/rows"
+    )
+    for i, (values, indices) in zip(sparse, gathered, strict=True):
+        values, indices = sum_duplicates(values, indices)
+        results[i] = tf.IndexedSlices(values, indices, gradients[i].dense_shape)
+    return results
+
+
+def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
+    """Rows of the variable and bytes of a row, each None where not static."""
+    shape = gradient.shape  # from dense_shape, where that is a constant
+    row_elements = gradient.values.shape[1:].num_elements()
+    row_bytes = None if row_elements is None else row_elements * gradient.values.dtype.size
+    return (shape[0] if shape.rank else None), row_bytes
+
+
+def _agreed_capacities(collectives, capacities, num_rows, name):
+    """Fills in what no option and no static shape says, where the engine needs it."""
+    if None not in capacities or not collectives.needs_fixed_shapes:
+        return capacities
+    [longest] = collectives.all_reduce([tf.stack(num_rows)], "max", name=f"{name}/capacity")
+    powers = 2 ** tf.cast(tf.range(32), tf.int64)
+    chosen = []
+    for position, capacity in enumerate(capacities):
+        if capacity is None:
+            capacity = tf.cast(powers[tf.searchsorted(powers, longest[position : position + 1])[0]], tf.int32)
+        chosen.append(capacity)
+    return chosen
+
+
+def _check_capacity(num_rows, capacity, variable_name, options):
+    tf.debugging.assert_less_equal(
+        num_rows,
+        tf.constant(capacity, tf.int64),
+        message=(
+            f"The gradient of {variable_name} has more rows than its capacity of {capacity} "
+            f"(batch_size={options.batch_size} * ids_per_example={options.ids_per_example}). Raise them: "
+            "tfring.RingStrategy(sparse=tfring.SparseOptions(batch_size=<most examples of a worker in a step>, "
+            "ids_per_example=<most ids an example looks up in one table>))."
+        ),
+    )
+    return num_rows

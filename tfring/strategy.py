@@ -1,0 +1,467 @@
+"""RingStrategy: variables, datasets and contexts of `tf.distribute`, over a ring of processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfring import _tf, data, step
+from tfring import config as settings
+from tfring.cluster import Cluster, detect
+from tfring.cluster.launch_variables import release_listener
+from tfring.cross_device_ops import RingAllReduce
+from tfring.errors import ConfigurationError
+from tfring.reduction.dense import DEFAULT_BUCKET_BYTES
+from tfring.reduction.sparse import SparseOptions
+from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
+
+_COMMUNICATIONS = ("ring", "tensorflow")
+# The dataset's iterator itself. TensorFlow's multi-device iterator draws ahead from a thread of its own: it takes rows
+# that nobody asked for from a generator, and waits for ever for the threads of a PyDataset whose epoch is over.
+_ITSELF = tf.distribute.InputOptions(
+    experimental_fetch_to_device=False,
+    experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+)
+_tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
+
+
+class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains one model on the replicas of several workers, as one process would train it on the whole batch.
+
+    Every worker (process) runs the same program. Variables are made on every replica with rank 0's initial value;
+    each global batch is cut into one share a replica; gradients are summed on the worker, then round a ring of all
+    workers; every replica applies the same update to the same weights.
+
+    Args:
+      cluster: a `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
+        where neither does.
+      cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
+      communication: "ring", the compiled ring of this package (default), or "tensorflow", TensorFlow's collective
+        runtime (NCCL between GPUs, gRPC between CPUs).
+      devices: this worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
+        has the same number.
+      sparse: how sparse gradients are reduced, see `SparseOptions`.
+      bucket_bytes: most bytes of dense gradients in one collective. Default 32 MiB.
+      communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
+
+    Raises:
+      ConfigurationError: for settings that cannot be honoured.
+      RendezvousError: where the other workers do not come.
+
+    Where the cluster comes from and what the environment may say is in `docs/`.
+
+    >>> strategy = RingStrategy()
+    >>> with strategy.scope():
+    ...     variable = tf.Variable(1.0)
+    >>> strategy.num_replicas_in_sync
+    1
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | None = None,
+        *,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication: str = "ring",
+        devices: Sequence[str] | None = None,
+        sparse: SparseOptions | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+    ):
+        if communication not in _COMMUNICATIONS:
+            raise ConfigurationError(
+                f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"
+            )
+        if bucket_bytes < 1:
+            raise ConfigurationError(
+                f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}"
+            )
+        if cluster is not None and cluster_resolver is not None:
+            raise ConfigurationError("`cluster` and `cluster_resolver` say the same thing: pass one of them.")
+        if cluster_resolver is not None:
+            cluster = _cluster_of(cluster_resolver)
+        cluster = detect(cluster)
+        extended = RingExtended(
+            self,
+            cluster,
+            cluster_resolver=cluster_resolver,
+            communication=communication,
+            devices=devices,
+            sparse=sparse or SparseOptions(),
+            bucket_bytes=bucket_bytes,
+            communication_options=communication_options,
+        )
+        # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
+        tf.distribute.Strategy.__init__(self, extended)
+        from tfring import _keras
+
+        _keras.install()
+        if cluster.world_size > 1:
+            _keras.share_seeds(self)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Who this worker is and who the others are."""
+        return self.extended.cluster
+
+    def reduce(self, reduce_op, value, axis):
+        """As `tf.distribute.Strategy.reduce`; scalars reduce over axis 0 too, and structures are accepted.
+
+        Keras asks for both (keras #20585).
+        """
+        if tf.nest.is_nested(value) and not isinstance(value, tf.distribute.DistributedValues):
+            return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
+        return super().reduce(reduce_op, value, axis)
+
+    def bytes_sent(self) -> int | None:
+        """Bytes this worker has sent to others so far; None with communication="tensorflow"."""
+        counts = [channel.bytes_sent() for channel in self.extended.channels]
+        return None if None in counts else sum(counts)
+
+    def barrier(self) -> None:
+        """Returns once every worker has called it."""
+        self.extended.control.barrier(name="barrier")
+
+    def close(self) -> None:
+        """Leaves the ring; the strategy cannot be used afterwards."""
+        for channel in self.extended.channels:
+            channel.close()
+
+
+class RingExtended(_tf.CollectiveAllReduceExtended):
+    """What TensorFlow and Keras ask of `strategy.extended`."""
+
+    def __init__(
+        self,
+        container_strategy,
+        cluster,
+        *,
+        cluster_resolver,
+        communication,
+        devices,
+        sparse,
+        bucket_bytes,
+        communication_options,
+    ):
+        # Not super().__init__: it starts TensorFlow's own cluster and makes its own cross-device ops.
+        _tf.StrategyExtendedV1.__init__(self, container_strategy)
+        self.cluster = cluster
+        self.communication = communication
+        self._requested_devices = tuple(devices) if devices else None
+        self._cluster_resolver = cluster_resolver or _resolver_of(cluster)
+        self._communication_options = communication_options or _tf.CommunicationOptions()
+        self._collective_key_base = container_strategy._collective_key_base
+        self._cfer_fn_cache = {}
+        self._use_var_policy = False
+        self._read_locally = False
+        self._for_keras = False
+        self.experimental_enable_get_next_as_optional = True
+
+        if communication == "tensorflow" and cluster.world_size > 1:
+            self._initialize_tensorflow_worker()
+            control = gradients = _tensorflow_runtime[1]
+        else:
+            self._initialize_ring_worker()
+            control, gradients = _connect(cluster)
+        self.control: Collectives = control
+        """The channel of everything but gradients: counts of rows, statistics, logs, initial values."""
+        self.gradients: Collectives = gradients
+        """The channel of gradients, so that no bucket waits for a statistic of the backward pass."""
+        self.channels = [control] if control is gradients else [control, gradients]
+        replicas = len(self.worker_devices)
+        self._cross_device_ops = RingAllReduce(control, replicas, sparse, bucket_bytes)
+        self._host_cross_device_ops = self._cross_device_ops
+        self.gradient_ops = RingAllReduce(gradients, replicas, sparse, bucket_bytes)
+
+    # -- devices ---------------------------------------------------------------------------------------------------
+
+    def _initialize_ring_worker(self):
+        """Each process is a plain local TensorFlow runtime; what crosses processes goes round the ring."""
+        self._num_workers = self.cluster.world_size
+        self._id_in_cluster = self.cluster.rank
+        self._is_chief = self.cluster.is_chief
+        self._worker_device = _tf.device_util.canonicalize("/device:CPU:0")
+        devices, self._local_device_type = self._initialize_local_devices(self._cluster_resolver, "")
+        self._initialize_single_worker(devices)
+        self._cluster_spec = self._cluster_resolver.cluster_spec()
+        self._task_type, self._task_id = "worker", self.cluster.rank
+        self._num_devices_per_worker = len(devices)
+        self._rpc_layer = None
+        self._local_or_standalone_client_mode = True
+
+    def _initialize_tensorflow_worker(self):
+        """Connects TensorFlow's collective runtime, once a process: it cannot be left again."""
+        global _tensorflow_runtime
+        self.cluster = release_listener(self.cluster)  # TensorFlow binds the port itself
+        if _tensorflow_runtime:
+            addresses, _ = _tensorflow_runtime
+            if addresses != self.cluster.addresses:
+                raise ConfigurationError(
+                    'A process joins one cluster with communication="tensorflow", for its life. Received: '
+                    f"{self.cluster.addresses}; it is in {addresses}."
+                )
+            self._local_or_standalone_client_mode = True  # the server runs already
+            self._enable_check_health = False
+            self._initialize_multi_worker(self._cluster_resolver)
+            return
+        try:
+            self._initialize_multi_worker(self._cluster_resolver)
+        except RuntimeError as error:
+            if "program startup" not in str(error):
+                raise
+            raise ConfigurationError(
+                'RingStrategy(communication="tensorflow") has to be made before TensorFlow runs anything. Make it '
+                "the first TensorFlow call of the program."
+            ) from error
+        _tensorflow_runtime = (self.cluster.addresses, self._make_tensorflow_collectives())
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        gpus = [f"GPU:{i}" for i in range(len(tf.config.list_logical_devices("GPU")))]
+        devices = list(self._requested_devices or gpus or ["CPU:0"])
+        names = []
+        for device in devices:
+            kind, _, number = device.lower().rpartition("/device:")[2].partition(":")
+            names.append(f"{worker_device}/device:{kind.upper()}:{number or 0}")
+        known = {d.name.rpartition("/device:")[2] for d in tf.config.list_logical_devices()}
+        missing = [n for n in names if n.rpartition("/device:")[2] not in known]
+        if missing:
+            raise ConfigurationError(
+                f"`devices` must be devices of this process. Received: devices={devices}; there are "
+                f"{sorted(known)}."
+            )
+        return tuple(names), names[0].rpartition("/device:")[2].partition(":")[0]
+
+    def _make_tensorflow_collectives(self):
+        from tfring.ring.tensorflow_collectives import TensorFlowCollectives
+
+        return TensorFlowCollectives(
+            self.cluster.rank,
+            self.cluster.world_size,
+            self.worker_devices[0],
+            self._communication_options,
+            self._collective_keys,
+        )
+
+    def __deepcopy__(self, memo):
+        return self
+
+    # -- contexts --------------------------------------------------------------------------------------------------
+
+    def _use_merge_call(self):
+        # In the cross-replica context there is nothing to merge: optimizers then update variables at once.
+        return not _tf.distribute_lib.in_cross_replica_context()
+
+    def cross_replica(self, fn, *args):
+        """Runs `fn(*args)` in the cross-replica context, from a replica.
+
+        With one replica a worker this needs no `merge_call`, so that it works inside `tf.cond` too.
+        """
+        strategy = self._container_strategy()
+        if len(self.worker_devices) > 1:
+            return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
+        with _thread_mode(_tf.distribute_lib._CrossReplicaThreadMode(strategy)):
+            return fn(*args)
+
+    # -- reduction -------------------------------------------------------------------------------------------------
+
+    def _get_cross_device_ops(self, value):
+        return self._cross_device_ops
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        if self._read_locally and isinstance(value, _tf.distribute_values.SyncOnReadVariable):
+            return tf.convert_to_tensor(self._cross_device_ops.sum_on_worker(value))
+        return super()._reduce_to(reduce_op, value, destinations, options)
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        if len(self.worker_devices) > 1:
+            return _tf.distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
+                self, reduce_op, value, options
+            )
+        flat = tf.nest.flatten(value)
+        reduced = self._cross_device_ops.batch_reduce_implementation(reduce_op, [(v, v) for v in flat], options)
+        return tf.nest.pack_sequence_as(value, [r.values[0] for r in reduced])
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        return super()._batch_reduce_to(reduce_op, self._placed(value_destination_pairs), options)
+
+    def _batch_gather_to(self, value_destination_pairs, axis, options=None):
+        return super()._batch_gather_to(self._placed(value_destination_pairs), axis, options)
+
+    def _placed(self, value_destination_pairs):
+        """With a device where the value has none: the argument of a function is not placed yet."""
+        here = self.worker_devices[0]
+        return [(value, here if isinstance(to, str) and not to else to) for value, to in value_destination_pairs]
+
+    @contextlib.contextmanager
+    def local_reads(self):
+        """Reads of metric variables sum this worker's replicas only: one rank may save a model alone."""
+        before, self._read_locally = self._read_locally, True
+        try:
+            yield
+        finally:
+            self._read_locally = before
+
+    # -- variables -------------------------------------------------------------------------------------------------
+
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        if replica_id != 0:  # the other replicas of a worker copy its first
+            return super()._get_variable_creator_initial_value(
+                replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+            )
+
+        def initial_value_fn():
+            with tf.device(device):
+                value = kwargs["initial_value"]
+                if callable(value):
+                    value = value()
+                value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
+                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+                if value.dtype == tf.string or self.cluster.world_size == 1:
+                    return value
+                # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
+                return self.control.broadcast([value], name="initial value of a variable")[0]
+
+        return initial_value_fn
+
+    # -- datasets --------------------------------------------------------------------------------------------------
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
+        sliced = (
+            isinstance(dataset, tf.data.Dataset)
+            and data.is_sliced(dataset)
+            and not (options and options.experimental_replication_mode == per_replica)
+        )
+        if not sliced:
+            return self._with_agreed_cardinality(super()._experimental_distribute_dataset(dataset, options))
+        place = self.cluster.rank, len(self.worker_devices), self.cluster.world_size
+        cardinality = self._agreed_cardinality(int(dataset.cardinality()))
+        if self._for_keras:
+            dataset = data.shares_of_worker(dataset, *place)
+            inputs = _tf.input_lib.InputWorkers([(self._worker_device, self.worker_devices[:1])])
+            options = _ITSELF
+        else:
+            dataset = data.one_share_each(dataset, *place)
+            if options is None and len(self.worker_devices) == 1 and self._local_device_type == "CPU":
+                options = _ITSELF
+            inputs = self._input_workers_with_options(options)
+        return data.distributed(dataset, inputs, self._container_strategy(), options, cardinality)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        return self._with_agreed_cardinality(super()._distribute_datasets_from_function(dataset_fn, options))
+
+    def _with_agreed_cardinality(self, distributed):
+        distributed._cardinality = self._agreed_cardinality(int(distributed.cardinality))
+        return distributed
+
+    def _agreed_cardinality(self, cardinality: int) -> int:
+        """Keras takes as many steps as the dataset says: the longest of any rank, unknown where one is unknown."""
+        if not tf.executing_eagerly() or self.cluster.world_size == 1:
+            return cardinality
+        [bounds] = self.control.all_reduce([tf.constant([cardinality, -cardinality])], "max", name="cardinality")
+        longest, shortest = int(bounds[0]), -int(bounds[1])
+        return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
+
+    @contextlib.contextmanager
+    def inputs_for_keras(self):
+        """Datasets distributed meanwhile yield `data.Shares`, which Keras' steps of `tfring._keras` know to take."""
+        before, self._for_keras = self._for_keras, True
+        try:
+            yield
+        finally:
+            self._for_keras = before
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        if step.current() is not None or self.cluster.world_size * len(self.worker_devices) == 1:
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+        def with_step(*args, **kwargs):
+            # A custom loop: what it divides by is its own affair, but a replica without rows adds nothing.
+            rows = data.num_rows((args, kwargs))
+            active = rows > 0 if isinstance(rows, tf.Tensor) else None
+            with step.running(step.Step(active=active)):
+                return fn(*args, **kwargs)
+
+        return super()._call_for_each_replica(with_step, args, kwargs)
+
+    def run_step(self, fn, inputs, shares):
+        """Runs `fn(inputs)` on each replica with its share of the batch.
+
+        Args:
+          fn: a step of a model, such as Keras' `train_step`.
+          inputs: a list of one element a replica of this worker.
+          shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
+
+        Returns:
+          `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote.
+        """
+        strategy = self._container_strategy()
+        written: dict = {}
+
+        def replica_fn(element, share):
+            with step.running(step.Step(share, share > 0)) as running:
+                outputs = fn(element)
+            written.update((id(v), v) for v in running.written)
+            return outputs
+
+        shares = [shares[i] for i in range(len(self.worker_devices))]
+        regroup = _tf.distribute_utils.regroup
+        with strategy.scope():
+            outputs = super()._call_for_each_replica(
+                replica_fn, (regroup(tuple(inputs)), regroup(tuple(shares))), {}
+            )
+        return outputs, list(written.values())
+
+
+@contextlib.contextmanager
+def _thread_mode(mode):
+    _tf.distribute_lib._push_per_thread_mode(mode)
+    try:
+        yield
+    finally:
+        _tf.distribute_lib._pop_per_thread_mode()
+
+
+def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
+    """Two rings over the same workers: control and gradients."""
+    if cluster.world_size == 1:
+        alone = LocalCollectives()
+        return alone, alone
+    from tfring.ring.communicator import Communicator
+
+    def ring(name):
+        return RingCollectives(Communicator.connect(cluster, name, transport=settings.read("TFRING_TRANSPORT")))
+
+    control = ring("control")
+    if tf.config.threading.get_inter_op_parallelism_threads() == 1:
+        # Collectives block the thread they run on: with a single one, rank 0 could wait in a bucket of gradients
+        # and rank 1 in a statistic for ever. One ring orders them all.
+        return control, control
+    return control, ring("gradients")
+
+
+def _resolver_of(cluster: Cluster):
+    if cluster.world_size == 1:
+        spec: dict = {}
+    else:
+        spec = {"worker": list(cluster.addresses)}
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(spec),
+        task_type="worker" if spec else None,
+        task_id=cluster.rank if spec else None,
+        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},  # does not start TensorFlow
+        rpc_layer="grpc",
+    )
+
+
+def _cluster_of(resolver) -> Cluster:
+    spec = resolver.cluster_spec().as_dict()
+    if not spec:
+        return Cluster.alone()
+    return Cluster.from_tf_config(
+        {"cluster": spec, "task": {"type": resolver.task_type, "index": resolver.task_id}}
+    )
