@@ -1,0 +1,204 @@
+"""SyncBatchNormalization inside `fit`, its collectives counted, shared each k-th step, and under MirroredStrategy."""
+
+import harness
+import keras
+import numpy as np
+import pytest
+import shards
+from harness import workers
+
+import tfring
+
+LAYERS = 2
+IMAGES = dict(shape=(6, 6, 3), rows=44)  # batches of 20, 20 and 4: unequal shards for 3 ranks
+ROWS = dict(shape=(5,), rows=41)  # batches of 20, 20 and 1: in the last, most ranks have no row
+
+
+def skewed(shape, rows):
+    generator = np.random.default_rng(0)
+    drift = np.linspace(0, 2, rows).reshape([rows] + [1] * len(shape))
+    x = generator.normal(size=(rows, *shape)) * (1 + drift) + drift
+    return x.astype("float32"), generator.integers(0, 4, rows)
+
+
+def network(shape, normalization, **compile_options):
+    layers = [keras.Input(shape)]
+    for _ in range(LAYERS):
+        if len(shape) == 3:
+            layers.append(keras.layers.Conv2D(4, 3, padding="same", use_bias=False))
+        else:
+            layers.append(keras.layers.Dense(8, use_bias=False))
+        layers += [normalization(), keras.layers.ReLU()]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], **compile_options)
+    return model
+
+
+def collectives(strategy):
+    """All-gathers, all-reduces and broadcasts of the ring's channels so far."""
+    counts = [channel.communicator.statistics()["collectives"] for channel in strategy.extended.channels]
+    return np.array([[c["all_gather"], c["all_reduce"], c["broadcast"]] for c in counts])
+
+
+def fit(data, options, compile_options):
+    """In a worker: fits under the ring and alone; what they differ by, and the weights' bits."""
+    strategy = harness.strategy()
+    x, y = skewed(**data)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = network(
+            data["shape"], lambda: tfring.SyncBatchNormalization(momentum=0.8, **options), **compile_options
+        )
+    alone = network(data["shape"], lambda: keras.layers.BatchNormalization(momentum=0.8))
+    alone.set_weights(model.get_weights())
+    train = dict(batch_size=20, epochs=2, shuffle=False, verbose=0)
+    history = model.fit(x, y, **train).history
+    want = alone.fit(x, y, **train).history
+    pairs = [
+        *zip(model.get_weights(), alone.get_weights(), strict=True),
+        (history["loss"], want["loss"]),
+        (model.predict(x, verbose=0), alone.predict(x, verbose=0)),
+        (model.evaluate(x, y, verbose=0), alone.evaluate(x, y, verbose=0)),
+    ]
+    error = max(np.abs(np.subtract(a, b)).max() / np.abs(b).max() for a, b in pairs)
+    return error, b"".join(w.tobytes() for w in model.get_weights())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "communication", "data", "options", "compile_options"),
+    [
+        (2, "ring", IMAGES, {}, {"steps_per_execution": 2}),
+        (3, "ring", IMAGES, {}, {}),
+        (3, "ring", ROWS, {}, {"run_eagerly": True}),
+        (4, "ring", ROWS, {"synchronization": "central"}, {}),
+        (3, "tensorflow", ROWS, {}, {}),
+    ],
+)
+def test_fit_equals_one_process(world_size, communication, data, options, compile_options):
+    results = workers(world_size, communication).run(fit, data, options, compile_options)
+    assert max(error for error, _ in results) < 1e-5
+    assert len({bits for _, bits in results}) == 1
+
+
+def fit_and_count(normalization, **options):
+    strategy = harness.strategy()
+    x, y = skewed(**ROWS)
+    with strategy.scope():
+        model = network(ROWS["shape"], lambda: getattr(*normalization)(**options))
+    model.fit(x, y, batch_size=20, verbose=0)  # 3 steps
+    before = collectives(strategy)
+    model.fit(x, y, batch_size=20, epochs=2, verbose=0)  # 6
+    trained = collectives(strategy)
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+    return trained - before, collectives(strategy) - trained
+
+
+def count(_):
+    """In a worker: the collectives of 6 steps, and of evaluate and predict, with and without the layer."""
+    with_layer, evaluated = fit_and_count((tfring, "SyncBatchNormalization"))
+    without, evaluated_without = fit_and_count((keras.layers, "LayerNormalization"))
+    central, _ = fit_and_count((tfring, "SyncBatchNormalization"), synchronization="central")
+    third, _ = fit_and_count((tfring, "SyncBatchNormalization"), sync_every=3)
+    frozen, _ = fit_and_count((tfring, "SyncBatchNormalization"), trainable=False)
+    return {
+        "training": with_layer - without,
+        "inference": evaluated - evaluated_without,
+        "central": central[:2] - without,
+        "central lines": central[2:],
+        "each third step": third - without,
+        "frozen": frozen - without,
+    }
+
+
+def test_collectives_are_one_forward_and_one_backward():
+    steps = 6
+    for rank, counts in enumerate(workers(3).run(count, None)):
+        once_each = [[2 * LAYERS * steps, 0, 0], [0, 0, 0]]  # all-gathers of the control ring, nothing else
+        np.testing.assert_array_equal(counts["training"], once_each)
+        np.testing.assert_array_equal(counts["inference"], np.zeros((2, 3)))
+        np.testing.assert_array_equal(counts["frozen"], np.zeros((2, 3)))
+        np.testing.assert_array_equal(counts["each third step"], np.array(once_each) // 3)
+        np.testing.assert_array_equal(counts["central"], np.zeros((2, 3)))
+        line = [0, 0, 2 * 2 * LAYERS * steps]  # there and back
+        np.testing.assert_array_equal(counts["central lines"], [line] * (2 if rank == 0 else 1))
+
+
+def share_each_third_step(devices=None):
+    """In a worker: outputs, inputs' gradients and moving averages of 20 steps with sync_every=3."""
+    strategy = harness.strategy(devices=devices)
+    shape = (12, 4, 5)
+    with strategy.scope():
+        layer = tfring.SyncBatchNormalization(momentum=0.8, sync_every=3, center=False, scale=False)
+        layer.build(shape)
+    replicas = len(strategy.extended.worker_devices)
+    mine = shards.bounds(shape[0], strategy.num_replicas_in_sync)[strategy.cluster.rank * replicas :][:replicas]
+    got = shards.train(layer, shards.batches(shape), strategy, mine)
+    [bits] = shards.bits(layer)
+    return mine, got, bits, [w.name for w in layer.weights]
+
+
+@pytest.mark.parametrize(("world_size", "devices"), [(3, None), (2, ["CPU:0", "CPU:1"])])
+def test_sharing_each_third_step(world_size, devices):
+    results = workers(world_size, logical_cpus=len(devices or [0])).run(share_each_third_step, devices)
+    assert len({bits for _, _, bits, _ in results}) == 1
+
+    def alone(batches):
+        layer = keras.layers.BatchNormalization(momentum=0.8, center=False, scale=False)
+        layer.build((None, 4, 5))
+        return shards.train(layer, batches)
+
+    whole = alone(shards.batches((12, 4, 5)))
+    for mine, got, _, names in results:
+        begin, end = mine[0][0], mine[-1][1]
+        local = [alone((x[b:e], slope[b:e], mask) for x, slope, mask in shards.batches((12, 4, 5))) for b, e in mine]
+        for step in range(shards.STEPS):
+            for name in ("outputs", "d_inputs"):
+                if step % 3 == 2:
+                    want = whole[name][step][begin:end]
+                else:
+                    want = np.concatenate([part[name][step] for part in local])
+                np.testing.assert_allclose(got[name][step], want, atol=1e-5, err_msg=f"{name}, step {step}")
+        # The averages have taken in, exactly, the 18 steps up to the last sharing.
+        shared = alone(list(shards.batches((12, 4, 5)))[:18])
+        assert names == ["moving_mean", "moving_variance"]
+        for name in names:
+            np.testing.assert_allclose(got[name], shared[name], rtol=1e-5, atol=1e-5)
+
+
+mirrored = []
+
+
+def compare_mirrored(case):
+    """In a worker: MirroredStrategy, and a RingStrategy alone, over two devices."""
+    import tensorflow as tf
+
+    if not mirrored:  # one a process: TensorFlow's collectives of a second one are taken for those of the first
+        mirrored.append(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    for strategy in (*mirrored, harness.strategy(devices=["CPU:0", "CPU:1"])):
+        data = dict(shape=(11, 4, 5), dtype="float64", masked=case["masked"])
+        with strategy.scope():
+            layer = tfring.SyncBatchNormalization(dtype="float64")
+            layer.build(data["shape"])
+        alone = keras.layers.BatchNormalization(dtype="float64")
+        alone.build(data["shape"])
+        pieces = shards.bounds(11, 2, case["empty"])
+        got = shards.train(layer, shards.batches(**data), strategy, pieces, case["eager"])
+        with shards.exact_masks():
+            want = shards.train(alone, shards.batches(**data))
+        shards.assert_close(got, want, tolerance=1e-10)
+        assert len(shards.bits(layer)) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(masked=False, empty=(), eager=False),
+        dict(masked=True, empty=(), eager=True),
+        dict(masked=True, empty=(0,), eager=False),
+    ],
+    ids=str,
+)
+def test_mirrored_strategy(case):
+    workers(1, logical_cpus=2).run(compare_mirrored, case)

@@ -1,0 +1,110 @@
+"""SyncBatchNormalization on 2, 3 and 4 workers equals keras.layers.BatchNormalization on the whole batch."""
+
+import harness
+import numpy as np
+import pytest
+import shards
+from harness import workers
+
+# name: shape, and what differs from float32, axis -1, unequal shards, one rank each
+CASES = {
+    "rows": dict(shape=(13, 5)),
+    "sequences, axis 1": dict(shape=(11, 4, 6), axis=1),
+    "images": dict(shape=(11, 3, 4, 5)),
+    "images, channels first": dict(shape=(11, 5, 3, 4), axis=1),
+    "volumes": dict(shape=(11, 2, 3, 2, 4)),
+    "more rows than a block": dict(shape=(700, 2)),
+    "float64": dict(shape=(11, 3, 5), dtype="float64", tolerance=1e-10),
+    "float16": dict(shape=(11, 3, 5), dtype="float16", tolerance=4e-3),
+    "bfloat16": dict(shape=(11, 3, 5), dtype="bfloat16", tolerance=3e-2),
+    "mixed_float16": dict(
+        shape=(11, 3, 5), dtype="float16", policy="mixed_float16", tolerance=4e-3, weights_tolerance=1e-5
+    ),
+    "mask": dict(shape=(11, 6, 5), masked=True),
+    "mask, float64": dict(shape=(11, 6, 5), masked=True, dtype="float64", tolerance=1e-10),
+    "no gamma, no beta": dict(shape=(11, 5), layer=dict(scale=False, center=False, momentum=0.9, epsilon=1e-5)),
+    "a rank without rows": dict(shape=(11, 3, 5), empty=(1,)),
+    "rank 0 without rows, float64": dict(shape=(11, 5), dtype="float64", tolerance=1e-10, empty=(0,)),
+    "one rank has all rows": dict(shape=(11, 5), empty=(0, 1, 3)),
+    "eager": dict(shape=(11, 3, 5), eager=True),
+    "central": dict(shape=(11, 3, 5), layer=dict(synchronization="central")),
+    "central, mask, float64, a rank without rows": dict(
+        shape=(11, 6, 5),
+        masked=True,
+        dtype="float64",
+        tolerance=1e-10,
+        empty=(1,),
+        layer=dict(synchronization="central"),
+    ),
+}
+EVERYWHERE = [
+    "images",
+    "mask, float64",
+    "a rank without rows",
+    "central, mask, float64, a rank without rows",
+]
+
+
+def compare(case):
+    """In a worker: `compare_on_shards` as a case says."""
+    return compare_on_shards(**case)
+
+
+def compare_on_shards(
+    shape,
+    dtype="float32",
+    policy=None,
+    axis=-1,
+    masked=False,
+    empty=(),
+    layer=None,
+    eager=False,
+    tolerance=1e-5,
+    weights_tolerance=None,
+    devices=None,
+):
+    """Trains the layer on this worker's shards and Keras' own on the whole batch; the bits of the weights."""
+    import keras
+
+    import tfring
+
+    options = {"axis": axis, "dtype": policy or dtype, **(layer or {})}
+    strategy = harness.strategy(devices=devices)
+    with strategy.scope():
+        synchronized = tfring.SyncBatchNormalization(**options)
+        synchronized.build(shape)
+    options.pop("synchronization", None)
+    alone = keras.layers.BatchNormalization(**options)
+    alone.build(shape)
+
+    data = dict(shape=shape, dtype=np.dtype("float32" if dtype == "bfloat16" else dtype), axis=axis, masked=masked)
+    replicas = len(strategy.extended.worker_devices)
+    mine = shards.bounds(shape[0], strategy.num_replicas_in_sync, empty)
+    mine = mine[strategy.cluster.rank * replicas :][:replicas]
+    got = shards.train(synchronized, shards.batches(**data), strategy, mine, eager)
+    with shards.exact_masks():
+        want = shards.train(alone, shards.batches(**data))
+    shards.assert_close(got, want, slice(mine[0][0], mine[-1][1]), tolerance, weights_tolerance)
+    [bits] = shards.bits(synchronized)
+    return bits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_workers(name):
+    assert len(set(workers(3).run(compare, CASES[name]))) == 1
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_other_world_sizes(world_size, name):
+    assert len(set(workers(world_size).run(compare, CASES[name]))) == 1
+
+
+@pytest.mark.parametrize("name", [*EVERYWHERE, "eager"])
+def test_two_replicas_a_worker(name):
+    assert len(set(workers(2, logical_cpus=2).run(compare, {**CASES[name], "devices": ["CPU:0", "CPU:1"]}))) == 1
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_tensorflow_collectives(name):
+    assert len(set(workers(3, "tensorflow").run(compare, CASES[name]))) == 1

@@ -1,0 +1,17 @@
+"""Layers that know of the other workers, and helpers for models that have such layers."""
+
+from tfring.layers.batch_normalization import (
+    freeze_batch_normalization,
+    to_group_normalization,
+    to_sync_batch_normalization,
+    unfreeze_batch_normalization,
+)
+from tfring.layers.sync_batch_normalization import SyncBatchNormalization
+
+__all__ = [
+    "SyncBatchNormalization",
+    "freeze_batch_normalization",
+    "to_group_normalization",
+    "to_sync_batch_normalization",
+    "unfreeze_batch_normalization",
+]

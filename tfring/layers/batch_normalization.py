@@ -1,0 +1,226 @@
+"""Helpers for models that have batch normalization: synchronize it, replace it, freeze it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import keras
+
+from tfring._keras.layers import all_layers
+from tfring.layers.sync_batch_normalization import SyncBatchNormalization
+
+
+def to_sync_batch_normalization(
+    model: keras.Model, *, synchronization: str = "all_reduce", sync_every: int = 1
+) -> keras.Model:
+    """A copy of the model whose batch normalization sees the whole global batch; all weights are kept.
+
+    Every `keras.layers.BatchNormalization` becomes a `SyncBatchNormalization`, also inside nested models
+    and wrappers such as `TimeDistributed`. Call it in the scope of the strategy that will train the copy,
+    then compile the copy: it is not compiled, and a compiled model's optimizer is not taken over.
+
+    Args:
+      model: a built functional or sequential model, such as one of `keras.applications`.
+      synchronization: see `SyncBatchNormalization`.
+      sync_every: see `SyncBatchNormalization`.
+
+    Returns:
+      A new model, with the weights, names and `trainable` settings of the old.
+
+    Raises:
+      ValueError: where the model cannot be rebuilt layer by layer, or a custom layer hides batch
+        normalization.
+
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
+    >>> type(to_sync_batch_normalization(model).layers[0]).__name__
+    'SyncBatchNormalization'
+    """
+
+    _check_built(model)
+
+    def synchronized(layer):
+        config = {**layer.get_config(), "synchronization": synchronization, "sync_every": sync_every}
+        return SyncBatchNormalization.from_config(config)
+
+    def copy_weights(old, new):
+        new.set_weights(old.get_weights())
+
+    return _converted(model, synchronized, copy_weights, may_remain=SyncBatchNormalization)
+
+
+def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], int] = 32) -> keras.Model:
+    """A copy of the model with group normalization, which needs no other device's rows.
+
+    Each `keras.layers.BatchNormalization` (and `SyncBatchNormalization`) becomes a
+    `keras.layers.GroupNormalization` with its axis, epsilon, gamma and beta; its moving averages are
+    dropped. The copy computes another function: train or fine-tune it. Other weights are kept.
+
+    Args:
+      model: a built functional or sequential model.
+      groups: number of groups of channels, which divides the channels of each layer; -1 for one group a
+        channel. Or a function from the number of channels to that of groups.
+
+    Returns:
+      A new model.
+
+    Raises:
+      ValueError: where `groups` does not divide the channels of a layer, and as
+        `to_sync_batch_normalization`.
+
+    References:
+      Wu and He 2018, "Group Normalization", arXiv:1803.08494.
+
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
+    >>> to_group_normalization(model, groups=4).layers[0].groups
+    4
+    """
+    _check_built(model)
+    chosen = {}
+    problems = []
+    for layer in _batch_normalizations(model):
+        channels = layer.moving_mean.shape[0]
+        chosen[id(layer)] = number = groups(channels) if callable(groups) else groups
+        if number != -1 and (number < 1 or channels % number):
+            problems.append(f"{layer.name} has {channels} channels, groups={number}")
+    if problems:
+        raise ValueError(
+            "`groups` must divide the number of channels of every batch normalization. Received: "
+            f"{'; '.join(problems)}. Pass another number, or a function such as "
+            "`groups=lambda channels: math.gcd(32, channels)`."
+        )
+
+    def grouped(layer):
+        config = layer.get_config()
+        same = ["name", "trainable", "dtype", "axis", "epsilon", "center", "scale"]
+        for kind in ("initializer", "regularizer", "constraint"):
+            same += [f"beta_{kind}", f"gamma_{kind}"]
+        return keras.layers.GroupNormalization.from_config(
+            {"groups": chosen[id(layer)], **{key: config[key] for key in same}}
+        )
+
+    def copy_weights(old, new):
+        for name in ("gamma", "beta"):
+            if getattr(old, name) is not None:
+                getattr(new, name).assign(getattr(old, name))
+
+    return _converted(model, grouped, copy_weights, may_remain=())
+
+
+def freeze_batch_normalization(model: keras.Model) -> list[keras.layers.Layer]:
+    """Sets `trainable=False` on all batch normalization of a model, for fine-tuning on small batches.
+
+    A frozen layer normalizes by its moving averages, learns nothing and communicates nothing. Compile the
+    model afterwards, as Keras asks after any change of `trainable`.
+
+    Args:
+      model: any Keras model, or layer.
+
+    Returns:
+      The layers this call has frozen; `unfreeze_batch_normalization` takes them back.
+
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
+    >>> [layer.trainable for layer in freeze_batch_normalization(model)]
+    [False]
+    """
+    return _set_trainable(_batch_normalizations(model), False)
+
+
+def unfreeze_batch_normalization(
+    model: keras.Model, layers: list[keras.layers.Layer] | None = None
+) -> list[keras.layers.Layer]:
+    """Sets `trainable=True` on all batch normalization of a model; compile the model afterwards.
+
+    Args:
+      model: any Keras model, or layer.
+      layers: only these, such as those `freeze_batch_normalization` returned. Default: all.
+
+    Returns:
+      The layers this call has changed.
+    """
+    return _set_trainable(_batch_normalizations(model) if layers is None else layers, True)
+
+
+def _set_trainable(layers, value):
+    changed = [layer for layer in layers if layer.trainable != value]
+    for layer in changed:
+        layer.trainable = value
+    return changed
+
+
+def _batch_normalizations(model) -> list[keras.layers.BatchNormalization]:
+    return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def _check_built(model):
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(f"`model` must be a built Keras model. Received: {model}")
+
+
+def _converted(model, convert, copy_weights, may_remain):
+    """Rebuilds `model` with `convert(layer)` for each batch normalization; only `may_remain` may be left."""
+    copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one used in several places stays one
+    weights_of: list[tuple] = []
+
+    def copy_of(layer):
+        if id(layer) not in copies:
+            copies[id(layer)] = make(layer)
+        return copies[id(layer)]
+
+    def make(layer):
+        if isinstance(layer, keras.Model):
+            return rebuild(layer)
+        if type(layer) in (keras.layers.BatchNormalization, SyncBatchNormalization):
+            new = convert(layer)
+            weights_of.append((layer, new, copy_weights))
+            return new
+        if isinstance(layer, keras.layers.Wrapper) and _batch_normalizations(layer):
+            config = layer.get_config()
+            del config["layer"]
+            return type(layer)(copy_of(layer.layer), **config)
+        new = type(layer).from_config(layer.get_config())
+        if isinstance(layer, keras.layers.Layer):  # and not an operation, such as a mask's `!=`
+            weights_of.append((layer, new, lambda old, new: new.set_weights(old.get_weights())))
+        return new
+
+    def call(layer, *args, **kwargs):
+        if isinstance(layer, keras.layers.GroupNormalization):
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}  # it knows neither
+        return layer(*args, **kwargs)
+
+    def rebuild(model):
+        call_function = None if isinstance(model, keras.Sequential) else call
+        try:
+            return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)
+        except ValueError as error:
+            if "`clone_function`" not in str(error):
+                raise
+            raise ValueError(
+                "Only functional and sequential models can be rebuilt layer by layer. Received: "
+                f"{model.name}, a {type(model).__name__}. Use the new layer in its source."
+            ) from error
+
+    with _not_compiled(model):
+        converted = rebuild(model)
+    hidden = [layer for layer in _batch_normalizations(converted) if not isinstance(layer, may_remain)]
+    if hidden:
+        raise ValueError(
+            "Batch normalization that a custom layer makes or derives from stays as it is. Received: a "
+            f"model with {', '.join(layer.path for layer in hidden)}. Use the new layer in its source."
+        )
+    for old, new, copy in weights_of:
+        copy(old, new)
+    return converted
+
+
+@contextlib.contextmanager
+def _not_compiled(model):
+    """Newer versions of Keras compile the copy of a compiled model as well, which not every loss survives."""
+    compiled = [m for m in all_layers(model) if isinstance(m, keras.Model) and m.compiled]
+    try:
+        for m in compiled:
+            m.compiled = False
+        yield
+    finally:
+        for m in compiled:
+            m.compiled = True

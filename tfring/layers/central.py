@@ -1,0 +1,74 @@
+"""Statistics through a central server: every worker sends its own to rank 0 and gets the merged ones back.
+
+```
+rank 1 ──(1)──► rank 0 ──(3)──► rank 1          (1) rank 0 receives from rank 1, 2, ..., N - 1
+rank 2 ──(1)──►   │    ──(3)──► rank 2          (2) and combines what they sent, in the order of ranks
+rank 3 ──(1)──►  (2)   ──(3)──► rank 3          (3) and sends it to rank 1, 2, ..., N - 1
+```
+
+Two messages one after the other for each of the others, instead of the N - 1 steps of a ring; but rank 0
+handles 2(N - 1) messages, and each is a full copy of the statistics.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+
+import tensorflow as tf
+
+from tfring.layers.exchange import OverRing
+from tfring.ring.collectives import Collectives, RingCollectives
+
+_lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
+
+
+def connect(strategy) -> None:
+    """Connects rank 0 with each other rank, once a strategy; every rank calls it at the same point."""
+    extended = strategy.extended
+    if extended in _lines or strategy.cluster.world_size == 1 or extended.communication != "ring":
+        return
+    from tfring.ring import ops
+    from tfring.ring.communicator import Communicator
+
+    cluster = strategy.cluster
+    others = range(1, cluster.world_size) if cluster.rank == 0 else [cluster.rank]
+    lines = []
+    for other in others:
+        pair = types.SimpleNamespace(
+            rank=0 if cluster.rank == 0 else 1,
+            world_size=2,
+            addresses=(cluster.addresses[0], cluster.addresses[other]),
+            listen_fd=cluster.listen_fd,
+        )
+        communicator = Communicator.connect(pair, "central")
+        # Ordered with the control ring: a rank then waits in one of its rings at a time, and no two ranks
+        # can wait for each other in different ones.
+        ops.share_order(communicator, extended.control.communicator)
+        lines.append(RingCollectives(communicator))
+    extended.channels.extend(lines)  # counted and closed with the others
+    _lines[extended] = lines
+
+
+class OverCentre(OverRing):
+    """RingStrategy, with `synchronization="central"`.
+
+    Over TensorFlow's collective runtime, which has no message between two workers, all send to all and rank
+    0's result is broadcast: as exact, and dearer than `OverRing`.
+    """
+
+    def _over_workers(self, replicas, what, combine):
+        name = f"{self._key}/{what}"
+        lines: list[Collectives] | None = _lines.get(self._extended)
+        if lines is None:
+            combined = combine(self._control.gather_equal(replicas, name=name))
+            return self._control.broadcast([combined], name=f"{name} from rank 0")[0]
+        if self._control.rank == 0:
+            received = [line.broadcast([replicas], 1, name=name)[0] for line in lines]
+            combined = combine(tf.concat([replicas, *received], 0))
+            for line in lines:
+                line.broadcast([combined], 0, name=f"{name} from rank 0")
+            return combined
+        [line] = lines
+        line.broadcast([replicas], 1, name=name)
+        return line.broadcast([tf.zeros_like(replicas[0])], 0, name=f"{name} from rank 0")[0]

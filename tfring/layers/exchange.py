@@ -1,0 +1,133 @@
+"""How the replicas of a strategy bring their moments together: one collective, the same bits everywhere.
+
+```
+            in the forward pass: merge                      in the backward pass: sum
+replica i   (count_i, mean_i, m2_i) ─► all ─► (count, mean, m2)     (dy_i, dy_i xhat_i) ─► all ─► sums
+```
+
+Every replica gets the moments of all, in the order of rank and replica, and merges them itself
+("all_reduce"), or rank 0 does it for all ("central", `tfring/layers/central.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import tensorflow as tf
+
+from tfring.cross_device_ops import values_of
+from tfring.layers.moments import merge
+from tfring.strategy import RingStrategy
+
+_num_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
+
+
+class Alone:
+    """One replica, or a layer called outside of `strategy.run`: its own moments are all there are."""
+
+    def merge(self, moments: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
+        """Moments `[..., 3, channels]` of all replicas.
+
+        Args:
+          moments: this replica's.
+          share: bool scalar, the same on all replicas; where False nothing is exchanged, and each replica
+            keeps its own.
+        """
+        return moments
+
+    def sum(self, sums: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
+        """The sum over all replicas, of tensors of one shape; arguments as for `merge`."""
+        return sums
+
+
+class OverReplicas(Alone):
+    """Any `tf.distribute.Strategy`: each replica adds its moments to zeros in a place of its own."""
+
+    def __init__(self, context: tf.distribute.ReplicaContext):
+        self._context = context
+
+    def merge(self, moments, share=None):
+        return self._exchange(moments, share, merge)
+
+    def sum(self, sums, share=None):
+        return self._exchange(sums, share, lambda everyone: tf.reduce_sum(everyone, 0))
+
+    def _exchange(self, mine, share, combine):
+        replica = tf.reshape(tf.cast(self._context.replica_id_in_sync_group, tf.int32), [1, 1])
+        places = tf.zeros([self._context.num_replicas_in_sync, *mine.shape], mine.dtype)
+        everyone = tf.tensor_scatter_nd_update(places, replica, mine[None])
+        combined = combine(self._context.all_reduce(tf.distribute.ReduceOp.SUM, everyone))
+        # Replicas of this strategy may not meet inside a tf.cond, so they exchange even what they do not use.
+        return combined if share is None else tf.where(share, combined, mine)
+
+
+class OverRing(Alone):
+    """RingStrategy: the replicas of a worker join, then one all-gather of the control ring.
+
+    On the control ring and not the gradients', so that no bucket of gradients waits for a statistic.
+    """
+
+    def __init__(self, extended, key: str):
+        self._extended = extended
+        self._control = extended.control
+        self._key = key
+
+    def merge(self, moments, share=None):
+        return self._exchange(moments, share, "moments", merge)
+
+    def sum(self, sums, share=None):
+        return self._exchange(sums, share, "gradient", lambda everyone: tf.reduce_sum(everyone, 0))
+
+    def _exchange(self, mine, share, what, combine):
+        def on_worker(replicas, shares):
+            replicas = tf.stack(values_of(replicas))
+            if share is None:
+                return self._over_workers(replicas, what, combine)
+            return tf.cond(
+                values_of(shares)[0],
+                lambda: self._over_workers(replicas, what, combine),
+                lambda: tf.zeros_like(replicas[0]),
+            )
+
+        combined = self._extended.cross_replica(on_worker, mine, share)
+        return combined if share is None else tf.where(share, combined, mine)
+
+    def _over_workers(self, replicas, what, combine):
+        """Combines what the replicas of all workers hold, `[replicas of this worker, ...]`."""
+        everyone = self._control.gather_equal(replicas, name=f"{self._key}/{what}")
+        return combine(everyone)
+
+
+def number_of_layer() -> int:
+    """Counts the layers built under the strategy in scope: all ranks build the same ones, in one order."""
+    if not tf.distribute.has_strategy():
+        return 0
+    extended = tf.distribute.get_strategy().extended
+    _num_layers[extended] = number = _num_layers.get(extended, 0) + 1
+    return number
+
+
+def prepare(synchronization: str) -> None:
+    """Connects what an exchange needs; called where a layer is built, at the same point on every rank."""
+    if synchronization == "central" and tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+        if isinstance(strategy, RingStrategy):
+            from tfring.layers import central
+
+            central.connect(strategy)
+
+
+def of_replica(synchronization: str, number: int) -> Alone:
+    """The exchange of the replica this code runs in."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return Alone()
+    strategy = context.strategy
+    if not isinstance(strategy, RingStrategy):
+        return OverReplicas(context)
+    key = f"batch normalization {number}"
+    if synchronization == "central":
+        from tfring.layers.central import OverCentre
+
+        return OverCentre(strategy.extended, key)
+    return OverRing(strategy.extended, key)

@@ -1,0 +1,295 @@
+"""SyncBatchNormalization: batch normalization by the mean and variance of the whole global batch."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfring import step
+from tfring._keras.layers import keep_as
+from tfring.layers import exchange as exchanges
+from tfring.layers.moments import along, channel_sums, local_moments, mean_and_variance
+
+_SYNCHRONIZATIONS = ("all_reduce", "central")
+
+
+@keras.saving.register_keras_serializable(package="tfring")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch normalization by the mean and variance of the whole global batch, over all devices.
+
+    A `keras.layers.BatchNormalization` whose training statistics are those one process would compute from
+    the rows of all replicas. With replica `i` holding `n_i` elements of a channel (those that no mask
+    excludes), their mean `m_i` and variance `v_i`:
+
+    ```
+    n    = sum n_i
+    mean = sum n_i m_i / n
+    var  = sum n_i (v_i + (m_i - mean)^2) / n                     (Chan, Golub, LeVeque 1983)
+    y    = gamma (x - mean) / sqrt(var + epsilon) + beta
+    ```
+
+    and with `xhat = (x - mean) / sqrt(var + epsilon)` the gradient is that of the global batch as well:
+
+    ```
+    d gamma = sum dy xhat         d beta = sum dy
+    d x     = gamma / sqrt(var + epsilon) (dy - d beta / n - xhat d gamma / n)
+    ```
+
+    where masked elements keep only the first term of `d x`. One collective forward and one backward,
+    whatever the number of replicas; nothing is exchanged in inference, nor by a frozen layer
+    (`trainable=False`). All replicas compute the same bits, so the moving averages stay equal by
+    themselves. Replicas may hold different numbers of rows, or none. Statistics are computed in float32
+    (float64 for float64 inputs) about the mean, merged in float64. Where nothing at all is counted (all
+    masked), the moving averages stay as they are.
+
+    Works under `tfring.RingStrategy`, `tf.distribute.MirroredStrategy` and its relatives, and without any
+    strategy; outside of `strategy.run` (and `fit`) a call sees its own inputs only. Second derivatives are
+    refused.
+
+    Args:
+      axis: the channels' axis, as all further arguments as in `keras.layers.BatchNormalization`. Default -1.
+      momentum: of the moving averages. Default 0.99.
+      epsilon: added to the variance. Default 1e-3.
+      center: whether there is a beta. Default True.
+      scale: whether there is a gamma. Default True.
+      beta_initializer: default "zeros".
+      gamma_initializer: default "ones".
+      moving_mean_initializer: default "zeros".
+      moving_variance_initializer: default "ones".
+      beta_regularizer: default None.
+      gamma_regularizer: default None.
+      beta_constraint: default None.
+      gamma_constraint: default None.
+      synchronization: how the workers of a RingStrategy exchange statistics: "all_reduce", round the ring
+        (default), or "central", through rank 0. Other strategies always reduce over all devices.
+      sync_every: statistics are shared in every `sync_every`-th training step only; in the steps between
+        each replica normalizes by its own. The moving averages take in all of these steps at the next
+        sharing, exactly, and so are equal on all replicas at any time. Default 1.
+      **kwargs: `renorm`, `renorm_clipping`, `renorm_momentum` where Keras has them, and those of
+        `keras.layers.Layer`. `synchronized` is accepted, and always true.
+
+    Call arguments:
+      inputs: float tensor of any rank; `[batch, ..., channels]` for axis -1.
+      training: whether to normalize by the batch (and update the moving averages) or by the moving averages.
+      mask: bool, of the inputs' shape without the last dimension; False elements do not count.
+
+    Returns:
+      A tensor of the inputs' shape, in the layer's compute dtype.
+
+    References:
+      Ioffe and Szegedy 2015, "Batch Normalization", arXiv:1502.03167. Chan, Golub and LeVeque 1983,
+      "Algorithms for Computing the Sample Variance", The American Statistician 37(3).
+
+    >>> layer = SyncBatchNormalization(epsilon=0.0)
+    >>> layer(tf.constant([[1.0], [3.0]]), training=True).numpy()
+    array([[-1.],
+           [ 1.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        axis=-1,
+        momentum=0.99,
+        epsilon=1e-3,
+        center=True,
+        scale=True,
+        beta_initializer="zeros",
+        gamma_initializer="ones",
+        moving_mean_initializer="zeros",
+        moving_variance_initializer="ones",
+        beta_regularizer=None,
+        gamma_regularizer=None,
+        beta_constraint=None,
+        gamma_constraint=None,
+        *,
+        synchronization="all_reduce",
+        sync_every=1,
+        **kwargs,
+    ):
+        if synchronization not in _SYNCHRONIZATIONS:
+            raise ValueError(
+                f"`synchronization` must be one of {_SYNCHRONIZATIONS}. Received: synchronization={synchronization!r}"
+            )
+        if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+            raise ValueError(
+                f"`sync_every` must be a whole number of steps, at least 1. Received: sync_every={sync_every!r}"
+            )
+        kwargs["synchronized"] = True
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            moving_mean_initializer=moving_mean_initializer,
+            moving_variance_initializer=moving_variance_initializer,
+            beta_regularizer=beta_regularizer,
+            gamma_regularizer=gamma_regularizer,
+            beta_constraint=beta_constraint,
+            gamma_constraint=gamma_constraint,
+            **kwargs,
+        )
+        self.synchronization = synchronization
+        self.sync_every = sync_every
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "synchronization": self.synchronization,
+            "sync_every": self.sync_every,
+        }
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self._number = exchanges.number_of_layer()
+        for variable in self.non_trainable_variables:
+            step.written_alike(variable)
+        if self.sync_every > 1:
+            # Not weights: the moments of the steps since the last sharing, and how many there are.
+            window = [self.sync_every, 3, input_shape[self.axis]]
+            self._window = tf.Variable(tf.zeros(window, tf.float64), trainable=False, name="window")
+            self._position = tf.Variable(0, trainable=False, dtype=tf.int32, name="position")
+        exchanges.prepare(self.synchronization)
+
+    def call(self, inputs, training=None, mask=None):
+        if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
+            raise ValueError(
+                "`mask` has one dimension less than the inputs. Received: "
+                f"mask.shape={mask.shape}, inputs.shape={inputs.shape}"
+            )
+        if not (training and self.trainable):
+            return super().call(inputs, training=False, mask=mask)
+
+        inputs = tf.convert_to_tensor(inputs)
+        axis = self.axis % inputs.shape.rank
+        compute_dtype = keras.backend.result_type(inputs.dtype.name, "float32")
+        if mask is not None:
+            mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+            mask.set_shape(inputs.shape)
+
+        exchange = exchanges.of_replica(self.synchronization, self._number)
+        mine = local_moments(tf.cast(tf.stop_gradient(inputs), compute_dtype), axis, mask)
+        moments, window, share = self._shared(exchange, mine)
+        scale, offset = self._scale_and_offset(moments, compute_dtype)
+        self._update_averages(window, share)
+        outputs = _normalize(inputs, scale, offset, moments, self.epsilon, axis, mask, exchange, share)
+        return tf.cast(outputs, self.compute_dtype)
+
+    def _shared(self, exchange, mine):
+        """`(moments, window, share)`: of this step, of those the averages take in, whether it shares."""
+        if self.sync_every == 1:
+            moments = exchange.merge(mine)
+            return moments, moments[None], None
+        position = tf.convert_to_tensor(self._position)
+        window = tf.tensor_scatter_nd_update(tf.convert_to_tensor(self._window), [[position]], [mine])
+        share = position == self.sync_every - 1
+        window = exchange.merge(window, share)
+        self._window.assign(window)
+        self._position.assign((position + 1) % self.sync_every)
+        return tf.gather(window, position), window, share
+
+    def _scale_and_offset(self, moments, dtype):
+        """What normalized inputs are multiplied by and what is added: gamma, beta, renormalized if asked."""
+        channels = [moments.shape[-1]]
+        gamma = tf.cast(self.gamma, dtype) if self.scale else tf.ones(channels, dtype)
+        beta = tf.cast(self.beta, dtype) if self.center else tf.zeros(channels, dtype)
+        if not getattr(self, "renorm", False):
+            return gamma, beta
+        mean, variance = mean_and_variance(moments)
+        renorm_stddev = tf.maximum(tf.cast(self.renorm_stddev, tf.float64), self.epsilon**0.5)
+        r = tf.sqrt(variance + self.epsilon) / renorm_stddev
+        d = (mean - tf.cast(self.renorm_mean, tf.float64)) / renorm_stddev
+        clip = self.renorm_clipping
+        if clip.get("rmin") is not None:
+            r = tf.maximum(r, clip["rmin"])
+        if clip.get("rmax") is not None:
+            r = tf.minimum(r, clip["rmax"])
+        if clip.get("dmax") is not None:
+            d = tf.clip_by_value(d, -clip["dmax"], clip["dmax"])
+        return tf.cast(r, dtype) * gamma, tf.cast(d, dtype) * gamma + beta
+
+    def _update_averages(self, window, share):
+        counts = window[:, 0]
+        means, variances = mean_and_variance(window)
+
+        def update(variable, values, momentum):
+            """`average * momentum + value * (1 - momentum)` for each step of the window that counted."""
+            keep = tf.where(counts > 0, tf.constant(momentum, tf.float64), 1.0)
+            later = tf.math.cumprod(keep, 0, exclusive=True, reverse=True)
+            old = tf.cast(variable, tf.float64)
+            new = old * tf.reduce_prod(keep, 0) + tf.reduce_sum(later * (1.0 - keep) * values, 0)
+            new = new if share is None else tf.where(share, new, old)
+            variable.assign(tf.cast(new, variable.dtype))
+            return new
+
+        update(self.moving_mean, means, self.momentum)
+        if not getattr(self, "renorm", False):
+            update(self.moving_variance, variances, self.momentum)
+            return
+        stddevs = tf.sqrt(variances + self.epsilon)
+        update(self.renorm_mean, means, self.renorm_momentum)
+        update(self.renorm_stddev, stddevs, self.renorm_momentum)
+        stddev = update(self.moving_stddev, stddevs, self.momentum)
+        variance = tf.nn.relu(tf.square(stddev) - self.epsilon)
+        self.moving_variance.assign(tf.cast(variance, self.moving_variance.dtype))
+
+
+def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
+    """`(x - mean) / sqrt(var + epsilon) * scale + offset`, with the gradient over all replicas.
+
+    The mean is a sum of two numbers of the compute dtype, so that outputs are right where it is large: at a
+    mean of 1e5 one float32 would be off by 0.004.
+    """
+    dtype, rank = scale.dtype, x.shape.rank
+    mean, variance = mean_and_variance(moments)
+    count = moments[0]
+    inverse = tf.math.rsqrt(variance + epsilon)
+    high = tf.cast(mean, dtype)
+    low = mean - tf.cast(high, tf.float64)
+
+    def channels(values):
+        return along(tf.cast(values, dtype), axis, rank)
+
+    def centred(x):
+        return tf.cast(x, dtype) - channels(high)
+
+    @tf.custom_gradient
+    def normalized(x, scale, offset):
+        factor = tf.cast(scale, tf.float64) * inverse
+        outputs = centred(x) * channels(factor) + channels(tf.cast(offset, tf.float64) - factor * low)
+
+        def gradient(d_outputs):
+            return backward(once(x), once(d_outputs), once(factor))
+
+        return outputs, gradient
+
+    def backward(x, d_outputs, factor):
+        deviations = centred(x)
+        sum_dy = channel_sums(d_outputs, axis)
+        sum_dy_xhat = (channel_sums(d_outputs * deviations, axis) - low * sum_dy) * inverse
+        total_dy, total_dy_xhat = tf.unstack(exchange.sum(tf.stack([sum_dy, sum_dy_xhat]), share))
+        mean_dy = tf.math.divide_no_nan(total_dy, count)
+        slope = tf.math.divide_no_nan(total_dy_xhat, count) * inverse
+        through_moments = deviations * channels(factor * slope) + channels(factor * (mean_dy - low * slope))
+        if mask is not None:
+            through_moments = tf.where(mask, through_moments, tf.zeros_like(through_moments))
+        d_x = d_outputs * channels(factor) - through_moments
+        return tf.cast(d_x, x.dtype), tf.cast(sum_dy_xhat, dtype), tf.cast(sum_dy, dtype)
+
+    def once(tensor):
+        # Not a nested tf.custom_gradient: it ties its outputs together by an IdentityN, through which Grappler
+        # sees an order, drops the explicit one (of two collectives, of a variable's read and its assignment),
+        # and then takes the IdentityN apart.
+        return tf.raw_ops.PreventGradient(input=tensor, message=_NO_SECOND_DERIVATIVE)
+
+    return normalized(x, scale, offset)
+
+
+keep_as(SyncBatchNormalization, keras.layers.BatchNormalization)
+
+_NO_SECOND_DERIVATIVE = (
+    "SyncBatchNormalization has no second derivative. Compute the penalty on the gradient without it, or use "
+    "keras.layers.GroupNormalization (tfring.layers.to_group_normalization)."
+)
