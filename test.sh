@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Passes the tests: sets up what it needs in .venv-test*, then lint, types, and every test against the built wheel.
+#
+#   ./test.sh                 everything
+#   ./test.sh ring training   these folders of tests/ only, no lint
+#   PYTHON=python3.12 ./test.sh    another Python (3.10 to 3.13; default python3.11, else python3)
+set -euo pipefail
+cd "$(dirname "$0")"
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  python=python3
+  if command -v python3.11 >/dev/null && python3.11 -c '' 2>/dev/null; then python=python3.11; fi
+fi
+
+# A venv with TensorFlow $2, Keras $3 and the wheel built from this folder.
+environment() {
+  local folder=$1 tensorflow=$2 keras=$3
+  [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
+  "$folder/bin/python" -m pip install --quiet --upgrade pip
+  "$folder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" .
+  "$folder/bin/python" -m pip install --quiet --find-links "$folder/wheels" \
+    "$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)[dev,examples]" "$tensorflow" "$keras"
+  # Again, for a wheel of the same version is not reinstalled by itself.
+  "$folder/bin/python" -m pip install --quiet --no-deps --force-reinstall "$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)"
+}
+
+# Runs tests from their folder, so that the installed package is what is imported and not this folder's.
+tests() {
+  local folder=$1
+  shift
+  (cd tests && "../$folder/bin/pytest" -p no:cacheprovider --durations=12 "$@")
+}
+
+environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.8"
+
+if [ $# -gt 0 ]; then
+  tests .venv-test "$@"
+  exit
+fi
+
+echo "== lint, types, formatting"
+.venv-test/bin/ruff check .
+.venv-test/bin/mypy tfring
+.venv-test/bin/clang-format --dry-run --Werror tfring/ring/native/*.cc tfring/ring/native/*.h
+
+echo "== newest TensorFlow"
+tests .venv-test
+
+echo "== oldest TensorFlow"
+environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.8.0"
+tests .venv-test-oldest -m oldest

@@ -1,0 +1,196 @@
+"""Imports point down the rows of docs/architecture.md; TensorFlow and Keras have a door each."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# A file imports from its own row and the rows below. A room is a file or a folder of tfring/.
+ROWS = {
+    7: ("__init__",),
+    6: ("launch",),
+    5: ("callbacks", "layers"),
+    4: ("strategy", "step", "data", "_keras"),
+    3: ("cross_device_ops",),
+    2: ("reduction",),
+    1: ("ring",),
+    0: ("cluster", "config", "errors", "_tf", "_build", "_version"),
+}
+ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}
+
+# What starts, or is used from NumPy, without TensorFlow: importing them imports none of it.
+WITHOUT_TENSORFLOW = (
+    "",
+    "cluster",
+    "launch",
+    "config",
+    "errors",
+    "ring.communicator",
+    "ring.rendezvous",
+    "ring.schedule",
+)
+TENSORFLOW = ("tensorflow", "keras")
+
+
+class Import(NamedTuple):
+    """One imported name: `module` as far as it is one, whether it is imported with the file, and where."""
+
+    module: str
+    at_once: bool
+    place: str
+
+
+def module_name(file: pathlib.Path, root: pathlib.Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: pathlib.Path, root: pathlib.Path = ROOT) -> Iterator[Import]:
+    """Every import of a file, but those for the type checker."""
+
+    def walk(node: ast.AST, at_once: bool) -> Iterator[tuple[str, bool, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, at_once, child.lineno) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{file}:{child.lineno}: relative import; write it in full"
+                for alias in child.names:
+                    yield f"{child.module}.{alias.name}", at_once, child.lineno
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from walk(child, at_once and not inside)
+
+    for name, at_once, line in walk(ast.parse(file.read_text()), True):
+        yield Import(name, at_once, f"{file.relative_to(root)}:{line}")
+
+
+def files(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    return sorted((root / "tfring").rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """`tfring.ring.ops` -> `ring`; `tfring` itself and names it exports -> `__init__`."""
+    room = [*module.split("."), ""][1]
+    return room if room in ROW_OF else "__init__"
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def upward_imports(root: pathlib.Path = ROOT) -> list[str]:
+    found = []
+    for file in files(root):
+        room = room_of(module_name(file, root))
+        for name, _, place in imports(file, root):
+            if is_in(name, ("tfring",)) and ROW_OF[room_of(name)] > ROW_OF[room]:
+                found.append(f"{place}: row {ROW_OF[room]} imports {name} of row {ROW_OF[room_of(name)]}")
+    return found
+
+
+def imports_outside(package: str, door: str, root: pathlib.Path = ROOT) -> list[str]:
+    return [
+        f"{place}: {name} is imported in tfring/{door} alone"
+        for file in files(root)
+        if room_of(module_name(file, root)) != door
+        for name, _, place in imports(file, root)
+        if is_in(name, (package,))
+    ]
+
+
+def imported_at_once(module: str, root: pathlib.Path = ROOT) -> Iterator[Import]:
+    """What importing a module of tfring imports, from file to file."""
+    by_name = {module_name(file, root): file for file in files(root)}
+    todo, seen = [module], set()
+    while todo:
+        name = todo.pop()
+        # `tfring.a.b.symbol` runs tfring, tfring.a and tfring.a.b.
+        parts = name.split(".")
+        for file in [by_name.get(".".join(parts[:n])) for n in range(1, len(parts) + 1)]:
+            if file is None or file in seen:
+                continue
+            seen.add(file)
+            for found in imports(file, root):
+                if found.at_once:
+                    yield found
+                    todo.append(found.module)
+
+
+def tensorflow_at_once(module: str, root: pathlib.Path = ROOT) -> list[str]:
+    return [
+        f"{found.place}: importing {module} imports {found.module}"
+        for found in imported_at_once(module, root)
+        if is_in(found.module, TENSORFLOW)
+    ]
+
+
+def test_every_file_has_a_row():
+    rooms = {path.stem for path in (ROOT / "tfring").iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))}
+    assert rooms <= set(ROW_OF), "give it a row here and in docs/architecture.md"
+
+
+def test_rows_are_those_of_the_document():
+    table = re.findall(r"^\| (\d) \| ([^|]+) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    for row, rooms in table:
+        named = {re.sub(r"\.py$|/$", "", room) for room in re.findall(r"`([^`]+)`", rooms)}
+        assert named <= set(ROWS[int(row)]), f"row {row} of docs/architecture.md"
+
+
+def test_imports_point_down():
+    assert upward_imports() == []
+
+
+def test_insides_of_tensorflow_come_through_one_file():
+    assert imports_outside("tensorflow.python", "_tf") == []
+
+
+def test_insides_of_keras_come_through_one_room():
+    assert imports_outside("keras.src", "_keras") == []
+
+
+@pytest.mark.parametrize("module", WITHOUT_TENSORFLOW)
+def test_starts_without_tensorflow(module):
+    assert tensorflow_at_once(f"tfring.{module}".rstrip(".")) == []
+
+
+def test_launch_never_imports_tensorflow_or_numpy():
+    found = [
+        found.place
+        for file in (ROOT / "tfring" / "launch").rglob("*.py")
+        for found in imports(file)
+        if is_in(found.module, (*TENSORFLOW, "numpy"))
+    ]
+    assert found == []
+
+
+def test_the_test_sees_what_it_looks_for(tmp_path):
+    """A package with one of each mistake."""
+    for name, text in {
+        "tfring/__init__.py": "",
+        "tfring/config.py": "def f():\n    from tfring.ring import ops\n",
+        "tfring/errors.py": "from tfring import RingStrategy\n",
+        "tfring/ring/__init__.py": "",
+        "tfring/ring/ops.py": "import tensorflow as tf\nfrom tensorflow.python import ops\n",
+        "tfring/ring/schedule.py": "if TYPE_CHECKING:\n    import keras.src\n",
+        "tfring/ring/rendezvous.py": "try:\n    from tfring.ring.ops import x\nfinally:\n    pass\n",
+        "tfring/launch/__init__.py": "def f():\n    from keras.src import tree\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [line.split(":")[0] for line in upward_imports(tmp_path)] == [
+        "tfring/config.py",
+        "tfring/errors.py",
+    ]
+    assert len(imports_outside("tensorflow.python", "_tf", tmp_path)) == 1
+    assert len(imports_outside("keras.src", "_keras", tmp_path)) == 1
+    assert len(tensorflow_at_once("tfring.ring.rendezvous", tmp_path)) == 2
+    for module in ("config", "launch", "ring.schedule"):
+        assert tensorflow_at_once(f"tfring.{module}", tmp_path) == []
