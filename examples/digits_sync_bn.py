@@ -129,9 +129,8 @@ def main():
     }
     if strategy.cluster.is_chief:
         runs["one process"] = train(data, keras.layers.BatchNormalization, arguments.epochs)
-        print(
-            f"{workers} workers with {BATCH // workers} images each, {'all' if arguments.shuffled else 'other'} digits\n"
-        )
+        seen = "all" if arguments.shuffled else "other"
+        print(f"{workers} workers with {BATCH // workers} images each, {seen} digits\n")
         print("| | accuracy | off one process: most in any epoch | any weight, after one epoch |\n|---|---|---|---|")
         want_weights, want_accuracy = runs["one process"]
         for name, (weights, accuracy) in runs.items():
