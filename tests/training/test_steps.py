@@ -135,13 +135,14 @@ def plateau_and_early_stopping():
 
     ring = strategy()
     x, y = skewed_rows()
+    keras.utils.set_random_seed(1)
     with ring.scope():
         model = small_model(keras.optimizers.SGD(0.5))
     watch = [
         keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5),
-        keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+        keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True),
     ]
-    history = model.fit(x, y, batch_size=20, epochs=12, verbose=0, validation_split=0.3, callbacks=watch)
+    history = model.fit(x, y, batch_size=20, epochs=20, verbose=0, validation_split=0.3, callbacks=watch)
     return history.history, bits(model)
 
 
@@ -149,7 +150,7 @@ def plateau_and_early_stopping():
 def test_plateau_and_early_stopping_decide_alike():
     results = workers(3).run(plateau_and_early_stopping)
     assert_same(results)
-    assert len(set(results[0][0]["learning_rate"])) > 1 and len(results[0][0]["loss"]) < 12
+    assert len(set(results[0][0]["learning_rate"])) > 1 and len(results[0][0]["loss"]) < 20
 
 
 # -- randomness --------------------------------------------------------------------------------------------------------

@@ -41,6 +41,13 @@ def install():
             sample_weight = tf.cast(_local.share, self.dtype)
         return original(self, values, sample_weight=sample_weight)
 
+    @seam(loss_module, "reduce_values")
+    def reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
+        # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none, and its mean is NaN.
+        if step.current() is not None and reduction not in (None, "none") and tuple(values.shape) == (0,):
+            return tf.reduce_sum(values)
+        return original(values, sample_weight=sample_weight, reduction=reduction)
+
     @seam(loss_module, "scale_loss_for_distribution")
     def scale(original, value):
         running = step.current()
