@@ -16,12 +16,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROWS = {
     7: ("__init__",),
     6: ("launch",),
-    5: ("callbacks", "layers"),
+    5: ("layers",),
     4: ("strategy", "step", "data", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),
     1: ("ring",),
-    0: ("cluster", "config", "errors", "_tf", "_build", "_version"),
+    0: ("cluster", "config", "errors", "_requirements", "_tf", "_build", "_version"),
 }
 ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}
 

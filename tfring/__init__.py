@@ -6,6 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tfring._requirements import check_tensorflow
 from tfring._version import __version__
 
 # Public names, loaded when first used, so that `tfring launch` starts without TensorFlow (PEP 562).
@@ -17,6 +18,7 @@ _EXPORTS = {
     "SparseOptions": "tfring.reduction.sparse",
     "SyncBatchNormalization": "tfring.layers",
 }
+_WITHOUT_TENSORFLOW = ("Cluster", "Communicator")
 _ROOMS = ("layers",)  # `tfring.layers.freeze_batch_normalization`, without an import of its own
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"tfring.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'tfring' has no attribute {name!r}")
+    if name not in _WITHOUT_TENSORFLOW:
+        check_tensorflow()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

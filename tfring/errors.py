@@ -18,6 +18,10 @@ class ConfigurationError(TfringError, ValueError):
     """
 
 
+class UnsupportedTensorFlowError(TfringError, ImportError):
+    """TensorFlow is missing, or of a version tfring cannot run on. The message has the line to type."""
+
+
 class NativeLibraryError(TfringError):
     """The compiled ring is missing, cannot be loaded, or does not fit this TensorFlow.
 
@@ -36,8 +40,9 @@ class RendezvousError(TfringError):
 class MismatchError(TfringError):
     """Ranks made different collective calls at the same place.
 
-    Raised on every rank with the same message, which names both calls: kind, name, operation, dtype, shape
-    and position. The ring is unusable afterwards; no result was produced.
+    Raised on every rank. The message names two neighbours that disagree and both their calls: kind, name,
+    operation, dtype, shape and position; where several disagree, ranks may name different pairs. The ring is
+    unusable afterwards; no result was produced.
     Inside TensorFlow the same failure is `tf.errors.InvalidArgumentError`.
     """
 

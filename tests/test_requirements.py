@@ -1,0 +1,35 @@
+"""No TensorFlow, or one tfring cannot run on: an error with the line to type."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tfring._requirements import check_version
+from tfring.errors import UnsupportedTensorFlowError
+
+
+def test_without_tensorflow_the_error_has_the_line_to_type(tmp_path):
+    code = (
+        "import sys\n"
+        "sys.modules['tensorflow'] = None  # what the import system takes for a missing package\n"
+        "import tfring\n"
+        "assert tfring.Cluster.alone().world_size == 1\n"
+        "try:\n"
+        "    tfring.RingStrategy\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    assert 'pip install "tensorflow-cpu>=' in run.stdout.decode()
+
+
+@pytest.mark.parametrize("version", ["1.15.5", "2.17.1", "2.9.0"])
+def test_an_old_tensorflow_is_refused_by_name(version):
+    with pytest.raises(UnsupportedTensorFlowError, match=rf"Received: TensorFlow {version}\. Type: pip install"):
+        check_version(version)
+
+
+def test_a_newer_tensorflow_is_warned_of():
+    with pytest.warns(UserWarning, match=r"Received: TensorFlow 2\.99\.0-rc1"):
+        check_version("2.99.0-rc1")

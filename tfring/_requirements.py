@@ -1,0 +1,53 @@
+"""Which TensorFlow tfring runs on, said before an import fails for a reason nobody can read."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+from tfring.errors import UnsupportedTensorFlowError
+
+OLDEST = (2, 18)  # the first whose Keras is 3.8 or later and whose C API has all the ring calls
+NEWEST = (2, 21)  # the last that the tests ran on
+
+
+def check_tensorflow() -> None:
+    """Imports TensorFlow and checks its version.
+
+    Raises:
+        UnsupportedTensorFlowError: There is none, or it is older than `OLDEST`. The message has the line to type.
+
+    Warns of a version newer than `NEWEST`, once.
+    """
+    if importlib.util.find_spec("tensorflow") is None:
+        raise UnsupportedTensorFlowError(
+            "tfring trains on TensorFlow, and there is none in this environment. Type one of:\n"
+            '  pip install "tensorflow-cpu>=2.18,<2.22"\n'
+            '  pip install "tensorflow[and-cuda]>=2.18,<2.22"      (NVIDIA GPUs)'
+        )
+    import tensorflow as tf
+
+    check_version(tf.__version__)
+
+
+def check_version(version: str) -> None:
+    """Checks the text of a version; see `check_tensorflow`.
+
+    >>> check_version("2.18.0")
+    """
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < OLDEST:
+        raise UnsupportedTensorFlowError(
+            f"tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}: earlier ones do not run on Keras 3.8. "
+            f'Received: TensorFlow {version}. Type: pip install "tensorflow-cpu>=2.18,<2.22". Held on an old one? '
+            "The folder patches/ of tfring's repository mends sparse gradients on TensorFlow 1.14 to 2.5."
+        )
+    if found > NEWEST:
+        warnings.warn(
+            f"tfring was tested on TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Received: TensorFlow {version}.",
+            stacklevel=3,
+        )
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
