@@ -17,7 +17,7 @@ ROWS = {
     7: ("__init__",),
     6: ("launch",),
     5: ("layers",),
-    4: ("strategy", "step", "data", "_keras"),
+    4: ("strategy", "step", "data", "equality", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),
     1: ("ring",),

@@ -52,6 +52,9 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_BUILD_NATIVE": Setting(
         True, _flag, "0 or 1", "compile the ring when the package is installed (setup.py reads it)"
     ),
+    "TFRING_CHECK_EQUAL": Setting(
+        False, _flag, "0 or 1", "compare all variables of all ranks bit for bit after every step, to debug"
+    ),
     "TFRING_CONNECT_TIMEOUT_SECONDS": Setting(
         300.0, _positive_seconds, "a number above 0", "how long the ranks wait for each other at the start"
     ),

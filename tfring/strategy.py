@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfring import _tf, data, step
+from tfring import _tf, data, equality, step
 from tfring import config as settings
 from tfring.cluster import Cluster, detect
 from tfring.cluster.launch_variables import release_listener
@@ -45,6 +45,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       sparse: how sparse gradients are reduced, see `SparseOptions`.
       bucket_bytes: most bytes of dense gradients in one collective. Default 32 MiB.
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
+      check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
+        `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
 
     Raises:
       ConfigurationError: for settings that cannot be honoured.
@@ -69,6 +71,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         sparse: SparseOptions | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        check_equal: bool | None = None,
     ):
         if communication not in _COMMUNICATIONS:
             raise ConfigurationError(
@@ -95,6 +98,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
+        self.check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
         from tfring import _keras
 
         _keras.install()
@@ -123,6 +127,24 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     def barrier(self) -> None:
         """Returns once every worker has called it."""
         self.extended.control.barrier(name="barrier")
+
+    def assert_equal(self, variables: Sequence) -> None:
+        """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
+
+        Args:
+          variables: of Keras or TensorFlow; those that replicas do not mirror (metrics) are passed over.
+
+        Raises:
+          tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ.
+
+        >>> strategy = RingStrategy()
+        >>> with strategy.scope():
+        ...     variable = tf.Variable([1.0, 2.0])
+        >>> strategy.assert_equal([variable])
+        """
+        names = [getattr(v, "path", None) or v.name for v in variables]
+        values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
+        equality.assert_equal(self, values, names)
 
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""

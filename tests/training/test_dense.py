@@ -24,7 +24,7 @@ def tower(optimizer, loss="mse", dtype=None, compile_options=None, **dense_optio
 def training_options():
     import keras
 
-    ring = strategy()
+    ring = strategy(check_equal=True)
     x, y = skewed_rows()
     weights = np.linspace(0, 2, len(x)).astype("float32")
     sgd = lambda **options: lambda: keras.optimizers.SGD(0.05, momentum=0.9, **options)  # noqa: E731

@@ -308,5 +308,46 @@ def test_jit_compile_is_refused_with_what_to_do():
         assert "jit_compile=False" in message
 
 
+# -- the debug switch --------------------------------------------------------------------------------------------------
+
+
+def one_bit_off(check_equal):
+    """Rank 2 moves one weight by one bit, once, after the third step."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy(check_equal=check_equal, **devices())
+    x, y = skewed_rows()
+    with ring.scope():
+        model = small_model(keras.optimizers.Adam(0.01), metrics=["mae"], steps_per_execution=2)
+    model.fit(x, y, batch_size=20, epochs=1, verbose=0)  # with nothing wrong
+
+    def disturb(batch, logs):
+        copy = ring.experimental_local_results(model.layers[0].kernel.value)[-1]
+        value = copy.numpy()
+        value[0, 0] = np.nextafter(value[0, 0], np.float32(np.inf))
+        if ring.cluster.rank == ring.cluster.world_size - 1:
+            copy.assign(value)
+
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=disturb)
+    try:
+        model.fit(x, y, batch_size=20, epochs=1, verbose=0, callbacks=[watch])
+    except tf.errors.InvalidArgumentError as error:
+        return model.layers[0].kernel.path, str(error)
+    return None
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("logical_cpus", [1, 2])
+def test_debug_switch_names_the_variable_and_the_replica(logical_cpus):
+    last = {1: 2, 2: 3}[logical_cpus]
+    for kernel, message in workers(4 - logical_cpus, logical_cpus=logical_cpus).run(one_bit_off, True):
+        assert kernel in message and f"replicas: [{last}]" in message, message
+
+
+def test_without_the_debug_switch_nothing_is_compared():
+    assert workers(3).run(one_bit_off, None) == [None] * 3
+
+
 def test_tasks_know_their_rank():
     assert detect().world_size == 1  # this process is no worker

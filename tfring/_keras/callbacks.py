@@ -102,18 +102,19 @@ def _restored(callback) -> bool:
     return bool(getattr(callback.model, "_initial_epoch", None))
 
 
-def broadcast_variables(strategy, model) -> None:
-    """Gives every rank rank 0's weights and optimizer state."""
+def all_variables(model) -> list:
+    """The variables of a model and its optimizer, each once."""
     variables = list(model.variables)
     if model.optimizer is not None:
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         variables += model.optimizer.variables
-    seen: set[int] = set()
-    for variable in variables:
-        if id(variable) in seen:
-            continue
-        seen.add(id(variable))
+    return list({id(v): v for v in variables}.values())
+
+
+def broadcast_variables(strategy, model) -> None:
+    """Gives every rank rank 0's weights and optimizer state."""
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    for variable in all_variables(model):
         [value] = strategy.extended.control.broadcast(
             [tf.convert_to_tensor(np.asarray(variable.numpy()))], name="restored variable"
         )

@@ -176,6 +176,8 @@ class StepFunction:
             lambda element: self._step(_without_optionals(element)), inputs, shares
         )
         state.bring_together(self._strategy, written, shares)
+        if self._strategy.check_equal:
+            self._strategy.assert_equal(ring_callbacks.all_variables(self._model))
         return outputs
 
     def _on_iterator_body(self, iterator):

@@ -1,0 +1,60 @@
+"""The debug switch: do all replicas hold the same bits?
+
+A variable becomes one 64-bit digest on each replica; the digests of all variables travel in one all_gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfring.cross_device_ops import values_of
+
+_ADVICE = (
+    "Something changed a variable on some replicas only: a callback or a custom step that assigns what its own rank "
+    "computed, or an op that is not reproducible."
+)
+
+
+def digest(value: tf.Tensor) -> tf.Tensor:
+    """An int64 scalar of a tensor's bits; any dtype but strings.
+
+    >>> bool(digest(tf.constant([0.0])) == digest(tf.constant([-0.0])))
+    False
+    """
+    if value.dtype == tf.bool:
+        value = tf.cast(value, tf.uint8)
+    octets = tf.reshape(tf.bitcast(value, tf.uint8), [1, -1])
+    return tf.bitcast(tf.fingerprint(octets), tf.int64)[0]
+
+
+def assert_equal(strategy, variables: Sequence, names: Sequence[str]) -> None:
+    """Compares mirrored variables of TensorFlow on all replicas; others are passed over.
+
+    Raises:
+      tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ from replica 0.
+    """
+    chosen = [
+        (variable, name)
+        for variable, name in zip(variables, names, strict=True)
+        if isinstance(variable, tf.distribute.DistributedValues)
+        and variable.synchronization != tf.VariableSynchronization.ON_READ
+        and variable.dtype != tf.string
+    ]
+    if not chosen or strategy.num_replicas_in_sync == 1:
+        return
+    replicas = len(strategy.extended.worker_devices)
+    mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, _ in chosen]) for r in range(replicas)]
+    everyone = strategy.extended.control.gather_equal(tf.stack(mine), name="digests of variables")
+    differs = tf.not_equal(everyone, everyone[:1])  # [replicas, variables]
+    text = tf.strings.format(
+        "Replicas hold other bits than replica 0. Variables: {}; replicas: {} (rank = replica // {}). " + _ADVICE,
+        (
+            tf.boolean_mask(tf.constant([name for _, name in chosen]), tf.reduce_any(differs, 0)),
+            tf.where(tf.reduce_any(differs, 1))[:, 0],
+            replicas,
+        ),
+        summarize=10,
+    )
+    tf.debugging.Assert(tf.logical_not(tf.reduce_any(differs)), [text], summarize=1)
