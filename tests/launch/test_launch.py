@@ -676,3 +676,15 @@ def test_starts_without_tensorflow_and_numpy(tmp_path):
     imported = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
     assert "tfring.launch.job" in imported
     assert not {name.split(".")[0] for name in imported} & {"tensorflow", "keras", "numpy"}
+
+
+def test_workers_over_tensorflows_own_collectives(launch):
+    """TensorFlow's server binds the port that the launcher holds for each worker."""
+    script = """
+        import tensorflow as tf, tfring
+        strategy = tfring.RingStrategy(communication="tensorflow")
+        total = strategy.reduce("SUM", strategy.run(lambda: tf.constant(rank + 1.0)), axis=None)
+        print("total", float(total), strategy.num_replicas_in_sync)
+    """
+    done = launch(2, script, timeout=240)
+    assert sorted(re.findall(r"total .*", done.stdout)) == ["total 3.0 2"] * 2
