@@ -8,6 +8,9 @@ moving average of the mean; a replica without rows, whose statistics are NaN, ha
 
 from __future__ import annotations
 
+import inspect
+import threading
+
 import tensorflow as tf
 
 from tfring import _tf, step
@@ -15,7 +18,11 @@ from tfring._keras.seam import current_ring, seam
 
 
 def install():
+    import keras
     from keras.src.backend.tensorflow import core
+
+    if "synchronization" not in inspect.signature(keras.Variable.__init__).parameters:
+        _sum_metrics_when_read(keras.metrics.Metric, core.Variable)
 
     @seam(core.Variable, "_direct_assign")
     def direct_assign(original, self, value):
@@ -23,6 +30,32 @@ def install():
         if running is not None and current_ring() and tf.distribute.get_replica_context() and _is_state(self):
             running.written.append(self)
         return original(self, value)
+
+
+def _sum_metrics_when_read(metric, keras_variable):
+    """Keras before 3.10 sums `total + value` over replicas at each write, so earlier batches count again and again."""
+    making_metric = threading.local()
+
+    @seam(metric, "add_variable")
+    def add_variable(original, self, *args, **kwargs):
+        making_metric.now = True
+        try:
+            variable = original(self, *args, **kwargs)
+        finally:
+            making_metric.now = False
+        variable._tfring_of_metric = True  # for one that Keras initializes later
+        return variable
+
+    def creator(next_creator, **kwargs):
+        return next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
+
+    @seam(keras_variable, "_initialize")
+    def initialize(original, self, value):
+        of_metric = getattr(making_metric, "now", False) or getattr(self, "_tfring_of_metric", False)
+        if not of_metric or current_ring() is None:
+            return original(self, value)
+        with tf.variable_creator_scope(creator):
+            return original(self, value)
 
 
 def _is_state(variable) -> bool:
