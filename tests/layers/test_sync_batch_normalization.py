@@ -85,6 +85,18 @@ def test_the_outputs_of_a_large_mean():
     np.testing.assert_allclose(got, (wide - wide.mean(0)) / wide.std(0), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_statistics_of_half_precision_are_float32(dtype):
+    """600 squared is beyond float16's range, 5000 elements beyond the whole numbers it and bfloat16 can hold."""
+    x = tf.cast(np.random.default_rng(0).normal(size=(5000, 4)) * 20 + 600, dtype)
+    layer = tfring.SyncBatchNormalization(momentum=0.0, dtype=f"mixed_{dtype}")
+    outputs = layer(x, training=True)
+    assert outputs.dtype == dtype
+    wide = tf.cast(x, tf.float64).numpy()
+    np.testing.assert_allclose(layer.moving_mean, wide.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(layer.moving_variance, wide.var(0), rtol=1e-5)
+
+
 def test_the_gradient_about_a_large_mean():
     x = (np.random.default_rng(0).normal(size=(1000, 4)) + 1e5).astype("float32")
     slope = np.random.default_rng(1).normal(size=x.shape).astype("float32") + x - 1e5

@@ -21,17 +21,20 @@ def skewed(shape, rows):
     return x.astype("float32"), generator.integers(0, 4, rows)
 
 
-def network(shape, normalization, **compile_options):
-    layers = [keras.Input(shape)]
+def network(shape, normalization, with_input=True, **compile_options):
+    layers = [keras.Input(shape)] if with_input else []
     for _ in range(LAYERS):
         if len(shape) == 3:
             layers.append(keras.layers.Conv2D(4, 3, padding="same", use_bias=False))
         else:
             layers.append(keras.layers.Dense(8, use_bias=False))
         layers += [normalization(), keras.layers.ReLU()]
-    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(4)])
+    return compiled(keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(4)]), **compile_options)
+
+
+def compiled(model, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], **compile_options)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], **options)
     return model
 
 
@@ -41,16 +44,24 @@ def collectives(strategy):
     return np.array([[c["all_gather"], c["all_reduce"], c["broadcast"]] for c in counts])
 
 
-def fit(data, options, compile_options):
+def fit(data, options, compile_options, converted=False, devices=None):
     """In a worker: fits under the ring and alone; what they differ by, and the weights' bits."""
-    strategy = harness.strategy()
+    strategy = harness.strategy(devices=devices)
     x, y = skewed(**data)
     keras.utils.set_random_seed(1)
+
+    def plain():
+        return keras.layers.BatchNormalization(momentum=0.8)
+
     with strategy.scope():
-        model = network(
-            data["shape"], lambda: tfring.SyncBatchNormalization(momentum=0.8, **options), **compile_options
-        )
-    alone = network(data["shape"], lambda: keras.layers.BatchNormalization(momentum=0.8))
+        if converted:
+            model = tfring.layers.to_sync_batch_normalization(network(data["shape"], plain), **options)
+            compiled(model, **compile_options)
+        else:
+            model = network(
+                data["shape"], lambda: tfring.SyncBatchNormalization(momentum=0.8, **options), **compile_options
+            )
+    alone = network(data["shape"], plain)
     alone.set_weights(model.get_weights())
     train = dict(batch_size=20, epochs=2, shuffle=False, verbose=0)
     history = model.fit(x, y, **train).history
@@ -79,6 +90,102 @@ def test_fit_equals_one_process(world_size, communication, data, options, compil
     results = workers(world_size, communication).run(fit, data, options, compile_options)
     assert max(error for error, _ in results) < 1e-5
     assert len({bits for _, bits in results}) == 1
+
+
+def count_in_graph(_):
+    """In a worker: the collectives in the graph of a forward and backward pass, by what the layer does."""
+    import tensorflow as tf
+
+    strategy = harness.strategy()
+
+    def collectives_of(trainable=True, training=True):
+        with strategy.scope():
+            layer = tfring.SyncBatchNormalization(trainable=trainable)
+            layer.build((None, 3))
+
+        def replica(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(layer(x, training=training) ** 2)
+            return tape.gradient(loss, x)
+
+        step = tf.function(lambda x: strategy.run(replica, (x,)), autograph=False)
+        graph = step.get_concrete_function(tf.TensorSpec([4, 3])).graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return sum(node.op.startswith(("CollectiveGather", "CollectiveReduce", "CollectiveBcast")) for node in nodes)
+
+    return collectives_of(), collectives_of(trainable=False), collectives_of(training=False)
+
+
+def test_collectives_in_the_graph_of_tensorflow():
+    assert workers(3, "tensorflow").run(count_in_graph, None) == [(2, 0, 0)] * 3
+
+
+def test_a_converted_model_trains_like_one_process():
+    assert max(error for error, _ in workers(3).run(fit, ROWS, {}, {}, True)) < 1e-5
+
+
+def fit_with_a_mask(_):
+    """In a worker: as `fit`, of sequences whose padding an Embedding masks; other lengths on each rank."""
+    strategy = harness.strategy()
+    generator = np.random.default_rng(0)
+    rows, length = 41, 7
+    tokens = generator.integers(1, 9, (rows, length)) + (np.arange(rows)[:, None] // 7) * 9
+    tokens[np.arange(length) >= 1 + np.arange(rows)[:, None] % length] = 0
+    labels = generator.integers(0, 4, rows)
+
+    def masked(normalization):
+        x = keras.Input((length,), dtype="int32")
+        y = normalization(momentum=0.8)(keras.layers.Embedding(64, 5, mask_zero=True)(x))
+        return compiled(keras.Model(x, keras.layers.Dense(4)(keras.layers.GlobalAveragePooling1D()(y))))
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = masked(tfring.SyncBatchNormalization)
+    alone = masked(keras.layers.BatchNormalization)
+    alone.set_weights(model.get_weights())
+    with shards.exact_masks():
+        for m in (model, alone):
+            m.fit(tokens, labels, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    pairs = zip(model.get_weights(), alone.get_weights(), strict=True)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+
+
+def test_fit_with_a_mask_from_an_embedding():
+    assert max(workers(3).run(fit_with_a_mask, None)) < 1e-5
+
+
+def fit_and_save(folder):
+    """In a worker: trains, rank 0 saves; what the trained model and the one read back under the ring predict."""
+    strategy = harness.strategy()
+    x, y = skewed(**ROWS)
+    # Without an Input the model is built while Keras traces its first step.
+    with strategy.scope():
+        model = network(
+            ROWS["shape"],
+            lambda: tfring.SyncBatchNormalization(momentum=0.8, synchronization="central", sync_every=2),
+            with_input=False,
+        )
+    model.fit(x, y, batch_size=20, verbose=0)
+    if strategy.cluster.is_chief:
+        model.save(f"{folder}/model.keras")
+    strategy.barrier()
+    with strategy.scope():
+        read = keras.saving.load_model(f"{folder}/model.keras")
+    predictions = model.predict(x, verbose=0), read.predict(x, verbose=0)
+    read.fit(x, y, batch_size=20, verbose=0)
+    return *predictions, b"".join(w.tobytes() for w in read.get_weights())
+
+
+def test_a_model_saved_by_workers_loads_anywhere(tmp_path):
+    results = workers(3).run(fit_and_save, str(tmp_path))
+    alone = keras.saving.load_model(tmp_path / "model.keras")
+    assert any(np.abs(layer.moving_mean).max() > 0.1 for layer in alone.layers if hasattr(layer, "moving_mean"))
+    want = alone.predict(skewed(**ROWS)[0], verbose=0)
+    for trained, read, _ in results:
+        np.testing.assert_allclose(trained, want, atol=1e-5)
+        np.testing.assert_allclose(read, want, atol=1e-5)
+    assert len({bits for *_, bits in results}) == 1
 
 
 def fit_and_count(normalization, **options):
@@ -125,23 +232,34 @@ def test_collectives_are_one_forward_and_one_backward():
         np.testing.assert_array_equal(counts["central lines"], [line] * (2 if rank == 0 else 1))
 
 
-def share_each_third_step(devices=None):
+def share_each_third_step(devices=None, synchronization="all_reduce", kind="ring"):
     """In a worker: outputs, inputs' gradients and moving averages of 20 steps with sync_every=3."""
-    strategy = harness.strategy(devices=devices)
+    strategy = harness.strategy(devices=devices) if kind == "ring" else mirrored_strategy()
     shape = (12, 4, 5)
     with strategy.scope():
-        layer = tfring.SyncBatchNormalization(momentum=0.8, sync_every=3, center=False, scale=False)
+        layer = tfring.SyncBatchNormalization(
+            momentum=0.8, synchronization=synchronization, sync_every=3, center=False, scale=False
+        )
         layer.build(shape)
     replicas = len(strategy.extended.worker_devices)
-    mine = shards.bounds(shape[0], strategy.num_replicas_in_sync)[strategy.cluster.rank * replicas :][:replicas]
+    rank = strategy.cluster.rank if kind == "ring" else 0
+    mine = shards.bounds(shape[0], strategy.num_replicas_in_sync)[rank * replicas :][:replicas]
     got = shards.train(layer, shards.batches(shape), strategy, mine)
     [bits] = shards.bits(layer)
     return mine, got, bits, [w.name for w in layer.weights]
 
 
-@pytest.mark.parametrize(("world_size", "devices"), [(3, None), (2, ["CPU:0", "CPU:1"])])
-def test_sharing_each_third_step(world_size, devices):
-    results = workers(world_size, logical_cpus=len(devices or [0])).run(share_each_third_step, devices)
+@pytest.mark.parametrize(
+    ("world_size", "devices", "how"),
+    [
+        (3, None, ("all_reduce",)),
+        (3, None, ("central",)),
+        (2, ["CPU:0", "CPU:1"], ("all_reduce",)),
+        (1, ["CPU:0", "CPU:1"], ("all_reduce", "mirrored")),
+    ],
+)
+def test_sharing_each_third_step(world_size, devices, how):
+    results = workers(world_size, logical_cpus=len(devices or [0])).run(share_each_third_step, devices, *how)
     assert len({bits for _, _, bits, _ in results}) == 1
 
     def alone(batches):
@@ -167,16 +285,27 @@ def test_sharing_each_third_step(world_size, devices):
             np.testing.assert_allclose(got[name], shared[name], rtol=1e-5, atol=1e-5)
 
 
+def test_fit_with_two_replicas_a_worker():
+    results = workers(2, logical_cpus=2).run(fit, ROWS, {}, {}, False, ["CPU:0", "CPU:1"])
+    assert max(error for error, _ in results) < 1e-5
+    assert len({bits for _, bits in results}) == 1
+
+
 mirrored = []
+
+
+def mirrored_strategy():
+    """This process's: TensorFlow takes the collectives of a second one for those of the first."""
+    import tensorflow as tf
+
+    if not mirrored:
+        mirrored.append(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    return mirrored[0]
 
 
 def compare_mirrored(case):
     """In a worker: MirroredStrategy, and a RingStrategy alone, over two devices."""
-    import tensorflow as tf
-
-    if not mirrored:  # one a process: TensorFlow's collectives of a second one are taken for those of the first
-        mirrored.append(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
-    for strategy in (*mirrored, harness.strategy(devices=["CPU:0", "CPU:1"])):
+    for strategy in (mirrored_strategy(), harness.strategy(devices=["CPU:0", "CPU:1"])):
         data = dict(shape=(11, 4, 5), dtype="float64", masked=case["masked"])
         with strategy.scope():
             layer = tfring.SyncBatchNormalization(dtype="float64")

@@ -13,12 +13,16 @@ CASES = {
     "images": dict(shape=(11, 3, 4, 5)),
     "images, channels first": dict(shape=(11, 5, 3, 4), axis=1),
     "volumes": dict(shape=(11, 2, 3, 2, 4)),
+    "volumes, channels in the middle": dict(shape=(11, 2, 5, 3, 2), axis=2),
     "more rows than a block": dict(shape=(700, 2)),
     "float64": dict(shape=(11, 3, 5), dtype="float64", tolerance=1e-10),
     "float16": dict(shape=(11, 3, 5), dtype="float16", tolerance=4e-3),
     "bfloat16": dict(shape=(11, 3, 5), dtype="bfloat16", tolerance=3e-2),
     "mixed_float16": dict(
         shape=(11, 3, 5), dtype="float16", policy="mixed_float16", tolerance=4e-3, weights_tolerance=1e-5
+    ),
+    "mixed_bfloat16": dict(
+        shape=(11, 3, 5), dtype="bfloat16", policy="mixed_bfloat16", tolerance=3e-2, weights_tolerance=1e-5
     ),
     "mask": dict(shape=(11, 6, 5), masked=True),
     "mask, float64": dict(shape=(11, 6, 5), masked=True, dtype="float64", tolerance=1e-10),
@@ -103,6 +107,30 @@ def test_other_world_sizes(world_size, name):
 @pytest.mark.parametrize("name", [*EVERYWHERE, "eager"])
 def test_two_replicas_a_worker(name):
     assert len(set(workers(2, logical_cpus=2).run(compare, {**CASES[name], "devices": ["CPU:0", "CPU:1"]}))) == 1
+
+
+def variances_about(means):
+    """In a worker: the variance one step takes of N(mean, 1), and its relative error, for each mean."""
+    import tfring
+
+    strategy = harness.strategy()
+    rank, errors, variances = strategy.cluster.rank, [], []
+    [(begin, end)] = shards.bounds(4096, strategy.num_replicas_in_sync)[rank : rank + 1]
+    for mean in means:
+        x = (np.random.default_rng(0).normal(size=(4096, 8)) + mean).astype("float32")
+        with strategy.scope():
+            layer = tfring.SyncBatchNormalization(momentum=0.0)
+            layer.build(x.shape)
+        strategy.run(lambda x, layer=layer: layer(x, training=True), (x[begin:end],))
+        variances.append(layer.moving_variance.numpy())
+        errors.append(np.abs(variances[-1] / x.astype("float64").var(0) - 1).max())
+    return errors, np.stack(variances).tobytes()
+
+
+def test_variance_about_a_large_mean():
+    results = workers(3).run(variances_about, [0, 10, 1e2, 1e3, 1e4, 1e5])
+    assert len({bits for _, bits in results}) == 1
+    assert max(results[0][0]) < 1e-5, results[0][0]
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)

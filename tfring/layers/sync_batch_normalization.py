@@ -149,8 +149,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if self.sync_every > 1:
             # Not weights: the moments of the steps since the last sharing, and how many there are.
             window = [self.sync_every, 3, input_shape[self.axis]]
-            self._window = tf.Variable(tf.zeros(window, tf.float64), trainable=False, name="window")
-            self._position = tf.Variable(0, trainable=False, dtype=tf.int32, name="position")
+            with tf.init_scope():  # a model without an Input is built while Keras traces it
+                self._window = tf.Variable(tf.zeros(window, tf.float64), trainable=False, name="window")
+                self._position = tf.Variable(0, trainable=False, dtype=tf.int32, name="position")
         exchanges.prepare(self.synchronization)
 
     def call(self, inputs, training=None, mask=None):
