@@ -140,7 +140,7 @@ def test_tf_config_over_two_hosts(two_hosts):
 
 
 def test_slurm(tmp_path):
-    """A task of srun is a rank; the script that runs srun is alone, and so is mpirun's business its own."""
+    """A task of srun is a rank; the script itself is alone; `tfring launch` takes its tasks, mpirun what it is told."""
     missing = [tool for tool in ("slurmctld", "slurmd", "munged", "srun") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         why = f"{', '.join(missing)} missing: run {ENGINES / 'install.sh'}" if missing else "it is started as root"
@@ -151,6 +151,7 @@ def test_slurm(tmp_path):
         f"#!/bin/bash\n#SBATCH -n 3 -o {tmp_path}/output\nset -e\n"
         f"{python} -c 'from tfring.cluster import detect; print(detect().source)'\n"
         f"srun {python} {REPORT}\n"
+        f"{python} -m tfring.launch {REPORT}\n"
         f"{' '.join(mpirun('mpich', '-n', '2'))}\n"
     )
     done = subprocess.run(
@@ -163,7 +164,11 @@ def test_slurm(tmp_path):
     lines = done.stdout.splitlines()
     assert "no cluster configured" in lines, done
     facts = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [(fact["source"], fact["world_size"]) for fact in facts] == [("SLURM", 3), ("MPICH or Intel MPI", 2)]
+    assert [(fact["source"], fact["world_size"]) for fact in facts] == [
+        ("SLURM", 3),
+        ("tfring launch", 3),
+        ("MPICH or Intel MPI", 2),
+    ]
 
 
 def _free_port():
