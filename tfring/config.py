@@ -44,6 +44,21 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
+def _port(text: str) -> int:
+    port = _whole_number(text)
+    if not 1 <= port <= 65535:
+        raise ValueError(text)
+    return port
+
+
+def _port_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    ports = _port(first.strip()), _port(last.strip() or first.strip())
+    if ports[0] > ports[1]:
+        raise ValueError(text)
+    return ports
+
+
 def _addresses(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
@@ -69,6 +84,20 @@ SETTINGS: dict[str, Setting] = {
         _one_of("auto", "tcp", "shm"),
         "auto, tcp or shm",
         "auto: shared memory between ranks of a host, TCP otherwise",
+    ),
+    # Where the source of the cluster's facts gives no addresses, or not enough (docs/clusters.md).
+    "TFRING_PORT_RANGE": Setting(
+        None, _port_range, "two ports such as 20000-20100", "ports that ranks listen on, for a firewall"
+    ),
+    "TFRING_PORT": Setting(None, _port, "a port from 1 to 65535", "the port rank 0 listens on, where ranks meet"),
+    "TFRING_INTERFACE": Setting(
+        None, str, "an interface such as eth0 or a network such as 192.0.2.0/24", "where ranks listen"
+    ),
+    "TFRING_RENDEZVOUS": Setting(
+        None, str, "rank 0's host, or its host:port", "where ranks meet, if the source does not say or is mistaken"
+    ),
+    "TFRING_NUM_WORKERS": Setting(
+        None, _whole_number, "a whole number", "the completions of a Kubernetes Indexed Job, which it does not tell"
     ),
     # Set by `tfring launch` for each worker; None elsewhere. They come together (tfring/cluster/launch_variables.py).
     "TFRING_RANK": Setting(None, _whole_number, "a whole number", "this process in the ring, from 0"),

@@ -616,7 +616,14 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: -n"),
+        ([], "name a script or a module"),
+        ([__file__], "say how many workers with -n, or where with --hosts"),
+        (["--hosts", "a:1,a:2", __file__], "Write it once: \"a:3\""),
+        (["--hosts", "a:0", __file__], "no workers. Leave the host out"),
+        (["--hosts", "a", "-n", "2", __file__], "leave -n out"),
+        (["--hosts", "a", "--hostfile", "b", __file__], "not allowed with"),
+        (["--hostfile", "/nowhere", __file__], "cannot be read"),
+        (["--hosts", "a", "--env", "NOT_SET_HERE", __file__], "name of a variable that is set"),
         (["-n", "0", "x.py"], "argument -n: a whole number from 1 up, not '0'"),
         (["-n", "two", "x.py"], "argument -n: a whole number from 1 up, not 'two'"),
         (["-n", "2"], "name a script or a module"),

@@ -110,7 +110,11 @@ class Cluster:
 
     @classmethod
     def from_hosts(
-        cls, addresses: list[str] | tuple[str, ...], rank: int, source: str = "a list of addresses"
+        cls,
+        addresses: list[str] | tuple[str, ...],
+        rank: int,
+        source: str = "a list of addresses",
+        listen_fd: int | None = None,
     ) -> Cluster:
         """The cluster of a list of addresses; ranks with the same host name share that host.
 
@@ -141,6 +145,7 @@ class Cluster:
             num_nodes=len(set(hosts)),
             addresses=tuple(map(str, parsed)),
             source=source,
+            listen_fd=listen_fd,
         )
 
     @classmethod

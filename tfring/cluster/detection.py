@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-from tfring.cluster import launch_variables, tf_config
+from tfring.cluster import (
+    hydra,
+    kubernetes,
+    launch_variables,
+    meeting,
+    open_mpi,
+    ray,
+    slurm,
+    tf_config,
+    torchrun,
+    vertex,
+)
 from tfring.cluster.cluster import Cluster
+from tfring.cluster.seat import Seat
 from tfring.errors import ConfigurationError
 
-Source = Callable[[Mapping[str, str]], "Cluster | None"]
+
+class Source(NamedTuple):
+    """Something that may say who this process is."""
+
+    read: Callable[[Mapping[str, str]], Cluster | Seat | None]
+    variables: tuple[str, ...]  # to remove in order to silence it
+    inside: tuple[Callable, ...] = ()  # readers of sources that may have started it: what they say is another matter
 
 
 def _read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
@@ -17,18 +36,35 @@ def _read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     return None if tf_config.parse(value) is None else Cluster.from_tf_config(value)
 
 
-# In order of precedence: each names its source and the variables to remove to silence it.
-_SOURCES: tuple[tuple[Source, tuple[str, ...]], ...] = (
-    (launch_variables.read, launch_variables.ALL),
-    (_read_tf_config, (tf_config.VARIABLE,)),
+# In order of precedence. Engines nest: `tfring launch` in a pod, torchrun as a task of SLURM, mpirun in a batch script
+# of SLURM. What was started last is asked first, so MPI before SLURM, and what surrounds it need not agree.
+_SURROUNDINGS = (slurm.read, kubernetes.read, ray.read, vertex.read)
+SOURCES = (
+    Source(
+        launch_variables.read,
+        launch_variables.ALL,
+        (torchrun.read, open_mpi.read, hydra.read, *_SURROUNDINGS),
+    ),
+    Source(_read_tf_config, (tf_config.VARIABLE,), (kubernetes.read, ray.read)),
+    Source(torchrun.read, torchrun.VARIABLES, _SURROUNDINGS),
+    Source(open_mpi.read, open_mpi.VARIABLES, _SURROUNDINGS),
+    Source(hydra.read, hydra.VARIABLES, _SURROUNDINGS),
+    Source(slurm.read, slurm.VARIABLES),
+    Source(kubernetes.read, kubernetes.VARIABLES),
+    Source(ray.read, ray.VARIABLES),
+    Source(vertex.read, vertex.VARIABLES),
 )
 
 
 def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None = None) -> Cluster:
     """Says who this process is and who the others are.
 
-    The first of: the argument; the variables of `tfring launch` (`TFRING_RANK` and so on); TF_CONFIG. Without
-    any of them the process is alone, rank 0 of 1.
+    The first of: the argument; the variables of `tfring launch` (`TFRING_RANK` and so on); TF_CONFIG; torchrun-style
+    variables; Open MPI; MPICH and Intel MPI; SLURM; a Kubernetes Indexed Job; Ray Train; Vertex AI's CLUSTER_SPEC.
+    Without any of them the process is alone, rank 0 of 1. docs/clusters.md has the table.
+
+    Where the source gives no addresses the ranks meet at rank 0 and tell each other: then this returns once all have
+    called it.
 
     Args:
         cluster: Taken as it is; the environment is then not read.
@@ -37,6 +73,7 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
     Raises:
         ConfigurationError: A source is malformed, or two sources contradict each other. The message gives
             the rule, the value received and what to write instead.
+        RendezvousError: The ranks did not meet.
 
     >>> detect(environ={}).world_size
     1
@@ -52,23 +89,40 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
             )
         return cluster
     environ = os.environ if environ is None else environ
-    found = [(cluster, names) for read, names in _SOURCES if (cluster := read(environ)) is not None]
-    if not found:
+    found = find(environ)
+    if found is None:
+        torchrun.check_not_half(environ)
+        kubernetes.warn_if_alone(environ)
         return Cluster.alone()
-    chosen, _ = found[0]
-    for other, names in found[1:]:
-        if _seat(other) != _seat(chosen):
+    return meeting.meet(found.overridden(environ)) if isinstance(found, Seat) else found
+
+
+def find(environ: Mapping[str, str]) -> Cluster | Seat | None:
+    """What the first source says; None where all are silent. Talks to nobody.
+
+    Raises:
+        ConfigurationError: As `detect`.
+    """
+    found = [(said, source) for source in SOURCES if (said := source.read(environ)) is not None]
+    if not found:
+        return None
+    chosen, first = found[0]
+    for other, source in found[1:]:
+        if source.read not in first.inside and _contradict(chosen, other):
             raise ConfigurationError(
                 f"Two sources contradict each other. Received: {_describe(chosen)}; {_describe(other)}. "
-                f"Remove one of them:\n  unset {' '.join(names)}\n  unset {' '.join(found[0][1])}"
+                f"Remove one of them:\n  unset {' '.join(source.variables)}\n  unset {' '.join(first.variables)}"
             )
     return chosen
 
 
-def _seat(cluster: Cluster) -> tuple[int, int, tuple[str, ...]]:
-    return cluster.rank, cluster.world_size, cluster.addresses
+def _contradict(chosen: Cluster | Seat, other: Cluster | Seat) -> bool:
+    if (isinstance(other, Seat) and other.world_size == 1) or chosen.source.endswith("(evaluator)"):
+        return False  # an engine that started one process, or a process that is in no ring
+    differ = (chosen.rank, chosen.world_size) != (other.rank, other.world_size)
+    return differ or bool(chosen.addresses and other.addresses and chosen.addresses != other.addresses)
 
 
-def _describe(cluster: Cluster) -> str:
-    at = f" at {cluster.addresses[cluster.rank]}" if cluster.addresses else ""
-    return f"{cluster.source} says rank {cluster.rank} of {cluster.world_size}{at}"
+def _describe(said: Cluster | Seat) -> str:
+    at = f" at {said.addresses[said.rank]}" if said.addresses else ""
+    return f"{said.source} says rank {said.rank} of {said.world_size}{at}"

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 
 from tfring import config
+from tfring.cluster import meeting
 from tfring.cluster.address import host_key, parse_address
 from tfring.cluster.cluster import Cluster
 from tfring.errors import ConfigurationError
@@ -89,7 +90,9 @@ def release_listener(cluster: Cluster) -> Cluster:
     os.close(cluster.listen_fd)
     if os.environ.get(LISTEN_FD) == str(cluster.listen_fd):
         del os.environ[LISTEN_FD]
-    return dataclasses.replace(cluster, listen_fd=None)
+    released = dataclasses.replace(cluster, listen_fd=None)
+    meeting.forget_listener(cluster, released)
+    return released
 
 
 def _check_listens(fd: int, address: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfring.cluster.address import Address, parse_address
@@ -44,6 +45,12 @@ def parse(value: str | Mapping[str, Any]) -> Parsed | None:
     config = _load(value)
     cluster = _read_cluster(config)
     if not cluster:
+        if "sparseCluster" in config:
+            what = (
+                'has a "sparseCluster", as Kubeflow writes with enableDynamicWorker: each worker then knows only '
+                "itself, and a ring has to know all. Turn enableDynamicWorker off"
+            )
+            raise _error(what, config, sparseCluster={}, cluster=_EXAMPLE["cluster"], task=_EXAMPLE["task"])
         if config.get("task"):
             raise _error('has a "task" but no "cluster"', config, cluster=_EXAMPLE["cluster"])
         return None
@@ -62,6 +69,41 @@ def render(rank: int, addresses: tuple[str, ...]) -> str:
     if not addresses:
         return "{}"
     return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
+
+
+def for_hosts(hosts: Sequence[str], workers_per_host: int = 1, port: int = 12345) -> list[str]:
+    """TF_CONFIG for each worker of a list of hosts, in order.
+
+    Args:
+        hosts: Names or addresses, with a port of their own or without (`"node1"`, `"node1:20000"`, `"fd00::1"`).
+        workers_per_host: Each takes one port, from the host's own or `port` upwards.
+        port: The first port, where a host has none.
+
+    Returns:
+        Values of the variable, by rank: the workers of the first host, then those of the next.
+
+    Raises:
+        ConfigurationError: A host is malformed, or two workers would share an address.
+
+    >>> for text in for_hosts(["node1", "node2"]):
+    ...     print(text)
+    {"cluster": {"worker": ["node1:12345", "node2:12345"]}, "task": {"type": "worker", "index": 0}}
+    {"cluster": {"worker": ["node1:12345", "node2:12345"]}, "task": {"type": "worker", "index": 1}}
+    """
+    if isinstance(hosts, str) or not hosts or workers_per_host < 1:
+        raise ConfigurationError(
+            "`hosts` is a list of at least one host, `workers_per_host` at least 1. Received: "
+            f"hosts={hosts!r}, workers_per_host={workers_per_host!r}."
+        )
+    addresses: list[str] = []
+    for host in hosts:
+        bare_ipv6 = host.count(":") > 1 and "[" not in host
+        has_port = not bare_ipv6 and re.search(r":[^\]]*$", host)
+        first = parse_address(host if has_port else f"[{host}]:{port}" if bare_ipv6 else f"{host}:{port}")
+        addresses += [str(first._replace(port=first.port + number)) for number in range(workers_per_host)]
+    texts = [render(rank, tuple(addresses)) for rank in range(len(addresses))]
+    parse(texts[0])  # which finds addresses that are given twice
+    return texts
 
 
 def _load(value: str | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pathlib
 import sys
@@ -10,13 +11,25 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tfring._version import __version__
-from tfring.cluster import tf_config
+from tfring.cluster import slurm, tf_config
 from tfring.errors import ConfigurationError
+from tfring.launch import remote
 from tfring.launch.guard import run_guarded
+from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
 
 _LAUNCH_HELP = """\
-Starts N workers of a program on this machine, joined in a ring.
+Starts N workers of a program, joined in a ring: on this machine; with --hosts or --hostfile on others, over ssh;
+in an allocation of SLURM on its nodes, over srun.
+
+hosts:
+  --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
+  --hostfile FILE                 the same, a host a line; "host1 slots=4" too
+  ssh never asks for anything: keys, an agent or ~/.ssh/config have to do. The program, the working folder and Python
+  are at the same path on every host, or where --workdir and --python say. Of the environment workers elsewhere get
+  TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and CUDA_VISIBLE_DEVICES, and what --env names, all sent
+  through the connection and on no command line. They listen at ports of TFRING_PORT_RANGE, of the interface that
+  TFRING_INTERFACE names.
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
@@ -25,7 +38,8 @@ output:
 ends:
   When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its traceback
   comes last, and its exit code (128 + signal if it was killed) is the launcher's. Ctrl-C interrupts all
-  workers; a second one kills them. Nothing a worker has started outlives the job.
+  workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
+  launcher is killed.
 
 environment of a worker:
   TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
@@ -41,6 +55,8 @@ _EXAMPLES = """\
 examples:
   tfring launch -n 4 train.py --epochs 3
   tfring launch -n 2 --log-dir logs -m my_package.train
+  tfring launch --hosts host1:4,host2:4 train.py
+  salloc -N 2 -n 8 tfring launch train.py
 """
 
 
@@ -67,19 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser(
         "launch",
         help="start the workers of a program",
-        usage="tfring launch -n N [--log-dir DIR] {SCRIPT | -m MODULE} [ARGUMENT ...]",
+        usage="tfring launch {-n N | --hosts HOSTS | --hostfile FILE} [OPTION ...] {SCRIPT | -m MODULE} [ARGUMENT ...]",
         description=_LAUNCH_HELP,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    launch.add_argument("-n", type=_positive, required=True, metavar="N", help="number of workers")
-    launch.add_argument(
-        "--log-dir",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="write all that a rank prints to DIR/rank-<rank>.log",
-    )
+    _add_options_of_a_job(launch)
     launch.add_argument(
         "-m",
         dest="module",
@@ -107,25 +117,74 @@ def _launch(arguments: argparse.Namespace) -> int:
         script = command[0] if command else ""
         if script == "-":
             error("a program cannot come from standard input: there is one, and several workers")
-        if not os.path.exists(script):
+        if not arguments.workdir and not os.path.exists(script):
             error(f"no such script: {script!r} (from {os.getcwd()})")
-    value = os.environ.get(tf_config.VARIABLE, "")
+    return _run(arguments, command)
+
+
+def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", type=_positive, metavar="N", help="number of workers; in SLURM, all tasks by default")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh")
+    where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start them on the hosts of a file")
+    parser.add_argument("--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
+    parser.add_argument("--ssh-identity", type=pathlib.Path, metavar="FILE", help="the private key for ssh")
+    parser.add_argument("--ssh-config", type=pathlib.Path, metavar="FILE", help="ssh's configuration (its -F)")
+    parser.add_argument("--workdir", metavar="DIR", help="the working folder on the hosts (default: this one)")
+    parser.add_argument("--python", metavar="FILE", help="the interpreter on the hosts (default: this one)")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME", help="pass this variable on to the hosts; may be repeated"
+    )
+    parser.add_argument(
+        "--log-dir", type=pathlib.Path, metavar="DIR", help="write all that a rank prints to DIR/rank-<rank>.log"
+    )
+
+
+def _run(arguments: argparse.Namespace, command: list[str]) -> int:
+    """Runs a command as a job, where the options say."""
+    error = arguments.parser.error
     try:
-        describes_a_cluster = tf_config.parse(value) is not None
+        hosts = _hosts(arguments)
+        describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
+    if not hosts and arguments.n is None:
+        error("say how many workers with -n, or where with --hosts or --hostfile")
     if describes_a_cluster:
         error(
-            f"TF_CONFIG is set, and so is -n: both say who is in the ring. Received: TF_CONFIG={value}\n"
+            "TF_CONFIG is set, and so is -n or --hosts: both say who is in the ring. Received: "
+            f"TF_CONFIG={os.environ[tf_config.VARIABLE]}\n"
             f"Run the program without `tfring launch`, or first:\n  unset TF_CONFIG"
         )
+    for name in arguments.env:
+        if name not in os.environ:
+            error(f"--env takes the name of a variable that is set, for its value stays off the command line: {name}")
     if arguments.log_dir:
         try:
             arguments.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             error(f"cannot make the folder of --log-dir: {problem}")
-    job = Job(command, arguments.n, log_dir=arguments.log_dir)
-    return run_guarded(job.run)
+    way = remote.Way(
+        functools.partial(
+            remote.ssh, port=arguments.ssh_port, identity=arguments.ssh_identity, config=arguments.ssh_config
+        )
+        if arguments.hosts or arguments.hostfile
+        else remote.srun,
+        arguments.python or sys.executable,
+        arguments.workdir or os.getcwd(),
+        remote.passed_on(os.environ, arguments.env),
+    )
+    num_workers = sum(host.num_workers for host in hosts) or arguments.n
+    return run_guarded(Job(command, num_workers, log_dir=arguments.log_dir, hosts=hosts, way=way).run)
+
+
+def _hosts(arguments: argparse.Namespace) -> list[Host]:
+    """Where to start workers; nowhere else than here, if the list is empty."""
+    if arguments.hosts or arguments.hostfile:
+        if arguments.n is not None:
+            raise ConfigurationError("-n and the numbers behind the hosts say the same thing: leave -n out")
+        return parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
+    return of_allocation(os.environ, arguments.n) if slurm.in_allocation(os.environ) else []
 
 
 class _Parser(argparse.ArgumentParser):

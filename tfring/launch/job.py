@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
-from tfring.cluster import Cluster, launch_variables
+from tfring.cluster import Address, Cluster, launch_variables
 from tfring.launch import processes
-from tfring.launch.cpus import available_cpus, thread_variables
 from tfring.launch.guard import STOP_SIGNALS
+from tfring.launch.hosts import Host
 from tfring.launch.output import Shown, Stream, prefix, surfaces
+from tfring.launch.remote import RemoteHost, Way
+from tfring.launch.worker import start
 
 # Ladders: signals to send, and the seconds each is given. Ctrl-C lets the scripts write a checkpoint.
 _INTERRUPT = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0))
@@ -33,6 +35,8 @@ _LOST_PEER = re.compile(rb"^[\w.]*\b(PeerLostError|AbortedError|UnavailableError
 _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the others have noticed
 
 _CANNOT_START = 71  # EX_OSERR
+_LOST_HOST = 255  # the exit code of a worker whose host is lost; ssh's own too
+_FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 
 
 class _CannotStartError(Exception):
@@ -44,7 +48,8 @@ class Worker:
     """One process of the job."""
 
     rank: int
-    process: subprocess.Popen
+    pid: int | None  # on this host
+    send_signal: Callable[[int], None]
     out: Stream
     err: Stream
     log: BinaryIO | None
@@ -64,13 +69,15 @@ class Worker:
 
 
 class Job:
-    """`num_workers` processes of one command on this host, in one ring.
+    """`num_workers` processes of one command, in one ring: on this host, or on others.
 
     Args:
         command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
         num_workers: The world size.
         log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
         environ: The workers' environment, to which the launcher adds; its own by default.
+        hosts: Where to start them, `num_workers` in all; on this host by default.
+        way: How to get to `hosts`, and the workers' environment there.
     """
 
     def __init__(
@@ -80,11 +87,18 @@ class Job:
         *,
         log_dir: pathlib.Path | None = None,
         environ: Mapping[str, str] | None = None,
+        hosts: Sequence[Host] = (),
+        way: Way | None = None,
     ) -> None:
-        self._command = [sys.executable, *command]
+        self._command = list(command)
         self._num_workers = num_workers
         self._log_dir = log_dir
         self._environ = dict(os.environ if environ is None else environ)
+        self._hosts: list[RemoteHost] = []
+        for host in hosts:
+            assert way is not None
+            first = self._hosts[-1].ranks.stop if self._hosts else 0
+            self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
         self._shown = Shown()
@@ -110,10 +124,14 @@ class Job:
         self._watch(signals, lambda: self._on_signals(signals))
         self._watch(parent_gone, lambda: self._on_parent_gone(parent_gone))
         try:
-            self._start()
+            if self._hosts:
+                self._start_elsewhere()
+            else:
+                self._start()
             while any(worker.exit_code is None for worker in self._workers):
                 self._turn()
             self._decide()
+            self._part_from_hosts()
         except BrokenPipeError:  # `tfring launch ... | head`
             self._stop_code = 128 + signal.SIGPIPE
         except _CannotStartError as error:
@@ -131,46 +149,108 @@ class Job:
         # Bound here and handed down, so that no other program takes a port before its worker listens.
         listeners = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(self._num_workers)]
         addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-        threads = thread_variables(self._num_workers, available_cpus(), self._environ)
         for rank, listener in enumerate(listeners):
-            cluster = Cluster.from_hosts(addresses, rank, source=launch_variables.SOURCE)
-            cluster = dataclasses.replace(cluster, listen_fd=listener.fileno())
-            variables = {**self._environ, **threads, **launch_variables.write(cluster)}
-            variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
-            variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
+            cluster = Cluster.from_hosts(addresses, rank, launch_variables.SOURCE, listener.fileno())
             try:
-                self._workers.append(self._start_worker(rank, variables, listener.fileno()))
+                self._start_worker(cluster)
             except OSError as error:
                 raise _CannotStartError(f"could not start rank {rank}: {error}") from error
         for listener in listeners:
             listener.close()  # or a dead worker's port would still take connections
 
-    def _start_worker(self, rank: int, variables: dict[str, str], listen_fd: int) -> Worker:
-        log = (self._log_dir / f"rank-{rank}.log").open("wb", buffering=0) if self._log_dir else None
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
-        process = subprocess.Popen(
-            self._command,
-            env=variables,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-            stdout=out_end,
-            stderr=err_end,
-            pass_fds=[listen_fd],
-            start_new_session=True,  # leads a group of its own, to be signalled with what it starts
-            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
-        )
-        os.close(out_end)
-        os.close(err_end)
-        worker = Worker(
-            rank,
-            process,
-            Stream(rank, out, self._out, log, self._shown),
-            Stream(rank, err, self._err, log, self._shown),
-            log,
-        )
-        for stream in (worker.out, worker.err):
-            self._watch(stream.fd, functools.partial(self._on_output, stream))
-        return worker
+    def _start_worker(self, cluster: Cluster) -> None:
+        log = self._open_log(cluster.rank)
+        stdin = None if cluster.rank == 0 else subprocess.DEVNULL
+        process, out, err = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
+        send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
+        self._add_worker(cluster.rank, process.pid, send_signal, (out, err), log)
+
+    def _add_worker(
+        self,
+        rank: int,
+        pid: int | None,
+        send_signal: Callable[[int], None],
+        fds: tuple[int | None, int | None],
+        log: BinaryIO | None,
+    ) -> None:
+        out = Stream(rank, fds[0], self._out, log, self._shown)
+        err = Stream(rank, fds[1], self._err, log, self._shown)
+        self._workers.append(Worker(rank, pid, send_signal, out, err, log))
+        for stream in (out, err):
+            if stream.fd is not None:
+                self._watch(stream.fd, functools.partial(self._on_output, stream))
+
+    def _open_log(self, rank: int) -> BinaryIO | None:
+        return (self._log_dir / f"rank-{rank}.log").open("wb", buffering=0) if self._log_dir else None
+
+    # ---------------------------------------------------------------------------------------------- elsewhere
+
+    def _start_elsewhere(self) -> None:
+        for host in self._hosts:
+            for rank in host.ranks:
+                send_signal = functools.partial(self._signal_elsewhere, host, rank)
+                self._add_worker(rank, None, send_signal, (None, None), self._open_log(rank))
+            try:
+                host.start(self._command, len(self._hosts))
+            except OSError as error:
+                raise _CannotStartError(f"{host.name}: {error}") from error
+            self._watch(host.fd, functools.partial(self._on_host, host))
+
+    def _on_host(self, host: RemoteHost) -> None:
+        try:
+            received = host.read()
+        except ValueError as error:
+            host.kill()
+            received = None
+            self._say(f"{host.name} does not speak as an agent of tfring does: {error}")
+        if received is None:
+            self._on_host_gone(host)
+            return
+        for message, data in received:
+            if "listening" in message:
+                host.listening, host.address = message["listening"], message["address"]
+                self._tell_addresses()
+            elif "problem" in message:
+                raise _CannotStartError(f"{host.name}: {message['problem']}")
+            elif "stream" in message:
+                worker = self._workers[message["rank"]]
+                (worker.out if message["stream"] == "out" else worker.err).take(data)
+            elif "code" in message:
+                self._on_ended(self._workers[message["rank"]], message["code"])
+
+    def _tell_addresses(self) -> None:
+        """Once all listen, all start."""
+        addresses = []
+        for host in self._hosts:
+            if host.listening is None:
+                return
+            addresses += [str(Address(host.address, port)) for port in host.listening]
+        for host in self._hosts:
+            host.tell(addresses=addresses)
+        self._hosts[0].forward_stdin()
+
+    def _on_host_gone(self, host: RemoteHost) -> None:
+        self._selector.unregister(host.fd)
+        code = host.process.wait()
+        text = f"{host.way_there} ended with exit code {code}"
+        if host.listening is None and self._stop_code is None:
+            raise _CannotStartError(f"no workers on {host.name}: {text}; its reason is above.")
+        left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
+        if left and self._stop_code is None:
+            self._say(f"lost {host.name}: {text}.")
+        for worker in left:
+            self._on_ended(worker, _LOST_HOST)
+
+    def _signal_elsewhere(self, host: RemoteHost, rank: int, signum: int) -> None:
+        host.tell(signal=signum, rank=rank)
+
+    def _part_from_hosts(self) -> None:
+        for host in self._hosts:
+            host.close()
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        for host in self._hosts:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                host.process.wait(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------------------------------------ watch
 
@@ -196,11 +276,14 @@ class Job:
     def _collect_ended(self) -> None:
         ended = processes.reap()
         for worker in self._workers:
-            if worker.process.pid in ended:
-                self._on_ended(worker, ended[worker.process.pid])
+            if worker.pid in ended:
+                self._on_ended(worker, ended[worker.pid])
+        for host in self._hosts:
+            if host.process.pid in ended:
+                host.process.returncode = ended[host.process.pid]
 
     def _on_ended(self, worker: Worker, code: int) -> None:
-        worker.exit_code = worker.process.returncode = code
+        worker.exit_code = code
         now = time.monotonic()
         worker.out.pump()
         worker.err.pump()
@@ -229,6 +312,7 @@ class Job:
 
     def _on_output(self, stream: Stream) -> None:
         if not stream.pump():
+            assert stream.fd is not None
             self._selector.unregister(stream.fd)
 
     # ------------------------------------------------------------------------------------------------- stop
@@ -258,7 +342,10 @@ class Job:
             self._next_step_at = time.monotonic() + seconds
             for worker in self._workers:
                 if worker.exit_code is None:
-                    processes.send_signal(worker.process.pid, signum, to_group=True)
+                    worker.send_signal(signum)
+        else:
+            for host in self._hosts:  # they do not answer
+                host.kill()
 
     # ----------------------------------------------------------------------------------------------- report
 

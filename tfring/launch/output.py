@@ -66,9 +66,9 @@ def surfaces() -> tuple[Surface, Surface]:
 
 
 class Stream:
-    """Standard output or standard error of one worker, read from a pipe."""
+    """Standard output or standard error of one worker, read from a pipe, or fed by its host (`fd` is None)."""
 
-    def __init__(self, rank: int, fd: int, surface: Surface, log: BinaryIO | None, shown: Shown) -> None:
+    def __init__(self, rank: int, fd: int | None, surface: Surface, log: BinaryIO | None, shown: Shown) -> None:
         self.fd = fd
         self.lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         self.traceback_at: float | None = None  # when the last traceback began, on the monotonic clock
@@ -81,18 +81,20 @@ class Stream:
         self._not_shown = b""  # what rank 0 has still to show
         self._others_before_line = 0
         self._others_before_traceback = 0
-        os.set_blocking(fd, False)
+        if fd is not None:
+            os.set_blocking(fd, False)
 
     def pump(self) -> bool:
         """Shows what is there to read. False once the worker has closed its end."""
-        while True:
+        while self.fd is not None:
             try:
                 data = os.read(self.fd, 1 << 16)
             except BlockingIOError:
                 return True
             if not data:
                 return False
-            self._take(data)
+            self.take(data)
+        return True
 
     def close(self) -> None:
         """Shows what is there to read, and the last line if it has no end."""
@@ -101,8 +103,9 @@ class Stream:
         if self._rest:
             self._finish_line(self._rest)
             self._rest = b""
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+        if self.fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self.fd)
 
     def last_words(self) -> tuple[list[bytes], bool]:
         """The last traceback, or else the last lines; and whether lines of other ranks were shown since."""
@@ -115,7 +118,8 @@ class Stream:
             start = starts.pop()
         return lines[start:], self._shown.by_others(self._rank) > self._others_before_traceback
 
-    def _take(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
+        """Shows what the worker has printed."""
         if self._log:
             try:
                 self._log.write(data)

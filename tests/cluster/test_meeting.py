@@ -1,0 +1,218 @@
+"""Ranks that know no addresses meet at rank 0: over real sockets, with strangers and mistakes in between."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from tfring.cluster import Cluster, detect, listen, parse_address, ports
+from tfring.cluster.launch_variables import release_listener
+from tfring.cluster.meeting import meet
+from tfring.cluster.seat import Seat
+from tfring.errors import ConfigurationError, RendezvousError
+
+SECONDS = 30
+
+
+@pytest.fixture
+def job(request, monkeypatch):
+    """A name of its own for each test; nobody waits for long."""
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", str(SECONDS))
+    for name in ("TFRING_PORT", "TFRING_PORT_RANGE", "TFRING_INTERFACE"):
+        monkeypatch.delenv(name, raising=False)
+    return f"{os.getpid()} {request.node.name}"
+
+
+def seats(n, job, **changes):
+    return [Seat(**{"rank": rank, "world_size": n, "source": "test", "job": job, **changes}) for rank in range(n)]
+
+
+def all_meet(places):
+    """What each seat's `meet` returned or raised."""
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        calls = [pool.submit(meet, seat) for seat in places]
+        done = [(call.exception(2 * SECONDS) or call.result()) for call in calls]
+    for result in done:
+        if isinstance(result, Cluster) and result.listen_fd is not None:
+            os.close(result.listen_fd)
+    return done
+
+
+def check(clusters):
+    for rank, cluster in enumerate(clusters):
+        assert isinstance(cluster, Cluster), cluster
+        assert (cluster.rank, cluster.local_rank, cluster.world_size) == (rank, rank, len(clusters))
+        assert (cluster.local_world_size, cluster.num_nodes) == (len(clusters), 1)
+        assert cluster.addresses == clusters[0].addresses
+        assert cluster.listen_fd is not None
+    return [parse_address(address) for address in clusters[0].addresses]
+
+
+def test_one_host(job):
+    addresses = check(all_meet(seats(5, job)))
+    assert {address.host for address in addresses} == {"127.0.0.1"}
+    assert addresses[0].port in ports.candidates(f"test {job}")
+
+
+@pytest.mark.parametrize("host", ["localhost", "::1"])
+def test_by_name_and_over_ipv6(job, host):
+    if host == "::1" and not any(address == "::1" for _, address in ports.interfaces()):
+        pytest.skip("this machine has no IPv6 loopback")
+    check(all_meet(seats(3, job, host=host)))
+
+
+def test_a_named_port_and_a_range(job, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("TFRING_PORT_RANGE", "21300-21320")
+    addresses = check(all_meet(seats(3, job, port=port)))
+    assert addresses[0].port == port
+    assert all(21300 <= address.port <= 21320 for address in addresses[1:])
+
+
+def test_an_interface(job, monkeypatch):
+    monkeypatch.setenv("TFRING_INTERFACE", "lo")
+    assert ports.named_address() == "127.0.0.1"
+    check(all_meet(seats(2, job, host="localhost")))
+    monkeypatch.setenv("TFRING_INTERFACE", "127.0.0.0/8")
+    assert ports.named_address() == "127.0.0.1"
+    monkeypatch.setenv("TFRING_INTERFACE", "wlan77")
+    with pytest.raises(ConfigurationError, match=r"(?s)'wlan77'.*lo \(127.0.0.1\).*export TFRING_INTERFACE="):
+        meet(seats(2, f"{job} again", host="localhost")[0])
+
+
+def test_ports_of_others_are_passed_over(job):
+    """A stranger who is silent at the first candidate, one who talks at the second: rank 0 takes the third."""
+    silent, talks = ports.candidates(f"test {job}")[:2]
+    with (
+        socket.create_server(("127.0.0.1", silent)),
+        socket.create_server(("127.0.0.1", talks)) as stranger,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(_talk, stranger)
+        addresses = check(all_meet(seats(3, job)))
+        stranger.shutdown(socket.SHUT_RDWR)
+    assert addresses[0].port == ports.candidates(f"test {job}")[2]
+
+
+def _talk(stranger):
+    with contextlib.suppress(OSError):
+        while True:
+            with stranger.accept()[0] as connection:
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+
+
+def test_another_job_at_the_same_port(job):
+    """Two jobs share all candidates: each finds its own rank 0."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ports, "candidates", lambda _: [21333, 21334])
+        both = all_meet([*seats(3, f"{job} 1"), *seats(3, f"{job} 2")])
+    first, second = check(both[:3]), check(both[3:])
+    assert not set(first) & set(second)
+
+
+def test_strangers_at_the_meeting_do_no_harm(job):
+    port = ports.candidates(f"test {job}")[0]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(meet, seats(3, job)[0])]
+        mute = _dial(port)
+        for text in (b"GET / HTTP/1.1\r\n\r\n", b'{"greeting": 1}\n', b"\xff\n", b"", b'{"rank": 1, "host": "no"}\n'):
+            with _dial(port) as stranger:
+                stranger.sendall(text)
+        calls += [pool.submit(meet, seat) for seat in seats(3, job)[1:]]
+        clusters = [call.result(2 * SECONDS) for call in calls]
+        mute.close()
+    check(clusters)
+    for cluster in clusters:
+        os.close(cluster.listen_fd)
+
+
+def _dial(port):
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 5)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_ranks_that_never_come_are_named(job, monkeypatch):
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "1")
+    started = time.monotonic()
+    results = all_meet(seats(4, job)[:2])
+    assert time.monotonic() - started < 20
+    assert all(isinstance(result, RendezvousError) for result in results), results
+    assert "ranks 2, 3 never came" in str(results[0]) and "TFRING_RENDEZVOUS" in str(results[0])
+    alone = all_meet(seats(2, f"{job} 2")[1:])[0]
+    assert "looked for rank 0 at 127.0.0.1, ports" in str(alone) and "refused" in str(alone)
+
+
+def test_two_that_claim_one_rank(job, monkeypatch):
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "3")
+    places = seats(3, job)
+    results = all_meet([places[0], places[1], Seat(1, 3, "test", job, remedy="another object")])
+    told = [str(result) for result in results if "two processes say that they are rank 1" in str(result)]
+    assert len(told) == 1
+
+
+def test_world_sizes_that_differ(job, monkeypatch):
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "3")
+    results = all_meet([seats(2, job)[0], seats(3, job)[1]])
+    assert "rank 0 of 2 to one process, and rank 1 of 3 to another" in str(results[1])
+
+
+def test_an_inferred_host_that_is_not_rank_0s_is_an_error_at_once(job):
+    (seat, _) = seats(2, job, host="192.0.2.77", remedy="Name it:\n  mpirun -x TFRING_RENDEZVOUS=node1 ...")
+    with pytest.raises(ConfigurationError, match=r"(?s)'192.0.2.77' by inference.*-x TFRING_RENDEZVOUS"):
+        meet(seat)
+
+
+def test_no_port_is_free(job, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        (seat, _) = seats(2, job, port=taken.getsockname()[1])
+        with pytest.raises(ConfigurationError, match=r"(?s)none is free.*export TFRING_PORT_RANGE="):
+            meet(seat)
+
+
+def test_a_source_that_shares_by_its_own_means(job):
+    told: concurrent.futures.Future = concurrent.futures.Future()
+
+    def from_rank_0(text):
+        told.set_result(text)
+        return text
+
+    addresses = check(
+        all_meet(
+            [
+                Seat(0, 2, "test", job, host="", share=from_rank_0),
+                Seat(1, 2, "test", job, host="", share=lambda _: told.result(SECONDS)),
+            ]
+        )
+    )
+    assert [addresses[0].host, addresses[0].port] == json.loads(told.result())
+
+
+def test_met_once_said_again(job, monkeypatch):
+    """`detect()` twice, and once more after the port was given back to a server that binds it itself."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(detect, environ={**variables, "RANK": str(rank)}) for rank in range(2)]
+        clusters = [call.result(2 * SECONDS) for call in calls]
+    assert [detect(environ={**variables, "RANK": str(rank)}) for rank in range(2)] == clusters
+    released = release_listener(clusters[1])
+    assert released.listen_fd is None and detect(environ={**variables, "RANK": "1"}) == released
+    os.close(clusters[0].listen_fd)
+
+
+def test_listening_for_an_engine_of_ones_own(monkeypatch):
+    monkeypatch.setenv("TFRING_PORT_RANGE", "21400-21410")
+    address, fd = listen()
+    assert 21400 <= parse_address(address).port <= 21410
+    with socket.create_connection(parse_address(address), 5), socket.socket(fileno=fd) as listener:
+        listener.accept()[0].close()

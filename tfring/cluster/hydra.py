@@ -1,0 +1,62 @@
+"""MPICH's and Intel MPI's `mpirun` (Hydra), and others that speak PMI-1 or PMI-2: PMI_RANK, PMI_SIZE."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+
+from tfring.cluster import allocation
+from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.errors import ConfigurationError
+
+# A process of `mpirun -n 2` of MPICH 5 holds
+#   PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_HOSTNAME=node1 PMI_FD=11 HYDI_CONTROL_FD=7
+# and one of Intel MPI the first four, and I_MPI_HYDRA_UUID=f1400000-e9ab-773f-c860-060061353e5c, among others.
+RANK = "PMI_RANK"
+SIZE = "PMI_SIZE"
+LOCAL_SIZE = "MPI_LOCALNRANKS"
+JOBS = ("I_MPI_HYDRA_UUID", "PMI_JOBID")
+
+SOURCE = "MPICH or Intel MPI"
+VARIABLES = (RANK, SIZE, LOCAL_SIZE)
+_REMEDY = "Name rank 0's host:\n  mpirun -genv TFRING_RENDEZVOUS node1 ..."
+# The parents of all processes of a host: MPICH names no job.
+_PROXIES = ("hydra_pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.gforker")
+
+
+def read(environ: Mapping[str, str]) -> Seat | None:
+    """This process of an `mpirun`; None outside of one.
+
+    Raises:
+        ConfigurationError: The variables are malformed, or do not say where rank 0 is.
+    """
+    if RANK not in environ and SIZE not in environ:
+        return None
+    remedy = f"Start the program with `mpirun`, or remove what is left over:\n  {unset(VARIABLES, environ)}"
+    rank, world_size = read_numbers(environ, RANK, SIZE, of=SOURCE, remedy=remedy)
+    job = " ".join(environ[name] for name in JOBS if name in environ)
+    if environ.get(LOCAL_SIZE) == str(world_size):
+        return Seat(rank, world_size, SOURCE, job or f"started by process {_proxy()}")
+    host = allocation.first_host(environ)
+    if host is None and world_size > 1 and not environ.get("TFRING_RENDEZVOUS"):
+        raise ConfigurationError(
+            f"{SOURCE} does not say on which host rank 0 is. Received: {RANK}={rank}, {SIZE}={world_size}, "
+            f"{LOCAL_SIZE}={environ.get(LOCAL_SIZE, '')}: several hosts. {_REMEDY}"
+        )
+    return Seat(rank, world_size, SOURCE, job or f"of user {os.getuid()}", host or "localhost", remedy=_REMEDY)
+
+
+def _proxy() -> int:
+    """The process that started all ranks of this host; 0 where there is none to be seen."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            # "4242 (hydra_pmi_proxy) S 4200 ..."
+            head, _, tail = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        except OSError:
+            break
+        if head.partition("(")[2] in _PROXIES:
+            return pid
+        pid = int(tail.split()[1])
+    return 0

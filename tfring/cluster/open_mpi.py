@@ -1,0 +1,47 @@
+"""Open MPI's `mpirun`, over PMIx or without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tfring.cluster import allocation
+from tfring.cluster.seat import Seat, read_numbers, unset
+
+# A process of `mpirun -n 2` of Open MPI 5 holds, among others:
+#   OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+#   PMIX_RANK=1 PMIX_NAMESPACE=prterun-node1-16356@1      the host that mpirun runs on, its process id
+# Open MPI 4 has no such namespace, but
+#   OMPI_MCA_ess_base_jobid=1531576321 OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://192.0.2.1,192.0.2.65:33911
+RANK = "OMPI_COMM_WORLD_RANK"
+SIZE = "OMPI_COMM_WORLD_SIZE"
+LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+
+SOURCE = "Open MPI"
+VARIABLES = (RANK, SIZE, LOCAL_SIZE)
+_REMEDY = "Name rank 0's host:\n  mpirun -x TFRING_RENDEZVOUS=node1 ..."
+
+
+def read(environ: Mapping[str, str]) -> Seat | None:
+    """This process of an `mpirun`; None outside of one.
+
+    Raises:
+        ConfigurationError: The variables are malformed.
+    """
+    if RANK not in environ and SIZE not in environ:
+        return None
+    remedy = f"Start the program with `mpirun`, or remove what is left over:\n  {unset(VARIABLES, environ)}"
+    rank, world_size = read_numbers(environ, RANK, SIZE, of=SOURCE, remedy=remedy)
+    job = " ".join(environ[name] for name in JOBS if name in environ)
+    if environ.get(LOCAL_SIZE) == str(world_size):
+        return Seat(rank, world_size, SOURCE, job)
+    host = allocation.first_host(environ) or _host_of_mpirun(environ) or "localhost"
+    return Seat(rank, world_size, SOURCE, job, host, remedy=_REMEDY)
+
+
+def _host_of_mpirun(environ: Mapping[str, str]) -> str | None:
+    namespace = re.fullmatch(r"prterun-(.+)-[0-9]+@[0-9]+", environ.get("PMIX_NAMESPACE", ""))
+    uri = re.search(r"tcp://([^,:;]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    match = namespace or uri
+    return match[1] if match else None

@@ -1,0 +1,179 @@
+"""Sockets for others to connect to: which ports, which interface; and which host this is."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import ipaddress
+import os
+import pathlib
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+
+from tfring import config
+from tfring.cluster.address import Address
+from tfring.errors import ConfigurationError
+
+_ANY = ("::", "0.0.0.0")
+_SIOCGIFADDR = 0x8915
+_NUM_CANDIDATES = 8
+_DEFAULT_RANGE = (20000, 29999)  # below what Linux gives to outgoing connections (32768 up)
+
+
+def open_listener(
+    ports: Iterable[int] | None = None, *, loopback: bool = False, avoid: Iterable[int] = ()
+) -> socket.socket:
+    """Listens on the first port that is free.
+
+    Args:
+        ports: In this order; by default those of `TFRING_PORT_RANGE`, or any where it is not set.
+        loopback: Whether to be reachable from this host alone.
+        avoid: Taken last of those of `TFRING_PORT_RANGE`, for others will want them.
+
+    Raises:
+        ConfigurationError: None is free, or there is no such interface.
+    """
+    if ports is None:
+        first_last = config.read("TFRING_PORT_RANGE")
+        ports = [0] if first_last is None else _shuffled(first_last, avoid)
+    hosts: tuple[str, ...] = ("127.0.0.1",) if loopback else _ANY
+    if not loopback and (named := named_address()) is not None:
+        hosts = (named,)
+    tried = []
+    problem: OSError | None = None
+    for port in ports:
+        for host in hosts:
+            try:
+                return _bind(host, port)
+            except OSError as error:
+                problem = error
+        tried.append(port)
+    raise ConfigurationError(
+        f"Ranks listen at a free port. Received: {hosts[-1]}, port{'s' if len(tried) > 1 else ''} "
+        f"{_in_short(tried)}, and none is free ({problem}). Name others:\n"
+        f"  export TFRING_PORT_RANGE={_DEFAULT_RANGE[0]}-{_DEFAULT_RANGE[1]}"
+    )
+
+
+def listen() -> tuple[str, int]:
+    """Listens for other ranks, for an engine whose facts tfring does not know.
+
+    Give the address to the other ranks by the engine's own means, gather theirs, and make the cluster:
+
+    >>> address, fd = listen()
+    >>> addresses = [address]                        # of all ranks, in order
+    >>> from tfring.cluster import Cluster
+    >>> Cluster.from_hosts(addresses, rank=0, listen_fd=fd).world_size
+    1
+
+    Returns:
+        This host's address (of the interface that `TFRING_INTERFACE` names, else the one towards the default route)
+        with a port (of `TFRING_PORT_RANGE`, else any), and a descriptor of the socket that listens there.
+    """
+    with open_listener() as listener:
+        return str(Address(own_address(), listener.getsockname()[1])), os.dup(listener.fileno())
+
+
+def own_address() -> str:
+    """This host's address, as others are most likely to reach it."""
+    named = named_address()
+    if named is not None:
+        return named
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # asks for the route; nothing is sent
+        return probe.getsockname()[0]
+    there = [address for _, address in interfaces() if not is_loopback(address) and "%" not in address]
+    return there[0] if there else "127.0.0.1"
+
+
+def candidates(job: str) -> list[int]:
+    """Where rank 0 of a job may listen, in order: the same on all ranks, others for other jobs.
+
+    >>> candidates("slurm 17.0") == candidates("slurm 17.0") != candidates("slurm 18.0")
+    True
+    """
+    first, last = config.read("TFRING_PORT_RANGE") or _DEFAULT_RANGE
+    start = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big")
+    size = last - first + 1
+    return [first + (start + number) % size for number in range(min(_NUM_CANDIDATES, size))]
+
+
+def named_address() -> str | None:
+    """The address of the interface that `TFRING_INTERFACE` names on this host; None where it is not set."""
+    wanted = config.read("TFRING_INTERFACE")
+    if wanted is None:
+        return None
+    network = None
+    with contextlib.suppress(ValueError):
+        network = ipaddress.ip_network(wanted, strict=False)
+    there = list(interfaces())
+    for name, address in there:
+        if name == wanted or (network is not None and ipaddress.ip_address(address.split("%")[0]) in network):
+            return address
+    raise ConfigurationError(
+        "TFRING_INTERFACE is the name of an interface of this host, or the network it is in. Received: "
+        f"TFRING_INTERFACE={wanted!r} on {socket.gethostname()}, which has "
+        f"{', '.join(f'{name} ({address})' for name, address in there)}. Write, for instance:\n"
+        f"  export TFRING_INTERFACE={next((name for name, _ in there if name != 'lo'), 'lo')}"
+    )
+
+
+def interfaces() -> Iterator[tuple[str, str]]:
+    """Names and addresses of this host's interfaces, IPv4 before IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield name, socket.inet_ntoa(answer[20:24])
+    # "fd000000000000000000000000000001 02 40 00 80     eth0"; the fourth column is the scope, 20 that of the link
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            address = str(ipaddress.IPv6Address(int(digits, 16)))
+            yield name, f"{address}%{name}" if scope == "20" else address
+
+
+def host_identity() -> str:
+    """The same for processes that share this host, its network and its boot; another elsewhere."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = ""
+    with contextlib.suppress(OSError):
+        network = os.readlink("/proc/self/ns/net")
+    return f"{socket.gethostname()} {boot} {network}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address (not a name) is for this host alone."""
+    return ipaddress.ip_address(host.split("%")[0]).is_loopback
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4])
+        listener.listen(128)
+        return listener
+    except OSError:
+        listener.close()
+        raise
+
+
+def _shuffled(first_last: tuple[int, int], avoid: Iterable[int]) -> list[int]:
+    """From a place of this process's own, so that those of one host rarely try the same."""
+    first, last = first_last
+    start = os.getpid() % (last - first + 1)
+    ports = [*range(first + start, last + 1), *range(first, first + start)]
+    later = set(avoid)
+    return [port for port in ports if port not in later] + [port for port in ports if port in later]
+
+
+def _in_short(ports: list[int]) -> str:
+    return ", ".join(map(str, ports)) if len(ports) <= _NUM_CANDIDATES else f"{min(ports)}-{max(ports)}"

@@ -1,0 +1,37 @@
+"""Ray Train: a worker of a trainer that sets no variables, such as `DataParallelTrainer`.
+
+Trainers that set some need nothing here: Ray's TensorflowTrainer writes TF_CONFIG, its TorchTrainer the variables of
+torchrun. Actors and tasks of Ray itself know no rank: `tfring.cluster.listen` serves them (examples/ray_actors.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from tfring.cluster.seat import Seat
+
+SOURCE = "Ray Train"
+VARIABLES = ()
+
+
+def read(environ: Mapping[str, str]) -> Seat | None:
+    """This worker of a training; None where Ray Train is not imported or trains nothing here."""
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+        job = str(context.get_experiment_name())
+    except (RuntimeError, AttributeError):  # not in a worker
+        return None
+    if not isinstance(rank, int) or not isinstance(world_size, int) or world_size <= 1:
+        return None
+    return Seat(rank, world_size, SOURCE, job, host="", share=_from_rank_0)
+
+
+def _from_rank_0(text: str) -> str:
+    from ray.train import collective
+
+    return collective.broadcast_from_rank_zero(text)

@@ -1,0 +1,117 @@
+"""What a source knows that says which rank this is, but not where the ranks listen."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+
+from tfring import config
+from tfring.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """A process's place in a ring whose addresses the ranks have yet to tell each other (`meeting.py`).
+
+    Attributes:
+        rank: This process, from 0 to `world_size - 1`.
+        world_size: Number of processes in the ring.
+        source: Where the facts come from, for messages.
+        job: Tells jobs apart; the same on all ranks.
+        host: Rank 0's, as the others reach it.
+        port: Where rank 0 listens; None for one that follows from `job`.
+        remedy: What to write where `host` is not rank 0's after all, if it was inferred.
+        share: Hands a text of rank 0 to all ranks by the source's own means; takes the place of `host`.
+    """
+
+    rank: int
+    world_size: int
+    source: str
+    job: str
+    host: str = "127.0.0.1"
+    port: int | None = None
+    remedy: str = ""
+    share: Callable[[str], str] | None = None
+
+    addresses = ()  # none yet; a Cluster has them
+
+    def overridden(self, environ: Mapping[str, str]) -> Seat:
+        """With rank 0's host and port as `TFRING_RENDEZVOUS` and `TFRING_PORT` have them."""
+        named = rendezvous(environ)
+        port = config.read("TFRING_PORT", environ) or self.port
+        if named is None:
+            return dataclasses.replace(self, port=port)
+        return dataclasses.replace(self, host=named[0], port=named[1] or port, remedy="", share=None)
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks are known to be on this host."""
+        return self.host == "127.0.0.1" and self.share is None
+
+
+def read_numbers(
+    environ: Mapping[str, str], rank: str, world_size: str, *, of: str, remedy: str
+) -> tuple[int, int]:
+    """The rank and the world size, checked.
+
+    Args:
+        environ: The environment.
+        rank: Name of the variable that holds the rank.
+        world_size: Name of that which holds the world size.
+        of: Who sets them, for messages.
+        remedy: What to do where they are wrong; commands to paste.
+
+    Raises:
+        ConfigurationError: One is missing or no number, or the rank is out of range.
+
+    >>> read_numbers({"R": "1", "W": "3"}, "R", "W", of="test", remedy="")
+    (1, 3)
+    """
+    numbers = []
+    for name in (rank, world_size):
+        text = environ.get(name, "").strip()
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            received = f"{name}={text!r}" if name in environ else f"no {name}"
+            raise _error(f"{name} is a whole number", received, of, remedy)
+        numbers.append(int(text))
+    if not 0 <= numbers[0] < numbers[1]:
+        received = f"{rank}={numbers[0]}, {world_size}={numbers[1]}"
+        raise _error(f"{rank} runs from 0 to {world_size} - 1", received, of, remedy)
+    return numbers[0], numbers[1]
+
+
+def unset(names: Sequence[str], environ: Mapping[str, str]) -> str:
+    """The command that removes those of the variables that are there.
+
+    >>> unset(["A", "B", "C"], {"A": "1", "C": "2"})
+    'unset A C'
+    """
+    return f"unset {' '.join(shlex.quote(name) for name in names if name in environ)}"
+
+
+def rendezvous(environ: Mapping[str, str]) -> tuple[str, int | None] | None:
+    """The host and port that `TFRING_RENDEZVOUS` names.
+
+    >>> rendezvous({"TFRING_RENDEZVOUS": "node1"}), rendezvous({"TFRING_RENDEZVOUS": "[fd00::1]:20000"})
+    (('node1', None), ('fd00::1', 20000))
+    """
+    from tfring.cluster.address import parse_address
+
+    text = config.read("TFRING_RENDEZVOUS", environ)
+    if text is None:
+        return None
+    has_port = text.count(":") == 1 or "]:" in text
+    try:
+        bare = f"[{text.strip('[]')}]" if text.count(":") > 1 and not has_port else text
+        address = parse_address(text if has_port else f"{bare}:1")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"TFRING_RENDEZVOUS is the host of rank 0, or its host:port. Received: TFRING_RENDEZVOUS={text!r}. "
+            f"{error}\nWrite, for instance:\n  export TFRING_RENDEZVOUS=node1:20000"
+        ) from None
+    return address.host, address.port if has_port else None
+
+
+def _error(rule: str, received: str, of: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(f"{rule} ({of} sets it). Received: {received}. {remedy}")

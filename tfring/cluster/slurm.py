@@ -1,0 +1,58 @@
+"""SLURM: the tasks of `srun`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfring.cluster import allocation
+from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.errors import ConfigurationError
+
+# A task of `srun -N 2 -n 3` holds, among some sixty (SLURM 22.05):
+#   SLURM_JOB_ID=17 SLURM_STEP_ID=0 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1
+#   SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NODELIST=node[001-002] SLURM_STEP_TASKS_PER_NODE=2,1
+# The one process of a batch script holds SLURM_PROCID=0 and SLURM_NTASKS=3 too, but no SLURM_STEP_ID; the shell of
+# `salloc` has neither.
+PROCID = "SLURM_PROCID"
+STEP_ID = "SLURM_STEP_ID"
+NUM_TASKS = "SLURM_STEP_NUM_TASKS"
+NODE_LIST = "SLURM_STEP_NODELIST"
+TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
+JOB_ID = "SLURM_JOB_ID"
+
+SOURCE = "SLURM"
+VARIABLES = (PROCID, STEP_ID, NUM_TASKS, NODE_LIST, TASKS_PER_NODE)
+_REMEDY = "Start the program with `srun`, which sets them:\n  srun -n 4 python train.py"
+
+
+def read(environ: Mapping[str, str]) -> Seat | None:
+    """This task of a step; None in a batch script, in `salloc`, outside of SLURM.
+
+    Raises:
+        ConfigurationError: The variables are malformed or contradict each other.
+    """
+    if not environ.get(STEP_ID) or PROCID not in environ:
+        return None
+    remedy = f"{_REMEDY}\nor run without what is left over of a step:\n  {unset(VARIABLES, environ)}"
+    rank, world_size = read_numbers(environ, PROCID, NUM_TASKS, of=SOURCE, remedy=remedy)
+    nodes = allocation.expand(environ.get(NODE_LIST, ""), NODE_LIST)
+    tasks = allocation.per_node(environ.get(TASKS_PER_NODE, ""))
+    if len(tasks) != len(nodes) or sum(tasks) != world_size:
+        raise ConfigurationError(
+            f"{TASKS_PER_NODE} has a number for each node of {NODE_LIST}, {NUM_TASKS} in all. Received: "
+            f"{TASKS_PER_NODE}={environ.get(TASKS_PER_NODE)}, {NODE_LIST}={environ.get(NODE_LIST)}, "
+            f"{NUM_TASKS}={world_size}. {remedy}"
+        )
+    return Seat(
+        rank,
+        world_size,
+        SOURCE,
+        job=f"{environ.get(JOB_ID, '')}.{environ[STEP_ID]}",
+        host="127.0.0.1" if len(nodes) == 1 else nodes[0],
+        remedy="" if len(nodes) == 1 else "Name rank 0's host:\n  export TFRING_RENDEZVOUS=node1",
+    )
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Whether this is the shell of an allocation, from where `srun` starts tasks, and not a task itself."""
+    return bool(environ.get(JOB_ID)) and not environ.get(STEP_ID)

@@ -1,0 +1,79 @@
+"""Variables in the style of torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+torchrun sets them, Kubeflow's PyTorchJob does, Ray Train for torch does, and so do many scripts by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfring.cluster.address import parse_address
+from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.errors import ConfigurationError
+
+# One of two workers of `torchrun --nproc-per-node 2` holds, among others:
+#   RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=node1 MASTER_PORT=29500
+#   TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True
+# Kubeflow's PyTorchJob sets the four needed; older ones MASTER_ADDR=localhost on rank 0.
+RANK = "RANK"
+WORLD_SIZE = "WORLD_SIZE"
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+
+SOURCE = "torchrun-style variables"
+VARIABLES = (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+_EXAMPLE = "export RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500   # RANK=1 for the second process, and so on"
+
+
+def read(environ: Mapping[str, str]) -> Seat | None:
+    """The place these variables give; None without RANK and one of the others, which are too common alone.
+
+    Raises:
+        ConfigurationError: Some are missing or malformed.
+    """
+    if RANK not in environ or not any(name in environ for name in VARIABLES[1:]):
+        return None
+    remedy = f"Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
+    missing = [name for name in VARIABLES if not environ.get(name, "").strip()]
+    if missing == [MASTER_ADDR, MASTER_PORT] and environ[WORLD_SIZE].strip() == "1":
+        missing = []  # nobody to meet
+    if missing:
+        received = " ".join(f"{name}={environ[name]}" for name in VARIABLES if name in environ)
+        raise ConfigurationError(
+            f"{SOURCE} come together. Received: {received}, without {', '.join(missing)}. {remedy}"
+        )
+    rank, world_size = read_numbers(environ, RANK, WORLD_SIZE, of="torchrun", remedy=remedy)
+    if world_size == 1:
+        return Seat(rank, world_size, SOURCE, job="alone")
+    host, port = environ[MASTER_ADDR].strip(), environ[MASTER_PORT].strip()
+    try:
+        address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"MASTER_ADDR is rank 0's host and MASTER_PORT a port of it. Received: MASTER_ADDR={host!r}, "
+            f"MASTER_PORT={port!r}. {error} {remedy}"
+        ) from None
+    # torchrun's agent may listen at that port itself. Rank 0 then takes another, which follows from the two.
+    taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Seat(
+        rank,
+        world_size,
+        SOURCE,
+        job=f"{environ.get('TORCHELASTIC_RUN_ID', '')} {port} {environ.get('TORCHELASTIC_RESTART_COUNT', '')}",
+        host="127.0.0.1" if environ.get(LOCAL_WORLD_SIZE) == str(world_size) else address.host,
+        port=None if taken else address.port,
+    )
+
+
+def check_not_half(environ: Mapping[str, str]) -> None:
+    """Where no source spoke: a world size and an address without a rank would be a lone training in each process.
+
+    Raises:
+        ConfigurationError: So it is.
+    """
+    if environ.get(WORLD_SIZE, "1").strip() not in ("", "0", "1") and environ.get(MASTER_ADDR):
+        raise ConfigurationError(
+            f"{SOURCE} come together. Received: WORLD_SIZE={environ[WORLD_SIZE]}, MASTER_ADDR={environ[MASTER_ADDR]}, "
+            f"without RANK. Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
+        )

@@ -1,0 +1,202 @@
+"""The launcher's hand on another host: `python -m tfring.launch.agent`, started over ssh or srun.
+
+It starts the workers of its host, passes on what they print and how they end, and stops them when its standard input
+closes: so they end with the launcher, even if that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from tfring.cluster import Cluster, ports
+from tfring.errors import ConfigurationError
+from tfring.launch import frames, processes, worker
+from tfring.launch.guard import STOP_SIGNALS, run_guarded
+
+_STDIN, _STDOUT = 0, 1
+_TERMINATE_SECONDS = 5.0
+
+
+class _Agent:
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._processes: dict[int, worker.Started] = {}  # by rank, those that run
+        self._open = 0  # of their streams
+        self._stdin: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._kill_at: float | None = None
+        self._gone = False
+
+    def run(self, parent_gone: int) -> int:
+        children, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for signum in (*STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(signum, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        _tell(frames.MAGIC)
+        unpacker = frames.Unpacker()
+        self._watch(_STDIN, lambda: self._on_input(unpacker))
+        self._watch(parent_gone, lambda: self._on_gone(parent_gone))
+        self._watch(children, lambda: self._on_signals(children))
+        self._setup: dict[str, Any] | None = None
+        self._started = False
+        try:
+            while not (self._gone and not self._processes) and not (self._started and self._is_done()):
+                timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+                for key, _ in self._selector.select(timeout):
+                    key.data()
+                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                    self._kill_at = None
+                    self._signal(signal.SIGKILL)
+        finally:
+            processes.end_descendants()
+        return 0
+
+    def _is_done(self) -> bool:
+        return not self._processes and not self._open
+
+    def _on_input(self, unpacker: frames.Unpacker) -> None:
+        data = os.read(_STDIN, 1 << 16)
+        if not data:
+            self._on_gone(_STDIN)
+            return
+        for message, content in unpacker.feed(data):
+            if "ranks" in message:
+                self._prepare(message)
+            elif "addresses" in message:
+                self._start(message["addresses"])
+            elif "stdin" in message:
+                self._stdin.put(content or None)
+            elif "signal" in message:
+                self._signal(message["signal"], message["rank"])
+
+    def _prepare(self, setup: dict[str, Any]) -> None:
+        self._setup = setup
+        os.environ.update({name: text for name, text in setup["environ"].items() if name.startswith("TFRING_")})
+        try:
+            # "192.0.2.9 50000 192.0.2.1 22": by the address that the launcher took, the others get here too.
+            to_here = [*os.environ.get("SSH_CONNECTION", "").split(), *[""] * 4][2]
+            if setup["alone"]:
+                to_here = "127.0.0.1"
+            elif to_here and ports.is_loopback(to_here):
+                to_here = ""
+            address = ports.named_address() or to_here or ports.own_address()
+            loopback = ports.is_loopback(address)
+            self._listeners = [ports.open_listener(loopback=loopback) for _ in setup["ranks"]]
+        except (OSError, ConfigurationError) as error:
+            _tell(frames.pack(problem=str(error)))
+            self._gone = True
+            return
+        listening = [listener.getsockname()[1] for listener in self._listeners]
+        _tell(frames.pack(listening=listening, address=address))
+
+    def _start(self, addresses: list[str]) -> None:
+        assert self._setup is not None
+        setup, self._started = self._setup, True
+        ranks = setup["ranks"]
+        # Set for the program, and never seen on a command line. Ours comes from ssh: HOME, PATH and the like.
+        environ = {**os.environ, **setup["environ"]}
+        for local_rank, (rank, listener) in enumerate(zip(ranks, self._listeners, strict=True)):
+            cluster = Cluster(
+                rank,
+                len(addresses),
+                local_rank,
+                len(ranks),
+                setup["num_nodes"],
+                tuple(addresses),
+                "tfring launch",
+                listener.fileno(),
+            )
+            command = [sys.executable, *setup["command"]]
+            stdin = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            try:
+                started = worker.start(command, cluster, environ, stdin=stdin)
+            except OSError as error:
+                _tell(frames.pack(problem=f"could not start rank {rank}: {error}"))
+                self._stop()
+                return
+            self._processes[rank] = started
+            for name, fd in (("out", started.out), ("err", started.err)):
+                self._open += 1
+                self._watch(fd, functools.partial(self._on_output, rank, name, fd))
+            if rank == 0:
+                threading.Thread(target=self._feed, args=(started.process.stdin,), daemon=True).start()
+        for listener in self._listeners:
+            listener.close()
+
+    def _on_output(self, rank: int, name: str, fd: int) -> None:
+        data = os.read(fd, 1 << 16)
+        if data:
+            _tell(frames.pack(data, rank=rank, stream=name))
+        else:
+            self._selector.unregister(fd)
+            os.close(fd)
+            self._open -= 1
+
+    def _on_signals(self, fd: int) -> None:
+        if set(os.read(fd, 256)) & set(STOP_SIGNALS):  # the host shuts down, or the batch system ends the job
+            self._stop()
+        for pid, code in processes.reap().items():
+            for rank, started in list(self._processes.items()):
+                if started.process.pid == pid:
+                    started.process.returncode = code
+                    self._drain(rank, started)
+                    del self._processes[rank]
+                    with contextlib.suppress(OSError):
+                        _tell(frames.pack(rank=rank, code=code))
+
+    def _drain(self, rank: int, started: worker.Started) -> None:
+        """What a worker has printed comes before its end; what it has started may hold its streams open for longer."""
+        for name, fd in (("out", started.out), ("err", started.err)):
+            if fd in self._selector.get_map():
+                os.set_blocking(fd, False)
+                with contextlib.suppress(OSError):
+                    while data := os.read(fd, 1 << 16):
+                        _tell(frames.pack(data, rank=rank, stream=name))
+                self._selector.unregister(fd)
+                os.close(fd)
+                self._open -= 1
+
+    def _on_gone(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._gone = True
+        self._stdin.put(None)
+        self._signal(signal.SIGTERM)
+        self._kill_at = time.monotonic() + _TERMINATE_SECONDS
+
+    def _signal(self, signum: int, only: int | None = None) -> None:
+        for rank, started in self._processes.items():
+            if only in (None, rank):
+                processes.send_signal(started.process.pid, signum, to_group=True)
+
+    def _feed(self, stdin: Any) -> None:
+        """Gives rank 0 its standard input, in a thread of its own: it may not read."""
+        with contextlib.suppress(OSError), stdin:
+            while (data := self._stdin.get()) is not None:
+                stdin.write(data)
+                stdin.flush()
+
+    def _watch(self, fd: int, on_ready: Any) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, on_ready)
+
+
+def _tell(data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the launcher is gone; standard input will say so
+        frames.write(_STDOUT, data)
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(_Agent().run))

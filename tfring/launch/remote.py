@@ -1,0 +1,138 @@
+"""A host reached over ssh, or a node over srun: the launcher's side of frames.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tfring.launch import frames, processes
+from tfring.launch.hosts import Host
+
+# Of the launcher's environment a worker elsewhere gets these, and what --env names.
+_PASSED_PREFIXES = ("TFRING_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "PYTHON")
+_NOT_PASSED = ("TF_CONFIG",)
+
+
+class Way(NamedTuple):
+    """How to get to hosts, and what the workers find there."""
+
+    connect: Callable[[str, str], list[str]]  # the host, a shell command -> the command that runs it there
+    python: str
+    workdir: str
+    environ: dict[str, str]
+
+
+def passed_on(environ: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that workers on other hosts get.
+
+    >>> passed_on({"KERAS_BACKEND": "tensorflow", "HOME": "/root", "TOKEN": "x"}, ["TOKEN"])
+    {'KERAS_BACKEND': 'tensorflow', 'TOKEN': 'x'}
+    """
+    return {
+        name: text
+        for name, text in environ.items()
+        if name in names or (name.startswith(_PASSED_PREFIXES) and name not in _NOT_PASSED)
+    }
+
+
+def ssh(
+    host: str,
+    command: str,
+    *,
+    port: int | None = None,
+    identity: pathlib.Path | None = None,
+    config: pathlib.Path | None = None,
+) -> list[str]:
+    """The command that runs a shell command on a host, never asking for anything.
+
+    >>> ssh("user@host1", "uname", port=2222)[-5:]
+    ['-p', '2222', '--', 'user@host1', 'uname']
+    """
+    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ServerAliveCountMax=8"]
+    flags = [flag for option in options for flag in ("-o", option)]
+    flags += ["-F", str(config)] if config else []
+    flags += ["-i", str(identity)] if identity else []
+    flags += ["-p", str(port)] if port else []
+    return ["ssh", "-T", *flags, "--", host, command]
+
+
+def srun(host: str, command: str) -> list[str]:
+    """The command that runs a shell command on a node of this allocation, beside whatever runs there.
+
+    >>> srun("node1", "uname")[-4:]
+    ['--nodelist=node1', 'sh', '-c', 'uname']
+    """
+    job = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+    return [*job, f"--nodelist={host}", "sh", "-c", command]
+
+
+class RemoteHost:
+    """An agent on a host, with the workers it has been given."""
+
+    def __init__(self, host: Host, ranks: range, way: Way) -> None:
+        self.name = host.name
+        self.ranks = ranks
+        self.listening: list[int] | None = None
+        self.address = ""
+        self._way = way
+        self._unpacker = frames.Unpacker(frames.MAGIC)
+        self._writing = threading.Lock()
+
+    def start(self, command: Sequence[str], num_nodes: int) -> None:
+        """Goes there, and says what to run (1)."""
+        agent = f"cd -- {shlex.quote(self._way.workdir)} && exec {shlex.quote(self._way.python)} -m tfring.launch.agent"
+        connect = self._way.connect(self.name, agent)
+        self.way_there = connect[0]
+        self.process = subprocess.Popen(
+            connect,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self.fd = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self.tell(
+            ranks=list(self.ranks),
+            command=list(command),
+            cwd=self._way.workdir,
+            environ=self._way.environ,
+            num_nodes=num_nodes,
+            alone=num_nodes == 1,
+        )
+
+    def tell(self, data: bytes = b"", **message: Any) -> None:
+        """Sends a frame; nowhere, if the way there is gone."""
+        with self._writing, contextlib.suppress(OSError):
+            frames.write(self._stdin, frames.pack(data, **message))
+
+    def read(self) -> list[tuple[dict[str, Any], bytes]] | None:
+        """The frames that have come; None once the way there is closed."""
+        data = os.read(self.fd, 1 << 18)
+        return list(self._unpacker.feed(data)) if data else None
+
+    def forward_stdin(self) -> None:
+        """Passes this process's standard input on, from a thread of its own: it may be a file, a terminal, a pipe."""
+
+        def forward() -> None:
+            with contextlib.suppress(OSError):
+                while data := os.read(0, 1 << 14):
+                    self.tell(data, stdin=True)
+            self.tell(stdin=True)
+
+        threading.Thread(target=forward, daemon=True).start()
+
+    def close(self) -> None:
+        """Lets the agent end; it stops what still runs."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+
+    def kill(self) -> None:
+        """Gives the way there up."""
+        processes.send_signal(self.process.pid, 9)

@@ -1,0 +1,61 @@
+"""Starts one worker, on whichever host this is."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tfring.cluster import Cluster, launch_variables
+from tfring.launch import processes
+from tfring.launch.cpus import available_cpus, thread_variables
+
+
+class Started(NamedTuple):
+    """A worker's process, and where to read what it prints."""
+
+    process: subprocess.Popen
+    out: int
+    err: int
+
+
+def start(
+    command: Sequence[str], cluster: Cluster, environ: Mapping[str, str], *, stdin: int | None, cwd: str | None = None
+) -> Started:
+    """Starts the worker that takes `cluster`'s place, in a group of its own. It dies with this process.
+
+    Args:
+        command: The program with its arguments.
+        cluster: Its place, with the socket it inherits.
+        environ: To which the launcher adds.
+        stdin: As `subprocess.Popen` takes it.
+        cwd: Where it runs; here by default.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    assert cluster.listen_fd is not None
+    threads = thread_variables(cluster.local_world_size, available_cpus(), environ)
+    variables = {**environ, **threads, **launch_variables.write(cluster)}
+    variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
+    variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    try:
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            cwd=cwd,
+            stdin=stdin,
+            stdout=out_end,
+            stderr=err_end,
+            pass_fds=[cluster.listen_fd],
+            start_new_session=True,  # leads a group of its own, to be signalled with what it starts
+            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+        )
+    finally:
+        os.close(out_end)
+        os.close(err_end)
+    return Started(process, out, err)
