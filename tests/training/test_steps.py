@@ -253,6 +253,7 @@ def custom_models():
     }
 
 
+@pytest.mark.oldest
 def test_own_train_step_and_several_outputs():
     assert_equal(workers(3).run(custom_models, timeout=300))
 
@@ -284,6 +285,7 @@ def on_batch(bounds):
     return {"on_batch": {**errors, "bits": bits(model)}}
 
 
+@pytest.mark.oldest
 def test_on_batch_methods_take_each_workers_own_share():
     assert_equal(workers(3).run(on_batch, [0, 5, 38, 40]))
 
