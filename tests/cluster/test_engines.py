@@ -154,8 +154,11 @@ def test_slurm(tmp_path):
         f"{python} -m tfring.launch {REPORT}\n"
         f"{' '.join(mpirun('mpich', '-n', '2'))}\n"
     )
+    examples = sorted((ENGINES.parents[2] / "examples" / "slurm").glob("*.sh"))
+    assert examples
+    tries = "".join(f"sbatch --test-only {example} || exit 1; " for example in examples)
     done = subprocess.run(
-        [ENGINES / "slurm.sh", "bash", "-c", f"sbatch --wait {script}; cat {tmp_path}/output"],
+        [ENGINES / "slurm.sh", "bash", "-c", f"{tries}sbatch --wait {script}; cat {tmp_path}/output"],
         env=ENVIRON,
         capture_output=True,
         text=True,
@@ -169,6 +172,18 @@ def test_slurm(tmp_path):
         ("tfring launch", 3),
         ("MPICH or Intel MPI", 2),
     ]
+
+
+def test_kubernetes_manifests():
+    """By the schema of Kubernetes' own API."""
+    try:
+        tool = packages.engine("kubernetes-validate") / "kubernetes-validate"
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"kubernetes-validate is not to be had from the package index: {error.stderr[-300:]}")
+    manifests = sorted((ENGINES.parents[2] / "examples" / "kubernetes").glob("*.yaml"))
+    assert manifests
+    done = subprocess.run([tool, "--strict", *manifests], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _free_port():

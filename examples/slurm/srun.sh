@@ -1,0 +1,9 @@
+#!/bin/bash
+# Each task of srun is a worker; nothing else is needed.
+#   sbatch examples/slurm/srun.sh
+#SBATCH --job-name=movies
+#SBATCH --ntasks=4
+#SBATCH --cpus-per-task=1
+#SBATCH --time=00:30:00
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} TF_NUM_INTRAOP_THREADS=${SLURM_CPUS_PER_TASK:-1}
+srun python examples/movielens.py
