@@ -8,7 +8,10 @@ and in one process. The synchronized run is the one-process run; the plain one n
 and is not. Prints both comparisons and plots the accuracy of each epoch.
 """
 
+from __future__ import annotations
+
 import argparse
+import pathlib
 
 import keras
 import numpy as np
@@ -110,34 +113,53 @@ def plot(curves, path, title):
     axes.set(xlabel="epoch", ylabel="accuracy on the test images", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def compare(strategy, data, epochs):
+    """Trains all three ways; rank 0 also alone.
+
+    Returns:
+      `{name: (accuracy after each epoch, its largest distance from one process, that of any weight after one epoch)}`
+      on rank 0, None on the others.
+    """
+    runs = {
+        "SyncBatchNormalization": train(data, tfring.SyncBatchNormalization, epochs, strategy),
+        "BatchNormalization": train(data, keras.layers.BatchNormalization, epochs, strategy),
+    }
+    if not strategy.cluster.is_chief:
+        return None
+    runs["one process"] = train(data, keras.layers.BatchNormalization, epochs)
+    want_weights, want_accuracy = runs["one process"]
+    return {
+        name: (
+            accuracy,
+            max(abs(a - b) for a, b in zip(accuracy, want_accuracy, strict=True)),
+            difference(weights, want_weights),
+        )
+        for name, (weights, accuracy) in runs.items()
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--shuffled", action="store_true", help="all workers see all digits")
-    parser.add_argument("--output", default="digits_sync_bn.png", help="where the plot goes")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results", "digits_sync_bn.png"))
     arguments = parser.parse_args()
 
     strategy = tfring.RingStrategy()
     workers = strategy.cluster.world_size
-    data = digits(arguments.shuffled)
-    runs = {
-        "SyncBatchNormalization": train(data, tfring.SyncBatchNormalization, arguments.epochs, strategy),
-        "BatchNormalization": train(data, keras.layers.BatchNormalization, arguments.epochs, strategy),
-    }
-    if strategy.cluster.is_chief:
-        runs["one process"] = train(data, keras.layers.BatchNormalization, arguments.epochs)
-        seen = "all" if arguments.shuffled else "other"
-        print(f"{workers} workers with {BATCH // workers} images each, {seen} digits\n")
-        print("| | accuracy | off one process: most in any epoch | any weight, after one epoch |\n|---|---|---|---|")
-        want_weights, want_accuracy = runs["one process"]
-        for name, (weights, accuracy) in runs.items():
-            off = max(abs(a - b) for a, b in zip(accuracy, want_accuracy, strict=True))
-            print(f"| {name} | {accuracy[-1]:.3f} | {off:.3f} | {difference(weights, want_weights):.0e} |")
+    results = compare(strategy, digits(arguments.shuffled), arguments.epochs)
+    if results:
         title = f"Digits, {workers} workers with {BATCH // workers} images each"
-        plot({name: accuracy for name, (_, accuracy) in runs.items()}, arguments.output, title)
+        print(f"{title}; each worker sees {'all' if arguments.shuffled else 'other'} digits\n")
+        print("| | accuracy | off one process: most in any epoch | any weight, after one epoch |\n|---|---|---|---|")
+        for name, (accuracy, off, weights_off) in results.items():
+            print(f"| {name} | {accuracy[-1]:.3f} | {off:.3f} | {weights_off:.0e} |")
+        plot({name: accuracy for name, (accuracy, *_) in results.items()}, arguments.output, title)
         print(f"\nThe curves: {arguments.output}")
     strategy.barrier()
     strategy.close()

@@ -19,6 +19,7 @@ import secrets
 import statistics
 import subprocess
 import sys
+import time
 from multiprocessing import connection
 
 HERE = pathlib.Path(__file__).parent
@@ -66,9 +67,12 @@ class Contestant:
             for c in commands
         ]
         self.pipes = {}
+        deadline = time.monotonic() + START_SECONDS
         while len(self.pipes) < ranks:
-            if not connection.wait([listener._listener._socket], START_SECONDS):
-                raise RuntimeError(f"{name} did not start\n{self.errors()}")
+            if not connection.wait([listener._listener._socket], 1):
+                if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
+                    raise RuntimeError(f"{name} did not start\n{self.errors()}")
+                continue
             pipe = listener.accept()
             self.pipes[pipe.recv()] = pipe
         self.facts, self.collectives = self.ask("facts")[0]

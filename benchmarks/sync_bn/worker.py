@@ -56,7 +56,9 @@ class Contestant:
         def replica():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(model(x, training=True) ** 2)
-            gradients = tape.gradient(loss, [getattr(v, "value", v) for v in model.trainable_variables])
+            # Keras 3 wraps TensorFlow's variables, Keras 2 (Horovod's) does not.
+            variables = [v if isinstance(v, tf.Variable) else v.value for v in model.trainable_variables]
+            gradients = tape.gradient(loss, variables)
             gradients = [g if tf.is_tensor(g) else tf.convert_to_tensor(g) for g in gradients]
             return tf.add_n([tf.reduce_sum(g) for g in gradients])
 
