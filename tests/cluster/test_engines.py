@@ -171,7 +171,7 @@ def test_slurm(tmp_path):
         ("SLURM", 3),
         ("tfring launch", 3),
         ("MPICH or Intel MPI", 2),
-    ]
+    ], done
 
 
 def test_kubernetes_manifests():

@@ -4,24 +4,22 @@
 #   apt-get install slurm-wlm munge
 #   tests/cluster/engines/slurm.sh srun -n 3 python train.py
 #
-# Everything it writes is in a folder of its own, and it stops what it started.
+# Everything it writes is in a folder of its own.
 set -euo pipefail
+# In a PID namespace of its own, with which all ends, however this script does: SLURM's steps are nobody's children.
+if [ "${TFRING_SLURM_NAMESPACE:-}" != 1 ]; then
+  TFRING_SLURM_NAMESPACE=1 exec unshare --pid --mount-proc --fork --kill-child "$0" "$@"
+fi
+unset TFRING_SLURM_NAMESPACE
 folder=$(mktemp -d)
 chmod 755 "$folder"
+trap 'rm -rf "$folder"' EXIT
 host=$(hostname -s)
-pids=()
-stop() {
-  for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
-  for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
-  rm -rf "$folder"
-}
-trap stop EXIT
 
 head -c 1024 /dev/urandom > "$folder/key"
 chmod 400 "$folder/key"
 munged --foreground --force --key-file="$folder/key" --socket="$folder/munge" --log-file="$folder/munged.log" \
   --pid-file="$folder/munged.pid" --seed-file="$folder/seed" > "$folder/munged.out" 2>&1 &
-pids+=($!)
 
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 cat > "$folder/slurm.conf" <<CONF
@@ -44,6 +42,7 @@ SelectTypeParameters=CR_CPU
 SwitchType=switch/none
 MpiDefault=none
 SchedulerParameters=sched_min_interval=0
+FirstJobId=$((RANDOM * 100 + RANDOM % 100 + 1))
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
@@ -55,9 +54,7 @@ CONF
 mkdir "$folder/state" "$folder/spool"
 export SLURM_CONF="$folder/slurm.conf"
 slurmctld -D > "$folder/slurmctld.log" 2>&1 &
-pids+=($!)
 slurmd -D -N "$host" > "$folder/slurmd.log" 2>&1 &
-pids+=($!)
 for _ in $(seq 100); do
   if sinfo --noheader --format=%T 2>/dev/null | grep -q idle; then ready=1; break; fi
   sleep 0.2
