@@ -11,21 +11,15 @@ median over the rounds. So what the machine does meanwhile hits all alike, and r
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import pathlib
-import platform
-import secrets
-import shutil
-import socket
 import statistics
-import subprocess
 import sys
-from multiprocessing import connection
 
 HERE = pathlib.Path(__file__).parent
-START_SECONDS = 180
-MEASURE_SECONDS = 120
+sys.path.insert(0, str(HERE.parent))
+
+import contest  # noqa: E402
 
 # name: heading, what it runs on
 CONTESTANTS = {
@@ -39,95 +33,14 @@ CONTESTANTS = {
 }
 
 
-class Contestant:
-    """The processes of one contestant, each with a connection to this one."""
-
-    def __init__(self, name: str, python: str, ranks: int, listener: connection.Listener) -> None:
-        self.name = name
-        ports = _free_ports(ranks)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(HERE.parents[1]),
-            "TFRING_BENCHMARK": f"{listener.address[1]} {_key.hex()}",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "CUDA_VISIBLE_DEVICES": "-1",
-        }
-        worker = [python, str(HERE / "worker.py"), name, str(ranks), ",".join(map(str, ports))]
-        tools = pathlib.Path(python).parent
-        if name == "mpich":
-            commands = [[str(tools / "mpiexec"), "-n", str(ranks), *worker]]
-        elif name == "horovod":
-            commands = [[str(tools / "horovodrun"), "-np", str(ranks), "--gloo", *worker]]
-        else:
-            commands = [[*worker, str(rank)] for rank in range(ranks)]
-        self.processes = [
-            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            for command in commands
-        ]
-        self.pipes: dict[int, connection.Connection] = {}
-        while len(self.pipes) < ranks:
-            if not connection.wait([listener._listener._socket], START_SECONDS):  # type: ignore[attr-defined]
-                raise RuntimeError(f"{name} did not start\n{self.errors()}")
-            pipe = listener.accept()
-            self.pipes[pipe.recv()] = pipe
-        self.facts = self.ask("facts")[0]
-
-    def ask(self, *question: object) -> list:
-        """Puts a question to all ranks; their answers, by rank."""
-        for pipe in self.pipes.values():
-            pipe.send(question)
-        answers = []
-        for rank in sorted(self.pipes):
-            if not self.pipes[rank].poll(MEASURE_SECONDS):
-                raise RuntimeError(f"{self.name}: rank {rank} did not answer {question}\n{self.errors()}")
-            try:
-                answers.append(self.pipes[rank].recv())
-            except EOFError:
-                raise RuntimeError(f"{self.name}: rank {rank} died\n{self.errors()}") from None
-        return answers
-
-    def errors(self) -> str:
-        self.close()
-        return "\n".join(process.stderr.read().decode()[-2000:] for process in self.processes)
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-def _can_import(python: str, module: str) -> bool:
-    if shutil.which(python) is None:
-        return False
-    command = [python, "-c", f"import {module}"]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
-
-
-_key = secrets.token_bytes(16)
 _MODULES = {"tensorflow": "tensorflow", "horovod": "horovod.tensorflow", "gloo": "torch", "mpich": "mpi4py"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    contest.add_arguments(parser, CONTESTANTS)
     parser.add_argument("--bytes", default="4,4K,16K,256K,1M,16M,64M", help="sizes, e.g. 4,16K,64M")
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--peers-python", default=sys.executable, help="has torch and mpi4py")
-    parser.add_argument("--horovod-python", default=str(HERE / ".horovod" / "bin" / "python"))
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="measure at real-time priority (needs root), where the machine has other things to do",
-    )
     arguments = parser.parse_args()
     sizes = [_parse_size(text) for text in arguments.bytes.split(",")]
     pythons = {
@@ -137,32 +50,22 @@ def main() -> None:
     }
     load_before = os.getloadavg()[0]
 
-    running: list[Contestant] = []
-    missing = []
-    with connection.Listener(("127.0.0.1", 0), backlog=64, authkey=_key) as listener:
-        try:
-            for name in arguments.contestants.split(","):
-                python = pythons[CONTESTANTS[name][1]]
-                module = _MODULES.get(name, "tensorflow")
-                if not _can_import(python, module):
-                    missing.append(f"{CONTESTANTS[name][0]} (no {module} for {python})")
-                    continue
-                running.append(Contestant(name, python, arguments.ranks, listener))
-                print(f"started {name}", file=sys.stderr)
-            # First, while nothing freed earlier can be used again.
-            memory = {c.name: max(c.ask("memory", sizes[-1])) for c in running if c.name.startswith("tfring")}
-            times: dict[tuple[str, int], list[float]] = {}
-            for round_number in range(arguments.rounds + 1):
-                for size in sizes:
-                    for contestant in running:
-                        # A collective takes as long as its slowest rank. The first round warms up.
-                        seconds = max(contestant.ask("measure", size, arguments.realtime))
-                        if round_number > 0:
-                            times.setdefault((contestant.name, size), []).append(seconds)
-                print(f"round {round_number} of {arguments.rounds}", file=sys.stderr)
-        finally:
-            for contestant in running:
-                contestant.close()
+    wanted = []
+    for name in arguments.contestants.split(","):
+        heading, runs_on = CONTESTANTS[name]
+        wanted.append((name, heading, pythons[runs_on], _MODULES.get(name, "tensorflow")))
+    with contest.started(HERE / "worker.py", wanted, arguments.ranks) as (running, missing):
+        # First, while nothing freed earlier can be used again.
+        memory = {c.name: max(c.ask("memory", sizes[-1])) for c in running if c.name.startswith("tfring")}
+        times: dict[tuple[str, int], list[float]] = {}
+        for round_number in range(arguments.rounds + 1):
+            for size in sizes:
+                for contestant in running:
+                    # A collective takes as long as its slowest rank. The first round warms up.
+                    seconds = max(contestant.ask("measure", size, arguments.realtime))
+                    if round_number > 0:
+                        times.setdefault((contestant.name, size), []).append(seconds)
+            print(f"round {round_number} of {arguments.rounds}", file=sys.stderr)
     _print(arguments, sizes, running, missing, times, memory, load_before)
 
 
@@ -224,20 +127,8 @@ def _print(arguments, sizes, running, missing, times, memory, load_before) -> No
             f"{CONTESTANTS[name][0]}: at its peak a rank holds {peak / sizes[-1]:.2f} times the "
             f"{_size_text(sizes[-1])} tensor beside it, the result included.\n"
         )
-    print(f"Machine: {_machine()}. Date: {datetime.date.today()}.")
-    print(f"Load {load_before:.1f} at the start{', measured at real-time priority' * arguments.realtime}.")
-    print("Versions: " + ", ".join(sorted({f for c in running for f in c.facts})) + ".")
-    if missing:
-        print("Left out: " + "; ".join(missing) + ".")
-
-
-def _machine() -> str:
-    model = "unknown processor"
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, Linux {platform.release().split('-')[0]}"
+    facts = [fact for contestant in running for fact in contestant.facts]
+    contest.print_conditions(arguments.realtime, facts, missing, load_before)
 
 
 if __name__ == "__main__":

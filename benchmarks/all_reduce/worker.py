@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sys
 import time
-from multiprocessing import connection
 from types import SimpleNamespace
+
+import contest
 
 BUDGET_SECONDS = 0.3  # for the calls of one measurement
 MAX_CALLS = 400
@@ -162,24 +161,6 @@ MAKERS = {
 }
 
 
-@contextlib.contextmanager
-def realtime(wanted: bool):
-    """All threads of the process at real-time priority."""
-
-    def schedule(policy: int, priority: int) -> None:
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
-
-    if wanted:
-        schedule(os.SCHED_FIFO, 10)
-    try:
-        yield
-    finally:
-        if wanted:
-            schedule(os.SCHED_OTHER, 0)
-
-
 def measure(contestant, size: int, calls: dict[int, int]) -> float:
     """Seconds a call takes, on average over as many as fit the budget; all ranks make the same number."""
     contestant.value(size)
@@ -215,27 +196,17 @@ def _status_bytes(field: str) -> int:
 
 
 def main() -> None:
-    name, ranks, ports = sys.argv[1], int(sys.argv[2]), [int(port) for port in sys.argv[3].split(",")]
-    launched = {"mpich": "PMI_RANK", "horovod": "HOROVOD_RANK"}.get(name)
-    rank = int(os.environ[launched]) if launched else int(sys.argv[4])
-    port, key = os.environ["TFRING_BENCHMARK"].split()
-    contestant = MAKERS[name](rank, ranks, ports)
-    pipe = connection.Client(("127.0.0.1", int(port)), authkey=bytes.fromhex(key))
-    pipe.send(rank)
+    name, *where = contest.place()
+    contestant = MAKERS[name](*where)
     calls: dict[int, int] = {}
-    while True:
-        try:
-            question, *arguments = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        if question == "facts":
-            pipe.send(contestant.facts())
-        elif question == "measure":
-            with realtime(arguments[1]):
-                seconds = measure(contestant, arguments[0], calls)
-            pipe.send(seconds)
-        elif question == "memory":
-            pipe.send(peak_memory(contestant, arguments[0]))
+
+    def timed(size: int, at_realtime: bool) -> float:
+        with contest.realtime(at_realtime):
+            return measure(contestant, size, calls)
+
+    contest.serve(
+        where[0], facts=contestant.facts, measure=timed, memory=lambda size: peak_memory(contestant, size)
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ sent; times are medians over interleaved rounds.
 from __future__ import annotations
 
 import argparse
-import datetime
 import multiprocessing
-import os
 import pathlib
 import statistics
 import sys
@@ -21,8 +19,10 @@ import types
 
 import numpy as np
 
-HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "all_reduce")]
+BENCHMARKS = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
+
+import contest  # noqa: E402
 
 START_SECONDS = 60
 MEASURE_SECONDS = 120
@@ -75,12 +75,10 @@ class Exchange:
 
 
 def serve(pipe, *arguments):
-    from worker import realtime  # the other benchmark's
-
     exchange = Exchange(*arguments)
     pipe.send(None)
     while (question := pipe.recv()) is not None:
-        with realtime(question[-1]):
+        with contest.realtime(question[-1]):
             answer = exchange.measure(*question[:-1])
         pipe.send(answer)
 
@@ -94,10 +92,8 @@ def answers(pipes, seconds):
 
 def measured(ranks, arguments):
     """`{(way, channels): (median milliseconds, most bytes any rank sent)}`."""
-    from run import _free_ports
-
     context = multiprocessing.get_context("spawn")
-    addresses = [f"127.0.0.1:{port}" for port in _free_ports(ranks)]
+    addresses = [f"127.0.0.1:{port}" for port in contest.free_ports(ranks)]
     pipes, processes = [], []
     try:
         for rank in range(ranks):
@@ -130,10 +126,8 @@ def main():
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shm"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--exchanges", type=int, default=100, help="of one measurement")
-    parser.add_argument("--realtime", action="store_true", help="measure at real-time priority (needs root)")
+    contest.add_realtime(parser)
     arguments = parser.parse_args()
-    from run import _machine
-
     heads = [f"{way}, {channels} channels" for channels in arguments.channels for way in WAYS]
     print("| workers | " + " | ".join(f"{head}: ms | kB" for head in heads) + " |")
     print("|---" * (1 + 2 * len(heads)) + "|")
@@ -142,7 +136,7 @@ def main():
         cells = [table[way, channels] for channels in arguments.channels for way in WAYS]
         print(f"| {ranks} | " + " | ".join(f"{ms:.3f} | {sent / 1e3:.1f}" for ms, sent in cells) + " |", flush=True)
     print(f"\nTransport: {arguments.transport}. kB: what the rank sends that sends most.")
-    print(f"Machine: {_machine()}. Date: {datetime.date.today()}. Load {os.getloadavg()[0]:.1f} at the end.")
+    contest.print_conditions(arguments.realtime)
 
 
 if __name__ == "__main__":

@@ -12,23 +12,15 @@ through the whole run and sleep while others are measured; the table shows media
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import pathlib
-import secrets
 import statistics
-import subprocess
 import sys
-import time
-from multiprocessing import connection
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "all_reduce"))
+sys.path.insert(0, str(HERE.parent))
 
-from run import _can_import, _free_ports, _machine  # noqa: E402  the other benchmark's
-
-START_SECONDS = 240
-MEASURE_SECONDS = 180
+import contest  # noqa: E402
 
 # name: heading; measured in this order in each round
 CONTESTANTS = {
@@ -42,101 +34,27 @@ CONTESTANTS = {
 }
 
 
-class Contestant:
-    """The processes of one contestant, each with a connection to this one."""
-
-    def __init__(self, name, python, ranks, listener, key):
-        self.name = name
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(HERE.parents[1]),
-            "TFRING_BENCHMARK": f"{listener.address[1]} {key.hex()}",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "CUDA_VISIBLE_DEVICES": "-1",
-        }
-        worker = [python, str(HERE / "worker.py"), name, str(ranks), ",".join(map(str, _free_ports(ranks)))]
-        if name == "horovod":
-            horovodrun = str(pathlib.Path(python).parent / "horovodrun")
-            commands = [[horovodrun, "-np", str(ranks), "--gloo", *worker]]
-        else:
-            commands = [[*worker, str(rank)] for rank in range(ranks)]
-        self.processes = [
-            subprocess.Popen(
-                c, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            for c in commands
-        ]
-        self.pipes = {}
-        deadline = time.monotonic() + START_SECONDS
-        while len(self.pipes) < ranks:
-            if not connection.wait([listener._listener._socket], 1):
-                if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
-                    raise RuntimeError(f"{name} did not start\n{self.errors()}")
-                continue
-            pipe = listener.accept()
-            self.pipes[pipe.recv()] = pipe
-        self.facts, self.collectives = self.ask("facts")[0]
-
-    def ask(self, *question):
-        """Puts a question to all ranks; their answers, by rank."""
-        for pipe in self.pipes.values():
-            pipe.send(question)
-        answers = []
-        for rank in sorted(self.pipes):
-            if not self.pipes[rank].poll(MEASURE_SECONDS):
-                raise RuntimeError(f"{self.name}: rank {rank} did not answer {question}\n{self.errors()}")
-            try:
-                answers.append(self.pipes[rank].recv())
-            except EOFError:
-                raise RuntimeError(f"{self.name}: rank {rank} died\n{self.errors()}") from None
-        return answers
-
-    def errors(self):
-        self.close()
-        return "\n".join(process.stderr.read().decode()[-3000:] for process in self.processes)
-
-    def close(self):
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
-    parser.add_argument("--horovod-python", default=str(HERE.parent / "all_reduce" / ".horovod" / "bin" / "python"))
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="measure at real-time priority (needs root), where the machine has other things to do",
-    )
+    contest.add_arguments(parser, CONTESTANTS)
     arguments = parser.parse_args()
     load_before = os.getloadavg()[0]
-    running, missing, times = [], [], {}
-    key = secrets.token_bytes(16)
-    with connection.Listener(("127.0.0.1", 0), backlog=64, authkey=key) as listener:
-        try:
-            for name in arguments.contestants.split(","):
-                python = arguments.horovod_python if name == "horovod" else sys.executable
-                module = "horovod.tensorflow" if name == "horovod" else "tensorflow"
-                if not _can_import(python, module):
-                    missing.append(f"{CONTESTANTS[name]} (no {module} for {python})")
-                    continue
-                running.append(Contestant(name, python, arguments.ranks, listener, key))
-                print(f"started {name}", file=sys.stderr)
-            for round_number in range(arguments.rounds + 1):
-                for contestant in running:
-                    for synchronized in (True, False):
-                        # A step takes as long as its slowest rank. The first round warms up.
-                        seconds = max(contestant.ask("measure", synchronized, arguments.realtime))
-                        if round_number > 0:
-                            times.setdefault((contestant.name, synchronized), []).append(seconds * 1e3)
-                print(f"round {round_number} of {arguments.rounds}", file=sys.stderr)
-        finally:
+    wanted = []
+    for name in arguments.contestants.split(","):
+        horovod = name == "horovod"
+        python = arguments.horovod_python if horovod else sys.executable
+        wanted.append((name, CONTESTANTS[name], python, "horovod.tensorflow" if horovod else "tensorflow"))
+    times = {}
+    with contest.started(HERE / "worker.py", wanted, arguments.ranks) as (running, missing):
+        collectives = {contestant.name: contestant.ask("collectives")[0] for contestant in running}
+        for round_number in range(arguments.rounds + 1):
             for contestant in running:
-                contestant.close()
+                for synchronized in (True, False):
+                    # A step takes as long as its slowest rank. The first round warms up.
+                    seconds = max(contestant.ask("measure", synchronized, arguments.realtime))
+                    if round_number > 0:
+                        times.setdefault((contestant.name, synchronized), []).append(seconds * 1e3)
+            print(f"round {round_number} of {arguments.rounds}", file=sys.stderr)
 
     print(f"\n{arguments.ranks} ranks, ms a step, median of {arguments.rounds} interleaved rounds\n")
     print("| | collectives a step | ms a step | without sharing | communication | Keras / this |")
@@ -149,13 +67,11 @@ def main():
             ratios = [k / own for k, own in zip(spent["keras"], spent[c.name], strict=True) if own > 0]
             ratio = f"{statistics.median(ratios):.1f}"
         medians = [statistics.median(v) for v in (times[c.name, True], times[c.name, False], spent[c.name])]
-        cells = [f"{c.collectives:g}", *(f"{value:.1f}" for value in medians), ratio]
+        cells = [f"{collectives[c.name]:g}", *(f"{value:.1f}" for value in medians), ratio]
         print(f"| {CONTESTANTS[c.name]} | {' | '.join(cells)} |")
-    print(f"\nMachine: {_machine()}. Date: {datetime.date.today()}.")
-    print(f"Load {load_before:.1f} at the start{', measured at real-time priority' * arguments.realtime}.")
-    print("Versions: " + ", ".join(sorted({fact for c in running for fact in c.facts})) + ".")
-    if missing:
-        print("Left out: " + "; ".join(missing) + ".")
+    print()
+    facts = [fact for contestant in running for fact in contestant.facts]
+    contest.print_conditions(arguments.realtime, facts, missing, load_before)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
-import sys
 import time
-from multiprocessing import connection
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "all_reduce"))
+import contest
 
 LAYERS, ROWS, SIZE, CHANNELS = 20, 8, 8, 32
 STEPS = 24  # of one measurement; sync_every divides it
@@ -190,26 +187,14 @@ def measure(contestant, synchronized):
 
 
 def main():
-    name, ranks, ports = sys.argv[1], int(sys.argv[2]), [int(port) for port in sys.argv[3].split(",")]
-    rank = int(os.environ["HOROVOD_RANK"]) if name == "horovod" else int(sys.argv[4])
-    from worker import realtime  # the other benchmark's
+    name, *where = contest.place()
+    contestant = MAKERS[name](*where)
 
-    contestant = MAKERS[name](rank, ranks, ports)
-    facts = contestant.facts(), contestant.collectives()
-    port, key = os.environ["TFRING_BENCHMARK"].split()
-    pipe = connection.Client(("127.0.0.1", int(port)), authkey=bytes.fromhex(key))
-    pipe.send(rank)
-    while True:
-        try:
-            question, *arguments = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        if question == "facts":
-            pipe.send(facts)
-        elif question == "measure":
-            with realtime(arguments[1]):
-                seconds = measure(contestant, arguments[0])
-            pipe.send(seconds)
+    def timed(synchronized, at_realtime):
+        with contest.realtime(at_realtime):
+            return measure(contestant, synchronized)
+
+    contest.serve(where[0], facts=contestant.facts, collectives=contestant.collectives, measure=timed)
 
 
 if __name__ == "__main__":

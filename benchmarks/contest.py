@@ -1,0 +1,219 @@
+"""What the benchmarks share: contestants, whose processes live through one run and sleep while others are measured.
+
+run.py, of whatever Python, starts the ranks of each contestant (worker.py) and puts questions to them:
+
+    run.py ── ("measure", ...) ──► rank 0 of a contestant ── seconds ──► run.py
+           ── ("measure", ...) ──► rank 1 ...
+
+worker.py runs under the contestant's Python, which may be an old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pathlib
+import platform
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing import connection
+
+ROOT = pathlib.Path(__file__).parents[1]
+HOROVOD_PYTHON = ROOT / "benchmarks" / "all_reduce" / ".horovod" / "bin" / "python"
+START_SECONDS = 240
+MEASURE_SECONDS = 180
+_ENTRANCE = "TFRING_BENCHMARK"  # where a worker finds run.py
+_RANK_VARIABLES = {"mpich": "PMI_RANK", "horovod": "HOROVOD_RANK"}  # of those with a launcher of their own
+
+
+# ------------------------------------------------------------------------------------------------------------ run.py
+
+
+class Contestant:
+    """The processes of one contestant, each with a connection to this one.
+
+    Attributes:
+      name: as `worker.py` knows it.
+      facts: what rank 0 answered to ("facts",).
+    """
+
+    def __init__(self, name, worker, python, ranks, listener):
+        self.name = name
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+            _ENTRANCE: f"{listener.address[1]} {_key.hex()}",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "CUDA_VISIBLE_DEVICES": "-1",
+        }
+        command = [python, str(worker), name, str(ranks), ",".join(map(str, free_ports(ranks)))]
+        tools = pathlib.Path(python).parent
+        if name == "mpich":
+            commands = [[str(tools / "mpiexec"), "-n", str(ranks), *command]]
+        elif name == "horovod":
+            commands = [[str(tools / "horovodrun"), "-np", str(ranks), "--gloo", *command]]
+        else:
+            commands = [[*command, str(rank)] for rank in range(ranks)]
+        null = subprocess.DEVNULL
+        self.processes = [
+            subprocess.Popen(c, env=environment, stdin=null, stdout=null, stderr=subprocess.PIPE) for c in commands
+        ]
+        self.pipes = {}
+        deadline = time.monotonic() + START_SECONDS
+        while len(self.pipes) < ranks:
+            if connection.wait([listener._listener._socket], 1):
+                pipe = listener.accept()
+                self.pipes[pipe.recv()] = pipe
+            elif time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
+                raise RuntimeError(f"{name} did not start\n{self._errors()}")
+        self.facts = self.ask("facts")[0]
+        print(f"started {name}", file=sys.stderr)
+
+    def ask(self, *question):
+        """Puts a question to all ranks; their answers, by rank."""
+        for pipe in self.pipes.values():
+            pipe.send(question)
+        answers = []
+        for rank in sorted(self.pipes):
+            if not self.pipes[rank].poll(MEASURE_SECONDS):
+                raise RuntimeError(f"{self.name}: rank {rank} did not answer {question}\n{self._errors()}")
+            try:
+                answers.append(self.pipes[rank].recv())
+            except EOFError:
+                raise RuntimeError(f"{self.name}: rank {rank} died\n{self._errors()}") from None
+        return answers
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _errors(self):
+        self.close()
+        return "\n".join(process.stderr.read().decode()[-3000:] for process in self.processes)
+
+
+@contextlib.contextmanager
+def started(worker, wanted, ranks):
+    """The contestants that can start here, and texts on those that cannot.
+
+    Args:
+      worker: path of worker.py.
+      wanted: a `(name, heading, Python, module it needs)` each.
+      ranks: number of processes of each.
+    """
+    running, missing = [], []
+    with connection.Listener(("127.0.0.1", 0), backlog=64, authkey=_key) as listener:
+        try:
+            for name, heading, python, module in wanted:
+                if _can_import(python, module):
+                    running.append(Contestant(name, worker, python, ranks, listener))
+                else:
+                    missing.append(f"{heading} (no {module} for {python})")
+            yield running, missing
+        finally:
+            for contestant in running:
+                contestant.close()
+
+
+def add_arguments(parser, contestants):
+    """The options that all benchmarks have."""
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--contestants", default=",".join(contestants))
+    parser.add_argument("--horovod-python", default=str(HOROVOD_PYTHON))
+    add_realtime(parser)
+
+
+def add_realtime(parser):
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="measure at real-time priority (needs root), where the machine has other things to do",
+    )
+
+
+def print_conditions(realtime, facts=(), missing=(), load_before=None):
+    """Where, when, and with what."""
+    print(f"Machine: {_machine()}. Date: {datetime.date.today()}.")
+    load = [] if load_before is None else [f"load {load_before:.1f} at the start"]
+    conditions = ", ".join([*load, *["measured at real-time priority"] * realtime])
+    if conditions:
+        print(f"{conditions[0].upper()}{conditions[1:]}.")
+    if facts:
+        print("Versions: " + ", ".join(sorted(set(facts))) + ".")
+    if missing:
+        print("Left out: " + "; ".join(missing) + ".")
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+_key = secrets.token_bytes(16)
+
+
+def _can_import(python, module):
+    if shutil.which(python) is None:
+        return False
+    command = [python, "-c", f"import {module}"]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+
+def _machine():
+    model = "unknown processor"
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, Linux {platform.release().split('-')[0]}"
+
+
+# --------------------------------------------------------------------------------------------------------- worker.py
+
+
+def place():
+    """`(name of the contestant, rank, ranks, ports)` of this worker."""
+    name, ranks, ports = sys.argv[1], int(sys.argv[2]), [int(port) for port in sys.argv[3].split(",")]
+    rank = int(os.environ[_RANK_VARIABLES[name]] if name in _RANK_VARIABLES else sys.argv[4])
+    return name, rank, ranks, ports
+
+
+def serve(rank, **answers):
+    """Answers run.py's questions, each by the function of its name, until run.py has gone."""
+    port, key = os.environ[_ENTRANCE].split()
+    pipe = connection.Client(("127.0.0.1", int(port)), authkey=bytes.fromhex(key))
+    pipe.send(rank)
+    while True:
+        try:
+            question, *arguments = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        pipe.send(answers[question](*arguments))
+
+
+@contextlib.contextmanager
+def realtime(wanted):
+    """All threads of the process at real-time priority."""
+
+    def schedule(policy, priority):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
+
+    if wanted:
+        schedule(os.SCHED_FIFO, 10)
+    try:
+        yield
+    finally:
+        if wanted:
+            schedule(os.SCHED_OTHER, 0)
