@@ -99,7 +99,9 @@ def train_optimizers(names, dense):
 
 @pytest.mark.parametrize(("n", "communication"), ENGINES)
 def test_every_optimizer(n, communication):
-    results = workers(n, communication).run(train_optimizers, list(all_optimizers()), "never", timeout=400)
+    # They see the sum, not how it came about: over TensorFlow one with and one without state is enough.
+    names = ["SGD", "Adam"] if communication == "tensorflow" else list(all_optimizers())
+    results = workers(n, communication).run(train_optimizers, names, "never", timeout=400)
     assert_equal(results, tolerance=1e-5)
 
 

@@ -24,9 +24,10 @@ def install() -> None:
         return
     import keras
 
+    from tfring._keras.seam import version_of_keras
     from tfring.errors import ConfigurationError
 
-    if tuple(int(part) for part in keras.__version__.split(".")[:2]) < (3, 8):
+    if version_of_keras() < (3, 8):
         raise ConfigurationError(
             f"tfring needs Keras 3.8 or later. Received: keras=={keras.__version__}. Type: "
             'pip install "keras>=3.8"'

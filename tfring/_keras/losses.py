@@ -3,7 +3,8 @@
 Keras divides by the number of replicas (`scale_loss_for_distribution`), which is right for equal shares only. With
 the share `n_i / n` of replica i in place of `1 / R`, the sum over replicas of `share_i * mean_i` is the mean over
 the global batch; regularization losses, equal on every replica, still add up to once; a replica without rows adds
-nothing, not even NaN. A loss that is a sum is not scaled, as before.
+nothing, not even NaN. A loss that is a sum is not scaled, as before. Keras before 3.14 adds up activity regularizers
+over the rows of a replica, but has them scaled; divided by the share first, they are the sum over the global batch.
 
 With several outputs Keras logs the mean of each loss over batches, each batch once where its size is not static; so a
 replica counts by its share there too.
@@ -16,13 +17,14 @@ import threading
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras.seam import seam
+from tfring._keras.seam import seam, version_of_keras
 
 _local = threading.local()
 
 
 def install():
     import keras
+    from keras.src.layers.layer import Layer
     from keras.src.losses import loss as loss_module
     from keras.src.trainers import compile_utils
 
@@ -48,18 +50,38 @@ def install():
             return tf.reduce_sum(values)
         return original(values, sample_weight=sample_weight, reduction=reduction)
 
-    @seam(loss_module, "scale_loss_for_distribution")
-    def scale(original, value):
-        running = step.current()
-        if running is None or running.share is None:
-            return original(value)
-        value = tf.convert_to_tensor(value)
-        return tf.math.multiply_no_nan(value, tf.cast(running.share, value.dtype))
+    def by_share(operation):
+        def replacement(original, value):
+            running = step.current()
+            if running is None or running.share is None:
+                return original(value)
+            value = tf.convert_to_tensor(value)
+            return operation(value, tf.cast(running.share, value.dtype))
 
-    @seam(loss_module, "unscale_loss_for_distribution")
-    def unscale(original, value):
+        return replacement
+
+    seam(loss_module, "scale_loss_for_distribution")(by_share(tf.math.multiply_no_nan))
+    seam(loss_module, "unscale_loss_for_distribution")(by_share(tf.math.divide_no_nan))
+    if version_of_keras() < (3, 14):
+        Layer.activity_regularizer = _SummedRegularizer()
+
+
+class _SummedRegularizer:
+    """In place of the attribute `Layer.activity_regularizer`: within a step what it gives is divided by the share."""
+
+    def __get__(self, layer, owner=None):
+        if layer is None:
+            return self
+        regularizer = layer.__dict__.get("activity_regularizer")
         running = step.current()
-        if running is None or running.share is None:
-            return original(value)
-        value = tf.convert_to_tensor(value)
-        return tf.math.divide_no_nan(value, tf.cast(running.share, value.dtype))
+        if regularizer is None or running is None or running.share is None:
+            return regularizer
+
+        def summed(activity):
+            loss = tf.convert_to_tensor(regularizer(activity))
+            return tf.math.divide_no_nan(loss, tf.cast(running.share, loss.dtype))
+
+        return summed
+
+    def __set__(self, layer, regularizer):
+        layer.__dict__["activity_regularizer"] = regularizer

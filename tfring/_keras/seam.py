@@ -26,6 +26,14 @@ def seam(owner, name):
     return install
 
 
+def version_of_keras() -> tuple[int, int]:
+    """Major and minor."""
+    import keras
+
+    major, minor = keras.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def ring_of(strategy) -> RingStrategy | None:
     """The strategy, if it is a RingStrategy."""
     return strategy if isinstance(strategy, RingStrategy) else None
