@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 
 from tfring.cluster import allocation
-from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.cluster.seat import Seat, read_mpi_task
 from tfring.errors import ConfigurationError
 
 # A process of `mpirun -n 2` of MPICH 5 holds
@@ -31,12 +31,11 @@ def read(environ: Mapping[str, str]) -> Seat | None:
     Raises:
         ConfigurationError: The variables are malformed, or do not say where rank 0 is.
     """
-    if RANK not in environ and SIZE not in environ:
+    task = read_mpi_task(environ, VARIABLES, JOBS, of=SOURCE)
+    if task is None:
         return None
-    remedy = f"Start the program with `mpirun`, or remove what is left over:\n  {unset(VARIABLES, environ)}"
-    rank, world_size = read_numbers(environ, RANK, SIZE, of=SOURCE, remedy=remedy)
-    job = " ".join(environ[name] for name in JOBS if name in environ)
-    if environ.get(LOCAL_SIZE) == str(world_size):
+    rank, world_size, job, on_one_host = task
+    if on_one_host:
         return Seat(rank, world_size, SOURCE, job or f"started by process {_proxy()}")
     host = allocation.first_host(environ)
     if host is None and world_size > 1 and not environ.get("TFRING_RENDEZVOUS"):

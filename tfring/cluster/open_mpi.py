@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from tfring.cluster import allocation
-from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.cluster.seat import Seat, read_mpi_task
 
 # A process of `mpirun -n 2` of Open MPI 5 holds, among others:
 #   OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
@@ -29,15 +29,13 @@ def read(environ: Mapping[str, str]) -> Seat | None:
     Raises:
         ConfigurationError: The variables are malformed.
     """
-    if RANK not in environ and SIZE not in environ:
+    task = read_mpi_task(environ, VARIABLES, JOBS, of=SOURCE)
+    if task is None:
         return None
-    remedy = f"Start the program with `mpirun`, or remove what is left over:\n  {unset(VARIABLES, environ)}"
-    rank, world_size = read_numbers(environ, RANK, SIZE, of=SOURCE, remedy=remedy)
-    job = " ".join(environ[name] for name in JOBS if name in environ)
-    if environ.get(LOCAL_SIZE) == str(world_size):
-        return Seat(rank, world_size, SOURCE, job)
+    if task.on_one_host:
+        return Seat(task.rank, task.world_size, SOURCE, task.job)
     host = allocation.first_host(environ) or _host_of_mpirun(environ) or "localhost"
-    return Seat(rank, world_size, SOURCE, job, host, remedy=_REMEDY)
+    return Seat(task.rank, task.world_size, SOURCE, task.job, host, remedy=_REMEDY)
 
 
 def _host_of_mpirun(environ: Mapping[str, str]) -> str | None:

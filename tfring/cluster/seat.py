@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from tfring import config
 from tfring.errors import ConfigurationError
@@ -79,6 +80,41 @@ def read_numbers(
         received = f"{rank}={numbers[0]}, {world_size}={numbers[1]}"
         raise _error(f"{rank} runs from 0 to {world_size} - 1", received, of, remedy)
     return numbers[0], numbers[1]
+
+
+class MpiTask(NamedTuple):
+    """A process of an `mpirun`, whichever. `job` is empty where it names none."""
+
+    rank: int
+    world_size: int
+    job: str
+    on_one_host: bool
+
+
+def read_mpi_task(
+    environ: Mapping[str, str], variables: tuple[str, str, str], jobs: Sequence[str], *, of: str
+) -> MpiTask | None:
+    """What both kinds of `mpirun` say of a process; None outside of one.
+
+    Args:
+        environ: The environment.
+        variables: Names of the rank, the world size, and the number of ranks on this host.
+        jobs: Names of variables that tell one `mpirun` from another.
+        of: Who sets them, for messages.
+
+    Raises:
+        ConfigurationError: As `read_numbers`.
+
+    >>> read_mpi_task({"R": "1", "W": "3", "L": "2", "ID": "7"}, ("R", "W", "L"), ["ID"], of="test")
+    MpiTask(rank=1, world_size=3, job='7', on_one_host=False)
+    """
+    rank, world_size, local_world_size = variables
+    if rank not in environ and world_size not in environ:
+        return None
+    remedy = f"Start the program with `mpirun`, or remove what is left over:\n  {unset(variables, environ)}"
+    numbers = read_numbers(environ, rank, world_size, of=of, remedy=remedy)
+    job = " ".join(environ[name] for name in jobs if name in environ)
+    return MpiTask(*numbers, job, environ.get(local_world_size) == str(numbers[1]))
 
 
 def unset(names: Sequence[str], environ: Mapping[str, str]) -> str:

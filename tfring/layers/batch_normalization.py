@@ -137,6 +137,11 @@ def unfreeze_batch_normalization(
 
     Returns:
       The layers this call has changed.
+
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization()])
+    >>> frozen = freeze_batch_normalization(model)
+    >>> [layer.trainable for layer in unfreeze_batch_normalization(model, frozen)]
+    [True]
     """
     return _set_trainable(_batch_normalizations(model) if layers is None else layers, True)
 
