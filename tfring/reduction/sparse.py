@@ -210,6 +210,8 @@ def reduce_sparse(
         [v for v, _ in padded], [ids for _, ids in padded], num_rows, name=f"{name}/rows"
     )
     for i, (values, indices) in zip(sparse, gathered, strict=True):
+        if collectives.needs_fixed_shapes:  # the padding travelled too
+            values, indices = unpad_rows(values, indices)
         values, indices = sum_duplicates(values, indices)
         results[i] = tf.IndexedSlices(values, indices, gradients[i].dense_shape)
     return results

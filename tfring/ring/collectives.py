@@ -50,7 +50,10 @@ class Collectives(abc.ABC):
         *,
         name: str,
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """The first `num_rows[i]` rows of each padded (values, indices) of every rank, in rank order."""
+        """The first `num_rows[i]` rows of each padded (values, indices) of every rank, in rank order.
+
+        Where `needs_fixed_shapes`, all rows with their padding.
+        """
 
     @abc.abstractmethod
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:

@@ -91,12 +91,7 @@ class TensorFlowCollectives(Collectives):
         return gathered
 
     def gather_rows(self, values, indices, num_rows, *, name):
-        results = []
-        for v, i in zip(values, indices, strict=True):  # already padded alike on every rank, with index -1
-            all_values, all_indices = self._all_gather(v), self._all_gather(i)
-            real = all_indices >= 0
-            results.append((tf.boolean_mask(all_values, real), tf.boolean_mask(all_indices, real)))
-        return results
+        return [(self._all_gather(v), self._all_gather(i)) for v, i in zip(values, indices, strict=True)]
 
     def reduce_scatter(self, tensor, op="sum", *, name):
         [reduced] = self.all_reduce([tensor], op, name=name)

@@ -115,6 +115,12 @@ def tf_config(program, stack):
 
 
 def torchrun(program, stack):
+    if shutil.which("torchrun") is None:
+        raise RuntimeError("no torchrun on PATH (pip install torch)")
+    return [[shutil.which("torchrun"), "--no-python", "--nproc-per-node", "2", sys.executable, *program]], [{}]
+
+
+def torchrun_style(program, stack):
     (port,) = free_ports(1)
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return [[sys.executable, *program]] * 2, [{**shared, "RANK": str(rank)} for rank in range(2)]
@@ -137,8 +143,15 @@ def slurm(program, stack):
 
 
 def ray(program, stack):
-    python = str(packages.engine("ray", with_this_environment=True) / "python")
-    return [[python, str(ROOT / "examples" / "ray_actors.py"), "-n", "2", *program]], [{}]
+    return [[ray_python(), str(ROOT / "examples" / "ray_actors.py"), "-n", "2", *program]], [{}]
+
+
+def ray_train(program, stack):
+    return [[ray_python(), str(ROOT / "tests/cluster/engines/ray_train.py"), *program]], [{}]
+
+
+def ray_python():
+    return str(packages.engine("ray[train]", with_this_environment=True) / "python")
 
 
 def free_ports(n):
@@ -151,11 +164,13 @@ ENGINES = {
     "tfring launch": launch,
     "ssh to two namespaces": ssh,
     "TF_CONFIG": tf_config,
-    "torchrun-style variables": torchrun,
+    "torchrun-style variables": torchrun_style,
+    "torchrun": torchrun,
     "mpirun of Open MPI": open_mpi,
     "mpirun of MPICH": mpich,
     "srun": slurm,
     "Ray actors": ray,
+    "Ray Train": ray_train,
 }
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def engine(*requirements: str, with_this_environment: bool = False) -> pathlib.P
     Raises:
         subprocess.CalledProcessError: It could not be made; pip's words are in `stderr`.
     """
-    folder = FOLDER / requirements[0].partition("[")[0]
+    folder = FOLDER / requirements[0]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # several test runs may share the folder
         fcntl.flock(lock, fcntl.LOCK_EX)
