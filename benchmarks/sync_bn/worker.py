@@ -128,11 +128,11 @@ class TfringTcp(Tfring):
 
 
 class TfringCentral(Tfring):
-    options = dict(synchronization="central")  # noqa: RUF012
+    options = {"synchronization": "central"}
 
 
 class TfringEvery4(Tfring):
-    options = dict(sync_every=4)  # noqa: RUF012
+    options = {"sync_every": 4}
 
 
 class TfringTensorFlow(Tfring):

@@ -25,8 +25,10 @@ def training_options(only=None):
     ring = strategy(check_equal=True)
     x, y = skewed_rows()
     weights = np.linspace(0, 2, len(x)).astype("float32")
-    sgd = lambda **options: lambda: keras.optimizers.SGD(0.05, momentum=0.9, **options)  # noqa: E731
     cases = {}
+
+    def sgd(**options):
+        return lambda: keras.optimizers.SGD(0.05, momentum=0.9, **options)
 
     def case(name, make, *data, **options):
         if only is None or name in only:

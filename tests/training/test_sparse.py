@@ -213,11 +213,13 @@ def one_table_twice_and_one_frozen():
         if lookup == "embedding":
             table = keras.layers.Embedding(VOCABULARY, DIM, name="table")
             frozen = keras.layers.Embedding(VOCABULARY, DIM, name="frozen", trainable=False)
-            look = lambda layer, i: layer(i)  # noqa: E731
         else:
             table = keras.layers.Dense(DIM, use_bias=False, name="table")
             frozen = keras.layers.Dense(DIM, use_bias=False, name="frozen", trainable=False)
-            look = lambda layer, i: layer(keras.ops.one_hot(i, VOCABULARY))  # noqa: E731
+
+        def look(layer, ids):
+            return layer(ids if lookup == "embedding" else keras.ops.one_hot(ids, VOCABULARY))
+
         first, second = look(table, ids), look(table, (ids + 3) % VOCABULARY)
         rows = keras.ops.concatenate([first, second, look(frozen, ids)], axis=-1)
         model = keras.Model(ids, keras.layers.Dense(1)(keras.ops.mean(rows, axis=1)))

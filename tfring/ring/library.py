@@ -32,11 +32,11 @@ DTYPES = {
 
 
 class Error(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 2044)]  # noqa: RUF012
+    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 2044)]
 
 
 class Tensor(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("dims", ctypes.POINTER(ctypes.c_int64)),
@@ -46,7 +46,7 @@ class Tensor(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("name", ctypes.c_char_p),
         ("op", ctypes.c_int32),
         ("root", ctypes.c_int32),
@@ -56,7 +56,7 @@ class Call(ctypes.Structure):
 
 
 class Link(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("control_fd", ctypes.c_int32),
         ("data_fd", ctypes.c_int32),
         ("mailbox_fd", ctypes.c_int32),
@@ -65,7 +65,7 @@ class Link(ctypes.Structure):
 
 
 class Options(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("name", ctypes.c_char_p),
         ("rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
@@ -81,7 +81,7 @@ class Options(ctypes.Structure):
 
 
 class Statistics(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("bytes_sent", ctypes.c_int64),
         ("bytes_received", ctypes.c_int64),
         ("seconds_waited", ctypes.c_double),

@@ -87,7 +87,7 @@ def cluster_id(addresses: tuple[str, ...]) -> str:
 class Endpoint:
     """A listening socket, kept for the life of the process. Rings of any name are formed through it."""
 
-    _instances: dict[tuple[int, Any], Endpoint] = {}  # noqa: RUF012
+    _instances: dict[tuple[int, Any], Endpoint] = {}
     _instances_lock = threading.Lock()
 
     @classmethod
