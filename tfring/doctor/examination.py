@@ -167,15 +167,13 @@ class _Asking:
         facts = {rank: answer for rank, answer in sorted(reached.items()) if answer is not None}
         ranks = list(facts)
         missing = [rank for rank in range(cluster.world_size) if rank not in facts]
-        limit = links.probe_seconds(len(missing))
-        why = in_parallel(lambda rank: links.probe(cluster, rank), missing, limit)
         clocks = in_parallel(self._clock, [rank for rank in ranks if rank != 0], _CLOCK_SECONDS, 1)
-        connect = {"do": "connect", "ranks": ranks}
-        rows = self._ask_all(ranks, connect, links.probe_seconds(len(ranks)) + _MARGIN_SECONDS)
+        connect = {"do": "connect", "ranks": list(range(cluster.world_size))}
+        rows = self._ask_all(ranks, connect, links.probe_seconds(cluster.world_size) + _MARGIN_SECONDS)
         found = {
             **_about(cluster),
             "facts": facts,
-            "missing": {rank: why.get(rank, {"kind": links.TIMED_OUT}) for rank in missing},
+            "missing": {rank: rows[0].get(str(rank), {"kind": links.TIMED_OUT}) for rank in missing},
             "clocks": {rank: clock for rank, clock in clocks.items() if clock is not None},
             "connections": {
                 rank: {int(other): answer for other, answer in row.items()}

@@ -188,6 +188,10 @@ def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
             do = f"Start the doctor for {ranks_in_words(ranks)} too, at the same time, or see why it ended."
         elif kind == links.UNRESOLVED:
             do = f"Correct the name {name!r}, then start the doctor on that host too."
+        rows = found.get("connections", {}).items()
+        reach = [rank for rank, row in rows if row.get(ranks[0], {}).get("kind") == links.CONNECTED]
+        if reach and kind != links.CONNECTED:
+            why += f". It is there, for {ranks_in_words(reach)} can reach it, and rank 0 cannot"
         yield Finding(f"{_capital(ranks_in_words(ranks))} never came. {where}: {why}.", do)
 
 
@@ -197,7 +201,8 @@ def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
     pairs: dict[tuple[str, str, str], list[tuple[int, int]]] = collections.defaultdict(list)
     for rank, row in found.get("connections", {}).items():
         for other, attempt in row.items():
-            if attempt["kind"] not in (links.CONNECTED, links.UNRESOLVED):  # names have been told of
+            # Of names, and of ranks that never came, the other findings tell.
+            if other in facts and attempt["kind"] not in (links.CONNECTED, links.UNRESOLVED):
                 pairs[attempt["kind"], facts[rank]["host"], facts[other]["host"]].append((rank, other))
     for (kind, here, there), failed in pairs.items():
         senders, receivers = sorted({pair[0] for pair in failed}), sorted({pair[1] for pair in failed})
@@ -218,9 +223,9 @@ def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
 def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
     """Why a connection failed, and what to do."""
     named = source in _GIVEN_ADDRESSES
-    ports = f"write ports that are open in {source}" if named else f"name ports that are open:\n  {_OPEN_PORTS}"
+    ports = f"write ports that are open in {source}." if named else f"name ports that are open:\n  {_OPEN_PORTS}"
     network = (
-        f"write addresses of a network that both hosts are in, in {source}"
+        f"write addresses of a network that both hosts are in, in {source}."
         if named
         else f"name a network that both hosts are in:\n  {_OTHER_NETWORK}"
     )

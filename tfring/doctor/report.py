@@ -45,7 +45,10 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
             for other, attempt in sorted(row.items())
         ],
         "ring": found.get("ring"),
-        "neighbours": found.get("neighbours", []),
+        "neighbours": [
+            {**pair, "same_host": len({facts[rank]["host"] for rank in pair["ranks"]}) == 1}
+            for pair in found.get("neighbours", [])
+        ],
     }
 
 
@@ -190,13 +193,12 @@ def _speeds(document: dict[str, Any]) -> list[str]:
     took = f"{size} summed over all ranks in {_seconds(ring['all_reduce_seconds'])}"
     speed = f"each sends {ring['gigabytes_per_second']:.3g} GB/s"
     lines = [_line("Ring", f"formed in {_seconds(ring['seconds_to_form'])}; {took}, {speed}")]
-    host_of = {rank: number for number, ranks in enumerate(document["hosts"]) for rank in ranks}
     for number, pair in enumerate(document["neighbours"]):
         first, second = pair["ranks"]
         if "problem" in pair:
             words = "failed"
         else:
-            shares = "one host" if host_of[first] == host_of[second] else "two hosts"
+            shares = "one host" if pair["same_host"] or pair["transport"] == "shm" else "two hosts"
             way = {"shm": "shared memory", "tcp": "TCP"}[pair["transport"]]
             latency, speed = _seconds(pair["latency_seconds"]), pair["gigabytes_per_second"]
             words = f"{shares}, {way}, latency {latency}, {speed:.3g} GB/s each way"
@@ -210,8 +212,9 @@ def _finding(number: int, finding: dict[str, str]) -> list[str]:
     for part in (finding["what"], finding["do"]):
         for line in filter(None, part.splitlines()):
             lead = " " * (len(label) + len(line) - len(line.lstrip()))
-            wrapped = textwrap.wrap(line.strip(), _WIDTH, initial_indent=lead, subsequent_indent=lead, break_on_hyphens=False)
-            lines += [label + wrapped[0][len(label) :], *wrapped[1:]] if not lines else wrapped
+            wrapped = textwrap.wrap(line.strip(), _WIDTH - len(lead), break_on_hyphens=False, break_long_words=False)
+            lines += [lead + words for words in wrapped]
+    lines[0] = label + lines[0][len(label) :]
     return lines
 
 

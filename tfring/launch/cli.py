@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tfring._version import __version__
-from tfring.cluster import slurm, tf_config
+from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
 from tfring.launch import remote
 from tfring.launch.guard import run_guarded
@@ -164,7 +164,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     seconds = arguments.timeout or examination.DEFAULT_SECONDS
     here = arguments.n is None and not arguments.hosts and not arguments.hostfile
-    if here and not slurm.in_allocation(os.environ):
+    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor", *options, *(["--json"] if arguments.json else [])]
@@ -172,6 +172,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if code == 0 or 128 < code < _LOST_HOST:  # killed, by Ctrl-C for instance
         return code
     return 1 if code == _NOT_READY else examination.not_started(code, as_json=arguments.json)
+
+
+def _is_a_rank() -> bool:
+    """Whether some source gives this process a place; or says nonsense, which the doctor will tell."""
+    try:
+        return detection.find(os.environ) is not None
+    except ConfigurationError:
+        return True
 
 
 def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
