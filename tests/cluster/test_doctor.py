@@ -190,6 +190,21 @@ def test_another_program_at_the_address(start, answer, kind):
         assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, kind)]
 
 
+def test_another_list_of_addresses(start):
+    addresses, others = addresses_of(2), addresses_of(2)
+    start([*DOCTOR, "--timeout", "5"], TF_CONFIG=tf_config([others[0], addresses[1]], 1))
+    config = tf_config(addresses, 0)
+    found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config), 1)
+    assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_JOB)]
+    assert "see that all ranks have the same list of addresses" in words(found)
+
+
+def test_not_ready_through_the_launcher(start):
+    """The report is all there is to say; the launcher does not add that rank 0 failed."""
+    out, err = ended(start([*DOCTOR, "-n", "2"], KERAS_BACKEND="jax"), 1)
+    assert "KERAS_BACKEND=jax" in out and "Not ready: 1 problem" in out and err == ""
+
+
 def test_own_port_is_taken(start):
     with socket.create_server(("0.0.0.0", 0)) as listener:
         config = tf_config([f"127.0.0.1:{listener.getsockname()[1]}", *addresses_of(1)], 0)

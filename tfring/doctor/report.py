@@ -124,10 +124,12 @@ def _hosts(document: dict[str, Any]) -> list[str]:
         where = findings.ranks_in_words(on_host) if len(ranks) > 1 else ""
         lines.append(_line("" if number else "Hosts", f"{first['hostname']}: {where}{', ' if where else ''}{cpus}"))
         used = {ranks[rank]["used_interface"] for rank in on_host}
-        for each in first["interfaces"]:
+        for each in {each["name"]: each for each in first["interfaces"]}.values():
+            same = [other["address"] for other in first["interfaces"] if other["name"] == each["name"]]
+            addresses = ", ".join(address for address in same if "%" not in address) or same[0]
             speed = f", {each['speed_megabits'] / 1000:g} Gb/s" if each["speed_megabits"] else ""
             mark = ", used" if each["name"] in used else ""
-            lines.append(_line("", f"  {each['name']} {each['address']}{speed}, MTU {each['mtu']}{mark}"))
+            lines.append(_line("", f"  {each['name']} {addresses}{speed}, MTU {each['mtu']}{mark}"))
         memory = first["shared_memory"]
         if memory["dev_shm_bytes"] is not None:
             sizes = f"{_bytes(memory['dev_shm_free_bytes'])} of {_bytes(memory['dev_shm_bytes'])} free"
@@ -198,7 +200,8 @@ def _speeds(document: dict[str, Any]) -> list[str]:
         if "problem" in pair:
             words = "failed"
         else:
-            shares = "one host" if pair["same_host"] or pair["transport"] == "shm" else "two hosts"
+            apart = "one machine" if pair["transport"] == "shm" else "two hosts"  # containers may share memory
+            shares = "one host" if pair["same_host"] else apart
             way = {"shm": "shared memory", "tcp": "TCP"}[pair["transport"]]
             latency, speed = _seconds(pair["latency_seconds"]), pair["gigabytes_per_second"]
             words = f"{shares}, {way}, latency {latency}, {speed:.3g} GB/s each way"
