@@ -18,11 +18,12 @@ from engines import namespaces, sshd
 from harness import free_ports
 
 import tfring
+from tfring.cluster import parse_address
 from tfring.doctor import findings, links, report
 
 DOCTOR = [sys.executable, "-m", "tfring.launch.cli", "doctor"]
 SECONDS = 90
-OTHERS = ("TFRING_", "TF_CONFIG", "SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "MASTER_", "KERAS_BACKEND")
+OTHERS = ("TFRING_", "TF_CONFIG", "SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "MASTER_", "KERAS_")
 
 
 def environment(**variables):
@@ -199,10 +200,50 @@ def test_another_list_of_addresses(start):
     assert "see that all ranks have the same list of addresses" in words(found)
 
 
+def test_a_port_that_leads_to_another_rank(start):
+    with socket.create_server(("127.0.0.1", 0)) as forwarded:
+        first, third = addresses_of(2)
+        addresses = [first, f"127.0.0.1:{forwarded.getsockname()[1]}", third]
+
+        def pump(source, target):
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 12):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def forward():
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = forwarded.accept()
+                    far = socket.create_connection(parse_address(third))
+                    for pair in ((near, far), (far, near)):
+                        threading.Thread(target=pump, args=pair, daemon=True).start()
+
+        last = start([*DOCTOR, "--timeout", "5"], TF_CONFIG=tf_config(addresses, 2))
+        with socket.socket() as probe:
+            deadline = time.monotonic() + SECONDS
+            while probe.connect_ex(parse_address(third)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        threading.Thread(target=forward, daemon=True).start()
+        config = tf_config(addresses, 0)
+        found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config), 1)
+        assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_RANK)]
+        assert "rank 2 answers there" in words(found)
+        assert ended(last) == ("", "")
+
+
+@pytest.mark.parametrize("by", ["variable", "file"])
+def test_keras_on_another_backend(start, tmp_path, by):
+    (tmp_path / "keras.json").write_text('{"backend": "torch"}')
+    variables = {"KERAS_BACKEND": "torch"} if by == "variable" else {"KERAS_HOME": str(tmp_path)}
+    found = document(start([*DOCTOR, "--json"], **variables), 1)
+    assert "Keras is set to run on torch" in words(found)
+
+
 def test_not_ready_through_the_launcher(start):
     """The report is all there is to say; the launcher does not add that rank 0 failed."""
     out, err = ended(start([*DOCTOR, "-n", "2"], KERAS_BACKEND="jax"), 1)
-    assert "KERAS_BACKEND=jax" in out and "Not ready: 1 problem" in out and err == ""
+    assert "Keras is set to run on jax" in out and "Not ready: 1 problem" in out and err == ""
 
 
 def test_own_port_is_taken(start):

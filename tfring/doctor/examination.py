@@ -119,20 +119,21 @@ def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
         return {"problem": str(error) or type(error).__name__}
 
 
-def _hello(cluster: Cluster) -> dict[str, Any]:
+def _hello(cluster: Cluster, to: int) -> dict[str, Any]:
     return {
         "protocol": rendezvous.PROTOCOL,
         "cluster": rendezvous.cluster_id(cluster.addresses),
         "purpose": "data",
         "ring": _RING,
         "session": f"rank {cluster.rank}",
+        "to": to,
     }
 
 
 def _dial(cluster: Cluster, rank: int) -> socket.socket:
     connection = rendezvous.dial(parse_address(cluster.addresses[rank]), links.PROBE_SECONDS)
     try:
-        rendezvous.send(connection, _hello(cluster))
+        rendezvous.send(connection, _hello(cluster, rank))
         return connection
     except BaseException:
         connection.close()
@@ -301,7 +302,9 @@ class _Answering:
         while not self._ended.is_set():
             key = rendezvous.cluster_id(self._cluster.addresses), _RING, "rank 0"
             parked = self._endpoint.take(*key, _PAUSE_SECONDS)
-            if parked is not None:
+            if parked is not None and parked[1]["to"] != self._cluster.rank:  # through a port that leads elsewhere
+                parked[0].close()
+            elif parked is not None:
                 threading.Thread(target=self._serve_parked, args=(parked[0],), daemon=True).start()
 
     def _serve_parked(self, connection: socket.socket) -> None:

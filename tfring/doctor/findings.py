@@ -138,7 +138,7 @@ def _of_hosts(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
             yield Finding(what, f'Type: pip install "keras>={oldest}"')
     for backend, ranks in _by(facts, lambda fact: fact["keras_backend"]).items():
         if backend not in (None, "tensorflow"):
-            what = f"{_on(ranks, facts)}: Keras runs on {backend} (KERAS_BACKEND={backend}), and tfring on TensorFlow."
+            what = f"{_on(ranks, facts)}: Keras is set to run on {backend}, and tfring runs on TensorFlow."
             yield Finding(what, "export KERAS_BACKEND=tensorflow")
     for name, label in (("tfring", "tfring"), ("tensorflow", "TensorFlow"), ("keras", "Keras")):
         versions = _by(facts, lambda fact, name=name: fact[name])  # type: ignore[misc]
@@ -222,6 +222,7 @@ def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
 
 def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
     """Why a connection failed, and what to do."""
+    words = f" ({detail})" if detail else ""
     named = source in _GIVEN_ADDRESSES
     ports = f"write ports that are open in {source}." if named else f"name ports that are open:\n  {_OPEN_PORTS}"
     network = (
@@ -239,10 +240,10 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
             f"Open the port in the firewall between the two hosts, or {ports}",
         ),
         links.UNREACHABLE: (
-            f"unreachable: there is no way to it ({detail})",
+            f"unreachable: there is no way to it{words}",
             f"Mend the route between the two hosts, or {network}",
         ),
-        links.UNRESOLVED: (f"the name does not resolve ({detail})", "Correct the name."),
+        links.UNRESOLVED: (f"the name does not resolve{words}", "Correct the name."),
         links.NO_ANSWER: (
             "no answer: the port takes connections, and its program says nothing",
             "Is the program there stopped, or another's? Stop it, or use another port.",
@@ -252,14 +253,14 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
             "Stop it, or use other ports; and see that all ranks have the same list of addresses.",
         ),
         links.ANOTHER_RANK: (
-            f"{detail} answers there",
+            f"{detail or 'another rank'} answers there",
             "Is the port forwarded, or are two ranks' addresses one? Give each rank the address it listens at.",
         ),
         links.ANOTHER_PROGRAM: (
-            f"a program that is not tfring's answers there ({detail})",
+            f"a program that is not tfring's answers there{words}",
             f"Stop it, or {ports}",
         ),
-    }.get(kind, (f"failed: {detail}", "Mend that, and ask again."))
+    }.get(kind, (f"failed{words}", "Mend that, and ask again."))
 
 
 def _of_python(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:

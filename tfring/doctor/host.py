@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import os
 import pathlib
 import platform
@@ -38,7 +39,7 @@ def facts(cluster: Cluster) -> dict[str, Any]:
         "tfring": __version__,
         "tensorflow": tensorflow_version(),
         "keras": _version("keras"),
-        "keras_backend": os.environ.get("KERAS_BACKEND") or None,
+        "keras_backend": _keras_backend(),
         "library": _library(),
         "cpus": available_cpus(),
         "cpu_ids": sorted(os.sched_getaffinity(0)),
@@ -132,6 +133,17 @@ def _shared_memory() -> dict[str, Any]:
         "dev_shm_free_bytes": free,
         "problem": problem,
     }
+
+
+def _keras_backend() -> str | None:
+    """What the variable or else Keras' own file says; None where neither does, and it is TensorFlow."""
+    if os.environ.get("KERAS_BACKEND"):
+        return os.environ["KERAS_BACKEND"]
+    folder = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
+    try:
+        return json.loads(pathlib.Path(folder, "keras.json").read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _version(name: str) -> str | None:

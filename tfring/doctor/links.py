@@ -17,6 +17,7 @@ from tfring.ring import rendezvous
 PROBE_SECONDS = 3.0  # within it the kernel has asked a second time
 _MARGIN_SECONDS = 5.0
 _MAX_PARALLEL = 32
+_MAX_DETAILS = 256
 _PINGS = 10  # of a clock, and before it is known how long one takes
 _LATENCY_SECONDS = 0.3
 _MAX_ROUND_TRIPS = 300
@@ -95,7 +96,10 @@ def probe_all(cluster: Cluster, ranks: list[int]) -> dict[int, dict[str, Any]]:
     later = [rank for rank in ranks if rank > cluster.rank]
     others = [*later, *(rank for rank in ranks if rank < cluster.rank)]
     answers = in_parallel(lambda rank: probe(cluster, rank), others, probe_seconds(len(others)), _MAX_PARALLEL)
-    return {rank: answers.get(rank, {"kind": TIMED_OUT}) for rank in others}
+    found = {rank: answers.get(rank, {"kind": TIMED_OUT}) for rank in others}
+    for rank in others[_MAX_DETAILS:]:  # a row is one message of the ring's
+        found[rank] = {"kind": found[rank]["kind"]}
+    return found
 
 
 def clock_offset(ask: Callable[[], float]) -> dict[str, float]:

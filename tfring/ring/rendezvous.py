@@ -105,7 +105,7 @@ class Endpoint:
 
     def __init__(self, cluster: Any) -> None:
         self._rank: int = cluster.rank
-        self._cluster_ids: set[str] = set()
+        self._cluster_ids = {cluster_id(tuple(cluster.addresses))}  # before the first connection is taken
         # By cluster, ring and session ("" for control): connections for rings not asked for here yet.
         self._parked: dict[tuple[str, str, str], tuple[socket.socket, dict[str, Any]]] = {}
         self._arrived = threading.Condition()
