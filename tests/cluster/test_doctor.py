@@ -255,6 +255,7 @@ def test_own_port_is_taken(start):
 
 def test_configuration_that_is_none(start):
     out, _ = ended(start(DOCTOR, TF_CONFIG="{'cluster'"), 1)
+    assert '"worker": ["host1:12345", "host2:12345"]}, "task": {"type": "worker", "index": 0}}\'\n' in out
     assert "TF_CONFIG is not JSON" in out and "Not ready: 1 problem" in out and "tfring 0." in out
 
 
@@ -456,7 +457,7 @@ def test_one_finding_for_two_hosts_of_many_ranks():
     }
     (finding,) = findings.problems(found)
     assert finding.what.startswith(
-        "No connection from ranks 0-3 on node0 (node0) to ranks 4-7 on node1 (node1) (node1:20004 and 15 more)"
+        "No connection from ranks 0-3 on node0 to ranks 4-7 on node1 (node1:20004 and 15 more)"
     )
     assert finding.do.endswith("\n  export TFRING_PORT_RANGE=20000-20100")
 

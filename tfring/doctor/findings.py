@@ -346,8 +346,9 @@ def _on(ranks: Sequence[int], facts: dict[int, dict[str, Any]], *, capital: bool
 
 
 def _name(facts: dict[int, dict[str, Any]], found: dict[str, Any], rank: int) -> str:
-    """The host of a rank, by its name and the address that others use."""
-    return f"{facts[rank]['hostname']} ({parse_address(found['addresses'][rank]).host})"
+    """The host of a rank, by its own name and what others call it."""
+    own, others = facts[rank]["hostname"], parse_address(found["addresses"][rank]).host
+    return own if own == others else f"{own} ({others})"
 
 
 def _versions(versions: dict[Any, list[int]]) -> str:

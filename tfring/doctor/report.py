@@ -216,13 +216,15 @@ def _finding(number: int, finding: dict[str, str]) -> list[str]:
         for line in filter(None, part.splitlines()):
             lead = " " * (len(label) + len(line) - len(line.lstrip()))
             wrapped = textwrap.wrap(line.strip(), _WIDTH - len(lead), break_on_hyphens=False, break_long_words=False)
+            if line.startswith(" "):  # a command, to be pasted
+                wrapped = [line.strip()]
             lines += [lead + words for words in wrapped]
     lines[0] = label + lines[0][len(label) :]
     return lines
 
 
 def _line(label: str, words: str) -> str:
-    return f"{label:<{_LABEL}}{words}"
+    return f"{label:<{_LABEL}}{words}".rstrip()
 
 
 def _bytes(number: float) -> str:
