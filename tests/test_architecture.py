@@ -15,9 +15,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A file imports from its own row and the rows below. A room is a file or a folder of tfring/.
 ROWS = {
     7: ("__init__",),
-    6: ("launch",),
+    6: ("launch", "doctor"),
     5: ("layers",),
-    4: ("strategy", "step", "data", "equality", "_keras"),
+    4: ("strategy", "cluster_resolver", "step", "data", "equality", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),
     1: ("ring",),
@@ -30,6 +30,7 @@ WITHOUT_TENSORFLOW = (
     "",
     "cluster",
     "launch",
+    "doctor.__main__",
     "config",
     "errors",
     "ring.communicator",

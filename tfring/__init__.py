@@ -12,6 +12,7 @@ from tfring._version import __version__
 # Public names, loaded when first used, so that `tfring launch` starts without TensorFlow (PEP 562).
 _EXPORTS = {
     "Cluster": "tfring.cluster",
+    "ClusterResolver": "tfring.cluster_resolver",
     "Communicator": "tfring.ring.communicator",
     "RingAllReduce": "tfring.cross_device_ops",
     "RingStrategy": "tfring.strategy",
@@ -23,6 +24,7 @@ _ROOMS = ("layers",)  # `tfring.layers.freeze_batch_normalization`, without an i
 
 if TYPE_CHECKING:
     from tfring.cluster import Cluster
+    from tfring.cluster_resolver import ClusterResolver
     from tfring.cross_device_ops import RingAllReduce
     from tfring.layers import SyncBatchNormalization
     from tfring.reduction.sparse import SparseOptions
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cluster",
+    "ClusterResolver",
     "Communicator",
     "RingAllReduce",
     "RingStrategy",

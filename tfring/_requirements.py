@@ -9,6 +9,12 @@ from tfring.errors import UnsupportedTensorFlowError
 
 OLDEST = (2, 18)  # the first whose Keras is 3.8 or later and whose C API has all the ring calls
 NEWEST = (2, 21)  # the last that the tests ran on
+OLDEST_KERAS = (3, 8)
+
+NO_TENSORFLOW = """\
+tfring trains on TensorFlow, and there is none in this environment. Type one of:
+  pip install "tensorflow-cpu>=2.18,<2.22"
+  pip install "tensorflow[and-cuda]>=2.18,<2.22"      (NVIDIA GPUs)"""
 
 
 def check_tensorflow() -> None:
@@ -20,17 +26,13 @@ def check_tensorflow() -> None:
     Warns of a version newer than `NEWEST`, once.
     """
     if importlib.util.find_spec("tensorflow") is None:
-        raise UnsupportedTensorFlowError(
-            "tfring trains on TensorFlow, and there is none in this environment. Type one of:\n"
-            '  pip install "tensorflow-cpu>=2.18,<2.22"\n'
-            '  pip install "tensorflow[and-cuda]>=2.18,<2.22"      (NVIDIA GPUs)'
-        )
+        raise UnsupportedTensorFlowError(NO_TENSORFLOW)
     import tensorflow as tf
 
     check_version(tf.__version__)
 
 
-def check_version(version: str) -> None:
+def check_version(version: str, *, warn: bool = True) -> None:
     """Checks the text of a version; see `check_tensorflow`.
 
     >>> check_version("2.18.0")
@@ -42,7 +44,7 @@ def check_version(version: str) -> None:
             f'Received: TensorFlow {version}. Type: pip install "tensorflow-cpu>=2.18,<2.22". Held on an old one? '
             "The folder patches/ of tfring's repository mends sparse gradients on TensorFlow 1.14 to 2.5."
         )
-    if found > NEWEST:
+    if warn and found > NEWEST:
         warnings.warn(
             f"tfring was tested on TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Received: TensorFlow {version}.",
             stacklevel=3,

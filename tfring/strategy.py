@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfring import _tf, data, equality, step
 from tfring import config as settings
-from tfring.cluster import Cluster, detect
+from tfring.cluster import Cluster, detect, detection
 from tfring.cluster.launch_variables import release_listener
+from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce
 from tfring.errors import ConfigurationError
 from tfring.reduction.dense import DEFAULT_BUCKET_BYTES
@@ -85,6 +88,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             raise ConfigurationError("`cluster` and `cluster_resolver` say the same thing: pass one of them.")
         if cluster_resolver is not None:
             cluster = _cluster_of(cluster_resolver)
+        self._found = detection.Outlook(os.environ) if cluster is None else None
         cluster = detect(cluster)
         extended = RingExtended(
             self,
@@ -104,6 +108,24 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(self)
+
+    @tf.autograph.experimental.do_not_convert
+    def scope(self):
+        """As `tf.distribute.Strategy.scope`."""
+        self.warn_of_another_cluster()
+        return super().scope()
+
+    def warn_of_another_cluster(self):
+        """Once, where the environment says another cluster than when the strategy was made from it."""
+        changed = self._found and self._found.changed(os.environ)
+        if changed:
+            self._found = None
+            before, now = changed
+            warnings.warn(
+                "The cluster is read when RingStrategy() is made, and this strategy goes on with what it found. "
+                f"Received then: {before}; now: {now}. Set TF_CONFIG and the like before RingStrategy().",
+                stacklevel=4,
+            )
 
     @property
     def cluster(self) -> Cluster:
@@ -169,10 +191,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     ):
         # Not super().__init__: it starts TensorFlow's own cluster and makes its own cross-device ops.
         _tf.StrategyExtendedV1.__init__(self, container_strategy)
-        self.cluster = cluster
+        # TensorFlow's server binds the port itself.
+        self.cluster = release_listener(cluster) if communication == "tensorflow" else cluster
         self.communication = communication
         self._requested_devices = tuple(devices) if devices else None
-        self._cluster_resolver = cluster_resolver or _resolver_of(cluster)
+        self._cluster_resolver = cluster_resolver or ClusterResolver(self.cluster, release_port=False)
         self._communication_options = communication_options or _tf.CommunicationOptions()
         self._collective_key_base = container_strategy._collective_key_base
         self._cfer_fn_cache = {}
@@ -181,12 +204,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._for_keras = False
         self.experimental_enable_get_next_as_optional = True
 
-        if communication == "tensorflow" and cluster.world_size > 1:
+        if communication == "tensorflow" and self.cluster.world_size > 1:
             self._initialize_tensorflow_worker()
             control = gradients = _tensorflow_runtime[1]
         else:
             self._initialize_ring_worker()
-            control, gradients = _connect(cluster)
+            control, gradients = _connect(self.cluster)
         self.control: Collectives = control
         """The channel of everything but gradients: counts of rows, statistics, logs, initial values."""
         self.gradients: Collectives = gradients
@@ -216,7 +239,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _initialize_tensorflow_worker(self):
         """Connects TensorFlow's collective runtime, once a process: it cannot be left again."""
         global _tensorflow_runtime
-        self.cluster = release_listener(self.cluster)  # TensorFlow binds the port itself
         if _tensorflow_runtime:
             addresses, _ = _tensorflow_runtime
             if addresses != self.cluster.addresses:
@@ -398,6 +420,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _call_for_each_replica(self, fn, args, kwargs):
+        self._container_strategy().warn_of_another_cluster()
         if step.current() is not None or self.cluster.world_size * len(self.worker_devices) == 1:
             return super()._call_for_each_replica(fn, args, kwargs)
 
@@ -466,21 +489,9 @@ def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
     return control, ring("gradients")
 
 
-def _resolver_of(cluster: Cluster):
-    if cluster.world_size == 1:
-        spec: dict = {}
-    else:
-        spec = {"worker": list(cluster.addresses)}
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(spec),
-        task_type="worker" if spec else None,
-        task_id=cluster.rank if spec else None,
-        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},  # does not start TensorFlow
-        rpc_layer="grpc",
-    )
-
-
 def _cluster_of(resolver) -> Cluster:
+    if isinstance(resolver, ClusterResolver):
+        return resolver.cluster
     spec = resolver.cluster_spec().as_dict()
     if not spec:
         return Cluster.alone()

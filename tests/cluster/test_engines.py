@@ -74,6 +74,12 @@ def test_mpirun(engine, source):
     assert set(ip_hosts(facts)) == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("engine", [OPEN_MPI, ("mpich", "-n", "3")])
+def test_doctor_under_mpirun(engine):
+    facts = report_of([*mpirun(*engine)[:-1], "-m", "tfring.launch.cli", "doctor", "--json"])
+    assert facts["verdict"] == "Ready: 3 workers on 1 host can train."
+
+
 def test_two_jobs_of_mpich_at_once_do_not_mix():
     """MPICH gives a job no name: the process that started the ranks tells jobs apart."""
     script = " & ".join([" ".join(mpirun("mpich", "-n", "2"))] * 2)
@@ -153,6 +159,8 @@ def test_slurm(tmp_path):
         f"srun {python} {REPORT}\n"
         f"{python} -m tfring.launch {REPORT}\n"
         f"{' '.join(mpirun('mpich', '-n', '2'))}\n"
+        f"srun {python} -m tfring.launch.cli doctor | tail -n 1\n"
+        f"{python} -m tfring.launch.cli doctor | tail -n 1\n"
     )
     examples = sorted((ENGINES.parents[2] / "examples" / "slurm").glob("*.sh"))
     assert examples
@@ -172,6 +180,7 @@ def test_slurm(tmp_path):
         ("tfring launch", 3),
         ("MPICH or Intel MPI", 2),
     ], done
+    assert lines.count("Ready: 3 workers on 1 host can train.") == 2, done
 
 
 def test_kubernetes_manifests():

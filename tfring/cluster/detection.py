@@ -116,6 +116,42 @@ def find(environ: Mapping[str, str]) -> Cluster | Seat | None:
     return chosen
 
 
+class Outlook:
+    """What the environment says at one time, to be compared with what it says later.
+
+    >>> outlook = Outlook({})
+    >>> outlook.changed({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
+    ('no source says anything', 'torchrun-style variables says rank 0 of 2')
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._variables = _variables(environ)
+        self._said, self._place = _look(environ)
+
+    def changed(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
+        """What was said and what is said now, if the ring is another. Cheap where no variable changed; never raises."""
+        if _variables(environ) == self._variables:
+            return None
+        self._variables = _variables(environ)
+        said, place = _look(environ)
+        return None if place == self._place else (self._said, said)
+
+
+def _variables(environ: Mapping[str, str]) -> list[str | None]:
+    return [environ.get(name) for source in SOURCES for name in source.variables]
+
+
+def _look(environ: Mapping[str, str]) -> tuple[str, tuple]:
+    """In words, and as (rank, world size, addresses)."""
+    try:
+        said = find(environ)
+    except ConfigurationError as error:
+        return str(error), (str(error),)
+    if said is None:
+        return "no source says anything", (0, 1, ())
+    return _describe(said), (said.rank, said.world_size, said.addresses if said.world_size > 1 else ())
+
+
 def _contradict(chosen: Cluster | Seat, other: Cluster | Seat) -> bool:
     if (isinstance(other, Seat) and other.world_size == 1) or chosen.source.endswith("(evaluator)"):
         return False  # an engine that started one process, or a process that is in no ring

@@ -1,4 +1,4 @@
-"""The command line: `tfring launch -n 4 train.py --my-args`."""
+"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tfring._version import __version__
-from tfring.cluster import slurm, tf_config
+from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
 from tfring.launch import remote
 from tfring.launch.guard import run_guarded
@@ -59,6 +59,28 @@ examples:
   salloc -N 2 -n 8 tfring launch train.py
 """
 
+_DOCTOR_HELP = """\
+Says whether a cluster can train: looks at every host and every way between two ranks, tries the ring, and ends in a
+verdict, with each problem and what to do about it. Trains nothing, and imports no TensorFlow.
+
+where:
+  Alone, it is one rank of the cluster that tfring.RingStrategy() would find here: start it as you would your program,
+  through mpirun or srun, or on every host with TF_CONFIG. With -n, --hosts or --hostfile it is started on every place,
+  as by `tfring launch`. Rank 0 prints the report.
+
+exit code:
+  0 if the cluster is ready, 1 if not.
+"""
+_DOCTOR_EXAMPLES = """\
+examples:
+  tfring doctor
+  tfring doctor --hosts host1:4,host2:4
+  mpirun -n 8 tfring doctor
+  srun -n 8 tfring doctor --json
+"""
+_NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
+_LOST_HOST = 255
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command of `tfring`.
@@ -99,6 +121,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
     launch.set_defaults(run=_launch, parser=launch)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say whether a cluster can train",
+        usage="tfring doctor [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
+        description=_DOCTOR_HELP,
+        epilog=_DOCTOR_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_options_of_a_job(doctor)
+    doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
+    doctor.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
+    )
+    doctor.set_defaults(run=_doctor, parser=doctor)
     return parser
 
 
@@ -122,6 +159,29 @@ def _launch(arguments: argparse.Namespace) -> int:
     return _run(arguments, command)
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from tfring.doctor import examination
+
+    seconds = arguments.timeout or examination.DEFAULT_SECONDS
+    here = arguments.n is None and not arguments.hosts and not arguments.hostfile
+    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
+        return examination.examine(seconds, as_json=arguments.json)
+    options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
+    command = ["-m", "tfring.doctor", *options, *(["--json"] if arguments.json else [])]
+    code = _run(arguments, command, quiet_codes=(_NOT_READY,))
+    if code == 0 or 128 < code < _LOST_HOST:  # killed, by Ctrl-C for instance
+        return code
+    return 1 if code == _NOT_READY else examination.not_started(code, as_json=arguments.json)
+
+
+def _is_a_rank() -> bool:
+    """Whether some source gives this process a place; or says nonsense, which the doctor will tell."""
+    try:
+        return detection.find(os.environ) is not None
+    except ConfigurationError:
+        return True
+
+
 def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=_positive, metavar="N", help="number of workers; in SLURM, all tasks by default")
     where = parser.add_mutually_exclusive_group()
@@ -140,7 +200,7 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace, command: list[str]) -> int:
+def _run(arguments: argparse.Namespace, command: list[str], quiet_codes: Sequence[int] = ()) -> int:
     """Runs a command as a job, where the options say."""
     error = arguments.parser.error
     try:
@@ -154,7 +214,7 @@ def _run(arguments: argparse.Namespace, command: list[str]) -> int:
         error(
             "TF_CONFIG is set, and so is -n or --hosts: both say who is in the ring. Received: "
             f"TF_CONFIG={os.environ[tf_config.VARIABLE]}\n"
-            f"Run the program without `tfring launch`, or first:\n  unset TF_CONFIG"
+            f"Leave -n and --hosts out (and run a program by itself), or first:\n  unset TF_CONFIG"
         )
     for name in arguments.env:
         if name not in os.environ:
@@ -175,7 +235,8 @@ def _run(arguments: argparse.Namespace, command: list[str]) -> int:
         remote.passed_on(os.environ, arguments.env),
     )
     num_workers = sum(host.num_workers for host in hosts) or arguments.n
-    return run_guarded(Job(command, num_workers, log_dir=arguments.log_dir, hosts=hosts, way=way).run)
+    job = Job(command, num_workers, log_dir=arguments.log_dir, hosts=hosts, way=way, quiet_codes=quiet_codes)
+    return run_guarded(job.run)
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
@@ -198,6 +259,16 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"a whole number from 1 up, not {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text!r}")
+    return seconds
 
 
 def _open_standard_streams() -> None:

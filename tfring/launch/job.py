@@ -78,6 +78,7 @@ class Job:
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
         way: How to get to `hosts`, and the workers' environment there.
+        quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
     """
 
     def __init__(
@@ -89,10 +90,12 @@ class Job:
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
         way: Way | None = None,
+        quiet_codes: Sequence[int] = (),
     ) -> None:
         self._command = list(command)
         self._num_workers = num_workers
         self._log_dir = log_dir
+        self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
         self._hosts: list[RemoteHost] = []
         for host in hosts:
@@ -352,7 +355,7 @@ class Job:
     def _report(self) -> None:
         for worker in self._workers:
             worker.close()
-        if self._first:
+        if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)
         for signum in STOP_SIGNALS:
             if self._stop_code == 128 + signum and not self._first:

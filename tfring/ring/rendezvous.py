@@ -105,7 +105,7 @@ class Endpoint:
 
     def __init__(self, cluster: Any) -> None:
         self._rank: int = cluster.rank
-        self._cluster_ids: set[str] = set()
+        self._cluster_ids = {cluster_id(tuple(cluster.addresses))}  # before the first connection is taken
         # By cluster, ring and session ("" for control): connections for rings not asked for here yet.
         self._parked: dict[tuple[str, str, str], tuple[socket.socket, dict[str, Any]]] = {}
         self._arrived = threading.Condition()
@@ -133,10 +133,10 @@ class Endpoint:
     def _greet(self, connection: socket.socket, peer: Any) -> None:
         try:
             connection.settimeout(_HELLO_SECONDS)
-            hello = _receive(connection)
+            hello = receive(connection)
             problem = self._problem(hello)
             if problem is not None or hello["purpose"] == "probe":
-                _send(connection, {"rank": self._rank} if problem is None else {"refused": problem})
+                send(connection, {"rank": self._rank} if problem is None else {"refused": problem})
                 connection.close()
                 return
             _no_delay(connection)
@@ -268,17 +268,17 @@ class _Forming:
             self.connect_error = error
 
     def _attempt(self, address: Address) -> Neighbour:
-        control = _dial(address, _DIAL_SECONDS)
+        control = dial(address, _DIAL_SECONDS)
         neighbour = Neighbour(self.next_rank, "tcp", control)
         confirmed = False
         try:
-            _send(control, {**self.hello, "purpose": "control"})  # (1)
+            send(control, {**self.hello, "purpose": "control"})  # (1)
             # The answer comes when the other rank asks for this ring; that may take its time.
             while not select.select([control], [], [], _SLICE_SECONDS)[0]:
                 if self.cancelled.is_set() or time.monotonic() > self.deadline:
                     self.reason = "it listens, but did not answer"
                     raise _Cancelled
-            welcome = _receive(control)  # (2)
+            welcome = receive(control)  # (2)
             if "refused" in welcome:
                 if welcome.get("final"):
                     raise RendezvousError(welcome["refused"])
@@ -287,13 +287,13 @@ class _Forming:
             if welcome["transport"] == "shm":
                 problem = self._attach(neighbour, welcome["mailbox"])
             if problem is not None and "shm" in (self.transport, welcome["wanted"]):
-                _send(control, {"failed": problem})
+                send(control, {"failed": problem})
                 raise RendezvousError(problem)
-            _send(control, {"transport": neighbour.transport})  # (3)
+            send(control, {"transport": neighbour.transport})  # (3)
             confirmed = True
             if neighbour.transport == "tcp":
-                neighbour.data = _dial(address, _DIAL_SECONDS)
-                _send(neighbour.data, {**self.hello, "purpose": "data"})  # (4)
+                neighbour.data = dial(address, _DIAL_SECONDS)
+                send(neighbour.data, {**self.hello, "purpose": "data"})  # (4)
             return neighbour
         except BaseException as error:
             if not confirmed:
@@ -320,14 +320,14 @@ class _Forming:
                 if why_not is not None and "shm" in wanted:
                     problem = why_not
             if problem is not None:
-                _send(control, {"refused": problem, "final": True})
+                send(control, {"refused": problem, "final": True})
                 raise RendezvousError(problem)
             shared = neighbour.transport == "shm"
             facts = self.mailbox.facts() if shared and self.mailbox else None
             welcome = {"transport": neighbour.transport, "wanted": self.transport, "mailbox": facts}
-            _send(control, welcome)  # (2)
+            send(control, welcome)  # (2)
             control.settimeout(_HELLO_SECONDS)
-            confirm = _receive(control)  # (3): a rank that died in the meantime does not confirm
+            confirm = receive(control)  # (3): a rank that died in the meantime does not confirm
             if "failed" in confirm:
                 raise RendezvousError(confirm["failed"])
             if confirm["transport"] == "tcp":
@@ -433,11 +433,11 @@ def _who_is_missing(cluster: Any) -> dict[int, str]:
 
     def probe(rank: int) -> str | None:
         try:
-            with _dial(parse_address(cluster.addresses[rank]), _PROBE_SECONDS) as connection:
+            with dial(parse_address(cluster.addresses[rank]), _PROBE_SECONDS) as connection:
                 connection.settimeout(_PROBE_SECONDS)
                 identity = {"protocol": PROTOCOL, "cluster": cluster_id(tuple(cluster.addresses))}
-                _send(connection, {**identity, "purpose": "probe"})
-                return _receive(connection).get("refused")
+                send(connection, {**identity, "purpose": "probe"})
+                return receive(connection).get("refused")
         except (OSError, ValueError) as error:
             return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
@@ -450,12 +450,13 @@ def _who_is_missing(cluster: Any) -> dict[int, str]:
 # Messages.
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Writes one message."""
     body = json.dumps(message).encode()
     connection.sendall(MAGIC + struct.pack("<I", len(body)) + body)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def receive(connection: socket.socket) -> dict[str, Any]:
     """Reads one message and not a byte more.
 
     Raises:
@@ -491,7 +492,8 @@ def _no_delay(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _dial(address: Address, seconds: float) -> socket.socket:
+def dial(address: Address, seconds: float) -> socket.socket:
+    """Connects to where a rank listens, within `seconds`."""
     connection = socket.create_connection((address.host, address.port), timeout=seconds)
     _no_delay(connection)
     return connection

@@ -1,0 +1,62 @@
+"""A cluster of tfring, as `tf.distribute` asks for one."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring.cluster import Cluster, detect
+from tfring.cluster.launch_variables import release_listener
+
+
+class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
+    """Tells a strategy of TensorFlow who is in the cluster, from any source that tfring knows.
+
+    ```python
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=tfring.ClusterResolver())
+    ```
+
+    Every rank is a task of the job "worker"; rank 0 is worker 0, which TensorFlow takes for the chief. A process that
+    is alone has an empty cluster and no task.
+
+    Args:
+      cluster: a `tfring.Cluster`; by default what `RingStrategy()` would find.
+      release_port: whether to give up the socket that tfring may hold at this worker's address, so that TensorFlow's
+        server can listen there. `RingStrategy`, which listens at it itself, does not.
+
+    Attributes:
+      cluster: the `tfring.Cluster`.
+      rpc_layer: "grpc"; may be set.
+
+    >>> resolver = ClusterResolver(Cluster.from_hosts(["host1:12345", "host2:12345"], rank=1))
+    >>> resolver.cluster_spec().as_dict()
+    {'worker': ['host1:12345', 'host2:12345']}
+    >>> resolver.task_type, resolver.task_id, resolver.master()
+    ('worker', 1, 'grpc://host2:12345')
+    """
+
+    def __init__(self, cluster: Cluster | None = None, *, release_port: bool = True):
+        cluster = detect(cluster)
+        self.cluster = release_listener(cluster) if release_port else cluster
+        self.rpc_layer = "grpc"
+        self._is_alone = cluster.world_size == 1
+        self._task_type = None if self._is_alone else "worker"
+        self._task_id = None if self._is_alone else cluster.rank
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """One job, "worker", of all ranks; empty where this process is alone."""
+        return tf.train.ClusterSpec({} if self._is_alone else {"worker": list(self.cluster.addresses)})
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The URL of a task, by default of this one; empty where this process is alone."""
+        if self._is_alone:
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        layer = self.rpc_layer if rpc_layer is None else rpc_layer
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return f"{layer}://{address}" if layer else address
+
+    def num_accelerators(self, task_type=None, task_id=None, config_proto=None) -> dict[str, int]:
+        """This worker's GPUs, as every worker has the same number; TensorFlow is not started for it."""
+        gpus = tf.config.list_physical_devices("GPU")
+        return {"GPU": sum(len(tf.config.get_logical_device_configuration(gpu) or [gpu]) for gpu in gpus)}

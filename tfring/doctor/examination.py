@@ -1,0 +1,332 @@
+"""Rank 0 asks, every rank answers, rank 0 reports.
+
+    rank 0                                  rank r
+       │ ◄──────────────── connection ────────► │     whichever of the two gets through to the other first
+       │ facts ───────────────────────────────► │     what it is, what its host is
+       │ clock (several times) ───────────────► │
+       │ connect ─────────────────────────────► │     it probes every other rank: a row of the matrix
+       │ ring, pair ──────────────────────────► │     if all is well so far: the ring itself, then neighbours alone
+       │ end ─────────────────────────────────► │     after the report
+
+All through the sockets where the ring would listen, in the ring's own messages (`ring/rendezvous.py`). Every wait ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from tfring.cluster import Cluster, detect, detection, parse_address
+from tfring.doctor import findings, host, links, report
+from tfring.doctor.parallel import in_parallel
+from tfring.errors import TfringError
+from tfring.ring import rendezvous
+
+DEFAULT_SECONDS = 60.0
+_RING = "tfring doctor"  # by this name the connections between doctors are parked
+_PAUSE_SECONDS = 0.2
+_ANSWER_SECONDS = 25.0  # for facts, with names that do not resolve
+_CLOCK_SECONDS = 20.0
+_RING_SECONDS = 20.0  # to form, and for each collective
+_MARGIN_SECONDS = 10.0
+_LINGER_SECONDS = 3.0  # so that a launcher hears of rank 0's end first
+
+Answer = dict[str, Any]
+
+
+def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_ready_code: int = 1) -> int:
+    """Takes this process's part in the examination of its cluster; rank 0 prints the report.
+
+    Args:
+        seconds: How long ranks wait for each other.
+        as_json: Whether the report is one JSON document.
+        not_ready_code: What rank 0 returns where the report says that the cluster cannot train.
+
+    Returns:
+        The exit code; of another rank than 0 it is 0 if it could answer to the end.
+    """
+    os.environ["TFRING_CONNECT_TIMEOUT_SECONDS"] = str(seconds)  # where ranks meet to tell addresses
+    rank = 0
+    try:
+        said = detection.find(os.environ)
+        rank = said.rank if said is not None else 0
+        cluster = detect()
+        endpoint = rendezvous.Endpoint.of(cluster) if cluster.world_size > 1 else None
+    except TfringError as error:
+        if rank != 0:
+            return _complain(rank, str(error))
+        found = findings.without_cluster(host.facts(Cluster.alone()), str(error))
+    else:
+        if rank != 0:
+            assert endpoint is not None
+            return _Answering(cluster, endpoint, seconds).run()
+        if endpoint is not None:
+            asking = _Asking(cluster, endpoint, seconds)
+            with contextlib.closing(asking):
+                return _report(asking.examine(), as_json, not_ready_code)
+        found = {"facts": {0: host.facts(cluster)}, **_about(cluster)}
+    return _report(found, as_json, not_ready_code)
+
+
+def not_started(code: int, *, as_json: bool) -> int:
+    """Reports that the launcher could not bring doctors to every place, or keep them there."""
+    problem = f"The doctor could not be started for every rank, or ended before the report (exit code {code})."
+    found = findings.without_cluster(None, f"{problem}\nSee the messages on standard error.")
+    return _report(found, as_json, 1)
+
+
+def _about(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "source": cluster.source,
+        "world_size": cluster.world_size,
+        "addresses": list(cluster.addresses),
+        "problem": None,
+    }
+
+
+def _report(found: dict[str, Any], as_json: bool, not_ready_code: int) -> int:
+    document = report.document(found)
+    print(json.dumps(document) if as_json else report.text(document), flush=True)
+    return 0 if document["ready"] else not_ready_code
+
+
+def _complain(rank: int, text: str) -> int:
+    print(f"tfring doctor: rank {rank}: {text}", file=sys.stderr, flush=True)
+    time.sleep(_LINGER_SECONDS)
+    return 1
+
+
+def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
+    """What a rank answers."""
+    try:
+        if request["do"] == "facts":
+            return host.facts(cluster)
+        if request["do"] == "clock":
+            return {"time": time.time()}
+        if request["do"] == "connect":
+            found = links.probe_all(cluster, request["ranks"])
+            return {str(rank): answer for rank, answer in found.items()}
+        if request["do"] == "ring":
+            return links.measure_ring(cluster, _RING_SECONDS)
+        return links.measure_pair(cluster, request["pair"], _RING_SECONDS)
+    except Exception as error:  # whatever it is, it goes into the report
+        return {"problem": str(error) or type(error).__name__}
+
+
+def _hello(cluster: Cluster, to: int) -> dict[str, Any]:
+    return {
+        "protocol": rendezvous.PROTOCOL,
+        "cluster": rendezvous.cluster_id(cluster.addresses),
+        "purpose": "data",
+        "ring": _RING,
+        "session": f"rank {cluster.rank}",
+        "to": to,
+    }
+
+
+def _dial(cluster: Cluster, rank: int) -> socket.socket:
+    connection = rendezvous.dial(parse_address(cluster.addresses[rank]), links.PROBE_SECONDS)
+    try:
+        rendezvous.send(connection, _hello(cluster, rank))
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+class _Asking:
+    """Rank 0's part."""
+
+    def __init__(self, cluster: Cluster, endpoint: rendezvous.Endpoint, seconds: float) -> None:
+        self._cluster = cluster
+        self._endpoint = endpoint
+        self._seconds = seconds
+        self._connections: dict[int, socket.socket] = {}
+
+    def close(self) -> None:
+        """Lets the others end."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                rendezvous.send(connection, {"do": "end"})
+
+    def examine(self) -> dict[str, Any]:
+        """All that is to be found out."""
+        cluster = self._cluster
+        deadline = time.monotonic() + self._seconds
+        reached = in_parallel(
+            lambda rank: host.facts(cluster) if rank == 0 else self._reach(rank, deadline),
+            range(cluster.world_size),
+            self._seconds + _ANSWER_SECONDS,
+            cluster.world_size,
+        )
+        facts = {rank: answer for rank, answer in sorted(reached.items()) if answer is not None}
+        ranks = list(facts)
+        missing = [rank for rank in range(cluster.world_size) if rank not in facts]
+        clocks = in_parallel(self._clock, [rank for rank in ranks if rank != 0], _CLOCK_SECONDS, 1)
+        connect = {"do": "connect", "ranks": list(range(cluster.world_size))}
+        rows = self._ask_all(ranks, connect, links.probe_seconds(cluster.world_size) + _MARGIN_SECONDS)
+        found = {
+            **_about(cluster),
+            "facts": facts,
+            "missing": {rank: rows[0].get(str(rank), {"kind": links.TIMED_OUT}) for rank in missing},
+            "clocks": {rank: clock for rank, clock in clocks.items() if clock is not None},
+            "connections": {
+                rank: {int(other): answer for other, answer in row.items()}
+                for rank, row in rows.items()
+                if "problem" not in row
+            },
+            "lost": {rank: row["problem"] for rank, row in rows.items() if "problem" in row},
+        }
+        if findings.may_form(found):
+            found["ring"] = self._first_problem(self._ask_all(ranks, {"do": "ring"}, 2 * _RING_SECONDS))
+            if "problem" not in found["ring"]:
+                found["neighbours"] = self._neighbours()
+        return found
+
+    def _reach(self, rank: int, deadline: float) -> Answer | None:
+        """The facts of a rank that connects to this one, or this one to it, before `deadline`."""
+        key = rendezvous.cluster_id(self._cluster.addresses), _RING, f"rank {rank}"
+        while time.monotonic() < deadline:
+            parked = self._endpoint.take(*key, _PAUSE_SECONDS)
+            try:
+                connection = parked[0] if parked else _dial(self._cluster, rank)
+            except OSError:
+                continue
+            left = max(_PAUSE_SECONDS, deadline - time.monotonic())
+            self._connections[rank] = connection
+            answer = self._ask(rank, {"do": "facts"}, min(_ANSWER_SECONDS, left))
+            if "problem" not in answer:
+                return answer
+            connection.close()
+            del self._connections[rank]
+            time.sleep(_PAUSE_SECONDS)
+        return None
+
+    def _clock(self, rank: int) -> dict[str, float] | None:
+        try:
+            return links.clock_offset(lambda: self._ask(rank, {"do": "clock"}, links.PROBE_SECONDS)["time"])
+        except KeyError:  # it is gone; the next question says so
+            return None
+
+    def _neighbours(self) -> list[dict[str, Any]]:
+        """Pairs that share no rank at once, so three rounds at most; each alone on its ranks."""
+        size = self._cluster.world_size
+        pairs = [[rank, (rank + 1) % size] for rank in range(size if size > 2 else 1)]
+        odd = pairs[-1:] if size % 2 and size > 1 else []
+        whole = pairs[: len(pairs) - len(odd)]
+        measured = []
+        for together in (whole[::2], whole[1::2], odd):
+            of_rank = {rank: pair for pair in together for rank in pair}
+            answers = in_parallel(
+                lambda rank, of_rank=of_rank: self._ask_any(rank, {"do": "pair", "pair": of_rank[rank]}),  # type: ignore[misc]
+                of_rank,
+                3 * _RING_SECONDS,
+                size,
+            )
+            late = {"problem": f"no answer within {3 * _RING_SECONDS:g} s"}
+            measured += [{"ranks": pair, **answers.get(pair[0], late)} for pair in together]
+        return sorted(measured, key=lambda each: each["ranks"][0])
+
+    def _ask_all(self, ranks: list[int], request: dict[str, Any], seconds: float) -> dict[int, Answer]:
+        answers = in_parallel(lambda rank: self._ask_any(rank, request, seconds), ranks, seconds + 1, len(ranks))
+        return {rank: answers.get(rank, {"problem": f"no answer within {seconds:g} s"}) for rank in ranks}
+
+    def _ask_any(self, rank: int, request: dict[str, Any], seconds: float = 3 * _RING_SECONDS) -> Answer:
+        return _perform(self._cluster, request) if rank == 0 else self._ask(rank, request, seconds)
+
+    def _ask(self, rank: int, request: dict[str, Any], seconds: float) -> Answer:
+        connection = self._connections[rank]
+        try:
+            connection.settimeout(seconds)
+            rendezvous.send(connection, request)
+            answer = rendezvous.receive(connection)
+            # A process of another job, or of this one that does not know yet which it is of.
+            return {"problem": answer["refused"]} if "refused" in answer else answer
+        except TimeoutError:
+            return {"problem": f"no answer within {seconds:g} s"}
+        except (OSError, ValueError) as error:
+            return {"problem": str(error)}
+
+    def _first_problem(self, answers: dict[int, Answer]) -> Answer:
+        return next((answer for answer in answers.values() if "problem" in answer), answers[0])
+
+
+class _Answering:
+    """The part of every other rank: answers on whatever connection there is to rank 0, until told to end."""
+
+    def __init__(self, cluster: Cluster, endpoint: rendezvous.Endpoint, seconds: float) -> None:
+        self._cluster = cluster
+        self._endpoint = endpoint
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._heard_at: float | None = None
+        self._why = "it never asked"
+        self._lost = ""
+
+    def run(self) -> int:
+        for look in (self._go, self._take):
+            threading.Thread(target=look, daemon=True).start()
+        patience = self._seconds + _LINGER_SECONDS
+        started = time.monotonic()
+        while not self._ended.wait(_PAUSE_SECONDS):
+            heard_at = self._heard_at
+            if heard_at is None and time.monotonic() > started + patience:
+                where = self._cluster.addresses[0]
+                text = f"looked for rank 0 at {where} for {patience:g} s, and the examination never began: {self._why}."
+                return _complain(self._cluster.rank, text)
+            # While others answer, or are waited for.
+            if heard_at is not None and time.monotonic() > heard_at + patience + 4 * _RING_SECONDS + _ANSWER_SECONDS:
+                return _complain(self._cluster.rank, "rank 0 stopped asking before the end.")
+        return _complain(self._cluster.rank, self._lost) if self._lost else 0
+
+    def _go(self) -> None:
+        """To rank 0, until one connection has served."""
+        while not self._ended.is_set():
+            try:
+                with _dial(self._cluster, 0) as connection:
+                    self._serve(connection)
+            except (OSError, ValueError) as error:
+                if self._heard_at is None:
+                    kind = links.kind_of(error)
+                    self._why = kind if kind != links.FAILED else str(error)
+            time.sleep(_PAUSE_SECONDS)
+
+    def _take(self) -> None:
+        """What rank 0 has dialled."""
+        while not self._ended.is_set():
+            key = rendezvous.cluster_id(self._cluster.addresses), _RING, "rank 0"
+            parked = self._endpoint.take(*key, _PAUSE_SECONDS)
+            if parked is not None and parked[1]["to"] != self._cluster.rank:  # through a port that leads elsewhere
+                parked[0].close()
+            elif parked is not None:
+                threading.Thread(target=self._serve_parked, args=(parked[0],), daemon=True).start()
+
+    def _serve_parked(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):
+            self._serve(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        asked = False
+        try:
+            while True:
+                connection.settimeout(None)
+                request = rendezvous.receive(connection)
+                if "refused" in request:
+                    self._why = request["refused"]
+                    return
+                asked, self._heard_at = True, time.monotonic()
+                if request["do"] == "end":
+                    self._ended.set()
+                    return
+                rendezvous.send(connection, _perform(self._cluster, request))
+        except OSError:
+            if asked and not self._ended.is_set():
+                self._lost = "rank 0 went away in the middle of the examination."
+                self._ended.set()
+            raise

@@ -1,0 +1,160 @@
+"""What a rank says of itself and its host: versions, the compiled ring, CPUs, memory, interfaces, names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import platform
+import socket
+from typing import Any
+
+from tfring._version import __version__
+from tfring.cluster import Cluster, parse_address, ports
+from tfring.doctor.parallel import in_parallel
+from tfring.errors import TfringError
+from tfring.launch.cpus import available_cpus
+from tfring.ring import library, mailbox
+
+_NAMES = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu", "tensorflow-rocm", "intel-tensorflow")
+_RINGS = 2  # control and gradients: a mailbox each
+_RESOLVE_SECONDS = 10.0
+_MAX_INTERFACES = 64
+
+
+def facts(cluster: Cluster) -> dict[str, Any]:
+    """What rank 0 asks every rank for; fit for JSON."""
+    return {
+        "rank": cluster.rank,
+        "source": cluster.source,
+        "hostname": socket.gethostname(),
+        "host": ports.host_identity(),
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "executable": os.path.realpath(f"/proc/{os.getpid()}/exe"),
+        "tfring": __version__,
+        "tensorflow": tensorflow_version(),
+        "keras": _version("keras"),
+        "keras_backend": _keras_backend(),
+        "library": _library(),
+        "cpus": available_cpus(),
+        "cpu_ids": sorted(os.sched_getaffinity(0)),
+        "interfaces": interfaces(),
+        "shared_memory": _shared_memory(),
+        "unresolved": unresolved(cluster),
+    }
+
+
+def tensorflow_version() -> str | None:
+    """From what pip noted down, for importing TensorFlow takes seconds; None where there is none."""
+    if importlib.util.find_spec("tensorflow") is None:
+        return None
+    for name in _NAMES:
+        if version := _version(name):
+            return version
+    others = importlib.metadata.packages_distributions().get("tensorflow", ())
+    return next((_version(name) for name in others), "unknown")
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Names and addresses of this host's interfaces, with their speed (None where it is not told) and MTU.
+
+    >>> [each["mtu"] > 0 for each in interfaces() if each["name"] == "lo"][:1]
+    [True]
+    """
+    found = []
+    for name, address in itertools.islice(ports.interfaces(), _MAX_INTERFACES):
+        about = pathlib.Path("/sys/class/net", name)
+        speed = _number(about / "speed")
+        found.append(
+            {
+                "name": name,
+                "address": address,
+                "speed_megabits": speed if speed and speed > 0 else None,
+                "mtu": _number(about / "mtu"),
+            }
+        )
+    return found
+
+
+def unresolved(cluster: Cluster) -> dict[str, str]:
+    """The host names among the cluster's addresses that this host does not know, and what it says of them.
+
+    >>> sorted(unresolved(Cluster.from_hosts(["127.0.0.1:1", "nowhere.invalid:1"], rank=0)))
+    ['nowhere.invalid']
+    """
+    names = sorted({parse_address(address).host for address in cluster.addresses})
+
+    def problem(name: str) -> str | None:
+        try:
+            socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            return None
+        except OSError as error:
+            return error.strerror or str(error)
+
+    answers = in_parallel(problem, names, _RESOLVE_SECONDS)
+    late = f"no answer within {_RESOLVE_SECONDS:g} s"
+    return {name: said for name in names if (said := answers.get(name, late)) is not None}
+
+
+def _library() -> dict[str, Any]:
+    problem = None
+    try:
+        library.core()
+    except TfringError as error:
+        problem = str(error)
+    except (OSError, AttributeError) as error:  # a library, but another one
+        problem = f"The compiled ring cannot be used: {error}. Install tfring again on this machine."
+    if problem is None and not library.OPS.exists():
+        problem = f"The ring's ops for TensorFlow are missing ({library.OPS}). Install tfring again."
+    return {"path": str(library.CORE), "interface": library.ABI_VERSION, "problem": problem}
+
+
+def _shared_memory() -> dict[str, Any]:
+    """The ring's shared memory has no name, so /dev/shm may be as small as it likes; the kernel has to give it."""
+    problem = None
+    try:
+        mailbox.Mailbox().close()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    size = free = None
+    with contextlib.suppress(OSError):
+        about = os.statvfs("/dev/shm")
+        size, free = about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail
+    needed = _RINGS * (mailbox.HEADER_BYTES + mailbox.CAPACITY_BYTES)
+    return {
+        "needed_bytes": needed,
+        "needed_in_dev_shm_bytes": 0,
+        "dev_shm_bytes": size,
+        "dev_shm_free_bytes": free,
+        "problem": problem,
+    }
+
+
+def _keras_backend() -> str | None:
+    """What the variable or else Keras' own file says; None where neither does, and it is TensorFlow."""
+    if os.environ.get("KERAS_BACKEND"):
+        return os.environ["KERAS_BACKEND"]
+    folder = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
+    try:
+        return json.loads(pathlib.Path(folder, "keras.json").read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _number(path: pathlib.Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,189 @@
+"""What lies between ranks: whether they connect, how far their clocks are apart, how fast the ring is."""
+
+from __future__ import annotations
+
+import errno
+import math
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfring.cluster import Cluster, parse_address
+from tfring.doctor.parallel import in_parallel
+from tfring.ring import rendezvous
+
+PROBE_SECONDS = 3.0  # within it the kernel has asked a second time
+_MARGIN_SECONDS = 5.0
+_MAX_PARALLEL = 32
+_MAX_DETAILS = 256
+_PINGS = 10  # of a clock, and before it is known how long one takes
+_LATENCY_SECONDS = 0.3
+_MAX_ROUND_TRIPS = 300
+_FIRST_BYTES, _LAST_BYTES = 1 << 16, 1 << 24
+_LONG_ENOUGH_SECONDS = 0.05  # for a message to be of the largest size worth measuring
+_REPEATS = 3
+
+# What may become of an attempt to connect.
+CONNECTED = "connected"
+REFUSED = "refused"  # the host answered: nobody listens there
+TIMED_OUT = "timed out"  # nobody answered at all
+UNREACHABLE = "unreachable"  # this host or a router knows no way
+UNRESOLVED = "unresolved"
+NO_ANSWER = "no answer"  # connected, and then silence
+ANOTHER_JOB = "another job"
+ANOTHER_RANK = "another rank"
+ANOTHER_PROGRAM = "another program"
+FAILED = "failed"
+
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENETDOWN)
+
+
+def kind_of(error: Exception) -> str:
+    """What an error of connecting means.
+
+    >>> kind_of(ConnectionRefusedError()), kind_of(TimeoutError()), kind_of(OSError(errno.EHOSTUNREACH, ""))
+    ('refused', 'timed out', 'unreachable')
+    """
+    if isinstance(error, socket.gaierror):
+        return UNRESOLVED
+    if isinstance(error, ConnectionRefusedError):
+        return REFUSED
+    if isinstance(error, TimeoutError) or getattr(error, "errno", None) == errno.ETIMEDOUT:
+        return TIMED_OUT
+    if isinstance(error, OSError) and error.errno in _NO_WAY:
+        return UNREACHABLE
+    return FAILED
+
+
+def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
+    """Connects to a rank as the ring does, and asks who it is.
+
+    Returns:
+        `kind`; `detail`, the error's own words, where it is none of the common ones; the `local` host address of the
+        connection, where there was one.
+    """
+    try:
+        connection = rendezvous.dial(parse_address(cluster.addresses[rank]), PROBE_SECONDS)
+    except OSError as error:
+        return {"kind": kind_of(error), "detail": error.strerror or str(error)}
+    with connection:
+        local = connection.getsockname()[0]
+        try:
+            connection.settimeout(PROBE_SECONDS)
+            identity = {"protocol": rendezvous.PROTOCOL, "cluster": rendezvous.cluster_id(cluster.addresses)}
+            rendezvous.send(connection, {**identity, "purpose": "probe"})
+            answer = rendezvous.receive(connection)
+        except TimeoutError:
+            return {"kind": NO_ANSWER, "local": local}
+        except (OSError, ValueError) as error:
+            return {"kind": ANOTHER_PROGRAM, "detail": str(error), "local": local}
+    if "refused" in answer:
+        return {"kind": ANOTHER_JOB, "detail": answer["refused"], "local": local}
+    if answer.get("rank") != rank:
+        return {"kind": ANOTHER_RANK, "detail": f"rank {answer.get('rank')}", "local": local}
+    return {"kind": CONNECTED, "local": local}
+
+
+def probe_seconds(num_ranks: int) -> float:
+    """The longest that `probe_all` takes."""
+    return 2 * PROBE_SECONDS * math.ceil(num_ranks / _MAX_PARALLEL) + _MARGIN_SECONDS
+
+
+def probe_all(cluster: Cluster, ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """Probes all of `ranks` but this one, beginning with the next, so that not all ask the same at once."""
+    later = [rank for rank in ranks if rank > cluster.rank]
+    others = [*later, *(rank for rank in ranks if rank < cluster.rank)]
+    answers = in_parallel(lambda rank: probe(cluster, rank), others, probe_seconds(len(others)), _MAX_PARALLEL)
+    found = {rank: answers.get(rank, {"kind": TIMED_OUT}) for rank in others}
+    for rank in others[_MAX_DETAILS:]:  # a row is one message of the ring's
+        found[rank] = {"kind": found[rank]["kind"]}
+    return found
+
+
+def clock_offset(ask: Callable[[], float]) -> dict[str, float]:
+    """How far another clock is ahead of this one. The answer was given between asking and hearing it: the middle of the
+    shortest exchange is off by half of its time at most.
+
+    Args:
+        ask: Returns what the other clock shows, after a way there and back.
+
+    >>> found = clock_offset(lambda: time.time() + 5.0)
+    >>> abs(found["offset_seconds"] - 5.0) <= found["uncertainty_seconds"] + 1e-6
+    True
+    """
+    exchanges = []
+    for _ in range(_PINGS):
+        wall, started = time.time(), time.perf_counter()
+        answer = ask()
+        took = time.perf_counter() - started
+        exchanges.append((took / 2, answer - (wall + took / 2)))
+    uncertainty, offset = min(exchanges)
+    return {"offset_seconds": offset, "uncertainty_seconds": uncertainty}
+
+
+def measure_ring(cluster: Cluster, seconds: float) -> dict[str, Any]:
+    """Forms the ring of all ranks, sums, and looks at the sum."""
+    started = time.monotonic()
+    with _communicator(cluster, "doctor", seconds) as ring:
+        formed = time.monotonic() - started
+        total = ring.all_reduce([float(ring.rank + 1)], name="doctor's sum")
+        expected = ring.world_size * (ring.world_size + 1) / 2
+        if float(total[0]) != expected:
+            raise ArithmeticError(f"the ring of {ring.world_size} sums to {float(total[0])}, not {expected}")
+        return {"seconds_to_form": formed, "transport": list(ring.transport), **_throughput(ring)}
+
+
+def measure_pair(cluster: Cluster, pair: list[int], seconds: float) -> dict[str, Any]:
+    """Latency and bandwidth between two neighbours, in a ring of the two."""
+    here = pair.index(cluster.rank)
+    addresses = [cluster.addresses[rank] for rank in pair]
+    two = Cluster.from_hosts(addresses, here, cluster.source, cluster.listen_fd)
+    with _communicator(two, "doctor's pair", seconds) as ring:
+        return {"transport": ring.transport[0], "latency_seconds": _latency(ring), **_throughput(ring)}
+
+
+def _communicator(cluster: Cluster, name: str, seconds: float) -> Any:
+    from tfring.ring.communicator import Communicator  # imports NumPy
+
+    return Communicator.connect(cluster, name, timeout_seconds=seconds, connect_timeout_seconds=seconds)
+
+
+def _latency(ring: Any) -> float:
+    """Half of the median round trip: each of the two sends in its turn."""
+
+    def round_trips(number: int) -> list[float]:
+        took = []
+        for _ in range(number):
+            started = time.perf_counter()
+            ring.broadcast([0.0], 0)
+            ring.broadcast([0.0], 1)
+            took.append(time.perf_counter() - started)
+        return took
+
+    (longest,) = ring.all_reduce([statistics.median(round_trips(_PINGS))], "max")
+    return statistics.median(round_trips(max(_PINGS, min(_MAX_ROUND_TRIPS, int(_LATENCY_SECONDS / longest))))) / 2
+
+
+def _throughput(ring: Any) -> dict[str, float]:
+    """Of an all_reduce of the size that takes a moment: what each rank sends, over the shortest time of the slowest."""
+    import numpy as np
+
+    def seconds_for(num_bytes: int) -> float:
+        values = np.zeros(num_bytes // 4, np.float32)
+        started = time.perf_counter()
+        ring.all_reduce(values)
+        (slowest,) = ring.all_reduce([time.perf_counter() - started], "max")
+        return float(slowest)
+
+    num_bytes = _FIRST_BYTES
+    while (shortest := seconds_for(num_bytes)) < _LONG_ENOUGH_SECONDS and num_bytes < _LAST_BYTES:
+        num_bytes *= 4
+    shortest = min([shortest, *(seconds_for(num_bytes) for _ in range(_REPEATS))])
+    sent = 2 * (ring.world_size - 1) / ring.world_size * num_bytes
+    return {
+        "all_reduce_bytes": num_bytes,
+        "all_reduce_seconds": shortest,
+        "gigabytes_per_second": sent / shortest / 1e9,
+    }
