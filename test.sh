@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests: sets up what it needs in .venv-test*, then lint, types, and every test against the built wheel.
+# Passes the tests: sets up what it needs in .venv-test*, then lint, types, sanitizers, and every test against the built wheel.
 #
 #   ./test.sh                 everything
 #   ./test.sh ring training   these folders of tests/ only, no lint
@@ -42,7 +42,10 @@ fi
 echo "== lint, types, formatting"
 .venv-test/bin/ruff check .
 .venv-test/bin/mypy tfring
-.venv-test/bin/clang-format --dry-run --Werror tfring/ring/native/*.cc tfring/ring/native/*.h
+.venv-test/bin/clang-format --dry-run --Werror tfring/ring/native/*.cc tfring/ring/native/*.h tests/ring/*.cc patches/kernel/*.cc
+
+echo "== the ring's core under sanitizers"
+.venv-test/bin/python tests/ring/sanitize.py
 
 echo "== newest TensorFlow"
 tests .venv-test
