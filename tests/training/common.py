@@ -5,6 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 
+def devices():
+    """Arguments of `strategy` by which a worker with several logical CPUs holds a replica on each."""
+    import tensorflow as tf
+
+    cpus = tf.config.list_logical_devices("CPU")
+    return {"devices": [f"CPU:{i}" for i in range(len(cpus))]} if len(cpus) > 1 else {}
+
+
 def skewed_rows(num_rows=83, num_features=4, seed=0):
     """Features whose mean and scale drift with the row, so that no rank's share looks like another's."""
     generator = np.random.default_rng(seed)

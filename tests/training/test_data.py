@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from common import devices
 from harness import strategy, workers
-from test_steps import devices
 
 ROWS, BATCH = 203, 20
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import assert_equal, skewed_rows, train_both
+from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
 
 
@@ -22,7 +22,7 @@ def tower(optimizer, loss="mse", dtype=None, compile_options=None, **dense_optio
 def training_options(only=None):
     import keras
 
-    ring = strategy(check_equal=True)
+    ring = strategy(check_equal=True, **devices())
     x, y = skewed_rows()
     weights = np.linspace(0, 2, len(x)).astype("float32")
     cases = {}
@@ -77,6 +77,13 @@ OVER_TENSORFLOW = ["plain", "steps_per_execution", "accumulation", "loss_scale",
 def test_training_options_over_tensorflow():
     results = workers(3, "tensorflow").run(training_options, OVER_TENSORFLOW, timeout=400)
     assert set(results[0]) == set(OVER_TENSORFLOW)
+    assert_equal(results)
+
+
+def test_training_options_with_two_replicas_a_worker():
+    cases = ["plain", "run_eagerly", "clipnorm", "accumulation", "loss_scale", "a last batch of one row"]
+    results = workers(2, logical_cpus=2).run(training_options, cases, timeout=400)
+    assert set(results[0]) == set(cases)
     assert_equal(results)
 
 

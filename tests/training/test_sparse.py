@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import assert_equal, relative_error, skewed_ids
+from common import assert_equal, devices, relative_error, skewed_ids
 from harness import strategy, workers
 
 import tfring
@@ -71,7 +71,7 @@ def embedding_model(optimizer, ids_per_row, lookup="embedding"):
 
 def train_optimizers(names, dense):
     """Trains the same steps under the strategy and as the one-hot model alone, for each optimizer."""
-    ring = strategy(sparse=tfring.SparseOptions(dense=dense))
+    ring = strategy(sparse=tfring.SparseOptions(dense=dense), **devices())
     x, y = skewed_ids()
     cases = {}
     for name in names:
@@ -103,6 +103,12 @@ def test_every_optimizer(n, communication):
     names = ["SGD", "Adam"] if communication == "tensorflow" else list(all_optimizers())
     results = workers(n, communication).run(train_optimizers, names, "never", timeout=400)
     assert_equal(results, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("n", "logical_cpus"), [(1, 1), (2, 2)])
+def test_alone_and_with_two_replicas_a_worker(n, logical_cpus):
+    results = workers(n, logical_cpus=logical_cpus).run(train_optimizers, ["SGD", "RMSprop", "Adam"], "never")
+    assert_equal(results)
 
 
 # -- the reported case, and the shapes that broke others --------------------------------------------------------------

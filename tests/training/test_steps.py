@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import assert_equal, relative_error, skewed_rows, train_both
+from common import assert_equal, devices, relative_error, skewed_rows, train_both
 from harness import strategy, workers
 
 from tfring.cluster import detect
@@ -171,13 +171,6 @@ def dropout_masks():
         return [[np.asarray(m).astype(bool).tobytes() for m in step] for step in drawn]
 
     return masks(strategy(**devices())), masks(strategy(**devices()))
-
-
-def devices():
-    import tensorflow as tf
-
-    cpus = tf.config.list_logical_devices("CPU")
-    return {"devices": [f"CPU:{i}" for i in range(len(cpus))]} if len(cpus) > 1 else {}
 
 
 @pytest.mark.oldest
