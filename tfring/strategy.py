@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -198,9 +199,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._cluster_resolver = cluster_resolver or ClusterResolver(self.cluster, release_port=False)
         self._communication_options = communication_options or _tf.CommunicationOptions()
         self._collective_key_base = container_strategy._collective_key_base
-        self._cfer_fn_cache = {}
+        self._cfer_fn_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._use_var_policy = False
-        self._read_locally = False
         self._for_keras = False
         self.experimental_enable_get_next_as_optional = True
 
@@ -313,11 +313,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _get_cross_device_ops(self, value):
         return self._cross_device_ops
 
-    def _reduce_to(self, reduce_op, value, destinations, options):
-        if self._read_locally and isinstance(value, _tf.distribute_values.SyncOnReadVariable):
-            return tf.convert_to_tensor(self._cross_device_ops.sum_on_worker(value))
-        return super()._reduce_to(reduce_op, value, destinations, options)
-
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         if len(self.worker_devices) > 1:
             return _tf.distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
@@ -337,15 +332,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         """With a device where the value has none: the argument of a function is not placed yet."""
         here = self.worker_devices[0]
         return [(value, here if isinstance(to, str) and not to else to) for value, to in value_destination_pairs]
-
-    @contextlib.contextmanager
-    def local_reads(self):
-        """Reads of metric variables sum this worker's replicas only: one rank may save a model alone."""
-        before, self._read_locally = self._read_locally, True
-        try:
-            yield
-        finally:
-            self._read_locally = before
 
     # -- variables -------------------------------------------------------------------------------------------------
 
@@ -423,11 +409,19 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._container_strategy().warn_of_another_cluster()
         if step.current() is not None or self.cluster.world_size * len(self.worker_devices) == 1:
             return super()._call_for_each_replica(fn, args, kwargs)
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not meet.
+            around_all = self._cfer_fn_cache.get(fn)
+            if around_all is None:
+                around_all = self._cfer_fn_cache[fn] = fn._clone(
+                    python_function=lambda *a, **k: self._call_for_each_replica(fn.python_function, a, k)
+                )
+            return around_all(*args, **kwargs)
 
         def with_step(*args, **kwargs):
             # A custom loop: what it divides by is its own affair, but a replica without rows adds nothing.
             rows = data.num_rows((args, kwargs))
-            active = rows > 0 if isinstance(rows, tf.Tensor) else None
+            active = None if rows is None else tf.convert_to_tensor(rows > 0)
             with step.running(step.Step(active=active)):
                 return fn(*args, **kwargs)
 

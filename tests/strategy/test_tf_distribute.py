@@ -233,6 +233,35 @@ def test_a_custom_loop(n, communication, logical_cpus):
     assert all(result == results[0] for result in results)
 
 
+def rowless_replicas():
+    """One row for all replicas: the mean over the rows of a replica without any is NaN, and so is its gradient."""
+    import keras
+    import tensorflow as tf
+
+    ring = ring_strategy()
+    with ring.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    kernel, _ = model.get_weights()
+
+    @tf.function  # handed to `run` as it is, which TensorFlow allows
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x)) * tf.reduce_sum(model.trainable_variables[0])
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    for x in ring.experimental_distribute_dataset(tf.data.Dataset.from_tensors(tf.ones([1, 4]))):
+        ring.run(step, args=(x,))
+    np.testing.assert_allclose(model.get_weights()[0], kernel - 0.1 * 2 * kernel.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+def test_a_replica_without_rows_adds_nothing_in_a_custom_loop(n, communication, logical_cpus):
+    workers(n, communication, logical_cpus=logical_cpus).run(rowless_replicas)
+
+
 def unequal_policies(policy):
     """FILE, OFF: TensorFlow's own sharding, over tfring's iterators."""
     import tensorflow as tf

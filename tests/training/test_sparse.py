@@ -250,6 +250,21 @@ def test_one_table_looked_up_twice_and_one_frozen():
     assert_equal(workers(2).run(one_table_twice_and_one_frozen), tolerance=1e-5)
 
 
+def reduced_types(num_table_rows):
+    """Types in which four ids of a table come back where "auto" decides."""
+    import tensorflow as tf
+
+    ring = strategy(sparse=tfring.SparseOptions(batch_size=4))
+    slices = tf.IndexedSlices(tf.ones([4, DIM]), tf.range(4), tf.constant([num_table_rows, DIM]))
+    [summed] = ring.extended.gradient_ops.sum_over_workers([slices], name="test")
+    return "sparse" if isinstance(summed, tf.IndexedSlices) else "dense"
+
+
+def test_small_tables_go_dense():
+    assert workers(2).run(reduced_types, 4) == ["dense"] * 2
+    assert workers(2).run(reduced_types, 1000) == ["sparse"] * 2
+
+
 def inactive(dense, rank):
     """Rank 1 has no rows: what it looked up all the same, and its NaN, do not count."""
     import tensorflow as tf

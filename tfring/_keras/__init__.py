@@ -37,8 +37,8 @@ def install() -> None:
             f"tfring needs the TensorFlow backend of Keras. Received: {keras.backend.backend()!r}. Set "
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
-    from tfring._keras import callbacks, inputs, losses, optimizers, randomness, saving, state, trainer
+    from tfring._keras import callbacks, inputs, losses, optimizers, randomness, state, trainer
 
-    for module in (losses, optimizers, state, randomness, inputs, saving, callbacks, trainer):
+    for module in (losses, optimizers, state, randomness, inputs, callbacks, trainer):
         module.install()
     _installed = True

@@ -270,15 +270,9 @@ class Communicator:
         return ops
 
     def _run(
-        self,
-        kind: str,
-        name: str | None,
-        inputs: list[np.ndarray],
-        outputs: list[Any],
-        op: str = "sum",
-        root: int = 0,
+        self, kind: str, name: str | None, inputs: list[np.ndarray], outputs: list[Any], **settings: Any
     ) -> None:
-        call, tensors, keep = self._prepare(kind, name, inputs, outputs, op, root)
+        call, tensors, keep = self._prepare(kind, name, inputs, outputs, **settings)
         error = library.Error()
         function = getattr(self._core, f"tfring_{kind}")
         arguments = (tensors,) if kind == "reduce_scatter" else (tensors, len(inputs))

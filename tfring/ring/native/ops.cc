@@ -136,37 +136,43 @@ class Invocation {
   std::vector<TF_Tensor*> held_;
 };
 
+// All inputs from `first` on, each with an output of its shape.
+class InPlaceTensors {
+ public:
+  InPlaceTensors(Invocation* invocation, int first)
+      : tensors_(static_cast<size_t>(tf.TF_NumInputs(invocation->context()) - first)),
+        dims_(tensors_.size()) {
+    for (int i = 0; i < count() && invocation->ok(); ++i) {
+      const size_t at = static_cast<size_t>(i);
+      invocation->in_place(first + i, i, &tensors_[at], &dims_[at]);
+    }
+  }
+
+  const tfring_tensor* data() const { return tensors_.data(); }
+  int count() const { return static_cast<int>(tensors_.size()); }
+
+ private:
+  std::vector<tfring_tensor> tensors_;
+  std::vector<std::vector<int64_t>> dims_;  // to which the tensors point
+};
+
 void all_reduce(void* state, TF_OpKernelContext* context) {
-  constexpr int kFirst = 2;  // after token and active
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* active = invocation.input(1);
   if (!invocation.ok()) return;
   invocation.call().inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
-  const int count = tf.TF_NumInputs(context) - kFirst;
-  std::vector<tfring_tensor> tensors(static_cast<size_t>(count));
-  std::vector<std::vector<int64_t>> dims(static_cast<size_t>(count));
-  for (int i = 0; i < count; ++i) {
-    const size_t at = static_cast<size_t>(i);
-    invocation.in_place(kFirst + i, i, &tensors[at], &dims[at]);
-    if (!invocation.ok()) return;
-  }
-  invocation.check(
-      tfring_all_reduce(invocation.handle(), &invocation.call(), tensors.data(), count, invocation.error()));
+  const InPlaceTensors tensors(&invocation, 2);  // after token and active
+  if (!invocation.ok()) return;
+  invocation.check(tfring_all_reduce(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
+                                     invocation.error()));
 }
 
 void broadcast(void* state, TF_OpKernelContext* context) {
-  constexpr int kFirst = 1;  // after token
   Invocation invocation(*static_cast<Attributes*>(state), context);
-  const int count = tf.TF_NumInputs(context) - kFirst;
-  std::vector<tfring_tensor> tensors(static_cast<size_t>(count));
-  std::vector<std::vector<int64_t>> dims(static_cast<size_t>(count));
-  for (int i = 0; i < count; ++i) {
-    const size_t at = static_cast<size_t>(i);
-    invocation.in_place(kFirst + i, i, &tensors[at], &dims[at]);
-    if (!invocation.ok()) return;
-  }
-  invocation.check(
-      tfring_broadcast(invocation.handle(), &invocation.call(), tensors.data(), count, invocation.error()));
+  const InPlaceTensors tensors(&invocation, 1);  // after token
+  if (!invocation.ok()) return;
+  invocation.check(tfring_broadcast(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
+                                    invocation.error()));
 }
 
 void all_gather_rows(void* state, TF_OpKernelContext* context) {
