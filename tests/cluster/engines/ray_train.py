@@ -16,7 +16,9 @@ def worker(given):
 
     os.chdir(given["folder"])
     os.environ.update(given["environ"])
-    sys.path[:0] = [os.path.dirname(given["argv"][0])]
+    # As `python script.py` would have it: Ray adds the folder where it was started.
+    others = [path for path in sys.path if path not in ("", given["folder"])]
+    sys.path[:] = [os.path.dirname(given["argv"][0]), *others]
     sys.argv = given["argv"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
