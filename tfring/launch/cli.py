@@ -7,8 +7,8 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from tfring._version import __version__
 from tfring.cluster import detection, slurm, tf_config
@@ -102,16 +102,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tfring", description="Trains Keras models on many processes, round a ring.")
     parser.add_argument("--version", action="version", version=f"tfring {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    launch = commands.add_parser(
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(name, formatter_class=raw, allow_abbrev=False, **texts)
+        added.set_defaults(run=run, parser=added)
+        _add_options_of_a_job(added)
+        return added
+
+    launch = command(
         "launch",
+        _launch,
         help="start the workers of a program",
         usage="tfring launch {-n N | --hosts HOSTS | --hostfile FILE} [OPTION ...] {SCRIPT | -m MODULE} [ARGUMENT ...]",
         description=_LAUNCH_HELP,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    _add_options_of_a_job(launch)
     launch.add_argument(
         "-m",
         dest="module",
@@ -120,22 +126,18 @@ def _parser() -> argparse.ArgumentParser:
         help="run a module, as `python -m` does",
     )
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
-    launch.set_defaults(run=_launch, parser=launch)
-    doctor = commands.add_parser(
+    doctor = command(
         "doctor",
+        _doctor,
         help="say whether a cluster can train",
         usage="tfring doctor [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
         description=_DOCTOR_HELP,
         epilog=_DOCTOR_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    _add_options_of_a_job(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
     doctor.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
     )
-    doctor.set_defaults(run=_doctor, parser=doctor)
     return parser
 
 
