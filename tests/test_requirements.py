@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tfring._requirements import check_version
-from tfring.errors import UnsupportedTensorFlowError
+from tfring._requirements import check_keras, check_version
+from tfring.errors import ConfigurationError, UnsupportedTensorFlowError
 
 
 def test_without_tensorflow_the_error_has_the_line_to_type(tmp_path):
@@ -33,3 +33,8 @@ def test_an_old_tensorflow_is_refused_by_name(version):
 def test_a_newer_tensorflow_is_warned_of():
     with pytest.warns(UserWarning, match=r"Received: TensorFlow 2\.99\.0-rc1"):
         check_version("2.99.0-rc1")
+
+
+def test_an_old_keras_is_refused_by_name():
+    with pytest.raises(ConfigurationError, match=r'Received: keras==3\.7\.0\. Type: pip install "keras>=3\.8"'):
+        check_keras("3.7.0")

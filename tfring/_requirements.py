@@ -1,11 +1,11 @@
-"""Which TensorFlow tfring runs on, said before an import fails for a reason nobody can read."""
+"""Which TensorFlow and Keras tfring runs on, said before an import fails for a reason nobody can read."""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
 
-from tfring.errors import UnsupportedTensorFlowError
+from tfring.errors import ConfigurationError, UnsupportedTensorFlowError
 
 OLDEST = (2, 18)  # the first whose Keras is 3.8 or later and whose C API has all the ring calls
 NEWEST = (2, 21)  # the last that the tests ran on
@@ -48,6 +48,21 @@ def check_version(version: str, *, warn: bool = True) -> None:
         warnings.warn(
             f"tfring was tested on TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Received: TensorFlow {version}.",
             stacklevel=3,
+        )
+
+
+def check_keras(version: str) -> None:
+    """Checks the text of a version of Keras.
+
+    Raises:
+        ConfigurationError: It is older than `OLDEST_KERAS`.
+
+    >>> check_keras("3.8.0")
+    """
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_KERAS:
+        oldest = _text(OLDEST_KERAS)
+        raise ConfigurationError(
+            f"tfring needs Keras {oldest} or later. Received: keras=={version}. Type: pip install \"keras>={oldest}\""
         )
 
 

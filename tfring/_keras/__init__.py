@@ -24,14 +24,10 @@ def install() -> None:
         return
     import keras
 
-    from tfring._keras.seam import version_of_keras
+    from tfring._requirements import check_keras
     from tfring.errors import ConfigurationError
 
-    if version_of_keras() < (3, 8):
-        raise ConfigurationError(
-            f"tfring needs Keras 3.8 or later. Received: keras=={keras.__version__}. Type: "
-            'pip install "keras>=3.8"'
-        )
+    check_keras(keras.__version__)
     if keras.backend.backend() != "tensorflow":
         raise ConfigurationError(
             f"tfring needs the TensorFlow backend of Keras. Received: {keras.backend.backend()!r}. Set "
