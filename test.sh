@@ -18,6 +18,7 @@ environment() {
   local folder=$1 tensorflow=$2 keras=$3
   [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
   "$folder/bin/python" -m pip install --quiet --upgrade pip
+  rm -rf build  # where files that are no longer part of the package would find their way into the wheel
   "$folder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" .
   "$folder/bin/python" -m pip install --quiet --find-links "$folder/wheels" \
     "$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)[dev,examples]" "$tensorflow" "$keras"

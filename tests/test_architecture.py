@@ -1,4 +1,4 @@
-"""Imports point down the rows of docs/architecture.md; TensorFlow and Keras have a door each."""
+"""Imports point down the rows of docs/architecture.md, in no circle; TensorFlow and Keras have a door each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROWS = {
     7: ("__init__",),
     6: ("launch", "doctor"),
     5: ("layers",),
-    4: ("strategy", "cluster_resolver", "step", "data", "equality", "_keras"),
+    4: ("strategy", "cluster_resolver", "data", "equality", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),
     1: ("ring",),
-    0: ("cluster", "config", "errors", "_requirements", "_tf", "_build", "_version"),
+    0: ("cluster", "config", "errors", "step", "recognition", "_requirements", "_tf", "_build", "_version"),
 }
 ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}
 
@@ -97,6 +97,34 @@ def upward_imports(root: pathlib.Path = ROOT) -> list[str]:
     return found
 
 
+def circles(root: pathlib.Path = ROOT) -> list[list[str]]:
+    """Files that import each other, also from within functions, and also inside a row: each circle sorted."""
+    by_name = {module_name(file, root): file for file in files(root)}
+
+    def file_of(name: str) -> str | None:
+        """`tfring.ring.ops.token` -> `tfring.ring.ops`."""
+        parts = name.split(".")
+        return next((n for k in range(len(parts), 0, -1) if (n := ".".join(parts[:k])) in by_name), None)
+
+    graph = {
+        name: {target for found in imports(file, root) if (target := file_of(found.module)) not in (None, name)}
+        for name, file in by_name.items()
+    }
+
+    def reachable(start: str) -> set[str]:
+        todo, seen = list(graph[start]), set()
+        while todo:
+            name = todo.pop()
+            if name not in seen:
+                seen.add(name)
+                todo.extend(graph[name])
+        return seen
+
+    reach = {name: reachable(name) for name in graph}
+    found = {tuple(sorted(m for m in reach[name] if name in reach[m])) for name in graph if name in reach[name]}
+    return [list(circle) for circle in sorted(found)]
+
+
 def imports_outside(package: str, door: str, root: pathlib.Path = ROOT) -> list[str]:
     return [
         f"{place}: {name} is imported in tfring/{door} alone"
@@ -149,6 +177,10 @@ def test_imports_point_down():
     assert upward_imports() == []
 
 
+def test_no_files_import_each_other():
+    assert circles() == []
+
+
 def test_insides_of_tensorflow_come_through_one_file():
     assert imports_outside("tensorflow.python", "_tf") == []
 
@@ -183,6 +215,10 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         "tfring/ring/schedule.py": "if TYPE_CHECKING:\n    import keras.src\n",
         "tfring/ring/rendezvous.py": "try:\n    from tfring.ring.ops import x\nfinally:\n    pass\n",
         "tfring/launch/__init__.py": "def f():\n    from keras.src import tree\n",
+        "tfring/layers/__init__.py": "",
+        "tfring/layers/a.py": "from tfring.layers import b\n",
+        "tfring/layers/b.py": "def f():\n    from tfring.layers.c import x\n",
+        "tfring/layers/c.py": "from tfring.layers.a import y\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -190,6 +226,7 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         "tfring/config.py",
         "tfring/errors.py",
     ]
+    assert circles(tmp_path) == [["tfring.layers.a", "tfring.layers.b", "tfring.layers.c"]]
     assert len(imports_outside("tensorflow.python", "_tf", tmp_path)) == 1
     assert len(imports_outside("keras.src", "_keras", tmp_path)) == 1
     assert len(tensorflow_at_once("tfring.ring.rendezvous", tmp_path)) == 2

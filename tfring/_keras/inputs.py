@@ -16,8 +16,9 @@ import traceback
 import numpy as np
 import tensorflow as tf
 
-from tfring import _tf
-from tfring._keras.seam import ring_of, seam
+from tfring import _tf, data
+from tfring._keras.seam import seam
+from tfring.recognition import ring_of
 
 _local = threading.local()
 
@@ -55,8 +56,13 @@ def install():
         seed = agreed_seed(strategy) if kwargs.get("shuffle") else None
         if seed is not None and isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
             kwargs.update(x=agreed_order(kwargs["x"], seed), shuffle=False)
-        with _shuffling_by(seed), strategy.extended.inputs_for_keras():
-            return original(self, distribute_strategy, *args, **kwargs)
+        with _shuffling_by(seed):
+            super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
+            self._distribute_strategy = strategy
+            dataset = self.data_adapter.get_tf_dataset()
+            if not isinstance(dataset, tf.distribute.DistributedDataset):
+                dataset = data.distribute_for_keras(strategy, dataset)
+            self._distributed_dataset = dataset
 
     @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
     def array_dataset(original, self):

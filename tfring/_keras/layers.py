@@ -7,7 +7,7 @@ from keras.src.utils import naming
 
 from tfring._keras.seam import seam
 
-_kept_as: dict[str, str] = {}  # by the name of a class, that of the class whose files it shares
+_saved_as: dict[str, str] = {}  # by the name of a class, that of the class whose files it shares
 
 
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -15,16 +15,16 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return list(layer._flatten_layers(include_self=True, recursive=True))
 
 
-def keep_as(cls: type, other: type) -> None:
+def save_under_name_of(cls: type, other: type) -> None:
     """Files of weights and models hold layers of `cls` as if they were of class `other`, and either loads them.
 
     Keras addresses a layer's weights by the name of its class, so that a file of one kind would not fit a model
     with the other.
     """
-    if not _kept_as:
+    if not _saved_as:
 
         @seam(naming, "to_snake_case")
         def to_snake_case(original, name):
-            return original(_kept_as.get(name, name))
+            return original(_saved_as.get(name, name))
 
-    _kept_as[cls.__name__] = other.__name__
+    _saved_as[cls.__name__] = other.__name__

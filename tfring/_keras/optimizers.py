@@ -18,8 +18,9 @@ import threading
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras.seam import ring_of, seam
+from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
+from tfring.recognition import ring_of
 
 _local = threading.local()
 

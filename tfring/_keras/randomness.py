@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfring._keras.seam import current_ring, seam
+from tfring._keras.seam import seam
+from tfring.recognition import current_ring
 
 _GOLDEN_RATIO = 0x9E3779B9  # odd: multiples of it modulo 2**32 are all different
 

@@ -1,13 +1,11 @@
-"""How a function of Keras is replaced for objects of a RingStrategy, and how to tell those."""
+"""How a function of Keras is replaced for objects of a RingStrategy, and what runs just now."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 
-import tensorflow as tf
-
-from tfring.strategy import RingStrategy
+from tfring.recognition import ring_of
 
 
 def seam(owner, name):
@@ -34,17 +32,7 @@ def version_of_keras() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def ring_of(strategy) -> RingStrategy | None:
-    """The strategy, if it is a RingStrategy."""
-    return strategy if isinstance(strategy, RingStrategy) else None
-
-
-def current_ring() -> RingStrategy | None:
-    """The RingStrategy in whose scope this code runs."""
-    return ring_of(tf.distribute.get_strategy()) if tf.distribute.has_strategy() else None
-
-
-def ring_of_model(model) -> RingStrategy | None:
+def ring_of_model(model):
     """The RingStrategy in whose scope a model was made."""
     return ring_of(getattr(model, "_distribute_strategy", None))
 

@@ -14,7 +14,8 @@ import threading
 import tensorflow as tf
 
 from tfring import _tf, step
-from tfring._keras.seam import current_ring, seam
+from tfring._keras.seam import seam
+from tfring.recognition import current_ring
 
 
 def install():
@@ -89,7 +90,7 @@ def mean_over_replicas(strategy, values, shares):
     return strategy.extended._cross_device_ops.sum_over_workers(weighted, name="state")
 
 
-def bring_together(strategy, variables, shares):
+def average_written_state(strategy, variables, shares):
     """Makes every replica's copy of `variables` the mean of all, weighted by rows."""
     if not variables or strategy.num_replicas_in_sync == 1:
         return

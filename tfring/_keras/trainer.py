@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import inspect
 
-import numpy as np
 import tensorflow as tf
 
 from tfring import _tf, data
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras import state
-from tfring._keras.seam import entered, entry_under_way, ring_of_model, seam
-from tfring.cross_device_ops import values_of
+from tfring._keras.functions import graph_function, to_tensor, without_optionals
+from tfring._keras.predict import PredictFunction
+from tfring._keras.seam import entered, ring_of_model, seam
 from tfring.errors import ConfigurationError
 
 
@@ -127,13 +127,6 @@ def _symbolic_batch(element_spec):
     return tf.nest.map_structure(symbolic, element_spec)
 
 
-def _without_optionals(element):
-    """Keras' generators stand for None by an Optional."""
-    return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, element
-    )
-
-
 _OTHER_BATCHES = (
     "The ranks drew different batches. Every rank runs the same input pipeline over the same data, and tfring cuts "
     "each rank's share from it. Give random transformations a seed, make unseeded datasets after the strategy, and do "
@@ -157,25 +150,25 @@ class StepFunction:
         self._step = step_function
         self._replicas = len(strategy.extended.worker_devices)
         eager = model.run_eagerly
-        self._one_step = self._one_step_body if eager else _function(self._one_step_body)
-        self._on_iterator = self._on_iterator_body if eager else _function(self._on_iterator_body)
-        self._on_batch = self._on_batch_body if eager else _function(self._on_batch_body)
+        self._one_step = self._one_step_body if eager else graph_function(self._one_step_body)
+        self._on_iterator = self._on_iterator_body if eager else graph_function(self._on_iterator_body)
+        self._on_batch = self._on_batch_body if eager else graph_function(self._on_batch_body)
 
     def __call__(self, iterator):
         if isinstance(iterator, tf.distribute.DistributedIterator):
             return self._on_iterator(iterator)
         logs = None
         for batch in iterator:  # train_on_batch and its sisters: this worker's own share
-            logs = self._on_batch(tf.nest.map_structure(_to_tensor, batch))
+            logs = self._on_batch(tf.nest.map_structure(to_tensor, batch))
         return logs
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _one_step_body(self, inputs, shares):
         outputs, written = self._strategy.extended.run_step(
-            lambda element: self._step(_without_optionals(element)), inputs, shares
+            lambda element: self._step(without_optionals(element)), inputs, shares
         )
-        state.bring_together(self._strategy, written, shares)
+        state.average_written_state(self._strategy, written, shares)
         if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
             variables = ring_callbacks.all_variables(self._model)
             self._strategy.assert_equal([v for v in variables if "gradient_accumulator" not in v.path])
@@ -278,67 +271,3 @@ def _parts(elements):
     if isinstance(elements[0], data.Shares):
         return list(elements[0].parts), elements[0].fingerprint
     return elements, None
-
-
-class PredictFunction:
-    """What `model.predict_function` is: elements of the distributed dataset in, outputs of all rows out.
-
-    `predict` returns all rows in order on every rank; `predict_on_batch` the rows it was given.
-    """
-
-    def __init__(self, model, strategy):
-        self._model = model
-        self._strategy = strategy
-        self._replicas = len(strategy.extended.worker_devices)
-        eager = model.run_eagerly
-        self._gathered = self._gathered_body if eager else _function(self._gathered_body)
-        self._local = self._local_body if eager else _function(self._local_body)
-
-    def __call__(self, batches):
-        if entry_under_way("predict"):
-            return self._gathered(batches)
-        [batch] = batches
-        return self._local(tf.nest.map_structure(_to_tensor, batch))
-
-    def _run(self, inputs):
-        outputs = self._strategy.run(lambda e: self._model.predict_step(_without_optionals(e)), args=(inputs,))
-        return outputs
-
-    def _on_worker(self, outputs):
-        """This worker's rows, of its replicas in turn."""
-
-        def joined(value):
-            values = self._strategy.experimental_local_results(value)
-            return values[0] if len(values) == 1 else tf.concat(values, 0)
-
-        return tf.nest.map_structure(joined, outputs, expand_composites=False)
-
-    def _gathered_body(self, batches):
-        cross_device_ops = self._strategy.extended._cross_device_ops
-        steps = []
-        for batch in batches:
-            if isinstance(batch, data.Shares):
-                # TensorFlow takes what its iterator yields for a value a replica.
-                parts = tf.nest.map_structure(lambda leaf: values_of(leaf)[0], batch.parts)
-                batch = _tf.distribute_utils.regroup(parts)
-            outputs = self._on_worker(self._run(batch))
-            if self._strategy.cluster.world_size > 1:
-                outputs = tf.nest.map_structure(
-                    lambda v: cross_device_ops.gather_over_workers(v, 0, name="predictions"), outputs
-                )
-            steps.append(outputs)
-        return steps[0] if len(steps) == 1 else tf.nest.map_structure(lambda *v: tf.concat(v, 0), *steps)
-
-    def _local_body(self, batch):
-        parts = data.split_rows(batch, self._replicas)
-        regrouped = _tf.distribute_utils.regroup(tuple(parts))
-        return self._on_worker(self._run(regrouped))
-
-
-def _function(body):
-    return tf.function(body, reduce_retracing=True, autograph=False)
-
-
-def _to_tensor(leaf):
-    return tf.convert_to_tensor(leaf) if isinstance(leaf, (np.ndarray, np.generic, list, float, int)) else leaf
-

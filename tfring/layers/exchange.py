@@ -11,15 +11,10 @@ Every replica gets the moments of all, in the order of rank and replica, and mer
 
 from __future__ import annotations
 
-import weakref
-
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
 from tfring.layers.moments import merge
-from tfring.strategy import RingStrategy
-
-_num_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
 
 
 class Alone:
@@ -96,38 +91,3 @@ class OverRing(Alone):
         """Combines what the replicas of all workers hold, `[replicas of this worker, ...]`."""
         everyone = self._control.gather_equal(replicas, name=f"{self._key}/{what}")
         return combine(everyone)
-
-
-def number_of_layer() -> int:
-    """Counts the layers built under the strategy in scope: all ranks build the same ones, in one order."""
-    if not tf.distribute.has_strategy():
-        return 0
-    extended = tf.distribute.get_strategy().extended
-    _num_layers[extended] = number = _num_layers.get(extended, 0) + 1
-    return number
-
-
-def prepare(synchronization: str) -> None:
-    """Connects what an exchange needs; called where a layer is built, at the same point on every rank."""
-    if synchronization == "central" and tf.distribute.has_strategy():
-        strategy = tf.distribute.get_strategy()
-        if isinstance(strategy, RingStrategy):
-            from tfring.layers import central
-
-            central.connect(strategy)
-
-
-def of_replica(synchronization: str, number: int) -> Alone:
-    """The exchange of the replica this code runs in."""
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return Alone()
-    strategy = context.strategy
-    if not isinstance(strategy, RingStrategy):
-        return OverReplicas(context)
-    key = f"batch normalization {number}"
-    if synchronization == "central":
-        from tfring.layers.central import OverCentre
-
-        return OverCentre(strategy.extended, key)
-    return OverRing(strategy.extended, key)

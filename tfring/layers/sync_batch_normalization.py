@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras.layers import keep_as
-from tfring.layers import exchange as exchanges
+from tfring._keras.layers import save_under_name_of
+from tfring.layers import choice
 from tfring.layers.moments import along, channel_sums, local_moments, mean_and_variance
 
 _SYNCHRONIZATIONS = ("all_reduce", "central")
@@ -143,7 +143,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self._number = exchanges.number_of_layer()
+        self._number = choice.number_of_layer()
         for variable in self.non_trainable_variables:
             step.written_alike(variable)
         if self.sync_every > 1:
@@ -152,7 +152,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             with tf.init_scope():  # a model without an Input is built while Keras traces it
                 self._window = tf.Variable(tf.zeros(window, tf.float64), trainable=False, name="window")
                 self._position = tf.Variable(0, trainable=False, dtype=tf.int32, name="position")
-        exchanges.prepare(self.synchronization)
+        choice.prepare(self.synchronization)
 
     def call(self, inputs, training=None, mask=None):
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
@@ -170,7 +170,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             mask = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
             mask.set_shape(inputs.shape)
 
-        exchange = exchanges.of_replica(self.synchronization, self._number)
+        exchange = choice.of_replica(self.synchronization, self._number)
         mine = local_moments(tf.cast(tf.stop_gradient(inputs), compute_dtype), axis, mask)
         moments, window, share = self._shared(exchange, mine)
         scale, offset = self._scale_and_offset(moments, compute_dtype)
@@ -288,7 +288,7 @@ def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
     return normalized(x, scale, offset)
 
 
-keep_as(SyncBatchNormalization, keras.layers.BatchNormalization)
+save_under_name_of(SyncBatchNormalization, keras.layers.BatchNormalization)
 
 _NO_SECOND_DERIVATIVE = (
     "SyncBatchNormalization has no second derivative. Compute the penalty on the gradient without it, or use "

@@ -1,178 +1,22 @@
-"""RingStrategy: variables, datasets and contexts of `tf.distribute`, over a ring of processes."""
+"""What TensorFlow and Keras ask of `strategy.extended`: devices, variables, contexts, reductions."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import warnings
 import weakref
-from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfring import _tf, data, equality, step
+from tfring import _tf, data, step
 from tfring import config as settings
-from tfring.cluster import Cluster, detect, detection
+from tfring.cluster import Cluster
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce
 from tfring.errors import ConfigurationError
-from tfring.reduction.dense import DEFAULT_BUCKET_BYTES
-from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
 
-_COMMUNICATIONS = ("ring", "tensorflow")
-# The dataset's iterator itself. TensorFlow's multi-device iterator draws ahead from a thread of its own: it takes rows
-# that nobody asked for from a generator, and waits for ever for the threads of a PyDataset whose epoch is over.
-_ITSELF = tf.distribute.InputOptions(
-    experimental_fetch_to_device=False,
-    experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-)
 _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
-
-
-class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """Trains one model on the replicas of several workers, as one process would train it on the whole batch.
-
-    Every worker (process) runs the same program. Variables are made on every replica with rank 0's initial value;
-    each global batch is cut into one share a replica; gradients are summed on the worker, then round a ring of all
-    workers; every replica applies the same update to the same weights.
-
-    Args:
-      cluster: a `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
-        where neither does.
-      cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
-      communication: "ring", the compiled ring of this package (default), or "tensorflow", TensorFlow's collective
-        runtime (NCCL between GPUs, gRPC between CPUs).
-      devices: this worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
-        has the same number.
-      sparse: how sparse gradients are reduced, see `SparseOptions`.
-      bucket_bytes: most bytes of dense gradients in one collective. Default 32 MiB.
-      communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
-      check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
-        `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
-
-    Raises:
-      ConfigurationError: for settings that cannot be honoured.
-      RendezvousError: where the other workers do not come.
-
-    Where the cluster comes from and what the environment may say is in `docs/`.
-
-    >>> strategy = RingStrategy()
-    >>> with strategy.scope():
-    ...     variable = tf.Variable(1.0)
-    >>> strategy.num_replicas_in_sync
-    1
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster | None = None,
-        *,
-        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
-        communication: str = "ring",
-        devices: Sequence[str] | None = None,
-        sparse: SparseOptions | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
-        check_equal: bool | None = None,
-    ):
-        if communication not in _COMMUNICATIONS:
-            raise ConfigurationError(
-                f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"
-            )
-        if bucket_bytes < 1:
-            raise ConfigurationError(
-                f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}"
-            )
-        if cluster is not None and cluster_resolver is not None:
-            raise ConfigurationError("`cluster` and `cluster_resolver` say the same thing: pass one of them.")
-        if cluster_resolver is not None:
-            cluster = _cluster_of(cluster_resolver)
-        self._found = detection.Outlook(os.environ) if cluster is None else None
-        cluster = detect(cluster)
-        extended = RingExtended(
-            self,
-            cluster,
-            cluster_resolver=cluster_resolver,
-            communication=communication,
-            devices=devices,
-            sparse=sparse or SparseOptions(),
-            bucket_bytes=bucket_bytes,
-            communication_options=communication_options,
-        )
-        # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
-        tf.distribute.Strategy.__init__(self, extended)
-        self.check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
-        from tfring import _keras
-
-        _keras.install()
-        if cluster.world_size > 1:
-            _keras.share_seeds(self)
-
-    @tf.autograph.experimental.do_not_convert
-    def scope(self):
-        """As `tf.distribute.Strategy.scope`."""
-        self.warn_of_another_cluster()
-        return super().scope()
-
-    def warn_of_another_cluster(self):
-        """Once, where the environment says another cluster than when the strategy was made from it."""
-        changed = self._found and self._found.changed(os.environ)
-        if changed:
-            self._found = None
-            before, now = changed
-            warnings.warn(
-                "The cluster is read when RingStrategy() is made, and this strategy goes on with what it found. "
-                f"Received then: {before}; now: {now}. Set TF_CONFIG and the like before RingStrategy().",
-                stacklevel=4,
-            )
-
-    @property
-    def cluster(self) -> Cluster:
-        """Who this worker is and who the others are."""
-        return self.extended.cluster
-
-    def reduce(self, reduce_op, value, axis):
-        """As `tf.distribute.Strategy.reduce`; scalars reduce over axis 0 too, and structures are accepted.
-
-        Keras asks for both (keras #20585).
-        """
-        if tf.nest.is_nested(value) and not isinstance(value, tf.distribute.DistributedValues):
-            return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
-        return super().reduce(reduce_op, value, axis)
-
-    def bytes_sent(self) -> int | None:
-        """Bytes this worker has sent to others so far; None with communication="tensorflow"."""
-        counts = [channel.bytes_sent() for channel in self.extended.channels]
-        return None if None in counts else sum(counts)
-
-    def barrier(self) -> None:
-        """Returns once every worker has called it."""
-        self.extended.control.barrier(name="barrier")
-
-    def assert_equal(self, variables: Sequence) -> None:
-        """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
-
-        Args:
-          variables: of Keras or TensorFlow; those that replicas do not mirror (metrics) are passed over.
-
-        Raises:
-          tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ.
-
-        >>> strategy = RingStrategy()
-        >>> with strategy.scope():
-        ...     variable = tf.Variable([1.0, 2.0])
-        >>> strategy.assert_equal([variable])
-        """
-        names = [getattr(v, "path", None) or v.name for v in variables]
-        values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
-        equality.assert_equal(self, values, names)
-
-    def close(self) -> None:
-        """Leaves the ring; the strategy cannot be used afterwards."""
-        for channel in self.extended.channels:
-            channel.close()
 
 
 class RingExtended(_tf.CollectiveAllReduceExtended):
@@ -201,7 +45,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._collective_key_base = container_strategy._collective_key_base
         self._cfer_fn_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._use_var_policy = False
-        self._for_keras = False
         self.experimental_enable_get_next_as_optional = True
 
         if communication == "tensorflow" and self.cluster.world_size > 1:
@@ -359,49 +202,17 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _experimental_distribute_dataset(self, dataset, options):
         per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
-        sliced = (
-            isinstance(dataset, tf.data.Dataset)
-            and data.is_sliced(dataset)
-            and not (options and options.experimental_replication_mode == per_replica)
-        )
-        if not sliced:
-            return self._with_agreed_cardinality(super()._experimental_distribute_dataset(dataset, options))
-        place = self.cluster.rank, len(self.worker_devices), self.cluster.world_size
-        cardinality = self._agreed_cardinality(int(dataset.cardinality()))
-        if self._for_keras:
-            dataset = data.shares_of_worker(dataset, *place)
-            inputs = _tf.input_lib.InputWorkers([(self._worker_device, self.worker_devices[:1])])
-            options = _ITSELF
-        else:
-            dataset = data.one_share_each(dataset, *place)
-            if options is None and len(self.worker_devices) == 1 and self._local_device_type == "CPU":
-                options = _ITSELF
-            inputs = self._input_workers_with_options(options)
-        return data.distributed(dataset, inputs, self._container_strategy(), options, cardinality)
+        if data.is_sliced(dataset) and not (options and options.experimental_replication_mode == per_replica):
+            return data.distribute(self._container_strategy(), dataset, options)
+        return self._with_agreed_cardinality(super()._experimental_distribute_dataset(dataset, options))
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         return self._with_agreed_cardinality(super()._distribute_datasets_from_function(dataset_fn, options))
 
     def _with_agreed_cardinality(self, distributed):
-        distributed._cardinality = self._agreed_cardinality(int(distributed.cardinality))
+        cardinality = data.agreed_cardinality(self.control, int(distributed.cardinality))
+        distributed._cardinality = cardinality
         return distributed
-
-    def _agreed_cardinality(self, cardinality: int) -> int:
-        """Keras takes as many steps as the dataset says: the longest of any rank, unknown where one is unknown."""
-        if not tf.executing_eagerly() or self.cluster.world_size == 1:
-            return cardinality
-        [bounds] = self.control.all_reduce([tf.constant([cardinality, -cardinality])], "max", name="cardinality")
-        longest, shortest = int(bounds[0]), -int(bounds[1])
-        return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
-
-    @contextlib.contextmanager
-    def inputs_for_keras(self):
-        """Datasets distributed meanwhile yield `data.Shares`, which Keras' steps of `tfring._keras` know to take."""
-        before, self._for_keras = self._for_keras, True
-        try:
-            yield
-        finally:
-            self._for_keras = before
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -481,14 +292,3 @@ def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
         # and rank 1 in a statistic for ever. One ring orders them all.
         return control, control
     return control, ring("gradients")
-
-
-def _cluster_of(resolver) -> Cluster:
-    if isinstance(resolver, ClusterResolver):
-        return resolver.cluster
-    spec = resolver.cluster_spec().as_dict()
-    if not spec:
-        return Cluster.alone()
-    return Cluster.from_tf_config(
-        {"cluster": spec, "task": {"type": resolver.task_type, "index": resolver.task_id}}
-    )

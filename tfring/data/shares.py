@@ -7,12 +7,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfring import _tf
-
-_SLICED_POLICIES = (
-    tf.data.experimental.AutoShardPolicy.AUTO,
-    tf.data.experimental.AutoShardPolicy.DATA,
-)
+from tfring.data.rows import bounds, num_rows, slice_rows
 
 
 class Shares(NamedTuple):
@@ -23,56 +18,6 @@ class Shares(NamedTuple):
 
     parts: tuple
     fingerprint: tf.Tensor
-
-
-def is_sliced(dataset: tf.data.Dataset) -> bool:
-    """Whether tfring slices the dataset's batches; FILE, HINT and OFF are left to TensorFlow."""
-    return dataset.options().experimental_distribute.auto_shard_policy in _SLICED_POLICIES
-
-
-def num_rows(element) -> tf.Tensor | int | None:
-    """Rows of a batch: the first dimension of its first component; None where it has none."""
-    for component in tf.nest.flatten(element):
-        if isinstance(component, tf.RaggedTensor):
-            return component.nrows()
-        if isinstance(component, tf.SparseTensor):
-            return component.dense_shape[0]
-        if isinstance(component, tf.experimental.Optional):
-            continue
-        shape = getattr(component, "shape", None)
-        if shape is None or (isinstance(component, tf.Tensor) and shape.rank == 0) or shape == ():
-            continue
-        if isinstance(component, tf.Tensor):
-            return shape[0] if shape.rank and shape[0] is not None else tf.shape(component, tf.int64)[0]
-        return shape[0]
-    return None
-
-
-def slice_rows(element, begin, end):
-    """Rows `begin` to `end` of every component: tensors, ragged and sparse tensors."""
-
-    def cut(component):
-        if isinstance(component, tf.SparseTensor):
-            begins = tf.concat([[begin], tf.zeros_like(component.dense_shape[1:])], 0)
-            sizes = tf.concat([[end - begin], component.dense_shape[1:]], 0)
-            return tf.sparse.slice(component, tf.cast(begins, tf.int64), tf.cast(sizes, tf.int64))
-        if component is None or isinstance(component, tf.experimental.Optional):
-            return component
-        return component[begin:end]
-
-    return tf.nest.map_structure(cut, element)
-
-
-def _bounds(rows, replica, num_replicas):
-    return replica * rows // num_replicas, (replica + 1) * rows // num_replicas
-
-
-def split_rows(element, num_parts: int) -> list:
-    """Cuts a batch into `num_parts` consecutive parts whose sizes differ by at most one row."""
-    rows = num_rows(element)
-    if rows is None:
-        return [element] * num_parts
-    return [slice_rows(element, *_bounds(rows, part, num_parts)) for part in range(num_parts)]
 
 
 def fingerprint(element) -> tf.Tensor:
@@ -89,7 +34,7 @@ def fingerprint(element) -> tf.Tensor:
     return tf.bitwise.right_shift(total, 2)  # room to be negated
 
 
-def shares_of_worker(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
+def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
     """A dataset of `Shares`: one worker's slices of each global batch.
 
     Args:
@@ -114,18 +59,18 @@ def shares_of_worker(dataset: tf.data.Dataset, rank: int, replicas_per_worker: i
             return Shares((element,), tf.constant(0, tf.int64))
         rows = num_rows(element)
         parts = [
-            slice_rows(element, *_bounds(rows, first + i, num_replicas)) for i in range(replicas_per_worker)
+            slice_rows(element, *bounds(rows, first + i, num_replicas)) for i in range(replicas_per_worker)
         ]
         return Shares(tuple(parts), fingerprint(element) if world_size > 1 else tf.constant(0, tf.int64))
 
     return dataset.map(shares).prefetch(2)
 
 
-def one_share_each(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
+def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
     """A dataset of single shares, for `tf.distribute`'s own iterators: `replicas_per_worker` elements a batch."""
     if replicas_per_worker * world_size == 1:
         return dataset
-    shares = shares_of_worker(dataset, rank, replicas_per_worker, world_size)
+    shares = worker_shares(dataset, rank, replicas_per_worker, world_size)
     if replicas_per_worker == 1:
         return shares.map(lambda s: s.parts[0])
 
@@ -158,20 +103,3 @@ def _check_batched(spec):
                 "`dataset.batch(global_batch_size)` before the dataset reaches the strategy, or set "
                 "`options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF`."
             )
-
-
-def distributed(dataset, input_workers, strategy, options, cardinality):
-    """Wraps a worker's dataset as a `tf.distribute.DistributedDataset` of `cardinality` global batches."""
-    result = _tf.input_lib.DistributedDataset(
-        input_workers,
-        strategy,
-        components=[dataset],
-        element_spec=_tf.input_lib._create_distributed_tensor_spec(strategy, dataset.element_spec),
-        enable_get_next_as_optional=_tf.input_lib._enable_get_next_as_optional(strategy, dataset, cardinality),
-        options=options,
-    )
-    result._cardinality = cardinality  # counted in global batches, also with several replicas a worker
-    if isinstance(dataset.element_spec, Shares):
-        one = _tf.distribute_values.PerReplicaSpec  # all of a worker's shares are one value to TensorFlow
-        result._element_spec = tf.nest.map_structure(one, dataset.element_spec)
-    return result

@@ -1,0 +1,16 @@
+"""Whose rows are whose: each replica's share of every global batch."""
+
+from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced
+from tfring.data.rows import num_rows, slice_rows, split_rows
+from tfring.data.shares import Shares
+
+__all__ = [
+    "Shares",
+    "agreed_cardinality",
+    "distribute",
+    "distribute_for_keras",
+    "is_sliced",
+    "num_rows",
+    "slice_rows",
+    "split_rows",
+]

@@ -1,0 +1,174 @@
+"""RingStrategy: trains one model on the replicas of several workers, as one process would."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfring import _keras, equality
+from tfring import config as settings
+from tfring.cluster import Cluster, detect, detection
+from tfring.cluster_resolver import ClusterResolver
+from tfring.errors import ConfigurationError
+from tfring.recognition import RingMarker
+from tfring.reduction.dense import DEFAULT_BUCKET_BYTES
+from tfring.reduction.sparse import SparseOptions
+from tfring.strategy.extended import RingExtended
+
+_COMMUNICATIONS = ("ring", "tensorflow")
+
+
+class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains one model on the replicas of several workers, as one process would train it on the whole batch.
+
+    Every worker (process) runs the same program. Variables are made on every replica with rank 0's initial value;
+    each global batch is cut into one share a replica; gradients are summed on the worker, then round a ring of all
+    workers; every replica applies the same update to the same weights.
+
+    Args:
+      cluster: a `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
+        where neither does.
+      cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
+      communication: "ring", the compiled ring of this package (default), or "tensorflow", TensorFlow's collective
+        runtime (NCCL between GPUs, gRPC between CPUs).
+      devices: this worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
+        has the same number.
+      sparse: how sparse gradients are reduced, see `SparseOptions`.
+      bucket_bytes: most bytes of dense gradients in one collective. Default 32 MiB.
+      communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
+      check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
+        `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
+
+    Raises:
+      ConfigurationError: for settings that cannot be honoured.
+      RendezvousError: where the other workers do not come.
+
+    Where the cluster comes from and what the environment may say is in `docs/`.
+
+    >>> strategy = RingStrategy()
+    >>> with strategy.scope():
+    ...     variable = tf.Variable(1.0)
+    >>> strategy.num_replicas_in_sync
+    1
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | None = None,
+        *,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication: str = "ring",
+        devices: Sequence[str] | None = None,
+        sparse: SparseOptions | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        check_equal: bool | None = None,
+    ):
+        if communication not in _COMMUNICATIONS:
+            raise ConfigurationError(
+                f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"
+            )
+        if bucket_bytes < 1:
+            raise ConfigurationError(
+                f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}"
+            )
+        if cluster is not None and cluster_resolver is not None:
+            raise ConfigurationError("`cluster` and `cluster_resolver` say the same thing: pass one of them.")
+        if cluster_resolver is not None:
+            cluster = _cluster_of(cluster_resolver)
+        self._found = detection.Outlook(os.environ) if cluster is None else None
+        cluster = detect(cluster)
+        extended = RingExtended(
+            self,
+            cluster,
+            cluster_resolver=cluster_resolver,
+            communication=communication,
+            devices=devices,
+            sparse=sparse or SparseOptions(),
+            bucket_bytes=bucket_bytes,
+            communication_options=communication_options,
+        )
+        # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
+        tf.distribute.Strategy.__init__(self, extended)
+        self.check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
+        _keras.install()
+        if cluster.world_size > 1:
+            _keras.share_seeds(self)
+
+    @tf.autograph.experimental.do_not_convert
+    def scope(self):
+        """As `tf.distribute.Strategy.scope`."""
+        self.warn_of_another_cluster()
+        return super().scope()
+
+    def warn_of_another_cluster(self):
+        """Once, where the environment says another cluster than when the strategy was made from it."""
+        changed = self._found and self._found.changed(os.environ)
+        if changed:
+            self._found = None
+            before, now = changed
+            warnings.warn(
+                "The cluster is read when RingStrategy() is made, and this strategy goes on with what it found. "
+                f"Received then: {before}; now: {now}. Set TF_CONFIG and the like before RingStrategy().",
+                stacklevel=4,
+            )
+
+    @property
+    def cluster(self) -> Cluster:
+        """Who this worker is and who the others are."""
+        return self.extended.cluster
+
+    def reduce(self, reduce_op, value, axis):
+        """As `tf.distribute.Strategy.reduce`; scalars reduce over axis 0 too, and structures are accepted.
+
+        Keras asks for both (keras #20585).
+        """
+        if tf.nest.is_nested(value) and not isinstance(value, tf.distribute.DistributedValues):
+            return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
+        return super().reduce(reduce_op, value, axis)
+
+    def bytes_sent(self) -> int | None:
+        """Bytes this worker has sent to others so far; None with communication="tensorflow"."""
+        counts = [channel.bytes_sent() for channel in self.extended.channels]
+        return None if None in counts else sum(counts)
+
+    def barrier(self) -> None:
+        """Returns once every worker has called it."""
+        self.extended.control.barrier(name="barrier")
+
+    def assert_equal(self, variables: Sequence) -> None:
+        """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
+
+        Args:
+          variables: of Keras or TensorFlow; those that replicas do not mirror (metrics) are passed over.
+
+        Raises:
+          tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ.
+
+        >>> strategy = RingStrategy()
+        >>> with strategy.scope():
+        ...     variable = tf.Variable([1.0, 2.0])
+        >>> strategy.assert_equal([variable])
+        """
+        names = [getattr(v, "path", None) or v.name for v in variables]
+        values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
+        equality.assert_equal(self, values, names)
+
+    def close(self) -> None:
+        """Leaves the ring; the strategy cannot be used afterwards."""
+        for channel in self.extended.channels:
+            channel.close()
+
+
+def _cluster_of(resolver) -> Cluster:
+    if isinstance(resolver, ClusterResolver):
+        return resolver.cluster
+    spec = resolver.cluster_spec().as_dict()
+    if not spec:
+        return Cluster.alone()
+    return Cluster.from_tf_config(
+        {"cluster": spec, "task": {"type": resolver.task_type, "index": resolver.task_id}}
+    )
