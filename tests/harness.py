@@ -71,7 +71,7 @@ class Workers:
         self._kind = kind
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[Any] | None = None, timeout: float = 120
+        self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[Any] | None = None, timeout: float = 240
     ) -> list[Any]:
         """Calls `fn(*args)`, or `fn(*args, per_rank[rank])`, on every rank.
 
@@ -461,4 +461,5 @@ def _clean_up(tensorflow: bool) -> None:
         keras.backend.clear_session(free_memory=False)
         keras.config.set_floatx("float32")
         tf.config.run_functions_eagerly(False)
+        tf.random.set_seed(None)  # of a task that only some of the processes ran
     gc.freeze()

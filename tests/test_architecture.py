@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ ROWS = {
     7: ("__init__",),
     6: ("launch", "doctor"),
     5: ("layers",),
-    4: ("strategy", "cluster_resolver", "data", "equality", "_keras"),
+    4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),
     1: ("ring",),
@@ -135,6 +136,33 @@ def imports_outside(package: str, door: str, root: pathlib.Path = ROOT) -> list[
     ]
 
 
+def names_kept_private(package: str, *folders: str) -> set[str]:
+    """Names with an underscore that the files of an installed package define, as functions, classes or attributes."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    home = pathlib.Path(spec.origin).parent
+    names: set[str] = set()
+    for folder in folders:
+        for file in (home / folder).rglob("*.py"):
+            defined = r"(?:def |class |self\.|^\s*)(_[a-zA-Z]\w*)\s*(?:[=(:])"
+            names.update(re.findall(defined, file.read_text(), re.MULTILINE))
+    return names
+
+
+def private_uses(names: set[str], but: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
+    """Where attributes of these names are used by files that do not define them, outside of the files `but`."""
+    found = []
+    for file in files(root):
+        if file.relative_to(root / "tfring").as_posix() in but:
+            continue
+        text = file.read_text()
+        own = set(re.findall(r"(?:def |class |self\.)(_\w+)\b(?=\s*[=(:])", text))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and node.attr in names - own:
+                found.append(f"{file.relative_to(root)}:{node.lineno}: {node.attr}")
+    return found
+
+
 def imported_at_once(module: str, root: pathlib.Path = ROOT) -> Iterator[Import]:
     """What importing a module of tfring imports, from file to file."""
     by_name = {module_name(file, root): file for file in files(root)}
@@ -185,6 +213,13 @@ def test_insides_of_tensorflow_come_through_one_file():
     assert imports_outside("tensorflow.python", "_tf") == []
 
 
+def test_what_tensorflow_keeps_private_is_used_behind_two_doors():
+    """_tf.py, and strategy/extended.py for the hooks that TensorFlow calls. Keras' private names are _keras' affair."""
+    names = names_kept_private("tensorflow", "python/distribute", "python/data")
+    uses = private_uses(names - names_kept_private("keras", "src"), but=("_tf.py", "strategy/extended.py"))
+    assert uses == [], f"{len(uses)} private names of TensorFlow:\n" + "\n".join(uses)
+
+
 def test_insides_of_keras_come_through_one_room():
     assert imports_outside("keras.src", "_keras") == []
 
@@ -215,6 +250,8 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         "tfring/ring/schedule.py": "if TYPE_CHECKING:\n    import keras.src\n",
         "tfring/ring/rendezvous.py": "try:\n    from tfring.ring.ops import x\nfinally:\n    pass\n",
         "tfring/launch/__init__.py": "def f():\n    from keras.src import tree\n",
+        "tfring/_tf.py": "def f(x):\n    return x._worker_device\n",
+        "tfring/data/__init__.py": "def f(self, x):\n    self._own = x._own\n    x._worker_device\n",
         "tfring/layers/__init__.py": "",
         "tfring/layers/a.py": "from tfring.layers import b\n",
         "tfring/layers/b.py": "def f():\n    from tfring.layers.c import x\n",
@@ -226,6 +263,8 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         "tfring/config.py",
         "tfring/errors.py",
     ]
+    uses = private_uses({"_worker_device", "_own"}, ("_tf.py",), tmp_path)
+    assert uses == ["tfring/data/__init__.py:3: _worker_device"]
     assert circles(tmp_path) == [["tfring.layers.a", "tfring.layers.b", "tfring.layers.c"]]
     assert len(imports_outside("tensorflow.python", "_tf", tmp_path)) == 1
     assert len(imports_outside("keras.src", "_keras", tmp_path)) == 1

@@ -1,10 +1,30 @@
-"""The one file that imports `tensorflow.python.*`: each symbol with the reason it is needed.
+"""The one file that imports `tensorflow.python.*` and uses what TensorFlow keeps private: each with the reason.
 
-A new TensorFlow release should touch this file alone.
+A new TensorFlow release should touch this file and, where it calls its strategies by other hooks, strategy/extended.py.
 """
 
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
 # Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
+from tensorflow.python.data.experimental.ops import cardinality as _cardinality
+from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
+    batch_op,
+    cache_op,
+    dataset_ops,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shuffle_op,
+    skip_op,
+    take_op,
+)
 from tensorflow.python.data.util import random_seed as data_random_seed  # seeds of unseeded tf.data shuffles
+from tensorflow.python.data.util import structure as _structure  # arguments of a map as flat tensors
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy as _mwms,  # the class Keras asks for, and its Extended
 )
@@ -18,6 +38,7 @@ from tensorflow.python.distribute import (
     input_lib,  # DistributedDataset over one worker's share
 )
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
+from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import collective_ops  # communication="tensorflow"
@@ -27,26 +48,183 @@ CollectiveAllReduceExtended = _mwms.CollectiveAllReduceExtended
 CommunicationOptions = _collective_util.Options
 CollectiveKeys = _cross_device_utils.CollectiveKeys
 StrategyExtendedV1 = distribute_lib.StrategyExtendedV1
+mark_as_unsaveable = _values_util.mark_as_unsaveable
 simple_broadcast = _cross_device_ops.simple_broadcast
 devices_of = _cross_device_ops.get_devices_from
 aggregate_slices = _cross_device_utils.aggregate_tensors_or_indexed_slices
+
+
+class DatasetStep(NamedTuple):
+    """The last step of a `tf.data` pipeline: what it is, its arguments, and the dataset before it."""
+
+    kind: str
+    before: Any
+    arguments: dict
+
+
+def dataset_step(dataset) -> DatasetStep:
+    """The last step of a pipeline; of kind "other" where it is none that tfring can make again on other rows.
+
+    A dataset has no public way to say what it was made by.
+    """
+
+    def scalar(name):
+        return getattr(dataset, name).numpy().item()
+
+    match type(dataset):
+        case map_op._MapDataset | map_op._ParallelMapDataset:
+            kind, parallel = "map", type(dataset) is map_op._ParallelMapDataset
+            arguments = {
+                "function": dataset._map_func,
+                "python_function": dataset._map_func._func,
+                "num_parallel_calls": scalar("_num_parallel_calls") if parallel else None,
+            }
+        case batch_op._BatchDataset | batch_op._ParallelBatchDataset:
+            kind = "batch"
+            arguments = {"batch_size": scalar("_batch_size"), "drop_remainder": scalar("_drop_remainder")}
+        case shuffle_op._ShuffleDataset:
+            kind, arguments = "shuffle", {"like": dataset}
+        case prefetch_op._PrefetchDataset:
+            kind, arguments = "prefetch", {"buffer_size": scalar("_buffer_size")}
+        case repeat_op._RepeatDataset | take_op._TakeDataset | skip_op._SkipDataset:
+            kinds = {repeat_op._RepeatDataset: "repeat", take_op._TakeDataset: "take", skip_op._SkipDataset: "skip"}
+            kind, arguments = kinds[type(dataset)], {"count": scalar("_count")}
+        case cache_op.CacheDataset:
+            kind, arguments = "cache", {"filename": dataset._filename.numpy().decode()}
+        case dataset_ops._OptionsDataset | _cardinality._AssertCardinalityDataset:
+            kind, arguments = "nothing", {}
+        case _:
+            return DatasetStep("other", None, {})
+    return DatasetStep(kind, dataset._input_dataset, arguments)
+
+
+def datasets_before(dataset) -> list:
+    """The datasets that a dataset was made from; there is no public way up a pipeline."""
+    return dataset._inputs()
+
+
+def call_map_function(function, element):
+    """Calls what a map was traced to, so that nothing is traced anew; `element` as the map's input has it."""
+    flat = _structure.to_tensor_list(function._input_structure, element)
+    return _structure.from_compatible_tensor_list(function.output_structure, list(function.function(*flat)))
+
+
+def shuffled_like(like, dataset):
+    """`dataset` in the order that the shuffle `like` gives to its input: its seeds cannot be handed to `shuffle`."""
+    variant = shuffle_op.gen_dataset_ops.shuffle_dataset_v3(
+        dataset._variant_tensor,
+        buffer_size=like._buffer_size,
+        seed=like._seed,
+        seed2=like._seed2,
+        seed_generator=shuffle_op.gen_dataset_ops.dummy_seed_generator(),
+        reshuffle_each_iteration=like._reshuffle_each_iteration,
+        **dataset._flat_structure,
+    )
+    result = dataset_ops._VariantDataset(variant, dataset.element_spec)
+    result._tfring_input = dataset  # which has to live as long
+    return result
+
+
+# -- distributed datasets; only a strategy of TensorFlow's own can make them -------------------------------------------
+
+
+def workers_of_one_iterator(extended):
+    """InputWorkers by which one iterator serves all replicas of this worker."""
+    return input_lib.InputWorkers([(extended._worker_device, extended.worker_devices[:1])])
+
+
+def workers_by_options(extended, options):
+    """InputWorkers as TensorFlow itself makes them."""
+    return extended._input_workers_with_options(options)
+
+
+def distributed_dataset(dataset, input_workers, strategy, options, cardinality: int, *, one_value_a_worker: bool):
+    """A worker's dataset as a `tf.distribute.DistributedDataset` of `cardinality` global batches."""
+    result = input_lib.DistributedDataset(
+        input_workers,
+        strategy,
+        components=[dataset],
+        element_spec=input_lib._create_distributed_tensor_spec(strategy, dataset.element_spec),
+        enable_get_next_as_optional=input_lib._enable_get_next_as_optional(strategy, dataset, cardinality),
+        options=options,
+    )
+    set_cardinality(result, cardinality)  # counted in global batches, also with several replicas a worker
+    if one_value_a_worker:  # whatever number of replicas it has
+        result._element_spec = tf.nest.map_structure(distribute_values.PerReplicaSpec, dataset.element_spec)
+    return result
+
+
+def set_cardinality(distributed, cardinality: int) -> None:
+    """Has a distributed dataset say that it holds so many batches."""
+    distributed._cardinality = cardinality
+
+
+def next_or_dummy(iterator):
+    """`(elements, has_value)` of a worker's iterator: elements of no rows where it has come to its end."""
+    optionals = [iterator._iterators[0].get_next_as_optional_list()]
+    elements = input_lib._get_value_or_dummy(iterator._input_workers, optionals, produce_dummy=True)
+    return elements, tf.reduce_any([optional.has_value() for optional in optionals[0]])
+
+
+def next_or_error(iterator) -> list:
+    """The elements of a worker's iterator; at its end it raises OutOfRangeError."""
+    return iterator._iterators[0].get_next_as_list()
+
+
+def spec_of_a_replica(spec):
+    """What each replica of a worker gets of a `PerReplicaSpec`; any other spec as it is."""
+    return spec._value_specs[0] if isinstance(spec, distribute_values.PerReplicaSpec) else spec
+
+
+# -- contexts and variables --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cross_replica_context(strategy):
+    """In here this thread is in the cross-replica context, which TensorFlow enters by `merge_call` alone."""
+    distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def set_aggregation(variable, aggregation) -> None:
+    """Changes how the copies of a variable become one; TensorFlow has it said when the variable is made."""
+    variable._aggregation = aggregation
+
 
 __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveKeys",
     "CommunicationOptions",
+    "DatasetStep",
     "ResourceVariable",
     "StrategyExtendedV1",
     "aggregate_slices",
+    "call_map_function",
     "collective_ops",
+    "cross_replica_context",
     "data_random_seed",
+    "dataset_step",
+    "datasets_before",
     "device_util",
     "devices_of",
     "distribute_lib",
     "distribute_utils",
     "distribute_values",
+    "distributed_dataset",
     "eager_context",
     "framework_ops",
     "input_lib",
+    "mark_as_unsaveable",
+    "next_or_dummy",
+    "next_or_error",
+    "set_aggregation",
+    "set_cardinality",
+    "shuffled_like",
     "simple_broadcast",
+    "spec_of_a_replica",
+    "workers_by_options",
+    "workers_of_one_iterator",
 ]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.reduction.dense import DEFAULT_BUCKET_BYTES, reduce_dense
-from tfring.reduction.sparse import SparseOptions, reduce_sparse
+from tfring.reduction.sparse import SparseOptions, goes_dense, reduce_sparse
 from tfring.ring.collectives import zeros_unless
 
 
@@ -25,7 +25,8 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
     Args:
       collectives: the engine, see `tfring.ring.collectives`.
-      replicas_per_worker: replicas (devices) on each worker.
+      devices: this worker's, one a replica; where results go whose destination has no device. Default: wherever they
+        are computed, for one replica.
       sparse: how IndexedSlices are reduced.
       bucket_bytes: most bytes of dense values in one collective.
     """
@@ -33,13 +34,13 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
     def __init__(
         self,
         collectives,
-        replicas_per_worker: int = 1,
+        devices: Sequence[str] = ("",),
         sparse: SparseOptions | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ):
         super().__init__()
         self._collectives = collectives
-        self._replicas_per_worker = replicas_per_worker
+        self._devices = tuple(devices)
         self._sparse = sparse or SparseOptions()
         self._bucket_bytes = bucket_bytes
 
@@ -59,41 +60,45 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         name: str,
         value_names: Sequence[str] | None = None,
         active: tf.Tensor | None = None,
+        keep_sparse: bool = False,
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Sums a worker's values over all workers; sparse ones come back with each id once.
+        """Sums a worker's values over all workers; sparse ones come back with each id once, or dense.
 
         Args:
           values: one worker's tensors and IndexedSlices.
           name: what they are, for errors and traces.
           value_names: a name for each value (the variable of a gradient), for errors.
           active: bool scalar; where False this worker contributes nothing, whatever its values hold.
+          keep_sparse: whether IndexedSlices stay what they are, whatever `SparseOptions.dense` says.
         """
         value_names = value_names or [f"{name}/{i}" for i in range(len(values))]
-        is_sparse = [isinstance(v, tf.IndexedSlices) for v in values]
         results: list = [None] * len(values)
-
-        positions = [i for i, sparse in enumerate(is_sparse) if sparse]
+        sparse = [
+            i
+            for i, value in enumerate(values)
+            if isinstance(value, tf.IndexedSlices)
+            and (keep_sparse or not goes_dense(value, self._sparse, self._collectives.world_size))
+        ]
         reduced = reduce_sparse(
             self._collectives,
-            [values[i] for i in positions],
-            [value_names[i] for i in positions],
+            [values[i] for i in sparse],
+            [value_names[i] for i in sparse],
             self._sparse,
             name=name,
             active=active,
-            bucket_bytes=self._bucket_bytes,
         )
-        for i, value in zip(positions, reduced, strict=True):
+        for i, value in zip(sparse, reduced, strict=True):
             results[i] = value
 
-        positions = [i for i, sparse in enumerate(is_sparse) if not sparse]
+        dense = [i for i in range(len(values)) if i not in sparse]
         reduced = reduce_dense(
             self._collectives,
-            [tf.convert_to_tensor(values[i]) for i in positions],
+            [tf.convert_to_tensor(values[i]) for i in dense],
             name=name,
             active=active,
             bucket_bytes=self._bucket_bytes,
         )
-        for i, value in zip(positions, reduced, strict=True):
+        for i, value in zip(dense, reduced, strict=True):
             results[i] = value
         return results
 
@@ -101,10 +106,13 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
 
         Args:
-          per_replica: a PerReplica, or a plain tensor or IndexedSlices where there is one replica.
+          per_replica: a PerReplica; or a plain tensor or IndexedSlices, which is then the value of each replica (what
+            TensorFlow makes of one object that all replicas hand over).
           active: one bool scalar a replica, or None.
         """
         values = values_of(per_replica)
+        if len(values) == 1:
+            values = values * len(self._devices)
         if active is not None:
             values = [_mask(a, v) for a, v in zip(active, values, strict=True)]
         if len(values) == 1:
@@ -115,13 +123,14 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         del options  # timeouts and packs belong to the engine
-        local = [self.sum_on_worker(value) for value, _ in value_destination_pairs]
-        reduced = self.sum_over_workers(local, name="reduce")
+        _tf.mark_as_unsaveable()
+        values = [values_of(value) for value, _ in value_destination_pairs]
+        local = [v[0] if len(v) == 1 else _tf.aggregate_slices(v, tf.add_n) for v in values]
+        # IndexedSlices stay what they are: a sum with all rows would make `scatter_mul` zero those nobody named.
+        reduced = self.sum_over_workers(local, name="reduce", keep_sparse=True)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             # A value that is not one a replica (a host's own) counts once a worker.
-            counts = [
-                len(values_of(value)) * self._collectives.world_size for value, _ in value_destination_pairs
-            ]
+            counts = [len(v) * self._collectives.world_size for v in values]
             reduced = [_divide(value, count) for value, count in zip(reduced, counts, strict=True)]
         return [
             self.broadcast_implementation(value, destinations)
@@ -132,10 +141,16 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def broadcast_implementation(self, tensor, destinations):
+        if isinstance(destinations, tf.distribute.DistributedValues):
+            placed = [v.device for v in destinations.values]
+            if len(placed) == len(self._devices) and not all(placed):  # arguments of a function are not placed yet
+                copies = [_tf.simple_broadcast(tensor, device) for device in self._devices]
+                return _tf.distribute_utils.regroup(copies, wrap_class=_tf.distribute_values.Mirrored)
         return _tf.simple_broadcast(tensor, destinations, always_mirrored=True)
 
     def _gather_implementation(self, per_replica_value, destinations, axis, options):
         del options
+        _tf.mark_as_unsaveable()
         local = tf.concat(values_of(per_replica_value), axis)
         gathered = self.gather_over_workers(local, axis, name="gather")
         return self.broadcast_implementation(gathered, destinations)

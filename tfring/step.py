@@ -16,22 +16,65 @@ _local = threading.local()
 class Step:
     """One replica's view of one step, while it is being traced or run.
 
+    Where the share is known, what a replica computes stands for the mean over replicas, weighted by their shares: a
+    gradient of the whole batch is `sum share_i * gradient_i`.
+
     Attributes:
       share: float64 scalar, this replica's rows over the rows of the global batch; None where nobody counted
-        (a custom loop), and Keras' own rule, one over the number of replicas, stands.
+        (a custom loop, whose gradients are summed) or there is one replica.
       active: bool scalar, False where this replica has no row; None where it always has.
-      written: Keras variables that the step assigned in this replica.
+      written: `(variable, rule)` of each Keras variable that the step assigned in this replica, and how what replicas
+        wrote becomes one.
+      gathered: whether `tfring.gather_for_loss` gave this step the rows of all replicas.
     """
 
     def __init__(self, share: tf.Tensor | None = None, active: tf.Tensor | None = None):
         self.share = share
         self.active = active
         self.written: list = []
+        self.gathered = False
+
+    def weigh(self, value):
+        """`value` times the share, where it is known; a replica without rows gives zero, whatever it holds."""
+        return self._by_share(tf.math.multiply_no_nan, value)
+
+    def unweigh(self, value):
+        """`value` divided by the share, where it is known; zero in a replica without rows."""
+        return self._by_share(tf.math.divide_no_nan, value)
+
+    def counted(self, value):
+        """`value`, or zeros in a replica without rows, which computes on a row that does not count."""
+        if self.active is None:
+            return value
+        value = tf.convert_to_tensor(value)
+        return tf.where(self.active, value, tf.zeros_like(value))
+
+    def counted_rows(self, value, axis: int = 0):
+        """`value`, or none of its entries along `axis` in a replica without rows."""
+        if self.active is None:
+            return value
+        sizes = tf.shape(value)
+        size = tf.where(self.active, sizes[axis], 0)
+        return tf.slice(value, tf.zeros_like(sizes), tf.tensor_scatter_nd_update(sizes, [[axis]], [size]))
+
+    def _by_share(self, operation, value):
+        if value is None or self.share is None:
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self._by_share(operation, value.values), value.indices, value.dense_shape)
+        value = tf.convert_to_tensor(value)
+        return operation(value, tf.cast(self.share, value.dtype))
 
 
 def current() -> Step | None:
     """The step this thread runs, or None outside a step."""
     return getattr(_local, "step", None)
+
+
+def weighing() -> Step | None:
+    """The step this thread runs, if each replica's share of the batch is known."""
+    running = current()
+    return running if running is not None and running.share is not None else None
 
 
 @contextlib.contextmanager
@@ -53,3 +96,13 @@ def written_alike(variable) -> None:
 def is_written_alike(variable) -> bool:
     """Whether `written_alike` marked this variable."""
     return getattr(variable, "_tfring_written_alike", False)
+
+
+def keep_by_replica(variable) -> None:
+    """Marks a Keras variable whose value on each replica belongs to that replica's rows: it is not averaged."""
+    variable._tfring_kept_by_replica = True
+
+
+def is_kept_by_replica(variable) -> bool:
+    """Whether `keep_by_replica` marked this variable."""
+    return getattr(variable, "_tfring_kept_by_replica", False)

@@ -59,7 +59,7 @@ class OverCentre(OverRing):
 
     def _over_workers(self, replicas, what, combine):
         name = f"{self._key}/{what}"
-        lines: list[Collectives] | None = _lines.get(self._extended)
+        lines: list[Collectives] | None = _lines.get(self.extended)
         if lines is None:
             combined = combine(self._control.gather_equal(replicas, name=name))
             return self._control.broadcast([combined], name=f"{name} from rank 0")[0]

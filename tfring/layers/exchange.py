@@ -63,7 +63,7 @@ class OverRing(Alone):
     """
 
     def __init__(self, extended, key: str):
-        self._extended = extended
+        self.extended = extended
         self._control = extended.control
         self._key = key
 
@@ -84,7 +84,7 @@ class OverRing(Alone):
                 lambda: tf.zeros_like(replicas[0]),
             )
 
-        combined = self._extended.cross_replica(on_worker, mine, share)
+        combined = self.extended.cross_replica(on_worker, mine, share)
         return combined if share is None else tf.where(share, combined, mine)
 
     def _over_workers(self, replicas, what, combine):

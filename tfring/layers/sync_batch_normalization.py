@@ -172,6 +172,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
         exchange = choice.of_replica(self.synchronization, self._number)
         mine = local_moments(tf.cast(tf.stop_gradient(inputs), compute_dtype), axis, mask)
+        mine = (step.current() or step.Step()).counted(mine)
         moments, window, share = self._shared(exchange, mine)
         scale, offset = self._scale_and_offset(moments, compute_dtype)
         self._update_averages(window, share)
@@ -270,7 +271,7 @@ def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
         deviations = centred(x)
         sum_dy = channel_sums(d_outputs, axis)
         sum_dy_xhat = (channel_sums(d_outputs * deviations, axis) - low * sum_dy) * inverse
-        total_dy, total_dy_xhat = tf.unstack(exchange.sum(tf.stack([sum_dy, sum_dy_xhat]), share))
+        total_dy, total_dy_xhat = tf.unstack(sum_of_gradients(tf.stack([sum_dy, sum_dy_xhat])))
         mean_dy = tf.math.divide_no_nan(total_dy, count)
         slope = tf.math.divide_no_nan(total_dy_xhat, count) * inverse
         through_moments = deviations * channels(factor * slope) + channels(factor * (mean_dy - low * slope))
@@ -278,6 +279,12 @@ def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
             through_moments = tf.where(mask, through_moments, tf.zeros_like(through_moments))
         d_x = d_outputs * channels(factor) - through_moments
         return tf.cast(d_x, x.dtype), tf.cast(sum_dy_xhat, dtype), tf.cast(sum_dy, dtype)
+
+    running = step.current() or step.Step()
+
+    def sum_of_gradients(sums):
+        # Gradients of other replicas count by their shares of the batch; the optimizer weighs this one's.
+        return running.unweigh(exchange.sum(running.weigh(sums), share))
 
     def once(tensor):
         # Not a nested tf.custom_gradient: it ties its outputs together by an IdentityN, through which Grappler

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfring.reduction.dense import DEFAULT_BUCKET_BYTES, reduce_dense
-
 PADDING_INDEX = -1
+SMALL_TABLE_BYTES = 1 << 16  # on any network less than what finding and sending single rows costs
 _INDEX_BYTES = 8
 
 
@@ -33,13 +32,14 @@ class SparseOptions:
 
     Attributes:
       batch_size: the most examples a worker sees in a step; the global batch size is always enough. Where it is
-        given (or the batch has a static shape) sparse gradients are padded to `batch_size * ids_per_example` rows,
-        never more than the table has. Where it is not, the ring sends exactly the rows of the step, and
-        `communication="tensorflow"` agrees on a capacity each step: the longest gradient of any rank, rounded up to
-        a power of two.
+        given sparse gradients are padded to `batch_size * ids_per_example` rows, never more than the table has. Where
+        it is not, the ring sends exactly the rows of the step, and `communication="tensorflow"` agrees on a capacity
+        each step: the longest gradient of any rank, rounded up to a power of two.
       ids_per_example: the most lookups one example makes in one table. Default 1.
-      dense: "auto" turns a gradient dense where gathering its rows would move more bytes than all-reducing the
-        table; "never" and "always" do what they say. Default "auto".
+      dense: "auto" makes the gradient of a table of at most 64 KiB dense; and, where `batch_size` is given, that of
+        any table for which gathering so many rows would move more bytes than all-reducing the table. The rows that a
+        rank happens to have never decide: they differ from rank to rank. "never" and "always" do what they say, for
+        the gradients that optimizers take; IndexedSlices handed to `tf.distribute` stay what they are. Default "auto".
 
     Raises:
       ValueError: for sizes that are not positive, or another `dense`.
@@ -66,14 +66,11 @@ class SparseOptions:
                 f'`dense` must be one of "auto", "never", "always". Received: dense={self.dense!r}'
             )
 
-    def capacity(self, num_table_rows: int | None, num_static_rows: int | None = None) -> int | None:
-        """Rows to pad to, or None where neither a static shape nor `batch_size` says."""
-        if self.batch_size is not None:
-            rows = self.batch_size * self.ids_per_example
-        elif num_static_rows is not None:
-            rows = num_static_rows
-        else:
+    def capacity(self, num_table_rows: int | None) -> int | None:
+        """Rows to pad to, or None where `batch_size` is not given."""
+        if self.batch_size is None:
             return None
+        rows = self.batch_size * self.ids_per_example
         return rows if num_table_rows is None else min(rows, num_table_rows)
 
 
@@ -138,6 +135,30 @@ def cheaper_dense(num_table_rows: int, row_bytes: int, capacity: int, world_size
     return 2 * num_table_rows * row_bytes <= world_size * capacity * (row_bytes + _INDEX_BYTES)
 
 
+def goes_dense(gradient: tf.IndexedSlices, options: SparseOptions, world_size: int) -> bool:
+    """Whether a sparse gradient is summed as a dense one: the same on every rank, whatever rows a rank has.
+
+    By the table, the options and the number of ranks alone. The number of rows is each rank's own, even where it is
+    static: ranks that chose by it would call different collectives.
+
+    >>> rows = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([5, 7]), tf.constant([30, 8]))
+    >>> goes_dense(rows, SparseOptions(), world_size=2)
+    True
+    >>> large = tf.IndexedSlices(tf.ones([2, 8]), tf.constant([5, 7]), tf.constant([100_000, 8]))
+    >>> goes_dense(large, SparseOptions(), world_size=2)
+    False
+    """
+    if options.dense != "auto":
+        return options.dense == "always"
+    num_table_rows, row_bytes = _table_size(_with_tensor_shape(gradient))
+    if world_size == 1 or num_table_rows is None or row_bytes is None:
+        return False
+    if num_table_rows * row_bytes <= SMALL_TABLE_BYTES:
+        return True
+    capacity = options.capacity(num_table_rows)
+    return capacity is not None and cheaper_dense(num_table_rows, row_bytes, capacity, world_size)
+
+
 def reduce_sparse(
     collectives,
     gradients: Sequence[tf.IndexedSlices],
@@ -146,9 +167,8 @@ def reduce_sparse(
     *,
     name: str,
     active: tf.Tensor | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> list[tf.IndexedSlices | tf.Tensor]:
-    """Sums sparse gradients over all ranks; all that stay sparse travel in one collective.
+) -> list[tf.IndexedSlices]:
+    """Sums sparse gradients over all ranks, in one collective.
 
     Args:
       collectives: the engine.
@@ -157,64 +177,48 @@ def reduce_sparse(
       options: see `SparseOptions`.
       name: what they are, for errors and traces.
       active: bool scalar; where False this rank contributes no row.
-      bucket_bytes: for those that go dense.
 
     Returns:
-      For each gradient IndexedSlices with each id once, or a dense tensor where that moves fewer bytes.
+      For each gradient IndexedSlices with each id once.
 
     Raises:
       tf.errors.InvalidArgumentError: where a gradient has more rows than `options` allow.
     """
-    results: list = [None] * len(gradients)
-    dense: list[int] = []
-    sparse: list[int] = []
-    capacities = []
-    for i, gradient in enumerate(gradients):
-        num_table_rows, row_bytes = _table_size(gradient)
-        capacity = options.capacity(num_table_rows, gradient.indices.shape[0])
-        capacities.append(capacity)
-        goes_dense = options.dense == "always" or (
-            options.dense == "auto"
-            and collectives.world_size > 1
-            and num_table_rows is not None
-            and row_bytes is not None
-            and capacity is not None
-            and cheaper_dense(num_table_rows, row_bytes, capacity, collectives.world_size)
-        )
-        (dense if goes_dense else sparse).append(i)
-
-    tables = [tf.convert_to_tensor(gradients[i]) for i in dense]
-    reduced = reduce_dense(
-        collectives, tables, name=f"{name}/dense_tables", active=active, bucket_bytes=bucket_bytes
-    )
-    for i, value in zip(dense, reduced, strict=True):
-        results[i] = value
-    if not sparse:
-        return results
-
-    rows = [sum_duplicates(gradients[i].values, gradients[i].indices) for i in sparse]
+    if not gradients:
+        return []
+    gradients = [_with_tensor_shape(gradient) for gradient in gradients]
+    rows = [sum_duplicates(gradient.values, gradient.indices) for gradient in gradients]
     if active is not None:
         rows = [(v[:n], ids[:n]) for v, ids in rows for n in [tf.where(active, tf.size(ids), 0)]]
     num_rows = [tf.size(ids, out_type=tf.int64) for _, ids in rows]
-    chosen = _agreed_capacities(collectives, [capacities[i] for i in sparse], num_rows, name)
+    tables = [_table_size(gradient)[0] for gradient in gradients]
+    given = [options.capacity(num_table_rows) for num_table_rows in tables]
     padded = []
-    for i, (values, indices), capacity, n in zip(sparse, rows, chosen, num_rows, strict=True):
+    for i, capacity in enumerate(_agreed_capacities(collectives, given, num_rows, name)):
         if capacity is None:  # the ring sends the rows there are
-            padded.append((values, indices))
+            padded.append(rows[i])
             continue
-        if capacities[i] is not None and capacity != _table_size(gradients[i])[0]:
+        n = num_rows[i]
+        if given[i] is not None and given[i] != tables[i]:
             n = _check_capacity(n, capacity, variable_names[i], options)
         with tf.control_dependencies([n]):
-            padded.append(pad_rows(values, indices, capacity))
+            padded.append(pad_rows(*rows[i], capacity))
     gathered = collectives.gather_rows(
         [v for v, _ in padded], [ids for _, ids in padded], num_rows, name=f"{name}/rows"
     )
-    for i, (values, indices) in zip(sparse, gathered, strict=True):
+    results = []
+    for gradient, (values, indices) in zip(gradients, gathered, strict=True):
         if collectives.needs_fixed_shapes:  # the padding travelled too
             values, indices = unpad_rows(values, indices)
-        values, indices = sum_duplicates(values, indices)
-        results[i] = tf.IndexedSlices(values, indices, gradients[i].dense_shape)
+        results.append(tf.IndexedSlices(*sum_duplicates(values, indices), gradient.dense_shape))
     return results
+
+
+def _with_tensor_shape(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """With a tensor for a `dense_shape` that is a tuple, as users write it."""
+    if gradient.dense_shape is None or tf.is_tensor(gradient.dense_shape):
+        return gradient
+    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(gradient.dense_shape, tf.int64))
 
 
 def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
@@ -226,7 +230,7 @@ def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
 
 
 def _agreed_capacities(collectives, capacities, num_rows, name):
-    """Fills in what no option and no static shape says, where the engine needs it."""
+    """Fills in what no option says, where the engine needs it."""
     if None not in capacities or not collectives.needs_fixed_shapes:
         return capacities
     [longest] = collectives.all_reduce([tf.stack(num_rows)], "max", name=f"{name}/capacity")

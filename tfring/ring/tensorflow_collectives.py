@@ -12,6 +12,11 @@ from tfring import _tf
 from tfring.ring.collectives import Collectives, zeros_unless
 
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
+# The runtime gathers float16/32/64 and int32/64 only.
+_GATHERED_AS = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32) | {
+    tf.uint32: tf.int64,
+    tf.bfloat16: tf.float32,
+}
 
 
 class TensorFlowCollectives(Collectives):
@@ -59,11 +64,10 @@ class TensorFlowCollectives(Collectives):
             return _tf.collective_ops.all_gather_v2(tensor, **self._arguments())
 
     def all_reduce(self, tensors, op="sum", *, name, active=None):
-        tensors = zeros_unless(active, tensors)
-        wire = tensors[0].dtype
-        # The runtime reduces float16/32/64, bfloat16 and int32/64 only.
-        if wire in (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16):
-            tensors = [tf.cast(t, tf.int32) for t in tensors]
+        dtype = tensors[0].dtype
+        if op != "sum" and (dtype == tf.uint64 or dtype.is_complex):
+            raise TypeError(f"TensorFlow's collectives find no {op} of {dtype.name}. Received: {name}.")
+        tensors = zeros_unless(active, [_to_wire(t) for t in tensors])
         if len(tensors) == 1 and tensors[0].shape.rank:
             results = [self._all_reduce(tensors[0], op)]
         else:
@@ -72,18 +76,20 @@ class TensorFlowCollectives(Collectives):
             results = [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=True)]
         for result, t in zip(results, tensors, strict=True):
             result.set_shape(t.shape)
-        return [r if r.dtype == wire else tf.cast(r, wire) for r in results]
+        return [_from_wire(r, dtype) for r in results]
 
     def all_gather(self, tensor, *, name):
         # Another first dimension on each rank: gather the lengths, pad to the longest, cut the padding.
+        dtype, tensor = tensor.dtype, _to_wire(tensor)
         num_rows = tf.shape(tensor)[0]
         all_rows = self._all_gather(num_rows[None])
         longest = tf.reduce_max(all_rows)
-        gathered = self._all_gather(_pad(tensor, longest))
+        wire = _GATHERED_AS.get(tensor.dtype, tensor.dtype)
+        gathered = tf.cast(self._all_gather(_pad(tf.cast(tensor, wire), longest)), tensor.dtype)
         real = tf.range(longest)[None, :] < all_rows[:, None]
         result = tf.boolean_mask(gathered, tf.reshape(real, [-1]))
         result.set_shape([None, *tensor.shape[1:]])
-        return result
+        return _from_wire(result, dtype)
 
     def gather_equal(self, tensor, *, name):
         gathered = self._all_gather(tensor)
@@ -104,9 +110,7 @@ class TensorFlowCollectives(Collectives):
         mine = tf.constant(self.rank == root)
         results = []
         for t in tensors:  # zeros from everyone else: x + 0 is x, bit for bit but for the sign of zero
-            wire = tf.cast(t, tf.int32) if t.dtype in (tf.bool, tf.uint32, tf.int16) else t
-            [sent] = self.all_reduce([wire], name=name, active=mine)
-            results.append(tf.cast(sent, t.dtype))
+            results += self.all_reduce([t], name=name, active=mine)
         return results
 
     def barrier(self, *, name):
@@ -114,6 +118,31 @@ class TensorFlowCollectives(Collectives):
 
     def close(self):
         pass  # TensorFlow's runtime cannot be left
+
+
+# TensorFlow's runtime carries float16/32/64, bfloat16 and int32/64 only.
+_CARRIED_AS = {
+    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+}
+
+
+def _to_wire(tensor):
+    wire = _CARRIED_AS.get(tensor.dtype)
+    if wire is None:
+        return tensor
+    same_bits = tensor.dtype.is_complex or tensor.dtype == tf.uint64
+    return tf.bitcast(tensor, wire) if same_bits else tf.cast(tensor, wire)
+
+
+def _from_wire(tensor, dtype):
+    if tensor.dtype == dtype:
+        return tensor
+    same_bits = dtype.is_complex or dtype == tf.uint64
+    return tf.bitcast(tensor, dtype) if same_bits else tf.cast(tensor, dtype)
 
 
 def _pad(tensor, num_rows):

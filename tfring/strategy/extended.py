@@ -1,8 +1,11 @@
-"""What TensorFlow and Keras ask of `strategy.extended`: devices, variables, contexts, reductions."""
+"""What TensorFlow and Keras ask of `strategy.extended`: devices, variables, contexts, reductions.
+
+The hooks by which TensorFlow calls a strategy are private methods and attributes: they are overridden here alone.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import weakref
 
 import tensorflow as tf
@@ -12,10 +15,11 @@ from tfring import config as settings
 from tfring.cluster import Cluster
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
-from tfring.cross_device_ops import RingAllReduce
+from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
 
+_running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
 _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
 
 
@@ -58,10 +62,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self.gradients: Collectives = gradients
         """The channel of gradients, so that no bucket waits for a statistic of the backward pass."""
         self.channels = [control] if control is gradients else [control, gradients]
-        replicas = len(self.worker_devices)
-        self._cross_device_ops = RingAllReduce(control, replicas, sparse, bucket_bytes)
-        self._host_cross_device_ops = self._cross_device_ops
-        self.gradient_ops = RingAllReduce(gradients, replicas, sparse, bucket_bytes)
+        self.control_ops = RingAllReduce(control, self.worker_devices, sparse, bucket_bytes)
+        self._cross_device_ops = self._host_cross_device_ops = self.control_ops
+        self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, bucket_bytes)
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
@@ -131,6 +134,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             self._collective_keys,
         )
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the replicas of this worker are on CPUs."""
+        return self._local_device_type == "CPU"
+
     def __deepcopy__(self, memo):
         return self
 
@@ -148,7 +156,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         strategy = self._container_strategy()
         if len(self.worker_devices) > 1:
             return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
-        with _thread_mode(_tf.distribute_lib._CrossReplicaThreadMode(strategy)):
+        with _tf.cross_replica_context(strategy):
             return fn(*args)
 
     # -- reduction -------------------------------------------------------------------------------------------------
@@ -156,25 +164,65 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _get_cross_device_ops(self, value):
         return self._cross_device_ops
 
+    @tf.autograph.experimental.do_not_convert
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         if len(self.worker_devices) > 1:
             return _tf.distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
                 self, reduce_op, value, options
             )
-        flat = tf.nest.flatten(value)
-        reduced = self._cross_device_ops.batch_reduce_implementation(reduce_op, [(v, v) for v in flat], options)
-        return tf.nest.pack_sequence_as(value, [r.values[0] for r in reduced])
+        reduce_op = tf.distribute.ReduceOp(reduce_op)
+        pairs = [(v, self.worker_devices[0]) for v in tf.nest.flatten(value)]
+        reduced = self._cross_device_ops.batch_reduce_implementation(reduce_op, pairs, options)
+        return tf.nest.pack_sequence_as(value, [values_of(r)[0] for r in reduced])
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        return super()._reduce_to(reduce_op, self._of_each_replica(value), destinations, options)
+
+    def all_reduce_gradients(self, gradients):
+        """See `RingStrategy.all_reduce_gradients`."""
+        if self._container_strategy().num_replicas_in_sync == 1:
+            return gradients
+        running = step.current() or step.Step()
+        flat = [running.weigh(g) for g in tf.nest.flatten(gradients)]
+
+        def on_worker(active, *gradients):
+            active = None if active is None else values_of(active)
+            summed = [self.gradient_ops.sum_on_worker(g, active) for g in gradients]
+            return self.gradient_ops.sum_over_workers(summed, name="gradients")
+
+        present = [i for i, g in enumerate(flat) if g is not None]
+        reduced = self.cross_replica(on_worker, running.active, *(flat[i] for i in present))
+        for i, total in zip(present, reduced, strict=True):
+            # A tensor of this replica's own: of one that all replicas hold, TensorFlow would make one value.
+            flat[i] = tf.nest.map_structure(tf.identity, _like(flat[i], total), expand_composites=True)
+        return tf.nest.pack_sequence_as(gradients, flat)
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
-        return super()._batch_reduce_to(reduce_op, self._placed(value_destination_pairs), options)
+        pairs = [(self._of_each_replica(value), to) for value, to in self._placed(value_destination_pairs)]
+        return super()._batch_reduce_to(reduce_op, pairs, options)
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        return super()._gather_to_implementation(self._of_each_replica(value), destinations, axis, options)
 
     def _batch_gather_to(self, value_destination_pairs, axis, options=None):
-        return super()._batch_gather_to(self._placed(value_destination_pairs), axis, options)
+        pairs = [(self._of_each_replica(value), to) for value, to in self._placed(value_destination_pairs)]
+        return super()._batch_gather_to(pairs, axis, options)
 
     def _placed(self, value_destination_pairs):
         """With a device where the value has none: the argument of a function is not placed yet."""
         here = self.worker_devices[0]
         return [(value, here if isinstance(to, str) and not to else to) for value, to in value_destination_pairs]
+
+    def _of_each_replica(self, value):
+        """One value a replica of what replicas hand to a merge.
+
+        Where all hand over the very same tensor, TensorFlow makes one value of it, and would count it once a worker.
+        """
+        replicas = len(self.worker_devices)
+        is_one = tf.is_tensor(value) and not isinstance(value, (tf.distribute.DistributedValues, tf.Variable))
+        if replicas == 1 or not is_one or not getattr(_running, "replicas", False):
+            return value
+        return _tf.distribute_values.PerReplica((value,) * replicas)
 
     # -- variables -------------------------------------------------------------------------------------------------
 
@@ -211,7 +259,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _with_agreed_cardinality(self, distributed):
         cardinality = data.agreed_cardinality(self.control, int(distributed.cardinality))
-        distributed._cardinality = cardinality
+        _tf.set_cardinality(distributed, cardinality)
         return distributed
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -219,7 +267,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _call_for_each_replica(self, fn, args, kwargs):
         self._container_strategy().warn_of_another_cluster()
         if step.current() is not None or self.cluster.world_size * len(self.worker_devices) == 1:
-            return super()._call_for_each_replica(fn, args, kwargs)
+            return self._run_replicas(fn, args, kwargs)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not meet.
             around_all = self._cfer_fn_cache.get(fn)
@@ -236,7 +284,16 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             with step.running(step.Step(active=active)):
                 return fn(*args, **kwargs)
 
-        return super()._call_for_each_replica(with_step, args, kwargs)
+        return self._run_replicas(with_step, args, kwargs)
+
+    def _run_replicas(self, fn, args, kwargs):
+        # Each replica has a thread of its own; this one runs what they merge.
+        before = getattr(_running, "replicas", False)
+        _running.replicas = True
+        try:
+            return super()._call_for_each_replica(fn, args, kwargs)
+        finally:
+            _running.replicas = before
 
     def run_step(self, fn, inputs, shares):
         """Runs `fn(inputs)` on each replica with its share of the batch.
@@ -247,33 +304,35 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
           shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
 
         Returns:
-          `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote.
+          `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote, each
+            with how what replicas wrote becomes one.
         """
         strategy = self._container_strategy()
-        written: dict = {}
+        alone = strategy.num_replicas_in_sync == 1
+        written: list = []
 
         def replica_fn(element, share):
-            with step.running(step.Step(share, share > 0)) as running:
+            if not alone:
+                element, _ = data.one_row_at_least(element)
+            with step.running(step.Step() if alone else step.Step(share, share > 0)) as running:
                 outputs = fn(element)
-            written.update((id(v), v) for v in running.written)
+            written.extend(running.written)
             return outputs
 
         shares = [shares[i] for i in range(len(self.worker_devices))]
         regroup = _tf.distribute_utils.regroup
         with strategy.scope():
-            outputs = super()._call_for_each_replica(
+            outputs = self._run_replicas(
                 replica_fn, (regroup(tuple(inputs)), regroup(tuple(shares))), {}
             )
-        return outputs, list(written.values())
+        return outputs, written
 
 
-@contextlib.contextmanager
-def _thread_mode(mode):
-    _tf.distribute_lib._push_per_thread_mode(mode)
-    try:
-        yield
-    finally:
-        _tf.distribute_lib._pop_per_thread_mode()
+def _like(gradient, total):
+    """A reduced gradient as IndexedSlices where it was: the ring may have turned it dense."""
+    if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
+        return total
+    return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
 
 
 def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:

@@ -130,6 +130,30 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
         return super().reduce(reduce_op, value, axis)
 
+    def all_reduce_gradients(self, gradients):
+        """The gradients of the whole batch, from those of each replica; every replica calls it.
+
+        For what a `train_step` does itself between tape and optimizer, such as `tf.clip_by_global_norm`. In a step of
+        Keras the result may go to `optimizer.apply_gradients` as it is: the optimizer weighs replicas by their rows,
+        and weights that add up to one leave alone what is equal on all. In a loop of your own, where gradients are
+        summed over replicas, it is the sum; divide it by `num_replicas_in_sync` before an optimizer sums it once more.
+
+        Args:
+          gradients: a structure of tensors, `tf.IndexedSlices` and None, alike on all replicas.
+
+        Returns:
+          The same structure, equal on all replicas; IndexedSlices have each id once.
+
+        Raises:
+          RuntimeError: outside of a replica (`train_step`, `strategy.run`).
+        """
+        if tf.distribute.get_replica_context() is None:
+            raise RuntimeError(
+                "all_reduce_gradients is called in a replica: in `train_step`, or in the function given to "
+                "`strategy.run`. Received: a call in the cross-replica context."
+            )
+        return self.extended.all_reduce_gradients(gradients)
+
     def bytes_sent(self) -> int | None:
         """Bytes this worker has sent to others so far; None with communication="tensorflow"."""
         counts = [channel.bytes_sent() for channel in self.extended.channels]

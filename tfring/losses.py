@@ -1,0 +1,104 @@
+"""Losses that compare the rows of a batch: all replicas' rows, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfring import step
+from tfring.cross_device_ops import values_of
+from tfring.recognition import current_ring
+
+
+def gather_for_loss(tensors: Any) -> Any:
+    """The rows of all replicas, for a loss that is no mean over rows: contrastive, in-batch negatives, Dice.
+
+    Call it in the loss, `compute_loss` or `train_step` on what the loss compares, on every replica:
+
+    ```python
+    def dice(y_true, y_pred):
+        return keras.losses.dice(*tfring.gather_for_loss((y_true, y_pred)))
+    ```
+
+    In a step of Keras the gradient is that of the whole batch, both where every replica computes the same loss from
+    all rows and where it takes the mean over its own rows, each compared with all. In a loop of the user's own, whose
+    gradients are summed, it is the sum over replicas of the gradients of their losses.
+
+    Args:
+      tensors: a tensor `[rows, ...]` of any number dtype or bool, or a nested structure of such tensors and None.
+        Replicas may have different numbers of rows, also none.
+
+    Returns:
+      The same structure, each tensor `[rows of all replicas, ...]` in the order of replicas, which is that of the
+      batch. Floats have gradients. With one replica, and outside of replicas, the tensors as they are.
+
+    Raises:
+      TypeError: for ragged and sparse tensors, and strings.
+      ValueError: for scalars.
+
+    >>> gather_for_loss({"anchors": tf.constant([[1.0], [2.0]]), "labels": tf.constant([0, 1])})["labels"].numpy()
+    array([0, 1], dtype=int32)
+    """
+    strategy = current_ring()
+    flat = [_checked(t) for t in tf.nest.flatten(tensors)]
+    if strategy is not None and strategy.num_replicas_in_sync > 1 and tf.distribute.get_replica_context() is not None:
+        present = [i for i, t in enumerate(flat) if t is not None]
+        gathered = _gather(strategy.extended, [flat[i] for i in present])
+        for i, t in zip(present, gathered, strict=True):
+            flat[i] = t
+    return tf.nest.pack_sequence_as(tensors, flat)
+
+
+def _checked(tensor):
+    if tensor is None:
+        return None
+    if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+        raise TypeError(
+            "gather_for_loss takes dense tensors. Received: "
+            f"{type(tensor).__name__}. Gather its components, or make it dense (`to_tensor`, `tf.sparse.to_dense`)."
+        )
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 0:
+        raise ValueError(f"gather_for_loss takes tensors [rows, ...]. Received: a scalar, {tensor}.")
+    return tensor
+
+
+def _gather(extended, tensors):
+    running = step.current() or step.Step()
+    running.gathered = True
+    control, control_ops = extended.control, extended.control_ops
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    tensors = [running.counted_rows(t) for t in tensors]
+
+    def all_counts(counts):
+        return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")
+
+    def all_rows(values):
+        return control_ops.gather_over_workers(tf.concat(values_of(values), 0), 0, name="gather_for_loss")
+
+    def total(gradients):
+        [summed] = control.all_reduce([tf.add_n(values_of(gradients))], name="gather_for_loss/gradient")
+        return summed
+
+    counts = extended.cross_replica(all_counts, tf.stack([tf.shape(t, tf.int64)[0] for t in tensors]))
+
+    # One collective in each tf.custom_gradient: it ties its outputs together, and an order that Grappler sees through
+    # such a tie is lost once the tie is taken apart.
+    def gathered(tensor, counts):
+        if not tensor.dtype.is_floating:
+            return tf.identity(extended.cross_replica(all_rows, tensor))
+
+        @tf.custom_gradient
+        def with_gradient(x):
+            def gradient(upstream):
+                everyone = extended.cross_replica(total, running.weigh(upstream))
+                begin = tf.reduce_sum(counts[:replica])
+                mine = running.unweigh(everyone[begin : begin + counts[replica]])
+                return tf.ensure_shape(mine, x.shape)
+
+            return extended.cross_replica(all_rows, x), gradient
+
+        return with_gradient(tensor)
+
+    return [gathered(t, counts[:, i]) for i, t in enumerate(tensors)]
