@@ -29,9 +29,9 @@ import tfring  # (1)
 
 def main() -> None:
     args = parse_arguments()
+    keras.utils.set_random_seed(args.seed)
     strategy = tfring.RingStrategy(communication=args.communication)  # (2)
     first = strategy.cluster.is_chief
-    keras.utils.set_random_seed(args.seed)
 
     data = load_data(strategy, args)
     mean = float(data.train.stars.mean())

@@ -73,6 +73,9 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_CONNECT_TIMEOUT_SECONDS": Setting(
         300.0, _positive_seconds, "a number above 0", "how long the ranks wait for each other at the start"
     ),
+    "TFRING_PRINT": Setting(
+        "rank0", _one_of("rank0", "all"), "rank0 or all", "which ranks print Keras' progress bars and summaries"
+    ),
     "TFRING_TIMEOUT_SECONDS": Setting(
         600.0,
         _positive_seconds,

@@ -38,12 +38,13 @@ class RendezvousError(TfringError):
 
 
 class MismatchError(TfringError):
-    """Ranks made different collective calls at the same place.
+    """Ranks made different collective calls at the same place, or were handed other arrays to train on.
 
     Raised on every rank. The message names two neighbours that disagree and both their calls: kind, name,
     operation, dtype, shape and position; where several disagree, ranks may name different pairs. The ring is
     unusable afterwards; no result was produced.
-    Inside TensorFlow the same failure is `tf.errors.InvalidArgumentError`.
+    Inside TensorFlow the same failure is `tf.errors.InvalidArgumentError`. Of arrays that differ, which `fit`,
+    `evaluate` and `predict` find at the door, the message names the argument; the ring may be used on.
     """
 
 

@@ -23,6 +23,12 @@ DTYPES = [
     np.int32,
     np.int64,
     np.uint8,
+    np.int16,
+    np.uint16,
+    np.uint32,
+    np.uint64,
+    np.complex64,
+    np.complex128,
     np.bool_,
 ]
 # Around the chunks of 8 ranks, small and large algorithm, several segments.
@@ -43,7 +49,16 @@ def contribution(shape, dtype, rank):
         return values > rank
     if np.issubdtype(np.dtype(dtype), np.integer):
         return (values * 40).astype(np.int64).astype(dtype)
+    if np.issubdtype(np.dtype(dtype), np.complexfloating):
+        values = values + 1j * normal(shape, rank + 100)
     return values.astype(dtype)
+
+
+def is_reducible(dtype, op):
+    """Booleans have no sum, complex numbers no order."""
+    if op == "sum":
+        return np.dtype(dtype) != np.bool_
+    return not np.issubdtype(np.dtype(dtype), np.complexfloating)
 
 
 def add_like_the_ring(inputs, op):
@@ -85,7 +100,7 @@ def sweep(cluster, transport, shapes):
                 mine = inputs[rank].copy()
                 what = (np.dtype(dtype).name, shape)
                 for op in OPERATIONS:
-                    if np.dtype(dtype) == np.bool_ and op == "sum":
+                    if not is_reducible(dtype, op):
                         continue
                     want = add_like_the_ring(inputs, op)
                     digest.update(check(ring.all_reduce(mine, op), want, ("all_reduce", op, *what)).tobytes())
@@ -103,9 +118,10 @@ def sweep(cluster, transport, shapes):
                         if np.issubdtype(np.dtype(dtype), np.integer):
                             check(got, add_like_the_ring(inputs, "sum")[begin:end], ("reduce_scatter", *what))
                         else:
-                            exact = sum(value.astype(np.float64) for value in inputs)[begin:end]
-                            scale = sum(np.abs(value.astype(np.float64)) for value in inputs)[begin:end]
-                            wrong = np.abs(got.astype(np.float64) - exact)
+                            wide = np.result_type(np.float64, dtype)
+                            exact = sum(value.astype(wide) for value in inputs)[begin:end]
+                            scale = sum(np.abs(value.astype(wide)) for value in inputs)[begin:end]
+                            wrong = np.abs(got.astype(wide) - exact)
                             epsilon = float(ml_dtypes.finfo(dtype).eps)
                             assert got.dtype == dtype and (wrong <= world_size * epsilon * scale).all(), what
                 check(mine, inputs[rank], ("the input stays as it is", *what))
@@ -162,7 +178,8 @@ def refused_arguments(cluster):
     with ranks.join(cluster) as ring:
         for call in (
             lambda: ring.all_reduce(np.array([True, False])),
-            lambda: ring.all_reduce(np.zeros(3, np.complex64)),
+            lambda: ring.all_reduce(np.zeros(3, "S4")),
+            lambda: ring.all_reduce(np.zeros(3, np.complex64), "max"),
             lambda: ring.all_reduce(np.zeros(3), "mean"),
             lambda: ring.broadcast(np.zeros(3), root=2),
             lambda: ring.broadcast(np.zeros(3), root=-1),
@@ -180,7 +197,7 @@ def test_what_cannot_be_is_refused_on_the_spot():
     messages, _ = ranks.run(2, refused_arguments)
     for message, words in zip(
         messages,
-        ['op="max"', "complex64", "op='mean'", "root=2", "root=-1", "scalar", "scalar"],
+        ['op="max"', "dtype=|S4", "complex64 have no order", "op='mean'", "root=2", "root=-1", "scalar", "scalar"],
         strict=True,
     ):
         assert words in message, message

@@ -84,7 +84,8 @@ def every_dtype(name):
     from tfring.ring import ops
 
     with join(name) as ring:
-        for dtype in ("float64", "float32", "float16", "bfloat16", "int8", "int32", "int64", "uint8"):
+        for dtype in ("float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16",
+                      "uint32", "uint64", "complex64", "complex128"):
             x = tf.cast(tf.constant([1, 2, 3 + ring.rank]), dtype)
             got = ops.all_reduce(ring, x)
             assert got.dtype == dtype and tf.cast(got, "int64").numpy().tolist() == [2, 4, 7]

@@ -1,7 +1,8 @@
 """Whose rows are whose: each replica's share of every global batch."""
 
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced
-from tfring.data.rows import num_rows, slice_rows, split_rows
+from tfring.data.pipeline import share
+from tfring.data.rows import num_rows, one_row_at_least, slice_rows, split_rows
 from tfring.data.shares import Shares
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "distribute_for_keras",
     "is_sliced",
     "num_rows",
+    "one_row_at_least",
+    "share",
     "slice_rows",
     "split_rows",
 ]

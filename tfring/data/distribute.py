@@ -5,12 +5,11 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.data.pieces import pieces
 from tfring.data.shares import Shares, single_shares, worker_shares
 
-_SLICED_POLICIES = (
-    tf.data.experimental.AutoShardPolicy.AUTO,
-    tf.data.experimental.AutoShardPolicy.DATA,
-)
+_Policy = tf.data.experimental.AutoShardPolicy
+_SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)
 # For iterating over the dataset itself. TensorFlow's multi-device iterator draws ahead from a thread of its own: it
 # takes rows that nobody asked for from a generator, and waits for ever for the threads of a PyDataset at its end.
 _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
@@ -20,10 +19,8 @@ _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
 
 
 def is_sliced(dataset: tf.data.Dataset) -> bool:
-    """Whether tfring slices the dataset's batches; FILE, HINT and OFF are left to TensorFlow."""
-    if not isinstance(dataset, tf.data.Dataset):
-        return False
-    return dataset.options().experimental_distribute.auto_shard_policy in _SLICED_POLICIES
+    """Whether tfring slices the dataset's batches; FILE and HINT are left to TensorFlow, OFF is this worker's own."""
+    return isinstance(dataset, tf.data.Dataset) and _policy(dataset) in _SLICED_POLICIES
 
 
 def distribute(strategy, dataset: tf.data.Dataset, options=None):
@@ -31,20 +28,36 @@ def distribute(strategy, dataset: tf.data.Dataset, options=None):
     extended = strategy.extended
     cardinality = agreed_cardinality(extended.control, int(dataset.cardinality()))
     shares = single_shares(dataset, *_place(strategy))
-    if options is None and len(extended.worker_devices) == 1 and extended._local_device_type == "CPU":
+    if options is None and len(extended.worker_devices) == 1 and extended.is_on_cpu:
         options = _WITHOUT_MULTI_DEVICE_ITERATOR
-    workers = extended._input_workers_with_options(options)
+    workers = _tf.workers_by_options(extended, options)
     return _distributed(shares, workers, strategy, options, cardinality)
 
 
-def distribute_for_keras(strategy, dataset: tf.data.Dataset):
-    """Distributes any dataset for Keras' steps of `tfring._keras`; a sliced one yields `Shares`."""
-    if not is_sliced(dataset):
-        return strategy.experimental_distribute_dataset(dataset)
+def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
+    """Distributes any dataset for Keras' steps of `tfring._keras`: of `Shares`, but for policies FILE and HINT.
+
+    Args:
+      strategy: a RingStrategy.
+      dataset: of global batches; with policy OFF of this worker's own rows.
+      ahead: batches drawn before they are asked for. Defaults to 2.
+    """
     extended = strategy.extended
-    cardinality = agreed_cardinality(extended.control, int(dataset.cardinality()))
-    shares = worker_shares(dataset, *_place(strategy))
-    workers = _tf.input_lib.InputWorkers([(extended._worker_device, extended.worker_devices[:1])])
+    rank, replicas, world_size = _place(strategy)
+    workers = _tf.workers_of_one_iterator(extended)
+    cardinality = int(dataset.cardinality())
+    if world_size * replicas == 1:
+        return _distributed(dataset, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
+    if is_sliced(dataset):
+        shares = worker_shares(dataset, rank, replicas, world_size, ahead=ahead)
+    elif _policy(dataset) == _Policy.OFF:
+        shares, cardinality = pieces(dataset, replicas, world_size)
+    else:
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        if distributed.cardinality >= 0:  # of the batches before TensorFlow made more and smaller ones
+            _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
+        return distributed
+    cardinality = agreed_cardinality(extended.control, cardinality)
     return _distributed(shares, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
 
 
@@ -57,23 +70,17 @@ def agreed_cardinality(collectives, cardinality: int) -> int:
     return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
 
 
+def _policy(dataset):
+    return dataset.options().experimental_distribute.auto_shard_policy
+
+
 def _place(strategy) -> tuple[int, int, int]:
     """Rank, replicas a worker, number of workers."""
     return strategy.cluster.rank, len(strategy.extended.worker_devices), strategy.cluster.world_size
 
 
 def _distributed(dataset, input_workers, strategy, options, cardinality):
-    """Wraps a worker's dataset as a `tf.distribute.DistributedDataset` of `cardinality` global batches."""
-    result = _tf.input_lib.DistributedDataset(
-        input_workers,
-        strategy,
-        components=[dataset],
-        element_spec=_tf.input_lib._create_distributed_tensor_spec(strategy, dataset.element_spec),
-        enable_get_next_as_optional=_tf.input_lib._enable_get_next_as_optional(strategy, dataset, cardinality),
-        options=options,
+    shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
+    return _tf.distributed_dataset(
+        dataset, input_workers, strategy, options, cardinality, one_value_a_worker=shares
     )
-    result._cardinality = cardinality  # counted in global batches, also with several replicas a worker
-    if isinstance(dataset.element_spec, Shares):
-        one = _tf.distribute_values.PerReplicaSpec  # all of a worker's shares are one value to TensorFlow
-        result._element_spec = tf.nest.map_structure(one, dataset.element_spec)
-    return result

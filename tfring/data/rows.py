@@ -6,36 +6,80 @@ import tensorflow as tf
 
 
 def num_rows(element) -> tf.Tensor | int | None:
-    """Rows of a batch: the first dimension of its first component; None where it has none."""
-    for component in tf.nest.flatten(element):
-        if isinstance(component, tf.RaggedTensor):
-            return component.nrows()
-        if isinstance(component, tf.SparseTensor):
-            return component.dense_shape[0]
-        if isinstance(component, tf.experimental.Optional):
-            continue
-        shape = getattr(component, "shape", None)
-        if shape is None or (isinstance(component, tf.Tensor) and shape.rank == 0) or shape == ():
-            continue
-        if isinstance(component, tf.Tensor):
-            return shape[0] if shape.rank and shape[0] is not None else tf.shape(component, tf.int64)[0]
-        return shape[0]
-    return None
+    """Rows of a batch: the first dimension of its first component; None where it has none.
+
+    Where some components say their first dimension before they are drawn and others do not, those that do are
+    constants beside the rows.
+    """
+    counts = [_count(component) for component in tf.nest.flatten(element)]
+    counts = [count for count in counts if count is not None]
+    return next((count for count in counts if tf.is_tensor(count)), counts[0] if counts else None)
+
+
+def _count(component):
+    if isinstance(component, (tf.RaggedTensor, tf.SparseTensor)):
+        if component.shape.rank and component.shape[0] is not None:
+            return component.shape[0]
+        return component.nrows() if isinstance(component, tf.RaggedTensor) else component.dense_shape[0]
+    if isinstance(component, tf.experimental.Optional):
+        return None
+    shape = getattr(component, "shape", None)
+    if shape is None or (isinstance(component, tf.Tensor) and shape.rank == 0) or shape == ():
+        return None
+    if isinstance(component, tf.Tensor):
+        return shape[0] if shape.rank and shape[0] is not None else tf.shape(component, tf.int64)[0]
+    return shape[0]
 
 
 def slice_rows(element, begin, end):
-    """Rows `begin` to `end` of every component: tensors, ragged and sparse tensors."""
+    """Rows `begin` to `end` of every component: tensors, ragged and sparse tensors.
+
+    A component that has another first dimension, known before it is drawn, is a constant beside the rows: whole.
+    """
+    rows = num_rows(element)
 
     def cut(component):
+        count = _count(component)
+        if isinstance(count, int) and (tf.is_tensor(rows) or count != rows):
+            return component
         if isinstance(component, tf.SparseTensor):
             begins = tf.concat([[begin], tf.zeros_like(component.dense_shape[1:])], 0)
             sizes = tf.concat([[end - begin], component.dense_shape[1:]], 0)
-            return tf.sparse.slice(component, tf.cast(begins, tf.int64), tf.cast(sizes, tf.int64))
+            part = tf.sparse.slice(component, tf.cast(begins, tf.int64), tf.cast(sizes, tf.int64))
+            return _with_inner_shape(part, component.shape)
         if component is None or isinstance(component, tf.experimental.Optional):
             return component
         return component[begin:end]
 
     return tf.nest.map_structure(cut, element)
+
+
+def with_equal_rows(element):
+    """The element, whose components are checked to have as many rows when it is drawn."""
+    counts = [count for count in map(_count, tf.nest.flatten(element)) if tf.is_tensor(count)]
+    checks = [
+        tf.debugging.assert_equal(
+            counts[0],
+            count,
+            "Each replica gets its share of the rows of every component of a batch, which have to be as many. A "
+            "constant beside the rows goes whole to every replica where its first dimension is static "
+            f"(`tensor.set_shape`). Received: other rows in the first component than in component {number}",
+        )
+        for number, count in enumerate(counts[1:], 1)
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.nest.map_structure(
+            lambda c: tf.identity(c) if isinstance(c, tf.Tensor) and c.dtype != tf.variant else c, element
+        )
+
+
+def _with_inner_shape(sparse, shape):
+    """A sparse tensor whose dimensions after the first are as static as those of `shape`."""
+    if shape.rank is None:
+        return sparse
+    inner = [sparse.dense_shape[i] if shape[i] is None else shape[i] for i in range(1, shape.rank)]
+    dense_shape = tf.stack([sparse.dense_shape[0], *inner])
+    return tf.SparseTensor(sparse.indices, sparse.values, dense_shape)
 
 
 def bounds(rows, replica, num_replicas):
@@ -49,3 +93,57 @@ def split_rows(element, num_parts: int) -> list:
     if rows is None:
         return [element] * num_parts
     return [slice_rows(element, *bounds(rows, part, num_parts)) for part in range(num_parts)]
+
+
+def one_row_at_least(element):
+    """`(element, has_rows)`: a batch without rows gets one of zeros, for what cannot work on none.
+
+    Convolutions of oneDNN and shapes with a -1 beside `tf.shape(x)[0]` fail where there are no rows. What a step makes
+    of the row must not count: gradients, state, metrics and logs see to that by `Step.active`.
+
+    Returns:
+      The element, of the same structure, and a bool scalar tensor; or None in its place where nobody can tell.
+    """
+    rows = num_rows(element)
+    if rows is None:
+        return element, None
+    has_rows = tf.convert_to_tensor(rows > 0)
+    if isinstance(rows, int) and rows > 0:
+        return element, has_rows
+    components = tf.nest.flatten(element)
+    places = [i for i, component in enumerate(components) if _has_rows_to_give(component)]
+    filled = tf.cond(
+        has_rows, lambda: [components[i] for i in places], lambda: [_filled(components[i]) for i in places]
+    )
+    for i, component in zip(places, filled, strict=True):
+        components[i] = component
+    return tf.nest.pack_sequence_as(element, components), has_rows
+
+
+def _has_rows_to_give(component) -> bool:
+    if isinstance(_count(component), int) and _count(component) > 0:  # a constant beside the rows
+        return False
+    if isinstance(component, tf.Tensor):
+        return component.dtype != tf.variant and component.shape.rank != 0
+    return isinstance(component, (tf.RaggedTensor, tf.SparseTensor))
+
+
+def _filled(component):
+    if not isinstance(component, tf.Tensor):
+        return _row_of_zeros(component)
+    # A constant beside the rows stays whole, also where its size is not static.
+    return tf.cond(tf.size(component) > 0, lambda: tf.identity(component), lambda: _row_of_zeros(component))
+
+
+def _row_of_zeros(component):
+    if isinstance(component, tf.RaggedTensor):  # a row without values
+        splits = tf.zeros([2], component.row_splits.dtype)
+        return tf.RaggedTensor.from_row_splits(component.values, splits, validate=False)
+    if isinstance(component, tf.SparseTensor):
+        shape = tf.concat([[1], component.dense_shape[1:]], 0)
+        return tf.SparseTensor(component.indices, component.values, shape)
+    if component.shape.rank is None:
+        return tf.zeros(tf.concat([[1], tf.maximum(tf.shape(component)[1:], 1)], 0), component.dtype)
+    sizes = tf.shape(component)
+    known = enumerate(component.shape[1:], 1)
+    return tf.zeros([1, *(tf.maximum(sizes[i], 1) if n is None else n for i, n in known)], component.dtype)

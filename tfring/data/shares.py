@@ -7,34 +7,22 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfring.data.rows import bounds, num_rows, slice_rows
+from tfring.data import fingerprint, pipeline
+from tfring.data.rows import bounds, num_rows, slice_rows, with_equal_rows
 
 
 class Shares(NamedTuple):
     """What Keras' steps draw: this worker's shares of one global batch, one a replica.
 
-    The fingerprint is of the whole batch, so that ranks which drew another one are found out.
+    The fingerprint is of the whole batch, where rows were cut before maps of what they were made from; so that ranks
+    which drew another batch are found out.
     """
 
     parts: tuple
     fingerprint: tf.Tensor
 
 
-def fingerprint(element) -> tf.Tensor:
-    """An int64 scalar of a batch's number of rows, first row and last row; cheap, whatever its size."""
-    total = tf.cast(num_rows(element), tf.int64)
-    for number, component in enumerate(tf.nest.flatten(element)):
-        if not isinstance(component, tf.Tensor) or not component.shape.rank or component.dtype == tf.variant:
-            continue
-        edges = tf.concat([component[:1], component[-1:]], 0)
-        if edges.dtype == tf.bool:
-            edges = tf.cast(edges, tf.uint8)
-        digest = tf.bitcast(tf.fingerprint(edges), tf.int64)
-        total += (2 * number + 1) * tf.reduce_sum(digest * tf.range(1, tf.size(digest, tf.int64) + 1))
-    return tf.bitwise.right_shift(total, 2)  # room to be negated
-
-
-def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
+def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int, *, ahead: int = 2):
     """A dataset of `Shares`: one worker's slices of each global batch.
 
     Args:
@@ -43,27 +31,55 @@ def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
       rank: this worker.
       replicas_per_worker: replicas on each worker.
       world_size: number of workers.
+      ahead: batches drawn before they are asked for. Defaults to 2.
 
     Raises:
       ValueError: where an element has a component without a first dimension.
+      ConfigurationError: where `share` made the batches and what follows cannot be done on this worker's rows alone.
     """
     num_replicas = replicas_per_worker * world_size
-    first = rank * replicas_per_worker
-    if num_replicas > 1:
-        _check_batched(dataset.element_spec)
+    place = pipeline.Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
+    _check_batched(dataset.element_spec)
+    parts = pipeline.take_apart(dataset) if world_size > 1 else None
+    if parts is None:
+        pipeline.check_share(dataset)
+        shares = dataset.map(_of_whole_batches(dataset.element_spec, place, world_size))
+    else:
+        shares = pipeline.own_batches(parts, place).map(_of_own_rows(place, parts.whole))
+        shares = shares.with_options(dataset.options())
+        shares._tfring_dataset = dataset  # whatever its functions hold has to live as long
+    return shares.prefetch(ahead) if ahead else shares
 
+
+def _of_whole_batches(spec, place, world_size):
     @tf.autograph.experimental.do_not_convert
     def shares(*components):
-        element = components if type(dataset.element_spec) is tuple else components[0]  # as `map` hands it over
-        if num_replicas == 1:
-            return Shares((element,), tf.constant(0, tf.int64))
-        rows = num_rows(element)
-        parts = [
-            slice_rows(element, *bounds(rows, first + i, num_replicas)) for i in range(replicas_per_worker)
-        ]
-        return Shares(tuple(parts), fingerprint(element) if world_size > 1 else tf.constant(0, tf.int64))
+        batch = pipeline.as_element(components, spec)
+        about = fingerprint.of_batch(batch) if world_size > 1 else tf.constant(0, tf.int64)
+        return Shares(_parts(batch, place), about)
 
-    return dataset.map(shares).prefetch(2)
+    return shares
+
+
+def _of_own_rows(place, whole):
+    @tf.autograph.experimental.do_not_convert
+    def shares(about, batch):
+        if whole:
+            return Shares(_parts(batch, place), about.fingerprint)
+        first, _ = place.bounds(about.total)
+        cuts = [bounds(about.total, place.first + i, place.num_replicas) for i in range(place.replicas)]
+        parts = [slice_rows(batch, begin - first, end - first) for begin, end in cuts]
+        return Shares(tuple(parts), about.fingerprint)
+
+    return shares
+
+
+def _parts(batch, place):
+    """The shares of this worker's replicas."""
+    batch = with_equal_rows(batch)
+    rows = num_rows(batch)
+    cuts = [bounds(rows, place.first + i, place.num_replicas) for i in range(place.replicas)]
+    return tuple(slice_rows(batch, begin, end) for begin, end in cuts)
 
 
 def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
@@ -76,13 +92,13 @@ def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
 
     @tf.autograph.experimental.do_not_convert
     def elements(s):
-        parts = map(_forget_rows, s.parts)
+        parts = map(forget_rows, s.parts)
         return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, parts))
 
     return shares.flat_map(elements).prefetch(2 * replicas_per_worker)
 
 
-def _forget_rows(element):
+def forget_rows(element):
     """Forgets the static number of rows, so that slices of different sizes are elements of one dataset."""
 
     def forget(t):

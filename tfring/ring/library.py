@@ -23,11 +23,17 @@ DTYPES = {
     "float64": 2,
     "int32": 3,
     "uint8": 4,
+    "int16": 5,
     "int8": 6,
+    "complex64": 8,
     "int64": 9,
     "bool": 10,
     "bfloat16": 14,
+    "uint16": 17,
+    "complex128": 18,
     "float16": 19,
+    "uint32": 22,
+    "uint64": 23,
 }
 
 

@@ -299,7 +299,7 @@ def _all_gather_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
     rank = library.core().tfring_rank(op.get_attr("handle"))
     with tf.device("CPU:0"):
         for i, (tensor, gradient) in enumerate(zip(tensors, gradients[:-1], strict=True)):
-            if not tensor.dtype.is_floating:
+            if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
             (total,) = _ops().tfring_all_reduce(active=True, tensors=[gradient], **_again(op))
@@ -329,7 +329,7 @@ def _broadcast_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
     results: list[Any] = [None]
     with tf.device("CPU:0"):
         for tensor, gradient in zip(op.inputs[1:], gradients, strict=True):
-            if not tensor.dtype.is_floating:
+            if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
             (total,) = _ops().tfring_all_reduce(active=True, tensors=[gradient], **_again(op))

@@ -69,6 +69,10 @@ struct Sum {
     return static_cast<int8_t>(static_cast<uint8_t>(a) + static_cast<uint8_t>(b));
   }
   static uint8_t apply(uint8_t a, uint8_t b) { return static_cast<uint8_t>(a + b); }
+  static int16_t apply(int16_t a, int16_t b) {
+    return static_cast<int16_t>(static_cast<uint16_t>(a) + static_cast<uint16_t>(b));
+  }
+  static uint16_t apply(uint16_t a, uint16_t b) { return static_cast<uint16_t>(a + b); }
   static int32_t apply(int32_t a, int32_t b) {
     return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
   }
@@ -145,8 +149,14 @@ void dispatch(DType dtype, void* out, const void* a, const void* b, int64_t coun
       return loop<Operation, Float16>(out, a, b, count);
     case DType::kBfloat16:
       return loop<Operation, Bfloat16>(out, a, b, count);
+    case DType::kComplex64:  // two numbers each; sums only
+      return loop<Operation, float>(out, a, b, 2 * count);
+    case DType::kComplex128:
+      return loop<Operation, double>(out, a, b, 2 * count);
     case DType::kInt8:
       return loop<Operation, int8_t>(out, a, b, count);
+    case DType::kInt16:
+      return loop<Operation, int16_t>(out, a, b, count);
     case DType::kInt32:
       return loop<Operation, int32_t>(out, a, b, count);
     case DType::kInt64:
@@ -154,6 +164,12 @@ void dispatch(DType dtype, void* out, const void* a, const void* b, int64_t coun
     case DType::kUint8:
     case DType::kBool:
       return loop<Operation, uint8_t>(out, a, b, count);
+    case DType::kUint16:
+      return loop<Operation, uint16_t>(out, a, b, count);
+    case DType::kUint32:
+      return loop<Operation, uint32_t>(out, a, b, count);
+    case DType::kUint64:
+      return loop<Operation, uint64_t>(out, a, b, count);
   }
 }
 
@@ -167,13 +183,20 @@ int64_t size_of(DType dtype) {
       return 1;
     case DType::kFloat16:
     case DType::kBfloat16:
+    case DType::kInt16:
+    case DType::kUint16:
       return 2;
     case DType::kFloat32:
     case DType::kInt32:
+    case DType::kUint32:
       return 4;
     case DType::kFloat64:
     case DType::kInt64:
+    case DType::kUint64:
+    case DType::kComplex64:
       return 8;
+    case DType::kComplex128:
+      return 16;
   }
   return 0;
 }
@@ -190,8 +213,20 @@ const char* name_of(DType dtype) {
       return "uint8";
     case DType::kInt8:
       return "int8";
+    case DType::kInt16:
+      return "int16";
     case DType::kInt64:
       return "int64";
+    case DType::kUint16:
+      return "uint16";
+    case DType::kUint32:
+      return "uint32";
+    case DType::kUint64:
+      return "uint64";
+    case DType::kComplex64:
+      return "complex64";
+    case DType::kComplex128:
+      return "complex128";
     case DType::kBool:
       return "bool";
     case DType::kBfloat16:
@@ -214,7 +249,10 @@ const char* name_of(Op op) {
   return "unknown op";
 }
 
-bool can_reduce(DType dtype, Op op) { return dtype != DType::kBool || op != Op::kSum; }
+bool can_reduce(DType dtype, Op op) {
+  const bool is_complex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
+  return op == Op::kSum ? dtype != DType::kBool : !is_complex;
+}
 
 void reduce(DType dtype, Op op, void* out, const void* a, const void* b, int64_t count) {
   switch (op) {

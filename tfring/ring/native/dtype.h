@@ -10,11 +10,17 @@ enum class DType : int32_t {
   kFloat64 = 2,
   kInt32 = 3,
   kUint8 = 4,
+  kInt16 = 5,
   kInt8 = 6,
+  kComplex64 = 8,
   kInt64 = 9,
   kBool = 10,
   kBfloat16 = 14,
+  kUint16 = 17,
+  kComplex128 = 18,
   kFloat16 = 19,
+  kUint32 = 22,
+  kUint64 = 23,
 };
 
 enum class Op : int32_t { kSum = 0, kMax = 1, kMin = 2 };
@@ -24,7 +30,7 @@ int64_t size_of(DType dtype);
 const char* name_of(DType dtype);
 const char* name_of(Op op);
 
-// bool has no sum: whether it should count or saturate is the caller's to say.
+// bool has no sum: whether it should count or saturate is the caller's to say. Complex numbers have no order.
 bool can_reduce(DType dtype, Op op);
 
 // out[i] = a[i] op b[i]. `out` may be `a`. No alignment is asked for.

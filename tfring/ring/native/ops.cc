@@ -15,7 +15,9 @@
 namespace tfring {
 namespace {
 
-constexpr char kTypes[] = "{float, double, half, bfloat16, int8, int32, int64, uint8, bool}";
+constexpr char kTypes[] =
+    "{float, double, half, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, complex64, "
+    "complex128, bool}";
 
 class ScopedStatus {
  public:

@@ -147,6 +147,8 @@ Status Ring::check(Kind kind, const tfring_call& call, const tfring_tensor* tens
     if (size_of(dtype) == 0)
       return invalid("the ring carries no dtype number " + std::to_string(tensors[t].dtype));
     if (reduces(kind) && !can_reduce(dtype, static_cast<Op>(call.op))) {
+      if (dtype != DType::kBool)
+        return invalid(std::string("numbers of ") + name_of(dtype) + " have no order");
       return invalid(
           "bool has no sum. Use op=\"max\" for any, op=\"min\" for all, or cast to an integer to count");
     }

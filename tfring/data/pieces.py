@@ -1,0 +1,56 @@
+"""A worker's own rows (AutoShardPolicy.OFF): each batch is as many steps as there are workers.
+
+A batch is a global one to `tf.distribute` also where each worker has rows of its own: of B rows it takes B // workers
+a step, so that all workers together take B.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.data.pipeline import as_element
+from tfring.data.rows import bounds, num_rows, slice_rows, split_rows, with_equal_rows
+from tfring.data.shares import Shares, forget_rows
+
+
+def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) -> tuple[tf.data.Dataset, int]:
+    """A dataset of `Shares`, and how many there are.
+
+    Args:
+      dataset: batches of this worker's rows. Workers may have as many as they like.
+      replicas_per_worker: replicas on each worker.
+      world_size: number of workers.
+    """
+    options = dataset.options()
+
+    @tf.autograph.experimental.do_not_convert
+    def cut(*components):
+        batch = with_equal_rows(as_element(components, dataset.element_spec))
+        rows = tf.cast(num_rows(batch), tf.int64)
+        steps = tf.minimum(rows, world_size)  # none without rows
+
+        @tf.autograph.experimental.do_not_convert
+        def piece(i):
+            parts = split_rows(forget_rows(slice_rows(batch, *bounds(rows, i, steps))), replicas_per_worker)
+            return Shares(tuple(parts), tf.constant(0, tf.int64))
+
+        return tf.data.Dataset.range(steps).map(piece)
+
+    shares = dataset.flat_map(cut).with_options(options)
+    return shares.prefetch(2), _number_of_pieces(dataset, world_size)
+
+
+def _number_of_pieces(dataset, world_size):
+    """Pieces of all batches, where batches and rows can be counted."""
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        return tf.data.INFINITE_CARDINALITY
+    step = _tf.dataset_step(dataset)
+    while step.kind in ("prefetch", "nothing", "cache", "map"):
+        step = _tf.dataset_step(step.before)
+    rows = int(step.before.cardinality()) if step.kind == "batch" else -1
+    if rows < 0:
+        return tf.data.UNKNOWN_CARDINALITY
+    full, rest = divmod(rows, step.arguments["batch_size"])
+    rest = 0 if step.arguments["drop_remainder"] else rest
+    return full * min(step.arguments["batch_size"], world_size) + min(rest, world_size)

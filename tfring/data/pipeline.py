@@ -1,0 +1,270 @@
+"""A user's `tf.data` pipeline, taken apart into rows, maps and batches, so that rows are cut before maps run.
+
+```
+source ─► map ─► shuffle ─► map ─► batch ─► prefetch             as the user wrote it
+source ─► shuffle ─► groups of `batch_size` rows                 the same, on this worker
+                      ├─► fingerprint of all rows
+                      └─► this worker's ─► map ─► map ─► batch ─► prefetch
+```
+
+Only steps whose effect on the order and number of rows is known are made again. All else, and what comes before it,
+is the source: every rank draws all of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.data import fingerprint
+from tfring.data.rows import bounds, num_rows
+from tfring.errors import ConfigurationError
+
+_BETWEEN_ROWS = ("map", "shuffle", "prefetch", "repeat", "take", "skip", "nothing")
+_BETWEEN_BATCHES = (*_BETWEEN_ROWS, "cache")
+_BY_ROW = {("keras.src.trainers.data_adapters.tf_dataset_adapter", "class_weights_map_fn")}  # maps of batches
+
+
+class Place(NamedTuple):
+    """Which of the replicas are this worker's."""
+
+    first: int
+    replicas: int
+    num_replicas: int
+
+    def bounds(self, rows):
+        """The first row of this worker's and the one after its last."""
+        begin, _ = bounds(rows, self.first, self.num_replicas)
+        end, _ = bounds(rows, self.first + self.replicas, self.num_replicas)
+        return begin, end
+
+
+class Rows(NamedTuple):
+    """What travels beside a batch: how many rows were drawn here, how many all ranks have, and which they are."""
+
+    drawn: tf.Tensor
+    total: tf.Tensor
+    fingerprint: tf.Tensor
+
+
+class Pipeline(NamedTuple):
+    """A pipeline taken apart; `rows` and `batches` are datasets whose last step is one to make again, in order.
+
+    Attributes:
+      source: the dataset of rows.
+      rows: the steps from there to the batch.
+      batch: the dataset that the batch step makes.
+      batches: the steps after it.
+      whole: whether a map of batches needs the rows of all workers.
+    """
+
+    source: tf.data.Dataset
+    rows: list
+    batch: tf.data.Dataset
+    batches: list
+    whole: bool
+
+
+def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
+    """The pipeline, or None where rows cannot be told apart, or are not mapped."""
+    if not tf.executing_eagerly():
+        return None
+    batches: list[tf.data.Dataset] = []
+    rows: list[tf.data.Dataset] = []
+    step = _tf.dataset_step(dataset)
+    while step.kind in _BETWEEN_BATCHES and not step.arguments.get("filename"):
+        batches.insert(0, dataset)
+        dataset, step = step.before, _tf.dataset_step(step.before)
+    if step.kind != "batch":
+        return None
+    batch, source = dataset, step.before
+    step = _tf.dataset_step(source)
+    while step.kind in _BETWEEN_ROWS and not (step.kind == "map" and _draws_in_order(step)):
+        rows.insert(0, source)
+        source, step = step.before, _tf.dataset_step(step.before)
+    while rows and _tf.dataset_step(rows[0]).kind != "map":  # nothing is gained above the first map
+        source = rows.pop(0)
+    maps_of_batches = [d for d in batches if _tf.dataset_step(d).kind == "map"]
+    if not rows and not maps_of_batches:
+        return None
+    specs = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    if not all(isinstance(spec, specs) for spec in tf.nest.flatten(source.element_spec)):
+        return None
+    whole = not is_shared(batch) and not all(map(_maps_by_row, maps_of_batches))
+    return Pipeline(source, rows, batch, batches, whole)
+
+
+def share(batch_size: int, drop_remainder: bool = False):
+    """In place of `dataset.batch(batch_size)`: maps after it run on this worker's rows alone.
+
+    A map of batches may look at all rows of its batch, so by default every rank runs it on all of them, and cuts
+    afterwards. `share` says that the maps which follow treat each row by itself. The batches are those of
+    `dataset.batch`, and without a strategy nothing else happens.
+
+    Args:
+      batch_size: rows of a batch over all workers.
+      drop_remainder: whether to leave out a last batch of fewer rows. Defaults to `False`.
+
+    Returns:
+      A function for `dataset.apply`.
+
+    >>> rows = tf.data.Dataset.range(5)
+    >>> batches = rows.apply(share(2)).map(lambda x: 10 * x, num_parallel_calls=2).prefetch(1)
+    >>> [batch.tolist() for batch in batches.as_numpy_iterator()]
+    [[0, 10], [20, 30], [40]]
+    """
+
+    def apply(dataset):
+        batched = dataset.batch(batch_size, drop_remainder)
+        batched._tfring_share = True
+        return batched
+
+    return apply
+
+
+def is_shared(dataset: tf.data.Dataset) -> bool:
+    """Whether `share` made these batches."""
+    return getattr(dataset, "_tfring_share", False)
+
+
+def check_share(dataset: tf.data.Dataset) -> None:
+    """Raises ConfigurationError where a step after `share` is none that `take_apart` knows."""
+    step = _tf.dataset_step(dataset)
+    while step.kind in _BETWEEN_BATCHES:
+        dataset, step = step.before, _tf.dataset_step(step.before)
+    if not is_shared(dataset) and _has_share(dataset):
+        raise ConfigurationError(
+            "After `tfring.data.share` come map, prefetch, repeat, take, skip, shuffle, cache and with_options alone. "
+            f"Received: {type(dataset).__name__.strip('_')}. Move that step before `share`, or use `dataset.batch`."
+        )
+
+
+def _has_share(dataset):
+    return is_shared(dataset) or any(map(_has_share, _tf.datasets_before(dataset)))
+
+
+def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
+    """`(Rows, batch)` of this worker: of every batch of the user's pipeline, its own rows or, if `whole`, all."""
+    key = (place, pipeline.whole)
+
+    def kept(like, make):
+        """Made once for each dataset of the user: what a shuffle or a cache holds is there in the next epoch."""
+        made = like.__dict__.setdefault("_tfring_made", {})
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    above, below = _maps_last(pipeline.rows)
+    dataset = pipeline.source
+    for like in above:
+        dataset = kept(like, lambda like=like, dataset=dataset: _again(like, dataset))
+    dataset = kept(pipeline.batch, lambda: _grouped(dataset, below, pipeline, place))
+    for like in pipeline.batches:
+        dataset = kept(like, lambda like=like, dataset=dataset: _again(like, dataset))
+    return dataset
+
+
+def _maps_last(steps):
+    """Steps that choose or order rows do so by their place alone: they may come before the maps."""
+    is_map = [_tf.dataset_step(d).kind == "map" for d in steps]
+    above = [d for d, m in zip(steps, is_map, strict=True) if not m]
+    return above, [d for d, m in zip(steps, is_map, strict=True) if m]
+
+
+def _grouped(rows, maps, pipeline, place):
+    """The batches of the user's batch step; below it the maps, on the rows that are wanted here."""
+    arguments = _tf.dataset_step(pipeline.batch).arguments
+    size, drop_remainder = arguments["batch_size"], arguments["drop_remainder"]
+    if pipeline.whole and not maps:
+
+        @tf.autograph.experimental.do_not_convert
+        def as_it_is(*components):
+            batch = as_element(components, pipeline.batch.element_spec)
+            total = tf.cast(num_rows(batch), tf.int64)
+            return Rows(total, total, fingerprint.of_batch(batch)), batch
+
+        return rows.batch(size, drop_remainder).map(as_it_is)
+    windows = rows.window(size, drop_remainder=drop_remainder)
+
+    @tf.autograph.experimental.do_not_convert
+    def wanted(*components):
+        group = tf.data.Dataset.zip(as_element(components, windows.element_spec))
+        total = group.cardinality()
+        begin, end = (tf.zeros_like(total), total) if pipeline.whole else place.bounds(total)
+        # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
+        drawn = tf.maximum(end - begin, 1)
+        about = Rows(drawn, total, fingerprint.of_rows(group, size))
+        own = group.skip(tf.minimum(begin, total - 1)).take(drawn)
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(about).repeat(drawn), own))
+
+    dataset = windows.flat_map(wanted)
+    for like in maps:
+        dataset = _again(like, dataset)
+
+    @tf.autograph.experimental.do_not_convert
+    def first(about, batch):
+        return tf.nest.map_structure(lambda t: t[0], about), batch
+
+    dataset = dataset.group_by_window(
+        key_func=lambda about, row: about.drawn,
+        reduce_func=lambda drawn, group: group.batch(drawn),
+        window_size_func=lambda drawn: drawn,
+    )
+    return dataset.map(first)
+
+
+def _again(like, dataset):
+    """The last step of `like` on another dataset, whose elements may be `(Rows, element)`."""
+    kind, _, arguments = _tf.dataset_step(like)
+    match kind:
+        case "map":
+            function = arguments["function"]
+
+            @tf.autograph.experimental.do_not_convert
+            def mapped(about, element):
+                return about, _tf.call_map_function(function, element)
+
+            parallel = arguments["num_parallel_calls"]
+            # In order even if the user allows another: ranks hold the rows of a batch at the same time.
+            return dataset.map(mapped, num_parallel_calls=parallel, deterministic=True if parallel else None)
+        case "shuffle":
+            return _tf.shuffled_like(arguments["like"], dataset)
+        case "prefetch":
+            return dataset.prefetch(arguments["buffer_size"])
+        case "repeat":
+            return dataset.repeat(arguments["count"])
+        case "take":
+            return dataset.take(arguments["count"])
+        case "skip":
+            return dataset.skip(arguments["count"])
+        case "cache":
+            return dataset.cache()
+    return dataset
+
+
+def as_element(components, spec):
+    """The arguments a map's function was given, as the one element they are."""
+    return components if type(spec) is tuple else components[0]
+
+
+def _draws_in_order(step) -> bool:
+    """Whether a map draws seeded random numbers, or writes variables, row after row: one process, too, sees all rows.
+
+    In a parallel map the rows take their numbers as threads come: nothing is there to keep.
+    """
+    if step.arguments["num_parallel_calls"] is not None:
+        return False
+    graph = step.arguments["function"].function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return any(
+        any(node.attr[name].i for name in ("seed", "seed2") if name in node.attr)
+        or node.op.startswith(("Assign", "RngReadAndSkip", "ResourceScatter"))
+        for node in nodes
+    )
+
+
+def _maps_by_row(dataset) -> bool:
+    function = _tf.dataset_step(dataset).arguments["python_function"]
+    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in _BY_ROW
