@@ -18,15 +18,19 @@ _EXPORTS = {
     "RingStrategy": "tfring.strategy",
     "SparseOptions": "tfring.reduction.sparse",
     "SyncBatchNormalization": "tfring.layers",
+    "gather_for_loss": "tfring.losses",
+    "save": "tfring._keras.saving",
 }
 _WITHOUT_TENSORFLOW = ("Cluster", "Communicator")
-_ROOMS = ("layers",)  # `tfring.layers.freeze_batch_normalization`, without an import of its own
+_ROOMS = ("data", "layers")  # `tfring.layers.freeze_batch_normalization`, without an import of its own
 
 if TYPE_CHECKING:
+    from tfring._keras.saving import save
     from tfring.cluster import Cluster
     from tfring.cluster_resolver import ClusterResolver
     from tfring.cross_device_ops import RingAllReduce
     from tfring.layers import SyncBatchNormalization
+    from tfring.losses import gather_for_loss
     from tfring.reduction.sparse import SparseOptions
     from tfring.ring.communicator import Communicator
     from tfring.strategy import RingStrategy
@@ -40,6 +44,8 @@ __all__ = [
     "SparseOptions",
     "SyncBatchNormalization",
     "__version__",
+    "gather_for_loss",
+    "save",
 ]
 
 

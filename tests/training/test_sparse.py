@@ -262,7 +262,7 @@ def reduced_types(num_table_rows):
 
 def test_small_tables_go_dense():
     assert workers(2).run(reduced_types, 4) == ["dense"] * 2
-    assert workers(2).run(reduced_types, 1000) == ["sparse"] * 2
+    assert workers(2).run(reduced_types, 10_000) == ["sparse"] * 2
 
 
 def inactive(dense, rank):

@@ -33,8 +33,27 @@ def install() -> None:
             f"tfring needs the TensorFlow backend of Keras. Received: {keras.backend.backend()!r}. Set "
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
-    from tfring._keras import callbacks, inputs, losses, optimizers, randomness, state, trainer
+    from tfring._keras import (
+        agreement,
+        batch_shapes,
+        callbacks,
+        collectives,
+        inputs,
+        losses,
+        metrics,
+        optimizers,
+        printing,
+        randomness,
+        saving,
+        state,
+        trainer,
+    )
 
-    for module in (losses, optimizers, state, randomness, inputs, callbacks, trainer):
+    # The trainer's `fit` is entered after arrays were compared; the order of the others is of no importance.
+    for module in (
+        metrics, losses, collectives, optimizers, state, randomness, inputs, batch_shapes, callbacks, saving, printing
+    ):
         module.install()
+    trainer.install()
+    agreement.install()
     _installed = True

@@ -6,9 +6,12 @@ leave the others waiting.
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import tensorflow as tf
 
+from tfring._keras import outside
 from tfring._keras.seam import ring_of_model, seam
 
 
@@ -34,7 +37,8 @@ def install():
     @seam(keras.callbacks.ModelCheckpoint, "_save_model")
     def save_model(original, self, *args, **kwargs):
         strategy = ring_of_model(self.model)
-        if strategy is None or strategy.cluster.is_chief:
+        # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
+        if strategy is None or strategy.cluster.is_chief or type(self) is not keras.callbacks.ModelCheckpoint:
             return original(self, *args, **kwargs)
         model, self._model = self._model, _SaveNothing(self._model)
         try:
@@ -66,6 +70,24 @@ def agreement(strategy):
         [agreed] = control.all_reduce([tf.constant([int(flag)])], "max", name=name)
         return bool(agreed[0] > 0)
 
+    def learning_rates(model, stop: bool = False) -> bool:
+        """Gives every rank rank 0's learning rates, as callbacks left them, and returns whether any rank stops."""
+        rates = [o for o in outside.optimizers_of(model) if _own_rate(o) is not None]
+        mine = [_own_rate(o) for o in rates]
+        sent = mine if strategy.cluster.is_chief else [-np.inf] * len(mine)
+        [agreed] = control.all_reduce([tf.constant([float(stop), *sent], tf.float64)], "max", name="learning rates")
+        stop, *agreed = agreed.numpy()
+        for optimizer, own, rate in zip(rates, mine, agreed, strict=True):
+            if own != rate:
+                warnings.warn(
+                    f"A callback set another learning rate on rank {strategy.cluster.rank} ({own}) than on rank 0 "
+                    f"({rate}); rank 0's holds. Received: {type(optimizer).__name__} {optimizer.name!r}. Decide on "
+                    "what is equal on all ranks: logs, the epoch, a seeded random number.",
+                    stacklevel=2,
+                )
+                optimizer.learning_rate = rate
+        return bool(stop > 0)
+
     class Agreement(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             # BackupAndRestore has restored on rank 0, if at all.
@@ -79,11 +101,14 @@ def agreement(strategy):
             if restored:
                 broadcast_variables(strategy, model)
 
+        def on_epoch_begin(self, epoch, logs=None):
+            learning_rates(self.model)
+
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = any_rank(self.model.stop_training, "stop_training")
 
         def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = any_rank(self.model.stop_training, "stop_training")
+            self.model.stop_training = learning_rates(self.model, stop=self.model.stop_training)
 
         def on_test_batch_end(self, batch, logs=None):
             self.model.stop_evaluating = any_rank(self.model.stop_evaluating, "stop_evaluating")
@@ -95,6 +120,14 @@ def agreement(strategy):
             strategy.barrier()
 
     return Agreement()
+
+
+def _own_rate(optimizer) -> float | None:
+    """The learning rate as the optimizer holds it; None where a schedule computes it."""
+    import keras
+
+    rate = getattr(optimizer, "_learning_rate", None)
+    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
 
 def _restored(callback) -> bool:

@@ -13,7 +13,6 @@ import random
 import threading
 import traceback
 
-import numpy as np
 import tensorflow as tf
 
 from tfring import _tf, data
@@ -26,12 +25,19 @@ _local = threading.local()
 def agreed_seed(strategy) -> int:
     """A random seed, the same on every rank: rank 0's.
 
-    Every rank draws one from `random`, so that `keras.utils.set_random_seed` makes it reproducible and the ranks'
-    generators stay in step.
+    From the system: Python's generator, from which Keras seeds layers, is left where one process would have it.
     """
-    seed = random.getrandbits(62)
+    seed = random.SystemRandom().getrandbits(62)
     [agreed] = strategy.extended.control.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
     return int(agreed)
+
+
+def global_seed(strategy) -> int | None:
+    """TensorFlow's global seed (`keras.utils.set_random_seed`) where all ranks have the same."""
+    seed = _tf.eager_context.global_seed()
+    seed = -1 if seed is None else int(seed)
+    [bounds] = strategy.extended.control.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
+    return seed if seed >= 0 and int(bounds[0]) == -int(bounds[1]) else None
 
 
 @contextlib.contextmanager
@@ -46,22 +52,39 @@ def _shuffling_by(seed):
 
 def install():
     from keras.src.backend.tensorflow import trainer
-    from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
+    from keras.src.trainers.data_adapters import (
+        array_data_adapter,
+        generator_data_adapter,
+        py_dataset_adapter,
+        tf_dataset_adapter,
+    )
 
     @seam(trainer.TFEpochIterator, "__init__")
     def epoch_iterator(original, self, distribute_strategy=None, *args, **kwargs):
         strategy = ring_of(distribute_strategy)
         if strategy is None:
             return original(self, distribute_strategy, *args, **kwargs)
-        seed = agreed_seed(strategy) if kwargs.get("shuffle") else None
-        if seed is not None and isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
-            kwargs.update(x=agreed_order(kwargs["x"], seed), shuffle=False)
+        seed = None
+        if kwargs.get("shuffle") and strategy.cluster.world_size > 1:
+            if isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
+                kwargs.update(x=agreed_order(kwargs["x"], strategy), shuffle=False)
+            elif global_seed(strategy) is None:  # else Keras' order is the same on every rank, and in one process
+                seed = agreed_seed(strategy)
         with _shuffling_by(seed):
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
             self._distribute_strategy = strategy
             dataset = self.data_adapter.get_tf_dataset()
-            if not isinstance(dataset, tf.distribute.DistributedDataset):
-                dataset = data.distribute_for_keras(strategy, dataset)
+            is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
+            self._tfring_batch_size = None if is_distributed else self.data_adapter.batch_size
+            ahead = 2
+            if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):
+                # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
+                ahead, dataset = 0, dataset_before_prefetch(dataset)
+            if not is_distributed:
+                dataset = data.distribute_for_keras(strategy, dataset, ahead=ahead)
+            if isinstance(self.data_adapter, tf_dataset_adapter.TFDatasetAdapter):
+                self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks
+                self._num_batches = self.data_adapter.num_batches
             self._distributed_dataset = dataset
 
     @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
@@ -71,8 +94,8 @@ def install():
             return original(self)
         return shuffled_arrays(self, seed)
 
-    def agreed_order(dataset, seed):
-        """A PyDataset that hands out the batches of another in an order drawn from `seed`, anew each epoch."""
+    def agreed_order(dataset, strategy):
+        """A PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
 
         class AgreedOrder(py_dataset_adapter.PyDataset):
             def __init__(self):
@@ -81,13 +104,7 @@ def install():
                     use_multiprocessing=dataset.use_multiprocessing,
                     max_queue_size=dataset.max_queue_size,
                 )
-                self._epoch = 0
-                self._shuffle()
-
-            def _shuffle(self):
                 self._order = None
-                if dataset.num_batches is not None:
-                    self._order = np.random.default_rng([seed, self._epoch]).permutation(dataset.num_batches)
 
             @property
             def num_batches(self):
@@ -97,19 +114,40 @@ def install():
                 return len(dataset)
 
             def __getitem__(self, index):
-                return dataset[index if self._order is None else int(self._order[index])]
+                return dataset[index if self._order is None else self._order[index]]
 
             def on_epoch_begin(self):
+                if not self._drawn_ahead:
+                    self._shuffle()
                 dataset.on_epoch_begin()
 
-            def on_epoch_end(self):
+            def on_epoch_end(self):  # Keras calls it before the first epoch, too
                 dataset.on_epoch_end()
-                self._epoch += 1
-                self._shuffle()
+                if self._drawn_ahead:
+                    self._shuffle()
+
+            @property
+            def _drawn_ahead(self):
+                """Whether threads or processes ask for batches before an epoch begins."""
+                return dataset.workers > 1 or dataset.use_multiprocessing
+
+            def _shuffle(self):
+                if dataset.num_batches is not None:
+                    order = list(range(dataset.num_batches))
+                    random.shuffle(order)
+                    collectives = strategy.extended.control
+                    [agreed] = collectives.broadcast([tf.constant(order, tf.int64)], name="order of batches")
+                    self._order = agreed.numpy().tolist()
 
         return AgreedOrder()
 
     install_seeds()
+
+
+def dataset_before_prefetch(dataset):
+    """Without a last step that reads ahead."""
+    step = _tf.dataset_step(dataset)
+    return step.before if step.kind == "prefetch" else dataset
 
 
 def shuffled_arrays(adapter, seed):

@@ -1,69 +1,137 @@
-"""A mean loss weighs each replica by its rows, so that a ragged batch gives the mean, not the mean of means.
+"""What a replica's loss stands for: the mean over replicas, weighted by their rows.
 
-Keras divides by the number of replicas (`scale_loss_for_distribution`), which is right for equal shares only. With
-the share `n_i / n` of replica i in place of `1 / R`, the sum over replicas of `share_i * mean_i` is the mean over
-the global batch; regularization losses, equal on every replica, still add up to once; a replica without rows adds
-nothing, not even NaN. A loss that is a sum is not scaled, as before. Keras before 3.14 adds up activity regularizers
-over the rows of a replica, but has them scaled; divided by the share first, they are the sum over the global batch.
+```
+replica i   rows ─► loss_i, whatever it is ─► gradient_i ─► optimizer: sum share_i * gradient_i      share_i = n_i / n
+```
 
-With several outputs Keras logs the mean of each loss over batches, each batch once where its size is not static; so a
-replica counts by its share there too.
+Means over rows need nothing more: the sum of `share_i * mean_i` is the mean over the global batch; a regularizer,
+equal on every replica, weighs to itself. Keras' division by the number of replicas is left out. What is known to be
+something else is made such a mean:
+
+* a sum over rows is divided by the share: `reduction="sum"`, and vectors of a value a row, which Keras or the tape sum
+  (`reduction=None`, `add_loss`);
+* the mean over unmasked elements, or by the sum of the weights, divides by what all replicas count;
+* Keras before 3.14 adds up activity regularizers over the rows of a replica: a sum as well;
+* `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` divide by the replicas whose gradients are summed.
+
+Losses that compare rows, or are a ratio of sums, cannot be made one: the user is told, once.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 
 import tensorflow as tf
 
 from tfring import step
 from tfring._keras.seam import seam, version_of_keras
+from tfring.cross_device_ops import values_of
+from tfring.recognition import current_ring
 
 _local = threading.local()
+_warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the losses warned of
 
 
 def install():
     import keras
+    from keras.src.backend.tensorflow import trainer
     from keras.src.layers.layer import Layer
     from keras.src.losses import loss as loss_module
+    from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import compile_utils
+
+    _replace_scaling(loss_module)
+    _replace_reductions(loss_module)
+
+    @seam(compile_utils.CompileLoss, "__init__")
+    def init(original, self, loss, *args, **kwargs):
+        original(self, loss, *args, **kwargs)
+        if current_ring() is not None:
+            _warn_of_comparisons(keras.losses, loss)
 
     @seam(compile_utils.CompileLoss, "call")
     def compile_loss(original, self, *args, **kwargs):
-        running = step.current()
-        _local.share = running.share if running else None
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _local.share = None
+        loss = original(self, *args, **kwargs)
+        for _, function, _, _ in self._flat_losses:
+            if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
+                _warn_of_scalar(function)
+        return _per_row_as_sum(loss)
 
     @seam(keras.metrics.Mean, "update_state")
-    def mean_of_outputs_loss(original, self, values, sample_weight=None):
-        if sample_weight is None and getattr(_local, "share", None) is not None:
-            sample_weight = tf.cast(_local.share, self.dtype)
-        return original(self, values, sample_weight=sample_weight)
+    def mean_of_losses(original, self, values, *args, **kwargs):
+        return original(self, before_division(values), *args, **kwargs)
 
-    @seam(loss_module, "reduce_values")
-    def reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
-        # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none, and its mean is NaN.
-        if step.current() is not None and reduction not in (None, "none") and tuple(values.shape) == (0,):
-            return tf.reduce_sum(values)
-        return original(values, sample_weight=sample_weight, reduction=reduction)
+    for optimizer in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
 
-    def by_share(operation):
-        def replacement(original, value):
-            running = step.current()
-            if running is None or running.share is None:
-                return original(value)
-            value = tf.convert_to_tensor(value)
-            return operation(value, tf.cast(running.share, value.dtype))
+        @seam(optimizer, "scale_loss")  # where `train_step` hands a loss to the tape
+        def scale_loss(original, self, loss):
+            return original(self, _per_row_as_sum(loss))
 
-        return replacement
+    @seam(trainer.TensorFlowTrainer, "_aggregate_additional_loss")
+    def additional_loss(original, self, loss):
+        total = original(self, loss)
+        running = step.weighing()
+        return running.unweigh(total) if running and len(loss.shape) else total
 
-    seam(loss_module, "scale_loss_for_distribution")(by_share(tf.math.multiply_no_nan))
-    seam(loss_module, "unscale_loss_for_distribution")(by_share(tf.math.divide_no_nan))
+    @seam(Layer, "_get_regularization_losses")
+    def regularization_losses(original, self):
+        losses = original(self)
+        return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
+
     if version_of_keras() < (3, 14):
         Layer.activity_regularizer = _SummedRegularizer()
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+
+def _replace_scaling(loss_module):
+    @seam(loss_module, "scale_loss_for_distribution")
+    def scale(original, value):
+        return value if step.weighing() else original(value)
+
+    @seam(loss_module, "unscale_loss_for_distribution")
+    def unscale(original, value):
+        running = step.weighing()
+        if running is None:
+            return original(value)
+        value = tf.convert_to_tensor(before_division(value))
+        return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
+
+    @seam(tf.nn, "compute_average_loss")
+    def average(original, per_example_loss, sample_weight=None, global_batch_size=None):
+        loss = original(per_example_loss, sample_weight, global_batch_size)
+        running = step.weighing()
+        if running is None:
+            return loss
+        if global_batch_size is not None:
+            return running.unweigh(loss)
+        return loss * current_ring().num_replicas_in_sync
+
+    @seam(tf.nn, "scale_regularization_loss")
+    def regularization(original, regularization_loss):
+        loss = original(regularization_loss)
+        return loss * current_ring().num_replicas_in_sync if step.weighing() else loss
+
+
+def _per_row_as_sum(loss):
+    """Makes a vector, whose elements the tape adds up, one whose mean over replicas is the sum; a scalar stays."""
+    running = step.weighing()
+    if running is None or loss is None or before_division(loss) is not loss:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    if not loss.shape.rank:
+        return loss
+    divided = running.unweigh(loss)
+    divided._tfring_before_division = loss
+    return divided
+
+
+def before_division(loss):
+    """A loss as logs show it."""
+    return getattr(loss, "_tfring_before_division", loss)
 
 
 class _SummedRegularizer:
@@ -73,15 +141,104 @@ class _SummedRegularizer:
         if layer is None:
             return self
         regularizer = layer.__dict__.get("activity_regularizer")
-        running = step.current()
-        if regularizer is None or running is None or running.share is None:
+        running = step.weighing()
+        if regularizer is None or running is None:
             return regularizer
-
-        def summed(activity):
-            loss = tf.convert_to_tensor(regularizer(activity))
-            return tf.math.divide_no_nan(loss, tf.cast(running.share, loss.dtype))
-
-        return summed
+        return lambda activity: running.unweigh(tf.reduce_sum(regularizer(activity)))
 
     def __set__(self, layer, regularizer):
         layer.__dict__["activity_regularizer"] = regularizer
+
+
+# -- reduction ---------------------------------------------------------------------------------------------------------
+
+
+def _replace_reductions(loss_module):
+    @seam(loss_module.Loss, "__call__")
+    def call(original, self, *args, **kwargs):
+        before = getattr(_local, "loss", None)
+        _local.loss = self
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _local.loss = before
+
+    @seam(loss_module, "apply_mask")
+    def apply_mask(original, sample_weight, mask, dtype, reduction):
+        weight = original(sample_weight, mask, dtype, reduction)
+        running = step.weighing()
+        if running is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return weight
+        # Keras made it the mean over this replica's unmasked elements.
+        mine = tf.reduce_sum(tf.cast(mask, tf.float64))
+        factor = running.unweigh(tf.math.divide_no_nan(mine, _over_replicas(running, mine, "unmasked elements")))
+        return weight * tf.cast(factor, weight.dtype)
+
+    @seam(loss_module, "reduce_values")
+    def reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
+        running = step.current()
+        if running is None or reduction in (None, "none"):
+            return original(values, sample_weight, reduction)
+        if not len(values.shape):
+            _warn_of_scalar(_local.loss)
+            return original(values, sample_weight, reduction)
+        if running.share is not None and reduction == "mean_with_sample_weight" and sample_weight is not None:
+            total = _over_replicas(running, tf.reduce_sum(tf.cast(sample_weight, tf.float64)), "sample weights")
+            return running.unweigh(tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(total, values.dtype)))
+        if tuple(values.shape) == (0,):
+            # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none.
+            return tf.reduce_sum(values)
+        loss = original(values, sample_weight, reduction)
+        return running.unweigh(loss) if reduction == "sum" else loss
+
+
+def _over_replicas(running, value, name):
+    """The sum of a scalar over all replicas, without a gradient."""
+    extended = current_ring().extended
+
+    def on_worker(values):
+        [total] = extended.control.all_reduce([tf.add_n(values_of(values))], name=name)
+        return total
+
+    return extended.cross_replica(on_worker, running.counted(tf.stop_gradient(value)))
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+def _warn_of_comparisons(losses, compiled):
+    """Of Keras' own losses that are no sums over rows, as far as `compile` shows them."""
+    for loss in tf.nest.flatten(compiled):
+        given = loss.lower() if isinstance(loss, str) else getattr(loss, "fn", loss)
+        name = next((n for n in ("circle", "dice", "tversky") if given is getattr(losses, n) or given == n), None)
+        if name is None or getattr(loss, "axis", None) is not None:
+            continue
+        _warn_once(
+            getattr(losses, name),
+            f"keras.losses.{name} is no mean over rows: the loss of the whole batch does not follow from those "
+            "of the replicas. The model trains on their mean, weighted by rows. For the loss of the whole batch pass "
+            f"`loss=lambda y, p: keras.losses.{name}(*tfring.gather_for_loss((y, p)))`.",
+        )
+
+
+def _warn_of_scalar(loss):
+    running = step.weighing()
+    if running is None or running.gathered:
+        return
+    _warn_once(
+        getattr(loss, "fn", loss),
+        f"The loss {getattr(loss, 'name', loss)!r} returned one number for all rows of a replica. It is taken for a "
+        "mean over rows: the model trains on the mean over replicas, weighted by rows. That is the loss of the whole "
+        "batch for means, not for sums, ratios, or what compares rows. Return one value a row, or compute it from the "
+        "rows of all replicas, which tfring.gather_for_loss gives.",
+    )
+
+
+def _warn_once(loss, message):
+    strategy = current_ring()
+    warned = _warned.setdefault(strategy, {})
+    if id(loss) in warned:
+        return
+    warned[id(loss)] = loss  # kept, so that its id stays its own
+    if strategy.cluster.is_chief and strategy.num_replicas_in_sync > 1:
+        warnings.warn(message, stacklevel=2)

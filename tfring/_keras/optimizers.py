@@ -2,8 +2,13 @@
 
 ```
 Keras      apply ─► (accumulate) ─► clip ─► all_reduce ─► update          two workers clip, each its own gradient
-tfring     apply ─► sum replicas of the worker ─► (accumulate) ─► ring ─► clip ─► update      as one process would
+tfring     apply ─► weigh by rows ─► sum replicas of the worker ─► (accumulate) ─► ring ─► clip ─► update
+                                                                                              as one process would
 ```
+
+A gradient is weighed by its replica's share of the rows where the optimizer takes it, so that their sum is the gradient
+of the whole batch, whatever loss it comes from. In a loop of the user's own, where nobody counts rows, gradients are
+summed as `tf.distribute` has it.
 
 Clipping on local gradients is horovod #1346; the finite test of LossScaleOptimizer on local gradients sends ranks
 down different branches. The whole of `apply` runs in the cross-replica context: there it may contain `cond`
@@ -78,7 +83,7 @@ def _names(variables):
 def install():
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 
-    def enter(optimizer, gradients, body):
+    def enter(optimizer, gradients, variables, body):
         """Moves an `apply` into the cross-replica context; None where it is there already or not ours."""
         strategy = ring_of(getattr(optimizer, "_distribution_strategy", None))
         if strategy is None or tf.distribute.get_replica_context() is None:
@@ -87,6 +92,11 @@ def install():
             return False
         running = step.current()
         active = running.active if running else None
+        if running is not None:
+            gradients = list(gradients)
+            for i, variable in enumerate(variables or [None] * len(gradients)):
+                if not getattr(variable, "overwrite_with_gradient", False):  # which is no gradient, but a value
+                    gradients[i] = running.weigh(gradients[i])
 
         def in_cross_replica(gradients, active):
             summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, active)
@@ -101,7 +111,7 @@ def install():
             with _applying(strategy, active):
                 original(self, summed, trainable_variables)
 
-        if not enter(self, grads, body):
+        if not enter(self, grads, trainable_variables, body):
             original(self, grads, trainable_variables)
 
     @seam(loss_scale_optimizer.LossScaleOptimizer, "apply")
@@ -112,7 +122,7 @@ def install():
             with _applying(strategy, None, reduced=True):
                 original(self, reduced, trainable_variables)
 
-        if not enter(self, grads, body):
+        if not enter(self, grads, trainable_variables, body):
             original(self, grads, trainable_variables)
 
     @seam(loss_scale_optimizer.LossScaleOptimizer, "_tf_apply")

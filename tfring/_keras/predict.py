@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfring import _tf, data
+from tfring._keras import batch_shapes
 from tfring._keras.functions import graph_function, to_tensor, without_optionals
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
@@ -26,40 +27,92 @@ class PredictFunction:
 
     def __call__(self, batches):
         if entry_under_way("predict"):
+            self._check_shapes(batches[0])
             return self._gathered(batches)
         [batch] = batches
         return self._local(tf.nest.map_structure(to_tensor, batch))
 
+    def _check_shapes(self, batch):
+        if isinstance(batch, data.Shares) and self._strategy.cluster.world_size > 1:
+            rows = data.num_rows(_parts(batch)[0])
+            if rows is not None:
+                batch_shapes.check(self._model, self._strategy, int(rows) * self._strategy.num_replicas_in_sync)
+
     def _run(self, inputs):
-        outputs = self._strategy.run(lambda e: self._model.predict_step(without_optionals(e)), args=(inputs,))
-        return outputs
+        return self._strategy.run(self._on_replica, args=(inputs,))
+
+    def _on_replica(self, element):
+        element, has_rows = data.one_row_at_least(without_optionals(element))
+        outputs = self._model.predict_step(element)
+        if has_rows is None:
+            return outputs
+        return _map(lambda value: _no_rows_unless(has_rows, value), outputs)
 
     def _on_worker(self, outputs):
         """This worker's rows, of its replicas in turn."""
 
         def joined(value):
-            values = self._strategy.experimental_local_results(value)
-            return values[0] if len(values) == 1 else tf.concat(values, 0)
+            return _concatenated(self._strategy.experimental_local_results(value))
 
-        return tf.nest.map_structure(joined, outputs, expand_composites=False)
+        return _map(joined, outputs)
 
     def _gathered_body(self, batches):
-        cross_device_ops = self._strategy.extended._cross_device_ops
         steps = []
         for batch in batches:
             if isinstance(batch, data.Shares):
-                # TensorFlow takes what its iterator yields for a value a replica.
-                parts = tf.nest.map_structure(lambda leaf: values_of(leaf)[0], batch.parts)
-                batch = _tf.distribute_utils.regroup(parts)
+                batch = _tf.distribute_utils.regroup(_parts(batch))
             outputs = self._on_worker(self._run(batch))
             if self._strategy.cluster.world_size > 1:
-                outputs = tf.nest.map_structure(
-                    lambda v: cross_device_ops.gather_over_workers(v, 0, name="predictions"), outputs
-                )
+                outputs = _map(lambda value: self._gather(value), outputs)
             steps.append(outputs)
-        return steps[0] if len(steps) == 1 else tf.nest.map_structure(lambda *v: tf.concat(v, 0), *steps)
+        return _map(lambda *values: _concatenated(values), *steps)
+
+    def _gather(self, value):
+        """The rows of all workers, in order, of a dense, ragged or sparse tensor."""
+
+        def gather(tensor):
+            return self._strategy.extended.control_ops.gather_over_workers(tensor, 0, name="predictions")
+
+        if isinstance(value, tf.RaggedTensor):
+            lengths = [gather(lengths) for lengths in value.nested_row_lengths()]
+            return tf.RaggedTensor.from_nested_row_lengths(gather(value.flat_values), lengths, validate=False)
+        if isinstance(value, tf.SparseTensor):
+            shapes = gather(value.dense_shape[None])  # [workers, rank]
+            before = tf.reduce_sum(shapes[: self._strategy.cluster.rank, 0])
+            indices = value.indices + tf.concat([[before], tf.zeros_like(value.dense_shape[1:])], 0)
+            shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
+            return tf.SparseTensor(gather(indices), gather(value.values), shape)
+        return gather(value)
 
     def _local_body(self, batch):
         parts = data.split_rows(batch, self._replicas)
         regrouped = _tf.distribute_utils.regroup(tuple(parts))
         return self._on_worker(self._run(regrouped))
+
+
+def _parts(shares):
+    """One element a replica. TensorFlow takes what its iterator yields for a value a replica."""
+    return tf.nest.map_structure(lambda leaf: values_of(leaf)[0], shares.parts)
+
+
+def _map(function, *structures):
+    """Over tensors, ragged and sparse ones included."""
+    return tf.nest.map_structure(function, *structures, expand_composites=False)
+
+
+def _concatenated(values):
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(values), expand_nonconcat_dims=True)
+    return tf.concat(values, 0)
+
+
+def _no_rows_unless(has_rows, value):
+    """`value`, or its first 0 rows: what came of a row that was put in place of none."""
+    if isinstance(value, tf.SparseTensor):
+        rows = tf.where(has_rows, value.dense_shape[:1], 0)
+        return tf.sparse.slice(value, tf.zeros_like(value.dense_shape), tf.concat([rows, value.dense_shape[1:]], 0))
+    if isinstance(value, tf.RaggedTensor):
+        return value[: tf.where(has_rows, value.nrows(), 0)]
+    return value[: tf.where(has_rows, tf.shape(value, tf.int64)[0], 0)] if value.shape.rank != 0 else value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfring import step
 from tfring._keras.seam import seam
 from tfring.recognition import current_ring
 
@@ -18,6 +19,7 @@ def install():
 
     @seam(seed_generator.SeedGenerator, "next")
     def next_seed(original, self, *args, **kwargs):
+        step.written_alike(self.state)
         seed = original(self, *args, **kwargs)
         context = tf.distribute.get_replica_context()
         if current_ring() is None or context is None:

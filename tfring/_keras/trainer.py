@@ -4,8 +4,8 @@
 one training step on rank r                                           collectives
   next batch ─► rows of each replica ─► who has rows, how many?         1  status       (control)
   forward, backward ─► gradients                                        >= 1 buckets    (gradients)
-  moving statistics the replicas wrote ─► mean by rows                  1  if any       (control)
-last of an execution: logs ─► mean by rows                              1  logs         (control)
+  state the replicas wrote ─► one value for all                         1  if any       (control)
+last of an execution: logs ─► of all rows                               1  logs         (control)
 after it, in Python: has any rank set stop_training?                    1  a flag       (control)
 ```
 """
@@ -16,11 +16,13 @@ import inspect
 
 import tensorflow as tf
 
-from tfring import _tf, data
+from tfring import _tf, data, step
+from tfring._keras import batch_shapes, outside, state
 from tfring._keras import callbacks as ring_callbacks
-from tfring._keras import state
 from tfring._keras.functions import graph_function, to_tensor, without_optionals
+from tfring._keras.logs import Logs
 from tfring._keras.predict import PredictFunction
+from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, ring_of_model, seam
 from tfring.errors import ConfigurationError
 
@@ -64,18 +66,32 @@ def install():
             return original(self, iterator=iterator, data_batch=data_batch)
         # From the specification, not from a batch: a generator's rows are drawn once.
         if iterator is not None:
+            batch_shapes.check(self, strategy, iterator._tfring_batch_size)
             spec = iterator._distributed_dataset.element_spec
             data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
+        first = self.train_function is None and self.test_function is None
+        if first:
+            outside.refuse_weights(self, strategy)
+            outside.take_in_optimizers(self, strategy)
         with strategy.scope():
-            self._symbolic_build(data_batch=data_batch)
+            try:
+                self._symbolic_build(data_batch=data_batch)
+            except (NotImplementedError, RuntimeError, TypeError, ValueError):
+                # One process does not build here. A step of its own need not call the model, which may lack `call`.
+                if type(self).train_step is cls.train_step and type(self).test_step is cls.test_step:
+                    raise
+        if first:
+            outside.take_in_metrics(self, strategy)
 
     @seam(base_trainer.Trainer, "compile")  # where Keras defines it: it asks whether a class has one of its own
     def compile_model(original, self, *args, **kwargs):
         strategy = ring_of_model(self)
         if strategy is None:
+            outside.refuse_model(self, "compile")
             return original(self, *args, **kwargs)
         with strategy.scope():  # optimizers and metrics made here belong to the model's strategy
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+        outside.take_in_optimizers(self, strategy)
 
     for name in ("fit", "evaluate", "predict"):
         seam(cls, name)(_entry(name, inspect.signature(getattr(cls, name))))
@@ -84,6 +100,8 @@ def install():
 def _entry(name, signature):
     def replacement(original, self, *args, **kwargs):
         strategy = ring_of_model(self)
+        if strategy is None and name == "fit":
+            outside.refuse_model(self, name)
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
@@ -98,7 +116,7 @@ def _entry(name, signature):
             given["callbacks"] = [*callbacks, ring_callbacks.agreement(strategy)]
         if given.get("verbose", "auto") == "auto" and not strategy.cluster.is_chief:
             given["verbose"] = 0  # one progress bar is enough
-        with entered(name):
+        with entered(name), on_rank_0(strategy):
             return original(*bound.args, **bound.kwargs)
 
     return replacement
@@ -117,8 +135,7 @@ def _symbolic_batch(element_spec):
     from keras.src import backend
 
     def symbolic(spec):
-        if isinstance(spec, _tf.distribute_values.PerReplicaSpec):
-            spec = spec._value_specs[0]
+        spec = _tf.spec_of_a_replica(spec)
         if type(spec).__name__ in ("OptionalSpec", "NoneTensorSpec"):
             return None
         shape = list(spec.shape)
@@ -128,10 +145,12 @@ def _symbolic_batch(element_spec):
 
 
 _OTHER_BATCHES = (
-    "The ranks drew different batches. Every rank runs the same input pipeline over the same data, and tfring cuts "
-    "each rank's share from it. Give random transformations a seed, make unseeded datasets after the strategy, and do "
-    "not shard the data yourself, or say so: "
-    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF."
+    "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring cuts each "
+    "rank's share from them. Give what chooses or orders rows a seed (`dataset.shuffle(n, seed=1)`, "
+    "`keras.utils.set_random_seed(1)` before data is made), make unseeded datasets after the strategy; batches of a "
+    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Where each rank "
+    "has rows of its own, say so: "
+    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )
 
 
@@ -149,6 +168,7 @@ class StepFunction:
         self._strategy = strategy
         self._step = step_function
         self._replicas = len(strategy.extended.worker_devices)
+        self._logs = Logs(model, strategy)
         eager = model.run_eagerly
         self._one_step = self._one_step_body if eager else graph_function(self._one_step_body)
         self._on_iterator = self._on_iterator_body if eager else graph_function(self._on_iterator_body)
@@ -165,13 +185,18 @@ class StepFunction:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _one_step_body(self, inputs, shares):
-        outputs, written = self._strategy.extended.run_step(
-            lambda element: self._step(without_optionals(element)), inputs, shares
+        before = state.values_before(self._model)
+        outputs, written = self._logs.of_step(
+            lambda step: self._strategy.extended.run_step(step, inputs, shares),
+            lambda element: self._step(without_optionals(element)),
+            inputs,
         )
-        state.average_written_state(self._strategy, written, shares)
+        state.bring_written_state_together(self._strategy, written, shares, before)
         if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
             variables = ring_callbacks.all_variables(self._model)
-            self._strategy.assert_equal([v for v in variables if "gradient_accumulator" not in v.path])
+            self._strategy.assert_equal(
+                [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
+            )
         return outputs
 
     def _on_iterator_body(self, iterator):
@@ -181,7 +206,7 @@ class StepFunction:
             inputs = tf.cond(has_batch, lambda: inputs, lambda: self._end_of_data(iterator))
             outputs = self._one_step(inputs, shares)
             if steps == 1:
-                return self._logs(outputs, shares)
+                return self._logs.of_all_rows(outputs, shares)
 
             def more(i, has_batch, outputs, shares):
                 return tf.logical_and(i < steps, has_batch)
@@ -198,29 +223,26 @@ class StepFunction:
             _, _, outputs, shares = tf.while_loop(
                 more, another, (1, True, outputs, shares), parallel_iterations=1
             )
-            return self._logs(outputs, shares)
+            return self._logs.of_all_rows(outputs, shares)
 
     def _on_batch_body(self, batch):
         inputs = data.split_rows(batch, self._replicas)
         with self._strategy.scope():
             _, shares = self._status(inputs, True)
-            return self._logs(self._one_step(inputs, shares), shares)
+            return self._logs.of_all_rows(self._one_step(inputs, shares), shares)
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
     def _next_batch(self, iterator):
         """`(has_batch, one element a replica, shares)`; has_batch is the same on every rank."""
-        workers = iterator._input_workers
-        optionals = [iterator._iterators[0].get_next_as_optional_list()]
-        inputs = _tf.input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
-        has_batch = tf.reduce_any([optional.has_value() for optional in optionals[0]])
+        inputs, has_batch = _tf.next_or_dummy(iterator)
         inputs, fingerprint = _parts(inputs)
         has_batch, shares = self._status(inputs, has_batch, fingerprint)
         return has_batch, inputs, shares
 
     def _end_of_data(self, iterator):
         # No rank has a batch: this raises OutOfRangeError, as Keras expects.
-        return _parts(iterator._iterators[0].get_next_as_list())[0]
+        return _parts(_tf.next_or_error(iterator))[0]
 
     def _status(self, inputs, has_batch, fingerprint=None):
         """One small collective: does any rank have rows left, how many has each replica, are they of one batch?"""
@@ -242,28 +264,6 @@ class StepFunction:
         with tf.control_dependencies([] if same is None else [same]):
             shares = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
         return has_batch, shares
-
-    # -- logs ------------------------------------------------------------------------------------------------------
-
-    def _logs(self, outputs, shares):
-        """Numbers become their mean over replicas, weighted by rows; the same on every rank."""
-        strategy = self._strategy
-        leaves = tf.nest.flatten(outputs)
-        local = [strategy.experimental_local_results(leaf) for leaf in leaves]
-        numbers = [
-            i
-            for i, values in enumerate(local)
-            if tf.is_tensor(values[0]) and (values[0].dtype.is_floating or values[0].dtype.is_integer)
-        ]
-        results = [values[0] for values in local]
-        if strategy.num_replicas_in_sync > 1 and numbers:
-            wide = [
-                [v if v.dtype.is_floating else tf.cast(v, tf.float64) for v in local[i]] for i in numbers
-            ]
-            means = state.mean_over_replicas(strategy, wide, shares)
-            for i, mean in zip(numbers, means, strict=True):
-                results[i] = tf.cast(mean, local[i][0].dtype)
-        return tf.nest.pack_sequence_as(outputs, results)
 
 
 def _parts(elements):

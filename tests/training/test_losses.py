@@ -1,0 +1,214 @@
+"""Whatever a program calls a loss, N workers train as one process: gradients are weighed by rows, losses are not."""
+
+import warnings
+
+import numpy as np
+import pytest
+from common import assert_equal, devices, relative_error, skewed_rows, train_both
+from harness import strategy, workers
+from programs import compiled, gathered_dice, loss_of_all_rows, mean_loss, programs, segmentation
+
+# Programs whose metrics are fed one number a batch: their logs are those of a replica's rows.
+LOGS_OF_THEIR_OWN = "compute_loss", "guide", "vae", "gan", "low level", "by hand", "of rows", "average", "unreduced"
+
+
+def train(names=None):
+    """Trains the programs named on all workers, and on rank 0 alone: relative errors by program."""
+    ring = strategy(**devices())
+    found = programs()
+    cases = {}
+    for name in names or found:
+        make, data, options = found[name]
+        cases[name] = train_both(ring, make, *data, **{"epochs": 1, **options})
+        if any(part in name for part in LOGS_OF_THEIR_OWN):
+            cases[name].pop("history", None)
+    return cases
+
+
+def test_programs():
+    results = workers(3).run(train, timeout=500)
+    assert len(results[0]) > 30
+    assert_equal(results)
+
+
+@pytest.mark.oldest
+def test_programs_with_two_workers():
+    names = ["mean", "updated by hand", "guide", "gan", "sum", "unreduced, guide", "masked", "masked, by weights"]
+    names += ["contrastive", "own anchors", "clipped by hand", "add_loss of Keras' sum"]
+    assert_equal(workers(2).run(train, names, timeout=300))
+
+
+def test_programs_with_two_replicas_a_worker():
+    names = ["mean, eager", "contrastive, eager", "mean, accumulated", "masked", "own anchors", "clipped by hand"]
+    assert_equal(workers(2, logical_cpus=2).run(train, names, timeout=300))
+
+
+def test_programs_over_tensorflow():
+    assert_equal(workers(3, "tensorflow").run(train, ["masked", "contrastive"], timeout=300))
+
+
+# -- what is said where it cannot be equal -----------------------------------------------------------------------------
+
+
+def warned_of():
+    """The warnings of tfring at compile and in the steps, on this rank."""
+    import keras
+
+    ring = strategy()
+    x, y = skewed_rows(41)
+    classes = (y > [-2, 0, 2]).astype("float32")
+
+    class OwnCall(keras.losses.Loss):
+        def __call__(self, y, p, sample_weight=None):
+            return mean_loss(y, p)
+
+    def says(loss, net=segmentation, targets=classes):
+        texts = []
+        with warnings.catch_warnings(record=True) as seen, ring.scope():
+            warnings.simplefilter("always")
+            model = compiled(loss, net=net)()
+            texts.append([str(w.message) for w in seen if "tfring" in str(w.message)])
+            model.fit(x, targets, batch_size=20, epochs=2, verbose=0)
+            model.evaluate(x, targets, batch_size=20, verbose=0)
+            texts.append([str(w.message) for w in seen if "tfring" in str(w.message)][len(texts[0]) :])
+        return texts
+
+    return {
+        "dice": says(keras.losses.Dice()),
+        "dice of a row": says(keras.losses.Dice(axis=-1)),
+        "tversky": says("tversky"),
+        "circle": says({"circle": keras.losses.Circle()}["circle"], targets=classes[:, 0].astype("int32")),
+        "function": says(mean_loss),
+        "own call": says(OwnCall(name="own_call")),
+        "gathered": says(gathered_dice),
+        "contrastive": says(loss_of_all_rows, targets=y),
+        "keras": says("mse"),
+        "sum": says(keras.losses.MeanSquaredError(reduction="sum")),
+    }
+
+
+@pytest.mark.oldest
+def test_losses_that_are_no_means_over_rows_are_named_once():
+    results = workers(2).run(warned_of, timeout=300)
+    for name in results[1]:
+        assert results[1][name] == [[], []], f"rank 1, {name}"
+    said = results[0]
+    for name in ("dice", "tversky", "circle"):
+        [message], later = said[name]
+        assert later == []
+        assert f"keras.losses.{name}" in message and "gather_for_loss" in message
+    for name, shown in (("function", "mean_loss"), ("own call", "own_call")):
+        at_compile, [message] = said[name]
+        assert at_compile == []
+        assert f"{shown!r}" in message and "value a row" in message
+    for name in ("dice of a row", "gathered", "contrastive", "keras", "sum"):
+        assert said[name] == [[], []], name
+
+
+# -- loops of the user's own -------------------------------------------------------------------------------------------
+
+
+def own_loop(counts):
+    """In a custom loop: rows of all replicas with the sum of gradients; gradients of all, clipped."""
+    import tensorflow as tf
+
+    import tfring
+
+    ring = strategy(**devices())
+    bounds = np.cumsum([0, *counts])
+    x = np.arange(2.0 * bounds[-1], dtype="float32").reshape(-1, 2) + 1
+    with ring.scope():
+        weights = tf.Variable([[1.0], [2.0]])
+        table = tf.Variable(tf.ones([100, 2]))
+
+    def share(context):
+        i = context.replica_id_in_sync_group
+        return x[bounds[i] : bounds[i + 1]]
+
+    rows = ring.experimental_distribute_values_from_function(share)
+
+    @tf.function
+    def step(rows):
+        def replica(rows):
+            with tf.GradientTape() as tape:
+                everyone, numbers, _ = tfring.gather_for_loss((rows @ weights, tf.cast(rows, tf.int32), None))
+                loss = tf.reduce_sum(everyone**2) * (1.0 + tf.reduce_sum(rows))  # another factor on each replica
+            gradient = tape.gradient(loss, weights)
+            with tf.GradientTape() as tape:
+                looked_up = tf.gather(table, tf.cast(rows[:, 0], tf.int32))
+                loss = tf.reduce_sum(looked_up * rows)
+            gradients = ring.all_reduce_gradients([tape.gradient(loss, table), None, tf.reduce_sum(rows)[None]])
+            assert isinstance(gradients[0], tf.IndexedSlices) and gradients[1] is None
+            return gradient, everyone, numbers, tf.convert_to_tensor(gradients[0]), gradients[2]
+
+        return ring.run(replica, (rows,))
+
+    results = [ring.experimental_local_results(values) for values in step(rows)]
+    return [[np.asarray(v) for v in values] for values in results]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("logical_cpus", [1, 2])
+def test_own_loops_sum(logical_cpus):
+    counts = {1: [3, 0, 2], 2: [3, 0, 2, 1]}[logical_cpus]
+    results = workers(len(counts) // logical_cpus, logical_cpus=logical_cpus).run(own_loop, counts)
+    x = np.arange(2.0 * sum(counts), dtype="float32").reshape(-1, 2) + 1
+    outputs = x @ [[1.0], [2.0]]
+    factor = sum(1 + part.sum() for part in np.split(x, np.cumsum(counts)[:-1]))
+    table = np.zeros((100, 2))
+    np.add.at(table, x[:, 0].astype(int), x)
+    totals = 0.0
+    for gradients, everyone, numbers, tables, sums in results:
+        totals = totals + sum(gradients)
+        for replica in range(logical_cpus):
+            np.testing.assert_allclose(everyone[replica], outputs, rtol=1e-6)
+            np.testing.assert_array_equal(numbers[replica], x.astype("int32"))
+            np.testing.assert_allclose(tables[replica], table, rtol=1e-6)
+            np.testing.assert_allclose(sums[replica], [x.sum()], rtol=1e-6)
+    np.testing.assert_allclose(totals, factor * (x.T @ (2 * outputs)), rtol=1e-5)
+
+
+# -- collectives of tf.distribute in a step ----------------------------------------------------------------------------
+
+
+def through_collectives(y, p):
+    """A loss of what all replicas hold, through TensorFlow's own collectives; one process: of its rows."""
+    import tensorflow as tf
+
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return tf.reduce_mean((p - tf.reduce_mean(p, 0) - y) ** 2) + tf.reduce_mean(p**3)
+    total, rows = context.all_reduce("SUM", [tf.reduce_sum(p, 0), tf.cast(tf.shape(p)[0], p.dtype)])
+    everyone = context.all_gather(p, 0)
+    return tf.reduce_mean((p - total / rows - y) ** 2) + tf.reduce_mean(everyone**3)
+
+
+def train_through_collectives():
+    return {"collectives": train_both(strategy(**devices()), compiled(through_collectives), *skewed_rows(43), epochs=1)}
+
+
+def test_collectives_of_tensorflow_weigh_gradients():
+    for group in (workers(3), workers(2, logical_cpus=2)):
+        assert_equal(group.run(train_through_collectives))
+
+
+# -- alone -------------------------------------------------------------------------------------------------------------
+
+
+def test_alone_nothing_is_gathered():
+    import tensorflow as tf
+
+    import tfring
+
+    rows = tf.constant([[1.0, 2.0]])
+    assert tfring.gather_for_loss(rows) is rows
+    assert tfring.gather_for_loss({"a": rows, "b": None})["b"] is None
+    with pytest.raises(ValueError, match="scalar"):
+        tfring.gather_for_loss(tf.constant(1.0))
+    with pytest.raises(TypeError, match="to_tensor"):
+        tfring.gather_for_loss(tf.ragged.constant([[1.0], []]))
+    ring = tfring.RingStrategy()
+    assert ring.run(lambda: ring.all_reduce_gradients([rows, None]))[1] is None
+    with ring.scope(), pytest.raises(RuntimeError, match="cross-replica"):
+        ring.all_reduce_gradients([rows])
+    assert relative_error([tfring.gather_for_loss(rows)], [rows]) == 0

@@ -1,0 +1,45 @@
+"""Models with a fixed number of rows, such as stateful recurrent ones: it is that of a replica's share.
+
+What a stateful layer remembers of its rows stays with the replica that has them; it is no statistic to be averaged.
+"""
+
+from __future__ import annotations
+
+from tfring import step
+from tfring._keras.seam import seam
+
+
+def install():
+    import keras
+    from keras.src import tree
+
+    @seam(keras.layers.RNN, "_create_state_variables")
+    def create_state_variables(original, self, batch_size):
+        original(self, batch_size)
+        for variable in tree.flatten(self.states):
+            step.keep_by_replica(variable)
+
+
+def check(model, strategy, batch_size: int | None) -> None:
+    """Refuses batches whose shares do not fit the model's fixed number of rows.
+
+    Args:
+      model: a Keras model; one that takes any number of rows passes.
+      strategy: its RingStrategy.
+      batch_size: rows of a global batch; None where nobody knows.
+
+    Raises:
+      ValueError: at the door of `fit`, `evaluate` or `predict`.
+    """
+    replicas = strategy.num_replicas_in_sync
+    inputs = getattr(model, "inputs", None) or []
+    fixed = {x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None}
+    if not fixed or batch_size is None or replicas == 1 or fixed == {batch_size / replicas}:
+        return
+    raise ValueError(
+        "A model with a fixed batch shape is given a replica's share of each batch, which must have that many rows. "
+        f"Received: a batch shape of {', '.join(map(str, sorted(fixed)))}, and a batch of {batch_size} rows, "
+        f"of which each of {replicas} replicas gets {batch_size / replicas:g} rows. Make the model with "
+        "`keras.Input(batch_shape=(batch_size // strategy.num_replicas_in_sync, ...))`, and let every batch have "
+        "`batch_size` rows."
+    )

@@ -1,0 +1,64 @@
+"""`all_reduce` and `all_gather` of a replica within a step: gradients of other replicas count by their shares.
+
+TensorFlow's gradient of a sum over replicas is the sum of their gradients. In a step each replica's gradient is weighed
+by its share only where the optimizer takes it, so on the way through such a sum it is weighed before, and what comes
+back is divided by the share of the replica it belongs to. Keras' `BatchNormalization(synchronized=True)` is one user.
+A replica without rows computes on a row that does not count, so what it hands in does not either.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import step
+from tfring._keras.seam import seam
+from tfring.recognition import ring_of
+
+
+def install():
+    @seam(tf.distribute.ReplicaContext, "all_reduce")
+    def all_reduce(original, self, reduce_op, value, options=None):
+        return _weighed(self, value, step.Step.counted, lambda value: original(self, reduce_op, value, options))
+
+    @seam(tf.distribute.ReplicaContext, "all_gather")
+    def all_gather(original, self, value, axis, options=None):
+        def rows(running, value):
+            value = tf.convert_to_tensor(value)
+            if value.dtype.is_integer and value.shape == [1]:  # a size: the gradient of all_gather gathers those
+                return value
+            return running.counted_rows(value, axis)
+
+        return _weighed(self, value, rows, lambda value: original(self, value, axis, options))
+
+
+def _weighed(context, value, counted, collective):
+    """`collective(value)`; a replica without rows hands in what `counted(step, value)` leaves of its value."""
+    running = step.weighing()
+    if running is None or ring_of(context.strategy) is None:
+        return collective(value)
+
+    def own(value):
+        return value if isinstance(value, tf.IndexedSlices) else counted(running, value)
+
+    value = tf.nest.map_structure(own, value)
+    return _backward(running.weigh, collective(_backward(running.unweigh, value)))
+
+
+def _backward(operation, values):
+    """The same values; their gradients go through `operation`."""
+
+    def pass_on(value):
+        if isinstance(value, tf.IndexedSlices):
+            return value
+        value = tf.convert_to_tensor(value)
+        return _with_gradient(operation, value) if value.dtype.is_floating else value
+
+    return tf.nest.map_structure(pass_on, values)
+
+
+def _with_gradient(operation, value):
+    @tf.custom_gradient
+    def same(value):
+        return tf.identity(value), operation
+
+    return same(value)

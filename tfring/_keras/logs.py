@@ -1,0 +1,228 @@
+"""What the replicas' steps returned becomes the logs of all rows, the same bits on every rank.
+
+| returned | becomes |
+|---|---|
+| the result of a metric | its result from the state of all replicas |
+| a number, or several in a fixed shape | itself where all replicas returned the same, else the mean by rows |
+| something for each row | that of all rows, in order |
+| strings, None | what this worker's first replica returned |
+
+Sums of states and the numbers of each replica travel in one collective a dtype; results that are formulas, such as AUC
+and F1, in one more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import data
+from tfring._keras.losses import before_division
+from tfring._keras.metrics import Results, Source, local_state, results_from
+from tfring.cross_device_ops import values_of
+from tfring.step import weighing as step_under_way
+
+_ALL_ROWS = object()  # in place of a source: brought together within the step
+
+
+class Logs:
+    """The logs of one step function.
+
+    Args:
+      model: the Keras model.
+      strategy: its RingStrategy.
+    """
+
+    def __init__(self, model, strategy):
+        self._model = model
+        self._strategy = strategy
+        self._sources: list = []  # of the values the step returned, when it was last traced or run
+
+    def of_step(self, run, step, inputs):
+        """Runs a step on each replica; in what it returned, values for each row are those of all rows.
+
+        Args:
+          run: calls a function on each replica, `outputs, rest = run(fn)`.
+          step: Keras' step, one batch in, logs out.
+          inputs: the batch of each replica of this worker.
+        """
+        results = Results(self._model)
+
+        def noting(element):
+            outputs = step(element)
+            self._sources = results.sources(outputs)
+            return tf.nest.map_structure(lambda value: _counted(_plain(value)), outputs)
+
+        with results.noted():
+            outputs, rest = run(noting)
+        if self._strategy.num_replicas_in_sync > 1:
+            outputs = self._with_all_rows(outputs, inputs)
+        return outputs, rest
+
+    def _with_all_rows(self, outputs, inputs):
+        rows = [data.num_rows(element) for element in inputs]
+        if any(n is None for n in rows):
+            return outputs
+        static = all(isinstance(n, int) for n in rows)
+        leaves = tf.nest.flatten(outputs)
+        for i, leaf in enumerate(leaves):
+            values = values_of(leaf)
+            if self._sources[i] is None and _may_be_rows(values[0], static):
+                leaves[i] = self._of_all_rows(values, rows)
+                self._sources[i] = _ALL_ROWS
+        return tf.nest.pack_sequence_as(outputs, leaves)
+
+    def _of_all_rows(self, values, rows):
+        """All rows in order; but the mean by rows of what has the same size everywhere, and it is not that of rows."""
+        sizes = [tf.stack([tf.shape(v)[0], tf.cast(n, tf.int32)]) for v, n in zip(values, rows, strict=True)]
+        everyone = self._strategy.extended.control.gather_equal(tf.stack(sizes), name="sizes of logs")
+        together = self._strategy.extended.control_ops.gather_over_workers(tf.concat(values, 0), 0, name="logs")
+        sizes, rows = everyone[:, 0], everyone[:, 1]
+
+        def mean():
+            each = tf.reshape(together, tf.concat([[tf.size(sizes), sizes[0]], tf.shape(together)[1:]], 0))
+            weights = tf.cast(rows, tf.float64) / tf.cast(tf.reduce_sum(rows), tf.float64)
+            return _common_or_mean(each, weights)
+
+        alike = tf.reduce_all(sizes == sizes[0])
+        return tf.cond(tf.reduce_all(sizes == rows) | ~alike, lambda: together, mean)
+
+    def of_all_rows(self, outputs, shares):
+        """The logs of a batch.
+
+        Args:
+          outputs: what `of_step` returned.
+          shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
+
+        Returns:
+          The structure of `outputs` with one tensor a leaf.
+        """
+        strategy = self._strategy
+        leaves = [values_of(leaf) for leaf in tf.nest.flatten(outputs)]
+        logs = [values[0] for values in leaves]
+        if strategy.num_replicas_in_sync > 1:
+            results = [i for i, source in enumerate(self._sources) if isinstance(source, Source)]
+            numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(logs[i])]
+            state = self._local_state([self._sources[i].metric for i in results])
+            packed = self._packed([leaves[i] for i in numbers], shares)
+            sent = [*packed.values(), *(value for _, value in state)]
+            if sent:
+                sent = strategy.extended.control_ops.sum_over_workers(sent, name="logs")
+            packed = dict(zip(packed, sent, strict=False))
+            state = [(v, total) for (v, _), total in zip(state, sent[len(packed) :], strict=True)]
+            values = results_from(state, [self._sources[i] for i in results])
+            for i, value in zip(results, self._same_bits(values, state), strict=True):
+                logs[i] = value
+            for i, value in zip(numbers, _unpacked(packed, [leaves[i][0] for i in numbers]), strict=True):
+                logs[i] = value
+        return tf.nest.pack_sequence_as(outputs, logs)
+
+    def _local_state(self, metrics) -> list[tuple]:
+        variables = {id(v): v for metric in metrics for v in metric.variables}
+        state = [(v, local_state(self._strategy, v)) for v in variables.values()]
+        return [(v, value) for v, value in state if value is not None]
+
+    def _same_bits(self, values, state):
+        """Rank 0's, where a result is a formula: TensorFlow orders the operations of a graph on each rank anew."""
+        inputs = {id(total) for _, total in state}
+        formulas = [i for i, value in enumerate(values) if _is_number(value) and _is_formula(value, inputs)]
+        if not formulas:
+            return values
+        flat = [tf.reshape(tf.cast(values[i], tf.float64), [-1]) for i in formulas]
+        [sent] = self._strategy.extended.control.broadcast([tf.concat(flat, 0)], name="results of metrics")
+        values = list(values)
+        for i, part in zip(formulas, tf.split(sent, [f.shape[0] for f in flat]), strict=True):
+            values[i] = tf.reshape(tf.cast(part, values[i].dtype), values[i].shape)
+        return values
+
+    def _packed(self, numbers, shares) -> dict:
+        """By dtype a matrix with a row for each replica: its share, then its numbers; rows of other workers are 0."""
+        replicas = len(self._strategy.extended.worker_devices)
+        before = self._strategy.cluster.rank * replicas
+        after = self._strategy.num_replicas_in_sync - before - replicas
+        columns: dict = {}
+        for values in numbers:
+            dtype = _sent_as(values[0].dtype)
+            share = tf.cast(shares, dtype)[:, None]
+            flat = tf.stack([tf.reshape(tf.cast(v, dtype), [-1]) for v in values])
+            columns.setdefault(dtype, [share]).append(flat)
+        return {dtype: tf.pad(tf.concat(c, 1), [[before, after], [0, 0]]) for dtype, c in columns.items()}
+
+
+def _unpacked(packed, likes) -> list[tf.Tensor]:
+    """The logs from what `_packed` made, summed over workers; dtypes and shapes are those of `likes`."""
+    place = dict.fromkeys(packed, 1)
+    logs = []
+    for like in likes:
+        dtype = _sent_as(like.dtype)
+        begin, size = place[dtype], like.shape.num_elements()
+        place[dtype] = begin + size
+        weights = tf.cast(packed[dtype][:, 0], tf.float64)
+        value = _common_or_mean(packed[dtype][:, begin : begin + size], weights)
+        logs.append(tf.reshape(tf.cast(value, like.dtype), like.shape))
+    return logs
+
+
+def _common_or_mean(each, weights):
+    """Of `each[replica]`: where all replicas with a weight have the same, that bit for bit; else their mean."""
+    shape = tf.concat([tf.shape(weights), tf.ones_like(tf.shape(each)[1:])], 0)
+    weights = tf.reshape(weights, shape)
+    first = each[tf.argmax(tf.reshape(weights, [-1]) > 0)]
+    same = tf.reduce_all((each == first) | (weights <= 0), 0)
+    wide = tf.math.multiply_no_nan(tf.cast(each, tf.float64), weights)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(wide, 0), tf.reduce_sum(weights))
+    if not each.dtype.is_floating:
+        mean = tf.round(mean)
+    return tf.where(same, first, tf.cast(mean, each.dtype))
+
+
+def _sent_as(dtype):
+    """A dtype that crosses workers and holds every value of `dtype` (of int64, those up to 2^53)."""
+    if dtype in (tf.float32, tf.float64):
+        return dtype
+    return tf.float32 if dtype.is_floating else tf.float64
+
+
+def _is_number(value) -> bool:
+    if not tf.is_tensor(value) or not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined():
+        return False
+    return value.dtype.is_floating or value.dtype.is_integer or value.dtype == tf.bool
+
+
+def _is_formula(value, inputs) -> bool:
+    """Whether a value of a graph takes more than one operation on two values to compute from `inputs`."""
+    if tf.executing_eagerly():
+        return False  # in the order they are written
+    todo, seen, operations = [value], set(), 0
+    while todo:
+        tensor = todo.pop()
+        if id(tensor) in inputs or tensor.op.name in seen:
+            continue
+        seen.add(tensor.op.name)
+        operations += len(tensor.op.inputs) > 1
+        todo.extend(tensor.op.inputs)
+    return operations > 1
+
+
+def _may_be_rows(value, static: bool) -> bool:
+    """Whether a value may have an entry a row: of a dynamic size, or any where the number of rows is static."""
+    if not isinstance(value, tf.Tensor) or value.dtype == tf.string or not value.shape.rank:
+        return False
+    return static or value.shape[0] is None
+
+
+def _counted(value):
+    """A value for each row without the row that does not count."""
+    running = step_under_way()
+    eagerly = tf.executing_eagerly()
+    if running is None or not _may_be_rows(value, static=eagerly) or (eagerly and value.shape[0] != 1):
+        return value
+    return running.counted_rows(value)
+
+
+def _plain(value):
+    """Values of Python and NumPy, and variables such as a learning rate, as tensors."""
+    import keras
+
+    kinds = (bool, int, float, str, bytes, np.ndarray, np.generic, keras.Variable, tf.Variable)
+    return tf.convert_to_tensor(value) if isinstance(value, kinds) else before_division(value)

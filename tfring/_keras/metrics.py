@@ -1,0 +1,143 @@
+"""Metrics in a step: where they are, which logs are their results, and scalars they are fed with.
+
+A metric's state is summed over replicas, its result is not: the root of a mean is no mean of roots. So the step notes
+which of the values it returned are results, and they are computed anew from the sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import step
+from tfring._keras.layers import all_layers
+from tfring._keras.seam import ring_of_model, seam
+from tfring.cross_device_ops import values_of
+
+
+def install():
+    import keras
+    from keras.src.backend import get_keras_mask
+    from keras.src.trainers import trainer as base_trainer
+
+    @seam(keras.metrics.Mean, "update_state")
+    def mean_of_scalars(original, self, values, sample_weight=None):
+        """A scalar that a replica computed counts by its share, so that all replicas count as one batch."""
+        running = step.weighing()
+        if running is None or (tf.is_tensor(values) and not isinstance(values, tf.Tensor)):  # ragged and sparse ones
+            return original(self, values, sample_weight=sample_weight)
+        masked = get_keras_mask(values) is not None
+        values = tf.convert_to_tensor(values)
+        if sample_weight is None and values.shape.rank == 0:
+            sample_weight = tf.cast(running.share, self.dtype)
+        elif sample_weight is None or masked or _rank(sample_weight) != 0:
+            return original(self, values, sample_weight=sample_weight)
+        # One weight for all: the mean of the values counts by it. That of no rows is NaN, and adds nothing.
+        mean = tf.reduce_mean(tf.cast(values, self.dtype))
+        return original(self, tf.where(running.active, mean, tf.zeros_like(mean)), sample_weight=sample_weight)
+
+
+    @seam(base_trainer.Trainer, "_get_metrics_result_or_logs")
+    def result_of_epoch(original, self, logs):
+        results = original(self, logs)
+        if ring_of_model(self) is None:
+            return results
+        # A result may be a variable, which Keras before 3.10 leaves in the history.
+        variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}
+        return {**results, **{name: tf.convert_to_tensor(v.value) for name, v in variables.items()}}
+
+
+def _rank(value) -> int | None:
+    return value.shape.rank if isinstance(value, tf.Tensor) else np.ndim(value)
+
+
+def metrics_of(model) -> list:
+    """Every metric that a model, its layers and its other metrics hold, each once."""
+    found: dict = {}
+
+    def add(metrics):
+        for metric in metrics:
+            if metric is not None and id(metric) not in found:
+                found[id(metric)] = metric
+                add(getattr(metric, "metrics", ()))  # those that `compile` was given
+                add(metric._metrics)
+
+    add([model._loss_tracker, model._compile_metrics])
+    if model._compile_loss is not None:
+        add(model._compile_loss.metrics)
+    for layer in all_layers(model):
+        add(layer._metrics)
+    add(model.metrics)
+    return list(found.values())
+
+
+class Source(NamedTuple):
+    """A value that is a result: of which metric, and which of the values in it."""
+
+    metric: Any
+    position: int
+
+
+class Results:
+    """Notes what the metrics of a model return from `result` while a step is traced or run."""
+
+    def __init__(self, model):
+        self._metrics = metrics_of(model)
+        self._found: dict = {}
+
+    @contextlib.contextmanager
+    def noted(self):
+        """While it lasts, results are noted."""
+        try:
+            for metric in self._metrics:
+                vars(metric)["result"] = self._noting(metric, metric.result)
+            yield
+        finally:
+            for metric in self._metrics:
+                vars(metric).pop("result", None)
+
+    def _noting(self, metric, result):
+        def noting():
+            value = result()
+            for position, leaf in enumerate(tf.nest.flatten(value)):
+                # A metric made of others may hand on their results: the first that returned one computes it.
+                self._found.setdefault(id(leaf), (leaf, Source(metric, position)))
+            return value
+
+        return noting
+
+    def sources(self, outputs) -> list[Source | None]:
+        """For each value of `outputs` the metric whose result it is, if it is one."""
+        return [self._found.get(id(leaf), (None, None))[1] for leaf in tf.nest.flatten(outputs)]
+
+
+def local_state(strategy, variable) -> tf.Tensor | None:
+    """What this worker adds to a metric's variable over all replicas; None where all hold the same already."""
+    value = variable.value
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return None
+    if value.synchronization != tf.VariableSynchronization.ON_READ:
+        return None
+    copies = [tf.convert_to_tensor(copy) for copy in values_of(value)]
+    if value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+        return copies[0] if strategy.cluster.is_chief else tf.zeros_like(copies[0])
+    total = copies[0] if len(copies) == 1 else tf.add_n(copies)
+    if value.aggregation == tf.VariableAggregation.MEAN:
+        return total / tf.cast(strategy.num_replicas_in_sync, total.dtype)
+    return total
+
+
+def results_from(state: list[tuple], sources: list[Source]) -> list[tf.Tensor]:
+    """The values of `sources`, with `(variable, value)` in place of what the variables hold here."""
+    import keras
+
+    computed: dict = {}
+    with keras.StatelessScope(state_mapping=state, initialize_variables=False):
+        for metric, _ in sources:
+            if id(metric) not in computed:
+                leaves = tf.nest.flatten(metric.result())
+                computed[id(metric)] = [tf.convert_to_tensor(leaf) for leaf in leaves]
+    return [computed[id(metric)][position] for metric, position in sources]

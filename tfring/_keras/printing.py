@@ -1,0 +1,46 @@
+"""What Keras prints, progress bars and summaries, is printed by rank 0; `TFRING_PRINT=all` has every rank print."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+
+from tfring import config as settings
+from tfring._keras.seam import ring_of_model, seam
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def on_rank_0(strategy):
+    """In here Keras prints on rank 0 of `strategy` only."""
+    before = getattr(_local, "silent", False)
+    _local.silent = before or _is_silent(strategy)
+    try:
+        yield
+    finally:
+        _local.silent = before
+
+
+def _is_silent(strategy) -> bool:
+    return not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
+
+
+def install():
+    import keras
+    from keras.src.utils import io_utils
+
+    @seam(io_utils, "print_msg")
+    def print_msg(original, *args, **kwargs):
+        if not getattr(_local, "silent", False):
+            original(*args, **kwargs)
+
+    signature = inspect.signature(keras.Model.summary)
+
+    @seam(keras.Model, "summary")
+    def summary(original, self, *args, **kwargs):
+        strategy = ring_of_model(self)
+        has_printer = signature.bind(self, *args, **kwargs).arguments.get("print_fn") is not None
+        if strategy is None or has_printer or not _is_silent(strategy):
+            original(self, *args, **kwargs)
