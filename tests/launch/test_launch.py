@@ -695,3 +695,99 @@ def test_workers_over_tensorflows_own_collectives(launch):
     """
     done = launch(2, script, timeout=240)
     assert sorted(re.findall(r"total .*", done.stdout)) == ["total 3.0 2"] * 2
+
+
+LOG_OF_TENSORFLOW = r'''
+def log(text, stream=sys.stderr):
+    print(f"I0000 00:00:{time.time():.6f}   {os.getpid()} port.cc:153] {text}", file=stream)
+    print(f"2026-11-21 22:27:33.{os.getpid():06}: W tensorflow/core/util/port.cc:153] {text}", file=stream)
+    print("\t [[second line]]", file=stream, flush=True)
+'''
+
+
+def test_what_tensorflow_logs_on_every_rank_is_shown_once(launch):
+    done = launch(
+        3,
+        LOG_OF_TENSORFLOW
+        + """
+log("oneDNN is on")
+log("oneDNN is on")
+log(f"this is rank {rank}")
+if rank:
+    log("not on rank 0")
+if rank == 2:
+    log("oneDNN is on")
+print("To enable the following instructions: AVX2", file=sys.stderr)
+print("of the user", file=sys.stderr)
+""",
+    )
+    lines = done.stderr.splitlines()
+    count = {
+        text: sum(text in line for line in lines)
+        for text in ("oneDNN is on", "not on rank 0", "To enable", "of the user", "second line")
+    }
+    # What a rank says more often than the others is shown as often.
+    assert count == {"oneDNN is on": 6, "not on rank 0": 2, "To enable": 1, "of the user": 3, "second line": 7}
+    for rank in range(3):
+        assert sum(f"this is rank {rank}" in line for line in lines) == 2
+
+
+GRAPH_ERROR = r'''
+def fail(message):
+    raise ValueError(message)
+def call(message):
+    fail(message)
+frames = "".join(f'  File "layer.py", line {i}, in call\n\n' for i in range(20))
+where = "Detected at node add defined at (most recent call last):\n" + frames
+'''
+
+
+def test_a_traceback_of_all_ranks_is_shown_once(launch):
+    done = launch(
+        3,
+        GRAPH_ERROR
+        + """
+def show_and_wait(*error):
+    sys.__excepthook__(*error)
+    sys.stderr.flush()
+    note(str(rank))
+    wait_for("0", "1", "2")
+sys.excepthook = show_and_wait
+if rank:
+    wait_for("0")
+call(f"Graph execution error:\\n\\n{where}\\nof rank {rank}: too large")
+""",
+        code=1,
+    )
+    shown = done.stderr
+    assert shown.count("line 19, in call") == 1 and shown.count("(most recent call last): as of rank 0, above") == 4
+    for rank in (1, 2):
+        assert f"[{rank}] of rank {rank}: too large\n" in shown
+        assert f"[{rank}] ValueError: Graph execution error:\n" in shown
+    # What failed first is told at the end, without the graph.
+    assert "[0] Detected at node add defined at (most recent call last): above\n" in shown
+    assert shown.index("[2] of rank 2") < shown.index("[0] of rank 0: too large\ntfring launch: rank 0 failed first")
+
+
+def test_other_tracebacks_are_all_shown(launch):
+    done = launch(
+        2,
+        GRAPH_ERROR
+        + """
+import traceback
+try:
+    fail("here") if rank else call("there")
+except ValueError:
+    traceback.print_exc()
+""",
+    )
+    assert done.stderr.count("in fail\n") == 2 and "as of rank" not in done.stderr
+
+
+def test_a_traceback_without_an_end_is_shown_soon(start, tmp_path):
+    job = start(2, "print('now (most recent call last):\\n  File x', flush=True)\nwait_for('shown')")
+    lines = {job.stdout.readline() for _ in range(4)}
+    frames = ("now (most recent call last):\n", "  File x\n")
+    assert lines == {*frames, *(f"[1] {line}" for line in frames)}
+    (tmp_path / "shown").touch()
+    assert job.wait(TIMEOUT) == 0

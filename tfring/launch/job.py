@@ -21,7 +21,7 @@ from tfring.cluster import Address, Cluster, launch_variables
 from tfring.launch import processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
-from tfring.launch.output import Shown, Stream, prefix, surfaces
+from tfring.launch.output import Shown, Stream, prefix, surfaces, without_graph
 from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import start
 
@@ -364,7 +364,7 @@ class Job:
     def _report_failure(self, first: Worker) -> None:
         words, others_since = first.err.last_words()
         if others_since and first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):  # it had no last words
-            for line in words:
+            for line in without_graph(words):
                 self._err.write_line(prefix(first.rank) + line)
         which = "failed first" if self._num_workers > 1 else "failed"
         text = f"rank {first.rank} {which}: {_describe(first.exit_code)}."

@@ -2,7 +2,8 @@
 
 Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because
 `print` writes it in pieces. Of the others whole lines are shown, `[rank] ` in front; lines that were drawn
-over (carriage returns, backspaces: progress bars) are left out. Bytes throughout, so no text is too odd.
+over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log says on every rank, and
+the frames of a traceback that another rank has shown, are shown once. Bytes throughout, so no text is too odd.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ from typing import BinaryIO
 
 _LINE_SECONDS = 0.1  # how long rank 0's line may lack its end until it is shown without, as a question is
 _MAX_LINE_BYTES = 64 * 1024  # a longer one is shown in pieces
+_MOST_LOG_LINES = 10_000  # different ones, that are remembered
 _KEPT_LINES = 400  # of a worker's standard error, to tell why it failed
 # "Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):" but not the
 # "    | Traceback (most recent call last):" within a group, and what faulthandler writes of a crash.
 _TRACEBACK = re.compile(rb"(?<!\| )Traceback \(most recent call last\):|Fatal Python error: ")
+_FRAMES = re.compile(rb"\(most recent call last\):\r?$")  # of Python, and of the graph in TensorFlow's errors
+_FEWEST_FRAMES = 4  # lines of frames that are worth folding
+_MOST_FRAMES = 2000
+# A line of TensorFlow's log; what follows the time and the thread is the same on all ranks, if the line is.
+_LOG = re.compile(
+    rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE]|[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+) (\S+:\d+\] .*)"
+    rb"|(WARNING: All log messages before absl::InitializeLog\(\) .*|To enable the following instructions: .*)"
+)
 _CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
 
 
@@ -79,6 +89,8 @@ class Stream:
         self.show_rest_at: float | None = None  # when `show_rest` is to be called
         self._rest = b""  # the line that has no end yet
         self._not_shown = b""  # what rank 0 has still to show
+        self._frames: list[bytes] = []  # of a traceback that has not ended yet
+        self._folds_log = False  # whether the last line of the log was left out
         self._others_before_line = 0
         self._others_before_traceback = 0
         if fd is not None:
@@ -136,8 +148,9 @@ class Stream:
             self._finish_line(line)
 
     def show_rest(self) -> None:
-        """Shows a line of rank 0 that has no end."""
+        """Shows a traceback that has not ended, and a line of rank 0 that has no end."""
         self.show_rest_at = None
+        self._show(self._end_of_frames())
         if self._not_shown:
             self._surface.write_raw(self._not_shown)
             self._not_shown = b""
@@ -148,11 +161,48 @@ class Stream:
         if _drawn_over(text[whole_bytes:]):
             whole_bytes = len(text)
         if whole_bytes:
-            self._surface.write_raw(text[:whole_bytes])
             self.show_rest_at = None
+            *lines, rest = text[:whole_bytes].split(b"\n")
+            for line in lines:
+                self._show(self._folded(line))
+            if rest:
+                self._show(self._end_of_frames())
+                self._surface.write_raw(rest)
         self._not_shown = text[whole_bytes:]
-        if self._not_shown and self.show_rest_at is None:
+        if (self._not_shown or self._frames) and self.show_rest_at is None:
             self.show_rest_at = time.monotonic() + _LINE_SECONDS
+
+    def _folded(self, line: bytes) -> list[bytes]:
+        """The lines to show now that this one is there: it, it and those held back before, or none."""
+        if self._frames and (not line.strip() or line.startswith(b"  ")) and len(self._frames) < _MOST_FRAMES:
+            self._frames.append(line)
+            return []
+        lines = self._end_of_frames()
+        if _FRAMES.search(line):
+            self._frames = [line]
+            return lines
+        log = _LOG.match(line)
+        if log:
+            self._folds_log = self._shown.is_repeated(self._rank, log.group(1) or log.group(2))
+        elif not line.startswith(b"\t"):  # a message's second line
+            self._folds_log = False
+        return lines if self._folds_log else [*lines, line]
+
+    def _end_of_frames(self) -> list[bytes]:
+        """The frames held back; one line where another rank has shown the same."""
+        frames, self._frames = self._frames, []
+        if len(frames) < _FEWEST_FRAMES:
+            return frames
+        other = self._shown.who_showed(self._rank, b"\n".join(frames))
+        return frames if other is None else [frames[0].rstrip() + b" as of rank %d, above" % other]
+
+    def _show(self, lines: list[bytes]) -> None:
+        for line in lines:
+            if self._rank == 0:
+                self._surface.write_raw(line + b"\n")
+            else:
+                self._surface.write_line(prefix(self._rank) + line)
+                self._shown.count(self._rank)
 
     def _finish_line(self, line: bytes) -> None:
         line = line.removesuffix(b"\r")
@@ -168,15 +218,35 @@ class Stream:
         if self._rank == 0:
             self._shown.count(0)
         elif not drawn_over:
-            self._surface.write_line(prefix(self._rank) + line)
-            self._shown.count(self._rank)
+            self._show(self._folded(line))
+            if self._frames and self.show_rest_at is None:
+                self.show_rest_at = time.monotonic() + _LINE_SECONDS
 
 
 class Shown:
-    """Counts the lines each rank has shown."""
+    """What the ranks have shown: how many lines each, which lines of the log, which tracebacks."""
 
     def __init__(self) -> None:
         self._lines: collections.Counter[int] = collections.Counter()
+        self._log: collections.Counter[bytes] = collections.Counter()
+        self._log_of_rank: collections.Counter[tuple[int, bytes]] = collections.Counter()
+        self._frames: dict[bytes, int] = {}
+
+    def is_repeated(self, rank: int, text: bytes) -> bool:
+        """Notes a line of a rank's log; whether another rank has shown it as many times as this one has it now."""
+        if len(self._log_of_rank) > _MOST_LOG_LINES:
+            self._log.clear()
+            self._log_of_rank.clear()
+        self._log_of_rank[rank, text] += 1
+        if self._log_of_rank[rank, text] <= self._log[text]:
+            return True
+        self._log[text] += 1
+        return False
+
+    def who_showed(self, rank: int, frames: bytes) -> int | None:
+        """Another rank that has shown these frames; None, and this one is noted, where none has."""
+        first = self._frames.setdefault(frames, rank)
+        return None if first == rank else first
 
     def count(self, rank: int) -> None:
         self._lines[rank] += 1
@@ -187,6 +257,18 @@ class Shown:
 
 def _drawn_over(line: bytes) -> bool:
     return b"\r" in line or b"\b" in line
+
+
+def without_graph(lines: list[bytes]) -> list[bytes]:
+    """A traceback without the frames of TensorFlow's graph in its message, which were shown before."""
+    result: list[bytes] = []
+    skips = False
+    for line in lines:
+        skips = skips and (not line.strip() or line.startswith(b"  "))
+        if not skips:
+            skips = bool(_FRAMES.search(line)) and not _TRACEBACK.search(line)
+            result.append(line.rstrip() + b" above" if skips else line)
+    return result
 
 
 def prefix(rank: int) -> bytes:
