@@ -22,6 +22,7 @@ def install():
     import keras
     from keras.src.backend import get_keras_mask
     from keras.src.trainers import trainer as base_trainer
+    from keras.src.utils import python_utils
 
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_scalars(original, self, values, sample_weight=None):
@@ -39,6 +40,15 @@ def install():
         mean = tf.reduce_mean(tf.cast(values, self.dtype))
         return original(self, tf.where(running.active, mean, tf.zeros_like(mean)), sample_weight=sample_weight)
 
+    @seam(python_utils, "pythonify_logs")
+    def logs_of_step(original, logs):
+        """In an eager step, Keras 3.8 makes Python numbers of results: nobody would see any more whose they are."""
+        if step.current() is None:
+            return original(logs)
+        flat = {}
+        for name, value in sorted((logs or {}).items()):
+            flat.update(logs_of_step(original, value) if isinstance(value, dict) else {name: value})
+        return flat
 
     @seam(base_trainer.Trainer, "_get_metrics_result_or_logs")
     def result_of_epoch(original, self, logs):
