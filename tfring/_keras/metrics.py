@@ -45,7 +45,7 @@ def install():
         """In an eager step, Keras 3.8 makes Python numbers of results: nobody would see any more whose they are."""
         if step.current() is None:
             return original(logs)
-        flat = {}
+        flat: dict = {}
         for name, value in sorted((logs or {}).items()):
             flat.update(logs_of_step(original, value) if isinstance(value, dict) else {name: value})
         return flat
