@@ -8,8 +8,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 CONFIG = json.dumps({"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}})
 
 
@@ -96,42 +94,46 @@ def test_alone():
     assert tfring.RingStrategy(cluster_resolver=resolver).cluster.world_size == 1
 
 
+CASES = [  # how the strategy is made, what the environment says afterwards, what is warned of
+    ("", "CONFIG", "TF_CONFIG says rank 0 of 2"),
+    ("", "'broken'", "not JSON"),
+    ("", "None", ""),
+    ("", "'{}'", ""),
+    ("tfring.Cluster.alone()", "CONFIG", ""),
+    ("cluster_resolver=tfring.ClusterResolver()", "CONFIG", ""),
+]
 WARNED = """
-    import os, warnings
+    import json, os, warnings
     import numpy as np
     import keras, tfring
-    strategy = tfring.RingStrategy({made_with})
-    with strategy.scope():
-        model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    {change}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(2):
-            os.environ["SLURM_PROCID"] = str(number)  # one that says nothing by itself
-            model.fit(np.ones([4, 1]), np.ones([4, 1]), verbose=0)
-    print([str(each.message) for each in caught if "RingStrategy() is made" in str(each.message)])
+    CONFIG = {config!r}
+
+    def said(strategy, tf_config):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=True)
+        if tf_config:
+            os.environ["TF_CONFIG"] = tf_config
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(2):
+                os.environ["SLURM_PROCID"] = str(number)  # one that says nothing by itself
+                model.fit(np.ones([4, 1]), np.ones([4, 1]), verbose=0)
+        os.environ.pop("TF_CONFIG", None)
+        strategy.close()
+        return [str(each.message) for each in caught if "RingStrategy() is made" in str(each.message)]
+
+    print(json.dumps([{calls}]))
     """
 
 
-@pytest.mark.parametrize(
-    ("made_with", "change", "warns"),
-    [
-        ("", "os.environ['TF_CONFIG'] = CONFIG", True),
-        ("", "os.environ['TF_CONFIG'] = 'broken'", True),
-        ("", "pass", False),
-        ("", "os.environ['TF_CONFIG'] = '{}'", False),
-        ("tfring.Cluster.alone()", "os.environ['TF_CONFIG'] = CONFIG", False),
-        ("cluster_resolver=tfring.ClusterResolver()", "os.environ['TF_CONFIG'] = CONFIG", False),
-    ],
-)
-def test_another_cluster_after_the_strategy(tmp_path, made_with, change, warns):
-    script = WARNED.format(made_with=made_with, change=change)
-    script = script.replace("= CONFIG", f"= {CONFIG!r}")
-    said = run(script, tmp_path).stdout.strip()
-    if not warns:
-        assert said == "[]"
-        return
-    assert said.count("before RingStrategy()") == 1, said
-    for words in ("no source says anything", "TF_CONFIG says rank 0 of 2" if "= CONFIG" in change else "not JSON"):
-        assert words in said
+def test_another_cluster_after_the_strategy(tmp_path):
+    calls = ", ".join(f"said(tfring.RingStrategy({made}), {tf_config})" for made, tf_config, _ in CASES)
+    script = WARNED.format(config=CONFIG, calls=calls)
+    for (made, tf_config, words), said in zip(CASES, json.loads(run(script, tmp_path).stdout), strict=True):
+        if not words:
+            assert said == [], (made, tf_config)
+            continue
+        [warning] = said
+        for part in ("before RingStrategy()", "no source says anything", words):
+            assert part in warning, (made, tf_config)

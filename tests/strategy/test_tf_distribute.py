@@ -32,7 +32,7 @@ def library_cases():
     return True
 
 
-@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
 def test_cases_of_strategy_test_lib(n, communication, logical_cpus):
     assert workers(n, communication, logical_cpus=logical_cpus).run(library_cases) == [True] * n
 
@@ -103,7 +103,7 @@ def contexts():
     return True
 
 
-@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
 def test_contexts_and_collectives(n, communication, logical_cpus):
     assert workers(n, communication, logical_cpus=logical_cpus).run(contexts) == [True] * n
 
@@ -133,7 +133,7 @@ def variables():
     return True
 
 
-@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
 def test_variables(n, communication, logical_cpus):
     assert workers(n, communication, logical_cpus=logical_cpus).run(variables) == [True] * n
 
@@ -182,7 +182,7 @@ def keras_optimizer_cases():
     return True
 
 
-@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
 def test_cases_of_keras_optimizers(n, communication, logical_cpus):
     assert workers(n, communication, logical_cpus=logical_cpus).run(keras_optimizer_cases) == [True] * n
 
@@ -227,7 +227,7 @@ def custom_loop():
     return totals, [w.tobytes() for w in model.get_weights()]
 
 
-@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
 def test_a_custom_loop(n, communication, logical_cpus):
     results = workers(n, communication, logical_cpus=logical_cpus).run(custom_loop)
     assert all(result == results[0] for result in results)
@@ -257,7 +257,7 @@ def rowless_replicas():
     np.testing.assert_allclose(model.get_weights()[0], kernel - 0.1 * 2 * kernel.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS)
+@pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")
 def test_a_replica_without_rows_adds_nothing_in_a_custom_loop(n, communication, logical_cpus):
     workers(n, communication, logical_cpus=logical_cpus).run(rowless_replicas)
 
