@@ -87,11 +87,17 @@ def install():
                 self._num_batches = self.data_adapter.num_batches
             self._distributed_dataset = dataset
 
+    @seam(trainer.TFEpochIterator, "__iter__")
+    def begin_epoch(original, self):
+        self._tfring_begins = True
+        return original(self)
+
     @seam(trainer.TFEpochIterator, "_get_iterator")
     def iterator_of_epoch(original, self):
-        # At an epoch's end Keras makes one more, which nobody draws from where an epoch is all of the dataset.
-        at_end = self.steps_per_epoch is None and self._num_batches and self._steps_seen >= self._num_batches
-        return () if at_end and ring_of(self._distribute_strategy) else original(self)
+        begins, self._tfring_begins = self._tfring_begins, False
+        if begins or self.steps_per_epoch or ring_of(self._distribute_strategy) is None:
+            return original(self)
+        return ()  # Keras makes one more at the end; nobody draws from it where an epoch is the whole dataset
 
     @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
     def array_dataset(original, self):
