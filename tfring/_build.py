@@ -14,12 +14,17 @@ CORE_SOURCES = (
     "core.cc",
     "dtype.cc",
     "execute.cc",
+    "fd.cc",
     "frame.cc",
+    "gather.cc",
+    "liveness.cc",
     "plan.cc",
+    "process.cc",
     "ring.cc",
     "shm_channel.cc",
     "tcp_channel.cc",
     "wait.cc",
+    "watcher.cc",
 )
 OPS_SOURCES = ("ops.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (

@@ -73,14 +73,26 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_CONNECT_TIMEOUT_SECONDS": Setting(
         300.0, _positive_seconds, "a number above 0", "how long the ranks wait for each other at the start"
     ),
+    "TFRING_LOST_SECONDS": Setting(
+        15.0,
+        _positive_seconds,
+        "a number above 0",
+        "how long a rank may give no sign of life (stopped, cut off) before the others fail",
+    ),
     "TFRING_PRINT": Setting(
         "rank0", _one_of("rank0", "all"), "rank0 or all", "which ranks print Keras' progress bars and summaries"
+    ),
+    "TFRING_STALL_WARNING_SECONDS": Setting(
+        30.0,
+        _positive_seconds,
+        "a number above 0",
+        "after how long a wait for a rank that is alive, but busy elsewhere, is warned of",
     ),
     "TFRING_TIMEOUT_SECONDS": Setting(
         600.0,
         _positive_seconds,
         "a number above 0",
-        "how long a collective waits for a rank that stands still",
+        "how long a collective waits for a rank that is alive, but busy elsewhere",
     ),
     "TFRING_TRANSPORT": Setting(
         "auto",

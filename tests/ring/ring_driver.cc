@@ -78,13 +78,17 @@ class World {
     options.name = "driver";
     options.rank = r;
     options.world_size = size_;
-    options.next = {control_[r].a, data_[r].a, copy(memory_[next]), copy(bell_write_[next])};
+    options.host = "here";
+    options.identity = 1;
+    options.next = {control_[r].a, data_[r].a, copy(memory_[next]), copy(bell_write_[next]), "there"};
     options.previous = {control_[previous].b, data_[previous].b, copy(memory_[previous]),
-                        copy(bell_write_[previous])};
+                        copy(bell_write_[previous]), "there"};
     options.mailbox_fd = copy(memory_[r]);
     options.doorbell_fd = bell_read_[r];
     options.num_spins = r % 2 == 0 ? 100 : 0;
     options.timeout_seconds = timeout_;
+    options.stall_seconds = 30;
+    options.lost_seconds = 15;
     options.opening_timeout_seconds = 30;
     return options;
   }
@@ -146,25 +150,33 @@ void gather_uneven(int rank, int64_t ring, int size, int64_t rows_each) {
   const int64_t second = 100 + rank;
   const tfring_tensor tensors[2] = {{first.data(), nullptr, dims[0], 2, kInt64},
                                     {&second, nullptr, dims[1], 2, kInt64}};
-  std::vector<int64_t> rows(static_cast<size_t>(size * 2));
+  struct Result {
+    int size;
+    int64_t rows_each;
+    std::vector<int64_t> first;
+    std::vector<int64_t> second;
+  } result{size, rows_each, {}, {}};
+  const auto place = [](void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+    Result& to = *static_cast<Result*>(context);
+    int64_t total = 0;
+    for (int r = 0; r < to.size; ++r) {
+      CHECK(rows[r * 2] == r * to.rows_each, "rank %d", r);
+      CHECK(rows[r * 2 + 1] == 1, "rank %d", r);
+      total += rows[r * 2];
+    }
+    to.first.assign(static_cast<size_t>(total * 3), -1);
+    to.second.assign(static_cast<size_t>(to.size), -1);
+    outputs[0] = to.first.data();
+    outputs[1] = to.second.data();
+    *placed = 1;
+  };
   tfring_error error{};
   const tfring_call call = named("rows");
-  CHECK(tfring_all_gather_begin(ring, &call, tensors, 2, rows.data(), &error) == TFRING_OK, "%s",
-        error.message);
-  int64_t total = 0;
-  for (int r = 0; r < size; ++r) {
-    CHECK(rows[static_cast<size_t>(r * 2)] == r * rows_each, "rank %d", r);
-    CHECK(rows[static_cast<size_t>(r * 2 + 1)] == 1, "rank %d", r);
-    total += rows[static_cast<size_t>(r * 2)];
-  }
-  std::vector<int64_t> out_first(static_cast<size_t>(total * 3), -1);
-  std::vector<int64_t> out_second(static_cast<size_t>(size), -1);
-  void* outputs[2] = {out_first.data(), out_second.data()};
-  CHECK(tfring_all_gather_finish(ring, outputs, &error) == TFRING_OK, "%s", error.message);
+  CHECK(tfring_all_gather(ring, &call, tensors, 2, place, &result, &error) == TFRING_OK, "%s", error.message);
   size_t at = 0;
   for (int r = 0; r < size; ++r) {
-    CHECK(out_second[static_cast<size_t>(r)] == 100 + r, "rank %d", r);
-    for (int64_t i = 0; i < r * rows_each * 3; ++i) CHECK(out_first[at++] == r, "rank %d", r);
+    CHECK(result.second[static_cast<size_t>(r)] == 100 + r, "rank %d", r);
+    for (int64_t i = 0; i < r * rows_each * 3; ++i) CHECK(result.first[at++] == r, "rank %d", r);
   }
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
+import functools
+import hashlib
+import logging
 import os
 import sys
 import threading
@@ -13,13 +15,15 @@ from typing import Any
 import numpy as np
 
 from tfring import config
+from tfring.cluster.address import parse_address
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import library, rendezvous
 from tfring.ring.schedule import chunk_bounds
 
 _OPENING_GRACE_SECONDS = 10.0
+_WARNING_BYTES = 4096
 
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_log = logging.getLogger("tfring")
 
 
 class Communicator:
@@ -55,8 +59,8 @@ class Communicator:
         self.world_size = world_size
         self.transport = transport
         self._core = library.core()
-        self._closed = False
-        _open.add(self)
+        # At the latest when nothing refers to this communicator any more, or the process ends.
+        self._close = weakref.finalize(self, self._core.tfring_close, handle)
 
     @classmethod
     def connect(
@@ -76,8 +80,9 @@ class Communicator:
             name: The same on all ranks. Processes may form several rings, one after the other or at once.
             transport: "auto" (shared memory between ranks of a host, TCP otherwise), "tcp" or "shm".
                 Default: `TFRING_TRANSPORT`, else "auto".
-            timeout_seconds: How long a collective waits for a rank that stands still. Default:
-                `TFRING_TIMEOUT_SECONDS`, else 600.
+            timeout_seconds: How long a collective waits for a rank that is alive, but busy elsewhere. Default:
+                `TFRING_TIMEOUT_SECONDS`, else 600. One that gives no sign of life is lost after
+                `TFRING_LOST_SECONDS`, else 15; one that died, at once.
             connect_timeout_seconds: How long to wait for all ranks. Default:
                 `TFRING_CONNECT_TIMEOUT_SECONDS`, else 300.
 
@@ -101,9 +106,12 @@ class Communicator:
         ):
             if not seconds > 0:
                 raise ConfigurationError(f"`{argument}` is above 0. Received: {argument}={seconds!r}")
+        hosts = [parse_address(address).host.encode() for address in cluster.addresses]
         alone = library.Link(-1, -1, -1, -1)
         options = library.Options(
             name=name.encode(),
+            host=hosts[cluster.rank] if hosts else b"this host",
+            identity=_identity(cluster, name),
             rank=cluster.rank,
             world_size=cluster.world_size,
             next=alone,
@@ -112,6 +120,8 @@ class Communicator:
             doorbell_fd=-1,
             num_spins=_num_spins(cluster),
             timeout_seconds=timeout_seconds,
+            stall_seconds=config.read("TFRING_STALL_WARNING_SECONDS"),
+            lost_seconds=config.read("TFRING_LOST_SECONDS"),
             # Ranks that know who is missing say so when their own time is over.
             opening_timeout_seconds=connect_timeout_seconds + _OPENING_GRACE_SECONDS,
         )
@@ -122,8 +132,10 @@ class Communicator:
             )
             links = (following.transport, previous.transport)
             options.next, options.previous = following.detach(), previous.detach()
+            options.next.host, options.previous.host = hosts[following.rank], hosts[previous.rank]
             if mailbox is not None:
                 options.mailbox_fd, options.doorbell_fd = mailbox.detach()
+            _log_warnings()
         error = library.Error()
         handle = core.tfring_open(options, error)
         if handle == 0:
@@ -169,22 +181,27 @@ class Communicator:
         if _is_tensorflow(value):
             return self._ops().all_gather(self, value, name=name or "all_gather")
         value = _as_array(value)
-        rows = np.empty(self.world_size, np.int64)
         call, tensors, keep = self._prepare("all_gather", name, [value], [None])
+        results: list[np.ndarray] = []
+        raised: list[BaseException] = []
+
+        @library.Place
+        def place(_: Any, rows: Any, outputs: Any, placed: Any) -> None:
+            try:
+                total = sum(rows[: self.world_size])
+                results.append(np.empty((total, *value.shape[1:]), value.dtype))
+                outputs[0] = results[0].ctypes.data
+                placed[0] = 1
+            except BaseException as error:  # no memory, or Ctrl-C
+                raised.append(error)
+
         error = library.Error()
-        rows_pointer = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
-        if self._core.tfring_all_gather_begin(self.handle, call, tensors, 1, rows_pointer, error):
-            library.raise_error(error)
-        outputs = None
-        try:
-            result = np.empty((int(rows.sum()), *value.shape[1:]), value.dtype)
-            outputs = (ctypes.c_void_p * 1)(result.ctypes.data)
-        finally:
-            failed = self._core.tfring_all_gather_finish(self.handle, outputs, error)
-        if failed:
+        if self._core.tfring_all_gather(self.handle, call, tensors, 1, place, None, error):
+            if raised:
+                raise raised[0]
             library.raise_error(error)
         del keep
-        return result
+        return results[0]
 
     def reduce_scatter(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
         """This rank's share of the rows of the sum, maximum or minimum over all ranks.
@@ -249,10 +266,16 @@ class Communicator:
         }
 
     def close(self) -> None:
-        """Leaves the ring. Others still in a collective that needs this rank get a `PeerLostError`."""
-        if not self._closed:
-            self._closed = True
-            self._core.tfring_close(self.handle)
+        """Leaves the ring. Others still in a collective that needs this rank get a `PeerLostError`.
+
+        A communicator that nothing refers to any more is closed as well.
+        """
+        self._close()
+
+    def failure(self) -> Exception | None:
+        """What broke this ring: a `MismatchError`, `PeerLostError` or `CollectiveTimeoutError`; None if nothing did."""
+        error = library.Error()
+        return library.error_of(error) if self._core.tfring_failure(self.handle, error) else None
 
     def __enter__(self) -> Communicator:
         return self
@@ -292,7 +315,8 @@ class Communicator:
         if op not in library.OPERATIONS:
             raise ValueError(f"{kind} has op sum, max or min. Received: op={op!r}")
         main = threading.current_thread() is threading.main_thread()
-        call = library.Call((name or kind).encode(), library.OPERATIONS[op], root, 0, main)
+        caller = library.PYTHON_MAIN_THREAD if main else library.ANY_THREAD
+        call = library.Call((name or kind).encode(), library.OPERATIONS[op], root, 0, caller)
         tensors = (library.Tensor * len(inputs))()
         for tensor, source, target in zip(tensors, inputs, outputs, strict=True):
             dtype = library.DTYPES.get(source.dtype.name)
@@ -334,7 +358,23 @@ def _is_tensorflow(value: Any) -> bool:
     )
 
 
-@atexit.register
-def _close_all() -> None:
-    for communicator in list(_open):
-        communicator.close()
+def _identity(cluster: Any, name: str) -> int:
+    """Tells rings apart, the same on all ranks of one."""
+    digest = hashlib.sha256("\n".join((name, *cluster.addresses)).encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+@functools.cache  # once a process; a forked child has a cache of its own, see below
+def _log_warnings() -> None:
+    """Logs what the core finds worth telling, such as the name of a rank that all wait for."""
+
+    def log_for_ever() -> None:
+        line = ctypes.create_string_buffer(_WARNING_BYTES)
+        while True:
+            library.core().tfring_next_warning(line, _WARNING_BYTES)
+            _log.warning("%s", line.value.decode(errors="replace"))
+
+    threading.Thread(target=log_for_ever, name="tfring-warnings", daemon=True).start()
+
+
+os.register_at_fork(after_in_child=_log_warnings.cache_clear)

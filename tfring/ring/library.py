@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
+import signal
 
 from tfring import errors
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 DIRECTORY = pathlib.Path(__file__).parent / "native"
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
 
+ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a collective
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
@@ -57,7 +59,7 @@ class Call(ctypes.Structure):
         ("op", ctypes.c_int32),
         ("root", ctypes.c_int32),
         ("inactive", ctypes.c_int32),
-        ("check_signals", ctypes.c_int32),
+        ("caller", ctypes.c_int32),
     ]
 
 
@@ -67,12 +69,15 @@ class Link(ctypes.Structure):
         ("data_fd", ctypes.c_int32),
         ("mailbox_fd", ctypes.c_int32),
         ("doorbell_fd", ctypes.c_int32),
+        ("host", ctypes.c_char_p),
     ]
 
 
 class Options(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
+        ("host", ctypes.c_char_p),
+        ("identity", ctypes.c_uint64),
         ("rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
         ("next", Link),
@@ -80,8 +85,9 @@ class Options(ctypes.Structure):
         ("mailbox_fd", ctypes.c_int32),
         ("doorbell_fd", ctypes.c_int32),
         ("num_spins", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
         ("timeout_seconds", ctypes.c_double),
+        ("stall_seconds", ctypes.c_double),
+        ("lost_seconds", ctypes.c_double),
         ("opening_timeout_seconds", ctypes.c_double),
     ]
 
@@ -94,6 +100,31 @@ class Statistics(ctypes.Structure):
         ("collectives", ctypes.c_int64 * len(KINDS)),
         ("scratch_bytes", ctypes.c_int64),
     ]
+
+
+class _Python(ctypes.Structure):
+    """CPython's functions, by the names of `tfring_python` in core.h."""
+
+    _FUNCTIONS = (
+        "PyGILState_Ensure",
+        "PyGILState_Release",
+        "PyGILState_GetThisThreadState",
+        "PyErr_CheckSignals",
+        "PyErr_Fetch",
+        "PyErr_Restore",
+        "Py_AddPendingCall",
+    )
+    _fields_ = [*((name, ctypes.c_void_p) for name in _FUNCTIONS), ("interrupt_raises", ctypes.CFUNCTYPE(ctypes.c_int))]
+
+
+# context, rows [world_size][tensors], outputs [tensors], placed
+Place = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_int32),
+)
 
 
 @functools.cache
@@ -132,11 +163,13 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
         "tfring_close": (None, handle),
+        "tfring_failure": (ctypes.c_int, handle, error),
+        "tfring_next_warning": (None, ctypes.c_char_p, size),
+        "tfring_set_pool_size": (None, size),
         "tfring_get_statistics": (ctypes.c_int, handle, ctypes.POINTER(Statistics)),
         "tfring_rank": (ctypes.c_int, handle),
         "tfring_all_reduce": (ctypes.c_int, handle, call, tensors, size, error),
-        "tfring_all_gather_begin": (ctypes.c_int, handle, call, tensors, size, rows, error),
-        "tfring_all_gather_finish": (ctypes.c_int, handle, ctypes.POINTER(ctypes.c_void_p), error),
+        "tfring_all_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
         "tfring_reduce_scatter": (ctypes.c_int, handle, call, tensors, error),
         "tfring_broadcast": (ctypes.c_int, handle, call, tensors, size, error),
         "tfring_barrier": (ctypes.c_int, handle, call, error),
@@ -159,13 +192,19 @@ def _declare(library: ctypes.CDLL) -> None:
         function.argtypes = arguments
 
 
+@ctypes.CFUNCTYPE(ctypes.c_int)
+def _interrupt_raises() -> int:
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def _lend_python(library: ctypes.CDLL) -> None:
-    """Gives the core what it needs to let signal handlers run while a collective waits."""
-    names = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch", "PyErr_Restore")
-    addresses = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names]
-    library.tfring_use_python.argtypes = [ctypes.c_void_p] * len(names)
+    """Gives the core what it needs to notice Ctrl-C while a collective waits."""
+    python = _Python(interrupt_raises=_interrupt_raises)
+    for name in _Python._FUNCTIONS:
+        setattr(python, name, ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p))
+    library.tfring_use_python.argtypes = [ctypes.POINTER(_Python)]
     library.tfring_use_python.restype = None
-    library.tfring_use_python(*addresses)
+    library.tfring_use_python(python)
 
 
 @functools.cache
@@ -180,11 +219,16 @@ def raise_error(error: Error) -> None:
     """Raises what a failed call left in `error`."""
     if error.code == INTERRUPTED:
         _raise_again()()
-    message = error.message.decode(errors="replace")
+    raise error_of(error)
+
+
+def error_of(error: Error) -> Exception:
+    """The exception that says what a failed call, or a broken ring, left in `error`."""
     kind = {
         MISMATCH: errors.MismatchError,
         PEER_LOST: errors.PeerLostError,
         TIMEOUT: errors.CollectiveTimeoutError,
         INVALID: ValueError,
+        INTERRUPTED: KeyboardInterrupt,
     }.get(error.code, errors.TfringError)
-    raise kind(message)
+    return kind(error.message.decode(errors="replace"))

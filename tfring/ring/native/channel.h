@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "fd.h"
+
 namespace tfring {
 
 constexpr int64_t kGone = -1;  // the neighbour closed its end, or died
@@ -56,7 +58,7 @@ class Mailbox {
   void fall_asleep();
   void wake_up();
   void silence_doorbell();
-  int doorbell_fd() const { return doorbell_fd_; }
+  int doorbell_fd() const { return doorbell_fd_.get(); }
   // A neighbour, after changing something the owner may wait for.
   void ring_if_asleep();
 
@@ -74,7 +76,7 @@ class Mailbox {
   MailboxHeader* const header_;
   char* const bytes_;
   const int64_t capacity_;
-  const int doorbell_fd_;
+  const Fd doorbell_fd_;
 };
 
 // The mailboxes outlive both.

@@ -1,29 +1,56 @@
-// The C interface over Ring: handles, error buffers, Python's signals.
+// The C interface over Ring: handles, error buffers; what a forked child forgets.
 #include "core.h"
 
+#include <pthread.h>
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <unordered_map>
 
+#include "fd.h"
+#include "process.h"
 #include "ring.h"
+#include "watcher.h"
 
 namespace tfring {
 namespace {
 
-std::mutex registry_mutex;
-std::unordered_map<int64_t, std::shared_ptr<Ring>>& registry() {
-  // Never destroyed: TensorFlow's threads may still call in while the process exits.
-  static auto* rings = new std::unordered_map<int64_t, std::shared_ptr<Ring>>;
-  return *rings;
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<Ring>> rings;
+};
+// Never destroyed: TensorFlow's threads may still call in while the process exits. A forked child has one of its own
+// and knows none of its parent's rings.
+Registry* registry = new Registry;
+std::atomic<int64_t> last_handle{0};
+std::atomic<int64_t> last_parents_handle{0};
+
+void forget_parents_rings() {
+  close_fds_in_child();
+  forget_watcher_in_child();
+  forget_process_in_child();
+  registry = new Registry;
+  last_parents_handle = last_handle.load();
 }
-int64_t last_handle = 0;
+
+void prepare_for_fork() {
+  static const int done = pthread_atfork(hold_fds, release_fds, forget_parents_rings);
+  (void)done;
+}
 
 std::shared_ptr<Ring> find(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry_mutex);
-  const auto found = registry().find(handle);
-  return found == registry().end() ? nullptr : found->second;
+  std::lock_guard<std::mutex> lock(registry->mutex);
+  const auto found = registry->rings.find(handle);
+  return found == registry->rings.end() ? nullptr : found->second;
+}
+
+const char* why_unknown(int64_t handle) {
+  return handle <= last_parents_handle
+             ? "this communicator belongs to the process this one was forked from, and a forked child cannot use it. "
+               "Call collectives in the parent, or connect in the child"
+             : "this communicator is closed";
 }
 
 int report(const Status& status, tfring_error* error) {
@@ -37,31 +64,11 @@ int report(const Status& status, tfring_error* error) {
 template <typename Body>
 int with_ring(int64_t handle, tfring_error* error, Body body) {
   const std::shared_ptr<Ring> ring = find(handle);
-  if (ring == nullptr) return report({Code::kInvalid, "this communicator is closed"}, error);
+  if (ring == nullptr) return report({Code::kInvalid, why_unknown(handle)}, error);
   return report(body(*ring), error);
 }
 
-struct Python {
-  int (*gil_state_ensure)();
-  void (*gil_state_release)(int);
-  int (*err_check_signals)();
-  void (*err_fetch)(void**, void**, void**);
-  void (*err_restore)(void*, void*, void*);
-};
-Python python{};
-thread_local void* raised[3];
-
 }  // namespace
-
-bool python_interrupted() {
-  if (python.err_check_signals == nullptr) return false;
-  const int state = python.gil_state_ensure();
-  const bool interrupted = python.err_check_signals() != 0;
-  if (interrupted) python.err_fetch(&raised[0], &raised[1], &raised[2]);
-  python.gil_state_release(state);
-  return interrupted;
-}
-
 }  // namespace tfring
 
 using tfring::Ring;
@@ -69,25 +76,13 @@ using tfring::Status;
 
 int tfring_abi_version(void) { return TFRING_ABI_VERSION; }
 
-void tfring_use_python(void* gil_state_ensure, void* gil_state_release, void* err_check_signals,
-                       void* err_fetch, void* err_restore) {
-  tfring::python.gil_state_ensure = reinterpret_cast<int (*)()>(gil_state_ensure);
-  tfring::python.gil_state_release = reinterpret_cast<void (*)(int)>(gil_state_release);
-  tfring::python.err_check_signals = reinterpret_cast<int (*)()>(err_check_signals);
-  tfring::python.err_fetch = reinterpret_cast<void (*)(void**, void**, void**)>(err_fetch);
-  tfring::python.err_restore = reinterpret_cast<void (*)(void*, void*, void*)>(err_restore);
-}
-
-void tfring_raise_again(void) {
-  tfring::python.err_restore(tfring::raised[0], tfring::raised[1], tfring::raised[2]);
-}
-
 int64_t tfring_open(const tfring_options* options, tfring_error* error) {
+  tfring::prepare_for_fork();
   std::shared_ptr<Ring> ring;
   if (tfring::report(Ring::open(*options, &ring), error) != TFRING_OK) return 0;
-  std::lock_guard<std::mutex> lock(tfring::registry_mutex);
+  std::lock_guard<std::mutex> lock(tfring::registry->mutex);
   const int64_t handle = ++tfring::last_handle;
-  tfring::registry().emplace(handle, std::move(ring));
+  tfring::registry->rings.emplace(handle, std::move(ring));
   return handle;
 }
 
@@ -95,8 +90,17 @@ void tfring_close(int64_t handle) {
   const std::shared_ptr<Ring> ring = tfring::find(handle);
   if (ring == nullptr) return;
   ring->close();
-  std::lock_guard<std::mutex> lock(tfring::registry_mutex);
-  tfring::registry().erase(handle);
+  std::lock_guard<std::mutex> lock(tfring::registry->mutex);
+  tfring::registry->rings.erase(handle);
+}
+
+int tfring_failure(int64_t handle, tfring_error* error) {
+  const std::shared_ptr<Ring> ring = tfring::find(handle);
+  return tfring::report(ring == nullptr ? Status() : ring->failure(), error);
+}
+
+void tfring_next_warning(char* line, int size) {
+  tfring::copy_text(line, static_cast<size_t>(size), tfring::next_warning().c_str());
 }
 
 int tfring_get_statistics(int64_t handle, tfring_statistics* statistics) {
@@ -122,14 +126,11 @@ int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tens
                            [&](Ring& ring) { return ring.all_reduce(*call, tensors, num_tensors); });
 }
 
-int tfring_all_gather_begin(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                            int num_tensors, int64_t* rows, tfring_error* error) {
-  return tfring::with_ring(
-      handle, error, [&](Ring& ring) { return ring.all_gather_begin(*call, tensors, num_tensors, rows); });
-}
-
-int tfring_all_gather_finish(int64_t handle, void* const* outputs, tfring_error* error) {
-  return tfring::with_ring(handle, error, [&](Ring& ring) { return ring.all_gather_finish(outputs); });
+int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                      tfring_place place, void* context, tfring_error* error) {
+  return tfring::with_ring(handle, error, [&](Ring& ring) {
+    return ring.all_gather(*call, tensors, num_tensors, place, context);
+  });
 }
 
 int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 2
+#define TFRING_ABI_VERSION 3
 
 // Codes of tfring_error; 0 is success.
 enum {
@@ -20,6 +20,13 @@ enum {
   TFRING_INVALID = 4,
   TFRING_INTERRUPTED = 5,
   TFRING_INTERNAL = 6,
+};
+
+// Values of tfring_call.caller.
+enum {
+  TFRING_ANY_THREAD = 0,
+  TFRING_PYTHON_MAIN_THREAD = 1,  // signal handlers run while it waits
+  TFRING_TENSORFLOW_OP = 2,       // Python's main thread waits for TensorFlow, and no handler runs
 };
 
 typedef struct tfring_error {
@@ -40,8 +47,8 @@ typedef struct tfring_call {
   const char* name;
   int32_t op;
   int32_t root;
-  int32_t inactive;       // 1: contribute zeros, whatever the inputs hold
-  int32_t check_signals;  // 1: called from Python's main thread; let signal handlers run while waiting
+  int32_t inactive;  // 1: contribute zeros, whatever the inputs hold
+  int32_t caller;    // who waits, and so how Ctrl-C is noticed
 } tfring_call;
 
 // How a rank is connected. The descriptors belong to the ring from tfring_open on, whatever it returns.
@@ -50,10 +57,13 @@ typedef struct tfring_link {
   int32_t data_fd;      // -1 where shared memory carries the data
   int32_t mailbox_fd;   // the neighbour's mailbox, -1 over TCP
   int32_t doorbell_fd;  // the neighbour's doorbell, -1 over TCP
+  const char* host;     // where it runs, for messages
 } tfring_link;
 
 typedef struct tfring_options {
   const char* name;
+  const char* host;   // where this rank runs, for messages
+  uint64_t identity;  // of the ring, the same on all its ranks
   int32_t rank;
   int32_t world_size;
   tfring_link next;
@@ -61,8 +71,9 @@ typedef struct tfring_options {
   int32_t mailbox_fd;   // this rank's own mailbox, -1 without shared memory
   int32_t doorbell_fd;  // this rank's own doorbell
   int32_t num_spins;    // looks at shared memory before a rank goes to sleep
-  int32_t reserved;
-  double timeout_seconds;          // how long a collective waits for a rank that stands still
+  double timeout_seconds;          // how long a collective waits for a rank that lives and stands still
+  double stall_seconds;            // after how long such a wait is warned of
+  double lost_seconds;             // how long a rank may give no sign of life
   double opening_timeout_seconds;  // how long the first barrier waits for all ranks to be connected
 } tfring_options;
 
@@ -76,16 +87,34 @@ typedef struct tfring_statistics {
 
 TFRING_API int tfring_abi_version(void);
 
-// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL. After
-// TFRING_INTERRUPTED, tfring_raise_again (called holding the GIL) sets the exception the handler raised.
-TFRING_API void tfring_use_python(void* gil_state_ensure, void* gil_state_release, void* err_check_signals,
-                                  void* err_fetch, void* err_restore);
+// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL; and one that
+// says whether SIGINT would raise KeyboardInterrupt, which may be called without the GIL.
+typedef struct tfring_python {
+  int (*gil_state_ensure)(void);
+  void (*gil_state_release)(int);
+  void* (*gil_state_get_this_thread_state)(void);
+  int (*err_check_signals)(void);
+  void (*err_fetch)(void**, void**, void**);
+  void (*err_restore)(void*, void*, void*);
+  int (*add_pending_call)(int (*)(void*), void*);
+  int (*interrupt_raises)(void);
+} tfring_python;
+TFRING_API void tfring_use_python(const tfring_python* functions);
+// After TFRING_INTERRUPTED on Python's main thread: sets the exception the handler raised. Called holding the GIL.
 TFRING_API void tfring_raise_again(void);
+
+// The number of threads in TensorFlow's inter-op pool.
+TFRING_API void tfring_set_pool_size(int num_threads);
+
+// Waits for the next line the user should read.
+TFRING_API void tfring_next_warning(char* line, int size);
 
 // Returns a handle above 0, or 0 with `error` filled.
 TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* error);
 // Says goodbye to the neighbours and forgets the handle. Collectives still running fail.
 TFRING_API void tfring_close(int64_t handle);
+// Returns the code of the ring's first failure, after which nothing works; 0 if there was none.
+TFRING_API int tfring_failure(int64_t handle, tfring_error* error);
 TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
 TFRING_API int tfring_rank(int64_t handle);
 TFRING_API int tfring_world_size(int64_t handle);
@@ -93,12 +122,12 @@ TFRING_API int tfring_world_size(int64_t handle);
 // Tensors share one dtype. Equal shapes on all ranks.
 TFRING_API int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                                  int num_tensors, tfring_error* error);
-// Two halves, because the size of the result is known only in between. `rows` receives the first dimension of
-// tensor t on rank r at rows[r * num_tensors + t]. After a successful begin, finish must follow on the same
-// thread: outputs[t] holds all rows of tensor t in rank order; outputs == null gives up and breaks the ring.
-TFRING_API int tfring_all_gather_begin(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                       int num_tensors, int64_t* rows, tfring_error* error);
-TFRING_API int tfring_all_gather_finish(int64_t handle, void* const* outputs, tfring_error* error);
+// The size of the result is known only on the way: `place` is called once, on this thread, when it is. Tensor t has
+// rows[r * num_tensors + t] rows on rank r; `place` sets outputs[t] to where all of them go, in rank order, and then
+// *placed to 1. Else the collective fails, on all ranks.
+typedef void (*tfring_place)(void* context, const int64_t* rows, void** outputs, int32_t* placed);
+TFRING_API int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                 int num_tensors, tfring_place place, void* context, tfring_error* error);
 // The output holds this rank's rows: tfring_chunk of the first dimension.
 TFRING_API int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
                                      tfring_error* error);

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "clock.h"
+#include "process.h"
 #include "ring.h"
 
 namespace tfring {
@@ -14,6 +15,7 @@ namespace {
 
 constexpr int64_t kSegmentBytes = 256 * 1024;  // moved one way before the other way gets its turn
 constexpr int64_t kLargeBytes = 1024 * 1024;   // from here on a collective's time tells something
+constexpr int kMovesToLookUp = 64;             // after so many, see to Ctrl-C
 constexpr int kMaxParts = 16;                  // of one call into a channel
 constexpr int64_t kZeroBytes = 16 * 1024;
 alignas(64) const char kZeros[kZeroBytes] = {};
@@ -28,10 +30,17 @@ Status Ring::execute(Header header) {
   header_received_ = header != kWithHeader;
   send_step_ = recv_step_ = 0;
   sent_ = received_ = 0;
-  num_idle_ = 0;
-  suspecting_ = false;
+  num_idle_ = num_moves_ = 0;
+  warned_ = false;
   if (world_size_ == 1) return {};
   skip_idle_steps();
+  const Status status = move_all();
+  stand_still(false);
+  return status;
+}
+
+Status Ring::move_all() {
+  if (caller_ == TFRING_TENSORFLOW_OP && op_interrupted()) return interruption();
   const bool large = plan_.spans.size() >= kLargeBytes;
   int64_t start = 0;
   while (!done()) {
@@ -40,7 +49,9 @@ Status Ring::execute(Header header) {
     TFRING_TRY(receive_some(&moved));
     if (moved) {
       num_idle_ = 0;
-      suspecting_ = false;
+      warned_ = false;
+      stand_still(false);
+      if (++num_moves_ % kMovesToLookUp == 0) TFRING_TRY(look_up(now_nanoseconds()));
       if (large && start == 0 && header_received_) start = now_nanoseconds();
     } else {
       TFRING_TRY(wait());
@@ -138,10 +149,7 @@ Status Ring::receive_some(bool* moved) {
   statistics_.bytes_received += got;
   received_ += got;
   if (received_ == wire_size(step.recv)) {
-    if (learning_rows_ && recv_step_ % 2 == 0) {
-      const int s = static_cast<int>(recv_step_ / 2);
-      learn_block(all_gather_step(rank_, world_size_, s).recv);
-    }
+    if (plan_.received) TFRING_TRY(plan_.received(recv_step_));
     ++recv_step_;
     received_ = 0;
     skip_idle_steps();

@@ -25,7 +25,8 @@ uint64_t hash_text(const char* text) {
 
 bool has_op(Kind kind) { return kind == Kind::kAllReduce || kind == Kind::kReduceScatter; }
 
-// Copies what fits, never half a UTF-8 character, and ends with a zero.
+}  // namespace
+
 void copy_text(char* to, size_t size, const char* from) {
   size_t length = std::min(std::strlen(from), size - 1);
   if (from[length] != '\0') {
@@ -34,8 +35,6 @@ void copy_text(char* to, size_t size, const char* from) {
   std::memcpy(to, from, length);
   std::memset(to + length, 0, size - length);
 }
-
-}  // namespace
 
 const char* name_of(Kind kind) {
   switch (kind) {

@@ -18,7 +18,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -60,16 +60,31 @@ struct ControlFrame {
   uint8_t code;  // of an abort: tfring::Code
   int32_t rank;  // who wrote it first
   int32_t reserved;
-  uint64_t sequence;  // collectives this rank has finished
-  char message[1000];
+  // Of an abort: the first collective that fails. Of a goodbye: how many the rank has finished. Of a pong: how many
+  // it has begun.
+  uint64_t sequence;
+  char message[1000];  // of an abort: why; of a pong: a Pong
 };
 static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
+
+// What a rank says of itself when asked.
+constexpr int kMostWaiting = 16;
+struct Pong {
+  uint32_t num_waiting;            // where no thread of TensorFlow's is left: the rings in which all of them wait,
+  uint32_t reserved;
+  uint64_t waiting[kMostWaiting];  // by identity
+  char last_call[800];             // the collective begun last, in words
+};
+static_assert(sizeof(Pong) <= sizeof(ControlFrame::message), "a pong fits its frame");
 
 CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
                        uint64_t sequence);
 bool agree(const CallHeader& mine, const CallHeader& theirs);
 // all_reduce "gradients/0" sum float32[1024]
 std::string describe(const CallHeader& header);
+
+// Copies what fits, never half a UTF-8 character, and ends with a zero.
+void copy_text(char* to, size_t size, const char* from);
 
 ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code = Code::kOk,
                           const std::string& message = {});

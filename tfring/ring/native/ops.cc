@@ -48,6 +48,7 @@ class Invocation {
     call_.name = attributes.key.c_str();
     call_.op = static_cast<int32_t>(attributes.op);
     call_.root = static_cast<int32_t>(attributes.root);
+    call_.caller = TFRING_TENSORFLOW_OP;
   }
   ~Invocation() {
     for (TF_Tensor* tensor : held_) tf.TF_DeleteTensor(tensor);
@@ -116,6 +117,8 @@ class Invocation {
         return fail(kTfAborted, error_.message);
       case TFRING_TIMEOUT:
         return fail(kTfDeadlineExceeded, error_.message);
+      case TFRING_INTERRUPTED:  // KeyboardInterrupt follows as soon as Python goes on
+        return fail(kTfCancelled, error_.message);
       default:
         return fail(kTfInternal, error_.message);
     }
@@ -177,6 +180,29 @@ void broadcast(void* state, TF_OpKernelContext* context) {
                                     invocation.error()));
 }
 
+// The tensors of a gather, and where their rows go once the ring knows how many there are.
+struct GatheredRows {
+  Invocation* invocation;
+  int world_size;
+  int64_t* all_rows;  // the last output
+  std::vector<tfring_tensor> tensors;
+  std::vector<std::vector<int64_t>> dims;  // to which the tensors point
+
+  static void place(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+    GatheredRows& self = *static_cast<GatheredRows*>(context);
+    const size_t count = self.tensors.size();
+    std::memcpy(self.all_rows, rows, static_cast<size_t>(self.world_size) * count * sizeof(int64_t));
+    for (size_t i = 0; i < count; ++i) {
+      std::vector<int64_t> dims = self.dims[i];
+      dims[0] = 0;
+      for (int r = 0; r < self.world_size; ++r) dims[0] += rows[static_cast<size_t>(r) * count + i];
+      outputs[i] = self.invocation->allocate(static_cast<int>(i), self.tensors[i].dtype, dims);
+      if (!self.invocation->ok()) return;
+    }
+    *placed = 1;
+  }
+};
+
 void all_gather_rows(void* state, TF_OpKernelContext* context) {
   constexpr int kFirst = 2;  // after token and num_rows
   Invocation invocation(*static_cast<Attributes*>(state), context);
@@ -188,45 +214,33 @@ void all_gather_rows(void* state, TF_OpKernelContext* context) {
   if (tf.TF_NumDims(num_rows) != 1 || tf.TF_Dim(num_rows, 0) != count) {
     return invocation.fail(kTfInvalidArgument, "num_rows holds one number a tensor");
   }
-  std::vector<tfring_tensor> tensors(static_cast<size_t>(count));
-  std::vector<std::vector<int64_t>> dims(static_cast<size_t>(count));
+  GatheredRows gathered{&invocation, world_size, nullptr, {}, {}};
+  gathered.tensors.resize(static_cast<size_t>(count));
+  gathered.dims.resize(static_cast<size_t>(count));
   for (int i = 0; i < count; ++i) {
-    const size_t at = static_cast<size_t>(i);
+    std::vector<int64_t>& dims = gathered.dims[static_cast<size_t>(i)];
     const TF_Tensor* tensor = invocation.input(kFirst + i);
     if (!invocation.ok()) return;
-    for (int d = 0; d < tf.TF_NumDims(tensor); ++d) dims[at].push_back(tf.TF_Dim(tensor, d));
+    for (int d = 0; d < tf.TF_NumDims(tensor); ++d) dims.push_back(tf.TF_Dim(tensor, d));
     const int64_t rows = static_cast<const int64_t*>(tf.TF_TensorData(num_rows))[i];
-    if (rows >= 0 && !dims[at].empty()) {
-      if (rows > dims[at][0]) {
+    if (rows >= 0 && !dims.empty()) {
+      if (rows > dims[0]) {
         return invocation.fail(kTfInvalidArgument,
                                std::string("all_gather_rows \"") + invocation.call().name + "\": tensor " +
-                                   std::to_string(i) + " has capacity for " + std::to_string(dims[at][0]) +
+                                   std::to_string(i) + " has capacity for " + std::to_string(dims[0]) +
                                    " rows, but num_rows is " + std::to_string(rows));
       }
-      dims[at][0] = rows;
+      dims[0] = rows;
     }
-    tensors[at] = {tf.TF_TensorData(tensor), nullptr, dims[at].data(), static_cast<int32_t>(dims[at].size()),
-                   tf.TF_TensorType(tensor)};
+    gathered.tensors[static_cast<size_t>(i)] = {tf.TF_TensorData(tensor), nullptr, dims.data(),
+                                                static_cast<int32_t>(dims.size()), tf.TF_TensorType(tensor)};
   }
-  void* rows_out = invocation.allocate(count, static_cast<TfDataType>(DType::kInt64), {world_size, count});
+  gathered.all_rows = static_cast<int64_t*>(
+      invocation.allocate(count, static_cast<TfDataType>(DType::kInt64), {world_size, count}));
   if (!invocation.ok()) return;
-  int64_t* rows = static_cast<int64_t*>(rows_out);
-  invocation.check(tfring_all_gather_begin(invocation.handle(), &invocation.call(), tensors.data(), count,
-                                           rows, invocation.error()));
-  if (!invocation.ok()) return;
-  std::vector<void*> outputs(static_cast<size_t>(count));
-  for (int i = 0; i < count && invocation.ok(); ++i) {
-    const size_t at = static_cast<size_t>(i);
-    std::vector<int64_t> out_dims = dims[at];
-    out_dims[0] = 0;
-    for (int r = 0; r < world_size; ++r) out_dims[0] += rows[r * count + i];
-    outputs[at] = invocation.allocate(i, tensors[at].dtype, out_dims);
-  }
-  if (!invocation.ok()) {
-    tfring_all_gather_finish(invocation.handle(), nullptr, invocation.error());
-    return;
-  }
-  invocation.check(tfring_all_gather_finish(invocation.handle(), outputs.data(), invocation.error()));
+  const int code = tfring_all_gather(invocation.handle(), &invocation.call(), gathered.tensors.data(), count,
+                                     &GatheredRows::place, &gathered, invocation.error());
+  if (invocation.ok()) invocation.check(code);  // else memory was short
 }
 
 void reduce_scatter(void* state, TF_OpKernelContext* context) {

@@ -29,6 +29,7 @@ void Plan::clear() {
   spans.clear();
   steps.clear();
   lag = 1;
+  received = nullptr;
 }
 
 }  // namespace tfring

@@ -3,10 +3,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "dtype.h"
 #include "schedule.h"
+#include "status.h"
 
 namespace tfring {
 
@@ -48,6 +50,7 @@ struct Plan {
   std::vector<Step> steps;
   // Sending step s passes on what step s - lag received, and starts as soon as its first bytes are there.
   size_t lag = 1;
+  std::function<Status(size_t step)> received;  // told of each step whose bytes are all there; may be empty
 
   void clear();
 };

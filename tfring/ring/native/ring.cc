@@ -1,42 +1,18 @@
 // The collectives: what each one plans before it runs.
 #include "ring.h"
 
-#include <fcntl.h>
-#include <unistd.h>
+#include <sys/eventfd.h>
 
-#include <algorithm>
-#include <cstring>
+#include <chrono>
 #include <new>
+
+#include "process.h"
+#include "tensor.h"
 
 namespace tfring {
 namespace {
 
-int64_t row_bytes(const tfring_tensor& tensor) {
-  int64_t size = size_of(static_cast<DType>(tensor.dtype));
-  for (int i = 1; i < tensor.num_dims; ++i) size *= tensor.dims[i];
-  return size;
-}
-
-int64_t num_bytes(const tfring_tensor& tensor) {
-  return tensor.num_dims == 0 ? size_of(static_cast<DType>(tensor.dtype))
-                              : tensor.dims[0] * row_bytes(tensor);
-}
-
-int64_t num_bytes(const tfring_tensor* tensors, int num_tensors) {
-  int64_t total = 0;
-  for (int t = 0; t < num_tensors; ++t) total += num_bytes(tensors[t]);
-  return total;
-}
-
-// `from` null stands for zeros.
-void copy(void* to, const void* from, int64_t size) {
-  if (size == 0 || to == from) return;
-  if (from == nullptr) {
-    std::memset(to, 0, static_cast<size_t>(size));
-  } else {
-    std::memcpy(to, from, static_cast<size_t>(size));
-  }
-}
+constexpr std::chrono::milliseconds kSlice(100);  // between looks at Ctrl-C
 
 // What this rank adds: zeros where it is inactive.
 const void* contribution(const tfring_call& call, const tfring_tensor& tensor) {
@@ -50,10 +26,14 @@ bool by_rows(Kind kind) { return kind == Kind::kAllGather || kind == Kind::kRedu
 
 Ring::Ring(const tfring_options& options)
     : name_(options.name),
+      identity_(options.identity),
       rank_(options.rank),
       world_size_(options.world_size),
+      host_(options.host),
       // Over TCP each look is a system call.
       num_spins_(options.mailbox_fd >= 0 ? options.num_spins : options.num_spins / 10),
+      lost_seconds_(options.lost_seconds),
+      stall_seconds_(options.stall_seconds),
       timeout_seconds_(options.opening_timeout_seconds) {}
 
 Ring::~Ring() { close(); }
@@ -61,10 +41,11 @@ Ring::~Ring() { close(); }
 Status Ring::open(const tfring_options& options, std::shared_ptr<Ring>* ring) {
   ring->reset(new Ring(options));
   TFRING_TRY((*ring)->connect(options));
-  const tfring_call opening{"opening", 0, 0, 0, 1};
+  const tfring_call opening{"opening", 0, 0, 0, TFRING_PYTHON_MAIN_THREAD};
   TFRING_TRY((*ring)->barrier(opening));
   (*ring)->statistics_ = tfring_statistics{};
   (*ring)->timeout_seconds_ = options.timeout_seconds;
+  (*ring)->start_asking();
   return {};
 }
 
@@ -73,9 +54,10 @@ Status Ring::connect(const tfring_options& options) {
   const tfring_link links[2] = {options.previous, options.next};
   for (Side side : {kPrevious, kNext}) {
     Control& control = controls_[side];
-    control.fd = links[side].control_fd;
+    control.fd = Fd(links[side].control_fd);
     control.rank = wrap(rank_ + (side == kNext ? 1 : -1), world_size_);
-    fcntl(control.fd, F_SETFL, fcntl(control.fd, F_GETFL) | O_NONBLOCK);
+    control.host = links[side].host;
+    prepare_control(control.fd.get(), lost_seconds_);
   }
   bool mapped = true;
   const auto map = [&](int memory_fd, int doorbell_fd) {
@@ -97,31 +79,83 @@ Status Ring::connect(const tfring_options& options) {
   if (receiver_ == nullptr) {
     receiver_ = make_shm_receiver(own_mailbox_.get(), neighbour_mailboxes_[kPrevious].get());
   }
+  news_fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  join_ring(identity_);
+  watch_over(this);
   return {};
 }
 
+// Takes the turn, unless this thread has it: a signal handler that runs inside a collective calls another.
+Status Ring::enter(const tfring_call& call) {
+  if (runner_ == std::this_thread::get_id()) {
+    return {Code::kInvalid, std::string("\"") + call.name + "\" was called from within a collective of ring \"" +
+                                name_ + "\", by a signal handler or a destructor"};
+  }
+  std::unique_lock<std::mutex> lock(turn_mutex_);
+  while (busy_ && !closing_) {
+    turn_.wait_for(lock, kSlice);
+    if (!busy_ || call.caller == TFRING_ANY_THREAD) continue;
+    lock.unlock();  // a handler may close this ring
+    const bool interrupted =
+        call.caller == TFRING_PYTHON_MAIN_THREAD ? python_interrupted() : op_interrupted();
+    lock.lock();
+    if (interrupted) return {Code::kInterrupted, "interrupted while another thread used ring \"" + name_ + "\""};
+  }
+  if (closing_) return {Code::kInvalid, "this communicator is closed"};
+  busy_ = true;
+  runner_ = std::this_thread::get_id();
+  return {};
+}
+
+void Ring::leave() {
+  runner_ = std::thread::id();
+  std::lock_guard<std::mutex> lock(turn_mutex_);
+  busy_ = false;
+  turn_.notify_all();
+}
+
+// Ends a collective in another thread, waits for that, says goodbye. From within a collective of this thread's it
+// only ends that; whoever forgets the ring last releases it.
 void Ring::close() {
-  closing_ = true;  // a collective in another thread sees it and fails
-  std::lock_guard<std::mutex> lock(mutex_);
+  closing_ = true;
+  announce();
+  if (runner_ == std::this_thread::get_id()) return;
+  {
+    std::unique_lock<std::mutex> lock(turn_mutex_);
+    turn_.notify_all();
+    turn_.wait(lock, [this] { return !busy_; });
+  }
+  release();
+}
+
+void Ring::release() {
+  unwatch(this);
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  if (released_) return;
+  released_ = true;
+  if (world_size_ > 1) leave_ring(identity_);
   for (Side side : {kPrevious, kNext}) {
-    Control& control = controls_[side];
-    if (control.fd < 0) continue;
     send_control(side, make_control(ControlType::kGoodbye, rank_, finished_));
-    ::close(control.fd);
-    control.fd = -1;
+    controls_[side].fd.reset();
   }
   sender_.reset();
   receiver_.reset();
   own_mailbox_.reset();
   for (auto& mailbox : neighbour_mailboxes_) mailbox.reset();
-  if (broken_.ok()) broken_ = Status(Code::kInvalid, "it was closed");
 }
 
 tfring_statistics Ring::statistics() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const bool mine = runner_ == std::this_thread::get_id();  // a signal handler's
+  std::unique_lock<std::mutex> lock(turn_mutex_);
+  if (!mine) turn_.wait(lock, [this] { return !busy_; });
   tfring_statistics statistics = statistics_;
   statistics.scratch_bytes = scratch_bytes_;
   return statistics;
+}
+
+Status Ring::failure() {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  return failure_;
 }
 
 Status Ring::need_scratch(int64_t size) {
@@ -168,57 +202,60 @@ Status Ring::check(Kind kind, const tfring_call& call, const tfring_tensor* tens
 }
 
 Status Ring::begin(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  if (broken_.ok() && !pending_abort_.ok()) return broken_ = pending_abort_;
-  if (!broken_.ok()) {
-    return {broken_.code, "ring \"" + name_ + "\" can no longer be used: " + broken_.message};
-  }
   TFRING_TRY(check(kind, call, tensors, num_tensors));
-  check_signals_ = call.check_signals != 0;
-  header_ = make_header(kind, call, tensors, num_tensors, ++sequence_);
   plan_.clear();
   plan_.dtype = num_tensors > 0 ? static_cast<DType>(tensors[0].dtype) : DType::kUint8;
   plan_.op = static_cast<Op>(call.op);
+  caller_ = call.caller;
+  on_pool_thread_ = caller_ == TFRING_TENSORFLOW_OP && on_pool_thread();
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  if (fails_from_ <= sequence_ + 1) {
+    const bool told = told_;
+    told_ = true;
+    if (!told) return failure_;
+    return {failure_.code, "ring \"" + name_ + "\" can no longer be used: " + failure_.message};
+  }
+  header_ = make_header(kind, call, tensors, num_tensors, ++sequence_);
+  running_ = true;
   statistics_.collectives[static_cast<int>(kind)] += 1;
   return {};
 }
 
-Status Ring::run(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  TFRING_TRY(begin(kind, call, tensors, num_tensors));
-  TFRING_TRY(plan_and_execute(kind, call, tensors, num_tensors));
-  ++finished_;
-  return {};
-}
-
-Status Ring::plan_and_execute(Kind kind, const tfring_call& call, const tfring_tensor* tensors,
-                              int num_tensors) {
-  switch (kind) {
-    case Kind::kBarrier:
-      return small_all_reduce(call, tensors, 0);
-    case Kind::kAllReduce:
-      return is_small(num_bytes(tensors, num_tensors), world_size_)
-                 ? small_all_reduce(call, tensors, num_tensors)
-                 : large_all_reduce(call, tensors, num_tensors);
-    case Kind::kReduceScatter:
-      return run_reduce_scatter(call, tensors[0]);
-    case Kind::kBroadcast:
-      return run_broadcast(call, tensors, num_tensors);
-    case Kind::kAllGather:
-      break;
+template <typename Body>
+Status Ring::run(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors, Body body) {
+  TFRING_TRY(enter(call));
+  Status status = begin(kind, call, tensors, num_tensors);
+  if (status.ok()) {
+    status = body();
+    std::lock_guard<std::mutex> lock(control_mutex_);
+    running_ = false;
+    if (status.ok()) ++finished_;
+    if (!status.ok()) told_ = true;
   }
-  return fail(Code::kInternal, "an all_gather runs in two halves");
+  leave();
+  return status;
 }
 
 Status Ring::all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  return run(Kind::kAllReduce, call, tensors, num_tensors);
+  return run(Kind::kAllReduce, call, tensors, num_tensors, [&] {
+    return is_small(num_bytes(tensors, num_tensors), world_size_) ? small_all_reduce(call, tensors, num_tensors)
+                                                                  : large_all_reduce(call, tensors, num_tensors);
+  });
+}
+Status Ring::all_gather(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
+                        void* context) {
+  return run(Kind::kAllGather, call, tensors, num_tensors,
+             [&] { return run_all_gather(tensors, num_tensors, place, context); });
 }
 Status Ring::reduce_scatter(const tfring_call& call, const tfring_tensor& tensor) {
-  return run(Kind::kReduceScatter, call, &tensor, 1);
+  return run(Kind::kReduceScatter, call, &tensor, 1, [&] { return run_reduce_scatter(call, tensor); });
 }
 Status Ring::broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  return run(Kind::kBroadcast, call, tensors, num_tensors);
+  return run(Kind::kBroadcast, call, tensors, num_tensors, [&] { return run_broadcast(call, tensors, num_tensors); });
 }
-Status Ring::barrier(const tfring_call& call) { return run(Kind::kBarrier, call, nullptr, 0); }
+Status Ring::barrier(const tfring_call& call) {
+  return run(Kind::kBarrier, call, nullptr, 0, [&] { return small_all_reduce(call, nullptr, 0); });
+}
 
 // Every contribution goes round whole; each rank then adds them up in rank order.
 Status Ring::small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
@@ -311,123 +348,6 @@ Status Ring::run_broadcast(const tfring_call& call, const tfring_tensor* tensors
     copy(tensors[t].output, tensors[t].input, num_bytes(tensors[t]));
   }
   return {};
-}
-
-Status Ring::all_gather_begin(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                              int64_t* rows) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  TFRING_TRY(begin(Kind::kAllGather, call, tensors, num_tensors));
-  const size_t count = static_cast<size_t>(num_tensors);
-  gather_tensors_.assign(tensors, tensors + num_tensors);
-  gather_row_bytes_.clear();
-  gather_rows_.assign(static_cast<size_t>(world_size_) * count, 0);
-  gather_bytes_.assign(static_cast<size_t>(world_size_), 0);
-  for (size_t t = 0; t < count; ++t) {
-    gather_row_bytes_.push_back(row_bytes(tensors[t]));
-    gather_rows_[static_cast<size_t>(rank_) * count + t] = tensors[t].dims[0];
-  }
-  learning_rows_ = true;
-  const Status status = gather_rows();
-  learning_rows_ = false;
-  TFRING_TRY(status);
-  std::copy(gather_rows_.begin(), gather_rows_.end(), rows);
-  gather_lock_ = std::move(lock);
-  return {};
-}
-
-// The first half: every rank's numbers of rows go round, and with them its rows where they are few. Each step
-// of the schedule becomes two: the numbers, whose size is known, then the rows, whose size the numbers tell.
-//
-//     spans:  numbers of rank 0 | numbers of rank 1 | ... | slot of rank 0 | slot of rank 1 | ...
-Status Ring::gather_rows() {
-  const int64_t numbers = static_cast<int64_t>(gather_tensors_.size() * sizeof(int64_t));
-  const int64_t slot = kSmallBytes / world_size_;
-  TFRING_TRY(need_scratch(slot * world_size_));
-  plan_.spans.add(gather_rows_.data(), gather_rows_.data(), numbers * world_size_);
-  plan_.spans.add(scratch_.get(), scratch_.get(), slot * world_size_);
-  plan_.lag = 2;
-  for (int s = 0; s < num_all_gather_steps(world_size_); ++s) {
-    const ScheduleStep step = all_gather_step(rank_, world_size_, s);
-    plan_.steps.push_back(
-        {{step.send * numbers, numbers}, {step.recv * numbers, numbers}, true, true, false, false});
-    plan_.steps.push_back({{}, {}, false, false, false, false});
-  }
-  learn_block(rank_);
-  if (is_small(gather_bytes_[static_cast<size_t>(rank_)], world_size_)) {
-    char* to = scratch_.get() + rank_ * slot;
-    for (const tfring_tensor& tensor : gather_tensors_) {
-      copy(to, tensor.input, num_bytes(tensor));
-      to += num_bytes(tensor);
-    }
-  }
-  return execute(kWithHeader);
-}
-
-// Knowing how many rows a rank has, settles the steps in which they come and go.
-void Ring::learn_block(int rank) {
-  const size_t count = gather_tensors_.size();
-  int64_t size = 0;
-  for (size_t t = 0; t < count; ++t)
-    size += gather_rows_[static_cast<size_t>(rank) * count + t] * gather_row_bytes_[t];
-  gather_bytes_[static_cast<size_t>(rank)] = size;
-  if (size == 0 || !is_small(size, world_size_)) return;
-  const int64_t numbers = static_cast<int64_t>(count * sizeof(int64_t));
-  const Range block{numbers * world_size_ + rank * (kSmallBytes / world_size_), size};
-  const size_t sending =
-      static_cast<size_t>(wrap(rank_ - rank, world_size_));  // all_gather_step sends it then,
-  const size_t num_steps = static_cast<size_t>(num_all_gather_steps(world_size_));
-  if (sending < num_steps) {
-    plan_.steps[2 * sending + 1].send = block;
-    plan_.steps[2 * sending + 1].sends = true;
-  }
-  if (sending > 0) {  // and receives it the step before
-    plan_.steps[2 * sending - 1].recv = block;
-    plan_.steps[2 * sending - 1].receives = true;
-  }
-}
-
-Status Ring::all_gather_finish(void* const* outputs) {
-  const std::unique_lock<std::mutex> lock = std::move(gather_lock_);
-  if (!lock.owns_lock()) return {Code::kInternal, "all_gather_finish without all_gather_begin"};
-  if (outputs == nullptr) {
-    return fail(Code::kPeerLost, "rank " + std::to_string(rank_) + " gave up during " + here());
-  }
-  plan_.clear();
-  TFRING_TRY(place_rows(outputs));
-  ++finished_;
-  return {};
-}
-
-// The second half: what came with the numbers is put in its place; blocks too large for that go round now.
-Status Ring::place_rows(void* const* outputs) {
-  const size_t count = gather_tensors_.size();
-  gather_blocks_.clear();
-  gather_filled_.assign(count, 0);
-  for (int r = 0; r < world_size_; ++r) {
-    const bool small = is_small(gather_bytes_[static_cast<size_t>(r)], world_size_);
-    const char* slot = scratch_.get() + r * (kSmallBytes / world_size_);
-    const int64_t begin = plan_.spans.size();
-    for (size_t t = 0; t < count; ++t) {
-      const int64_t size = gather_rows_[static_cast<size_t>(r) * count + t] * gather_row_bytes_[t];
-      char* out = static_cast<char*>(outputs[t]) + gather_filled_[t];
-      gather_filled_[t] += size;
-      if (r == rank_) {
-        copy(out, gather_tensors_[t].input, size);
-      } else if (small) {
-        copy(out, slot, size);
-        slot += size;
-      }
-      plan_.spans.add(out, out, size);
-    }
-    gather_blocks_.push_back({begin, small ? 0 : plan_.spans.size() - begin});
-  }
-  for (int s = 0; s < num_all_gather_steps(world_size_); ++s) {
-    const ScheduleStep step = all_gather_step(rank_, world_size_, s);
-    const Range send = gather_blocks_[static_cast<size_t>(step.send)];
-    const Range recv = gather_blocks_[static_cast<size_t>(step.recv)];
-    plan_.steps.push_back({send, recv, send.size > 0, recv.size > 0, false, false});
-  }
-  return execute(kWithoutHeader);
 }
 
 }  // namespace tfring

@@ -47,7 +47,6 @@ Mailbox::Mailbox(MailboxHeader* header, char* bytes, int64_t capacity, int doorb
 
 Mailbox::~Mailbox() {
   munmap(header_, static_cast<size_t>(kMailboxHeaderBytes + 2 * capacity_));
-  close(doorbell_fd_);
 }
 
 std::unique_ptr<Mailbox> Mailbox::open(int memory_fd, int doorbell_fd) {
@@ -68,6 +67,8 @@ std::unique_ptr<Mailbox> Mailbox::open(int memory_fd, int doorbell_fd) {
           !lay(kMailboxHeaderBytes + capacity, capacity, kMailboxHeaderBytes)) {
         munmap(base, total);
         base = MAP_FAILED;
+      } else {
+        madvise(base, total, MADV_DONTFORK);
       }
     }
   }
@@ -84,7 +85,7 @@ std::unique_ptr<Mailbox> Mailbox::open(int memory_fd, int doorbell_fd) {
 void Mailbox::ring_if_asleep() {
   if (header_->asleep.load() == 0 || header_->asleep.exchange(0) == 0) return;
   const char bell = 1;
-  const ssize_t written = write(doorbell_fd_, &bell, 1);
+  const ssize_t written = write(doorbell_fd_.get(), &bell, 1);
   (void)
       written;  // a full pipe has rung already; a closed one belongs to a dead rank, which its control shows
 }
@@ -95,7 +96,7 @@ void Mailbox::wake_up() { header_->asleep.store(0); }
 
 void Mailbox::silence_doorbell() {
   char bells[64];
-  while (::read(doorbell_fd_, bells, sizeof(bells)) == static_cast<ssize_t>(sizeof(bells))) {
+  while (::read(doorbell_fd_.get(), bells, sizeof(bells)) == static_cast<ssize_t>(sizeof(bells))) {
   }
 }
 

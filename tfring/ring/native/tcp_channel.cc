@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "channel.h"
+#include "fd.h"
 
 namespace tfring {
 namespace {
@@ -39,40 +41,50 @@ bool is_local(int fd) {
                      &reinterpret_cast<sockaddr_in6*>(&there)->sin6_addr, sizeof(in6_addr)) == 0;
 }
 
+// So that nothing on the way forgets a connection without traffic, such as during an hour's evaluation on one rank.
+// Whether the neighbour lives is the control connection's affair.
+void keep_known(int fd) {
+  const int on = 1;
+  const int seconds = 60;
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof(seconds));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof(seconds));
+}
+
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 class TcpSender final : public Sender {
  public:
   explicit TcpSender(int fd) : fd_(fd) {
-    fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_NONBLOCK);
-    if (is_local(fd_)) {
-      setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &kLocalSendBufferBytes, sizeof(kLocalSendBufferBytes));
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    keep_known(fd);
+    if (is_local(fd)) {
+      setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kLocalSendBufferBytes, sizeof(kLocalSendBufferBytes));
     }
   }
-  ~TcpSender() override { close(fd_); }
 
   int64_t send(const iovec* parts, int num_parts) override {
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = static_cast<size_t>(num_parts);
-    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent >= 0) return sent;
     return would_block(errno) ? 0 : kGone;
   }
 
   bool ready() const override { return false; }
-  int poll_fd() const override { return fd_; }
+  int poll_fd() const override { return fd_.get(); }
 
  private:
-  const int fd_;
+  const Fd fd_;
 };
 
 class TcpReceiver final : public Receiver {
  public:
   explicit TcpReceiver(int fd) : fd_(fd), window_(kWindowBytes) {
-    fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_NONBLOCK);
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    keep_known(fd);
   }
-  ~TcpReceiver() override { close(fd_); }
 
   int64_t peek(int64_t wanted, const char** data) override {
     if (end_ - begin_ < wanted) {
@@ -103,19 +115,19 @@ class TcpReceiver final : public Receiver {
   }
 
   bool ready(int64_t wanted) const override { return end_ - begin_ >= wanted; }
-  int poll_fd() const override { return fd_; }
+  int poll_fd() const override { return fd_.get(); }
 
  private:
   int64_t receive_now(const iovec* parts, int num_parts) {
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = static_cast<size_t>(num_parts);
-    const ssize_t got = recvmsg(fd_, &message, MSG_DONTWAIT);
+    const ssize_t got = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
     if (got > 0) return got;
     return got < 0 && would_block(errno) ? 0 : kGone;
   }
 
-  const int fd_;
+  const Fd fd_;
   std::vector<char> window_;
   int64_t begin_ = 0;
   int64_t end_ = 0;

@@ -23,6 +23,7 @@ namespace tfring {
 // Values of TF_Code.
 enum TfCode {
   kTfOk = 0,
+  kTfCancelled = 1,
   kTfInvalidArgument = 3,
   kTfDeadlineExceeded = 4,
   kTfAborted = 10,

@@ -1,0 +1,29 @@
+// A descriptor that belongs to this process alone: a forked child closes its copy at once.
+#pragma once
+
+namespace tfring {
+
+// Else a child that lives on would keep its parent's connections open, and nobody would see the parent die.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd);  // takes it over; -1 for none
+  ~Fd() { reset(); }
+  Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+  Fd& operator=(Fd&& other) noexcept;
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+
+  int get() const { return fd_; }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// Around a fork. No descriptor is opened or closed between the first and one of the others.
+void hold_fds();
+void release_fds();
+void close_fds_in_child();
+
+}  // namespace tfring

@@ -1,0 +1,179 @@
+// What a process has once, however many rings it is in: Python's signals, warnings, TensorFlow's threads.
+#include "process.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+
+#include "clock.h"
+#include "core.h"
+
+namespace tfring {
+namespace {
+
+constexpr double kHearingSeconds = 0.2;  // within which Python hears of a signal, unless it waits inside TensorFlow
+constexpr size_t kMostWarnings = 100;
+
+tfring_python python{};
+thread_local void* raised[3];
+
+struct Shared {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::string> warnings;
+  std::vector<uint64_t> standing;  // rings
+  std::vector<uint64_t> rings;     // all this process is in
+  size_t pool_size = 0;            // 0: not known
+  uint32_t asked = 0;              // the interrupt Python was asked about last,
+  int64_t asked_at = 0;
+};
+// Never destroyed: threads may still run while the process exits.
+Shared* shared = new Shared;
+
+std::atomic<uint32_t> interrupts{0};  // Ctrl-C so far,
+std::atomic<uint32_t> heard{0};       // as far as Python has heard of it
+std::atomic<const struct sigaction*> pythons_action{nullptr};
+
+bool contains(const std::vector<uint64_t>& values, uint64_t value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+void erase_one(std::vector<uint64_t>* values, uint64_t value) {
+  const auto found = std::find(values->begin(), values->end(), value);
+  if (found != values->end()) values->erase(found);
+}
+
+void count_interrupt(int number, siginfo_t* info, void* context) {
+  interrupts.fetch_add(1);
+  const struct sigaction* next = pythons_action.load();
+  if ((next->sa_flags & SA_SIGINFO) != 0) {
+    next->sa_sigaction(number, info, context);
+  } else {
+    next->sa_handler(number);
+  }
+}
+
+// Puts count_interrupt before the handler there is; again after somebody set another.
+void count_interrupts() {
+  struct sigaction action;
+  if (sigaction(SIGINT, nullptr, &action) != 0 || action.sa_sigaction == count_interrupt) return;
+  if (action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) return;
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  pythons_action = new struct sigaction(action);  // kept: a signal may be using the one before
+  action.sa_flags |= SA_SIGINFO;
+  action.sa_sigaction = count_interrupt;
+  sigaction(SIGINT, &action, nullptr);
+}
+
+// Python calls it between two steps of the main thread's, after the handlers of pending signals.
+int hear(void* number) {
+  heard = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(number));
+  return 0;
+}
+
+}  // namespace
+
+bool python_interrupted() {
+  if (python.err_check_signals == nullptr) return false;
+  const int state = python.gil_state_ensure();
+  const bool interrupted = python.err_check_signals() != 0;
+  if (interrupted) python.err_fetch(&raised[0], &raised[1], &raised[2]);
+  python.gil_state_release(state);
+  return interrupted;
+}
+
+bool op_interrupted() {
+  if (python.err_check_signals == nullptr) return false;
+  count_interrupts();
+  const uint32_t count = interrupts;
+  if (count == heard) return false;
+  {
+    std::lock_guard<std::mutex> lock(shared->mutex);
+    if (shared->asked != count) {
+      shared->asked = count;
+      shared->asked_at = now_nanoseconds();
+      python.add_pending_call(hear, reinterpret_cast<void*>(static_cast<uintptr_t>(count)));
+      return false;
+    }
+    if (seconds_between(shared->asked_at, now_nanoseconds()) < kHearingSeconds) return false;
+  }
+  if (python.interrupt_raises() != 0) return true;
+  heard = count;  // a handler of the user's, which runs after the op
+  return false;
+}
+
+bool on_pool_thread() {
+  return python.gil_state_get_this_thread_state != nullptr && python.gil_state_get_this_thread_state() == nullptr;
+}
+
+void stands_still(uint64_t ring) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  shared->standing.push_back(ring);
+}
+
+void moves_again(uint64_t ring) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  erase_one(&shared->standing, ring);
+}
+
+std::vector<uint64_t> all_threads_wait_in() {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  if (shared->pool_size == 0 || shared->standing.size() < shared->pool_size) return {};
+  return shared->standing;
+}
+
+void join_ring(uint64_t ring) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  shared->rings.push_back(ring);
+}
+
+void leave_ring(uint64_t ring) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  erase_one(&shared->rings, ring);
+}
+
+bool wait_for_each_other(const Pong& peer) {
+  const std::vector<uint64_t> mine = all_threads_wait_in();
+  if (mine.empty() || peer.num_waiting == 0) return false;
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting, [&](uint64_t ring) {
+    return contains(shared->rings, ring) && !contains(mine, ring);
+  });
+}
+
+void warn(const std::string& line) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  if (shared->warnings.size() < kMostWarnings) shared->warnings.push_back(line);
+  shared->changed.notify_one();
+}
+
+std::string next_warning() {
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->changed.wait(lock, [] { return !shared->warnings.empty(); });
+  std::string line = std::move(shared->warnings.front());
+  shared->warnings.pop_front();
+  return line;
+}
+
+void forget_process_in_child() {
+  const size_t pool_size = shared->pool_size;
+  shared = new Shared;
+  shared->pool_size = pool_size;
+}
+
+}  // namespace tfring
+
+void tfring_use_python(const tfring_python* functions) { tfring::python = *functions; }
+
+void tfring_raise_again(void) {
+  tfring::python.err_restore(tfring::raised[0], tfring::raised[1], tfring::raised[2]);
+}
+
+void tfring_set_pool_size(int num_threads) {
+  std::lock_guard<std::mutex> lock(tfring::shared->mutex);
+  tfring::shared->pool_size = static_cast<size_t>(num_threads);
+}

@@ -1,0 +1,40 @@
+// What a process has once, however many rings it is in: Python's signals, warnings, TensorFlow's threads.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "frame.h"
+
+namespace tfring {
+
+// Lets Python's signal handlers run; true if one raised. For Python's main thread. False before tfring_use_python.
+bool python_interrupted();
+
+// The same for ops of TensorFlow, which run while Python's main thread waits inside TensorFlow and runs no handler:
+// from the first call on Ctrl-C is counted; true once Python has not heard of one and is to raise KeyboardInterrupt.
+bool op_interrupted();
+
+// Whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
+bool on_pool_thread();
+
+// Collectives that stand still on threads of TensorFlow's inter-op pool, by the identity of their ring.
+void stands_still(uint64_t ring);
+void moves_again(uint64_t ring);
+// All of them where the pool has no more threads, so that no other can begin; else none.
+std::vector<uint64_t> all_threads_wait_in();
+// The rings this process is in.
+void join_ring(uint64_t ring);
+void leave_ring(uint64_t ring);
+// Whether a peer whose threads all wait waits in rings this process could only enter after its own have gone on, all
+// of which wait for the peer in turn.
+bool wait_for_each_other(const Pong& peer);
+
+// One line for the user; a thread of Python's takes it from next_warning, which waits for it, and logs it.
+void warn(const std::string& line);
+std::string next_warning();
+
+void forget_process_in_child();
+
+}  // namespace tfring
