@@ -1,13 +1,23 @@
 """Ranks that die, stand still or are interrupted: every survivor raises in time and names the rank."""
 
+import atexit
+import contextlib
+import ctypes
+import gc
+import multiprocessing
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 import ranks
+
+from tfring.errors import PeerLostError
 
 
 def reduce_for_ever(cluster, size, transport, timeout_seconds):
@@ -115,12 +125,12 @@ def keep_own_signals(cluster):
             raise LookupError("from the handler")
 
     signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
     try:
         with ranks.join(cluster) as ring:
-            if cluster.rank == 1:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                time.sleep(0.45)
+            if cluster.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.3, 0.6)
+            else:
+                time.sleep(0.6)
             ring.barrier()
             calls_first = len(calls)
             if cluster.rank == 1:
@@ -211,3 +221,263 @@ def test_nothing_is_left_in_shared_memory():
         for rank in range(2):
             os.kill(group.pid(rank), signal.SIGKILL)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+# Liveness apart from progress: a rank is slow, stopped, cut off or gone, and the message tells which.
+
+
+def reduce_with_short_limits(cluster, size, transport):
+    os.environ["TFRING_LOST_SECONDS"] = "1"
+    reduce_for_ever(cluster, size, transport, 60)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("size", [16, 4_000_000])
+def test_a_stopped_rank_is_lost_long_before_the_timeout(size, transport):
+    with ranks.Group(4) as group:
+        group.start(4, reduce_with_short_limits, size, transport)
+        for rank in range(4):
+            group.wait_for(rank, "under way")
+        os.kill(group.pid(2), signal.SIGSTOP)
+        stopped = time.monotonic()
+        outcomes = group.outcomes(15, without=(2,))
+        assert time.monotonic() - stopped < 3.0  # the limit is 1
+        for rank in (0, 1, 3):
+            assert outcomes[rank].kind == "PeerLostError", outcomes[rank]
+            assert "rank 2 on 127.0.0.1 is stopped" in outcomes[rank].message, outcomes[rank]
+            assert 'all_reduce "step"' in outcomes[rank].message
+        os.kill(group.pid(2), signal.SIGCONT)  # it finds out when it wakes up
+        woken = group.outcomes(10, without=(0, 1, 3))[2]
+        assert woken.kind == "PeerLostError" and "rank 2 on 127.0.0.1 is stopped" in woken.message
+
+
+def be_slow(cluster, transport, how):
+    """Rank 1 takes three times as long as a rank may be silent; without the GIL, or holding it."""
+    os.environ.update(TFRING_LOST_SECONDS="0.8", TFRING_STALL_WARNING_SECONDS="0.6")
+    with ranks.join(cluster, transport=transport) as ring:
+        ring.all_reduce(np.ones(4), name="before")
+        if cluster.rank == 1:
+            print("under way", flush=True)
+            if how == "holding the GIL":
+                ctypes.PyDLL(None).usleep(2_400_000)
+            else:
+                time.sleep(2.4)
+        return float(ring.all_reduce(np.full(100_000, 1.0), name="late")[-1])
+
+
+@pytest.mark.parametrize("transport, how", [("tcp", "asleep"), ("shm", "holding the GIL")])
+def test_a_slow_rank_fails_nobody_and_one_warning_names_it(transport, how):
+    with ranks.Group(4) as group:
+        group.start(4, be_slow, transport, how)
+        assert group.outcomes(20) == [4.0] * 4
+        lines = [line for line in group.logs().splitlines() if "is slow" in line]
+        assert len(lines) == 1, lines
+        for words in ("rank 1 on 127.0.0.1 is slow", 'all_reduce "late"', 'called in this ring is all_reduce "before"'):
+            assert words in lines[0], lines
+
+
+def test_a_rank_that_was_stopped_for_a_moment_accuses_nobody():
+    with ranks.Group(3) as group:
+        group.start(3, be_slow, "shm", "asleep")
+        group.wait_for(1, "under way")
+        os.kill(group.pid(0), signal.SIGSTOP)
+        time.sleep(0.4)  # half of what is allowed
+        os.kill(group.pid(0), signal.SIGCONT)
+        assert group.outcomes(20) == [3.0] * 3
+
+
+def wait_elsewhere(cluster):
+    """All but rank 0 are busy in Python, in no collective, when rank 2 dies."""
+    with ranks.join(cluster) as ring:
+        ring.barrier()
+        print("under way", flush=True)
+        deadline = time.monotonic() + 10
+        while ring.failure() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return str(ring.failure()), time.time()
+
+
+def test_a_death_is_known_outside_of_collectives_too():
+    with ranks.Group(4) as group:
+        group.start(4, wait_elsewhere)
+        for rank in range(4):
+            group.wait_for(rank, "under way")
+        os.kill(group.pid(2), signal.SIGKILL)
+        killed = time.time()
+        for rank, outcome in enumerate(group.outcomes(15, without=(2,))):
+            if rank != 2:
+                assert "rank 2 died: its process on 127.0.0.1 is gone" in outcome[0], outcome
+                assert outcome[1] - killed < 1.0
+
+
+# Fork.
+
+
+def what_is_open():
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one listdir itself held
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+def fork_and_go_on(cluster, transport, child):
+    with ranks.join(cluster, name=f"{cluster.ring} before"):
+        pass  # leaves what a process opens once
+    before = what_is_open()
+    ring = ranks.join(cluster, transport=transport)
+    rings_own = what_is_open() - before
+    ring.barrier()
+    pid = os.fork()
+    if pid == 0:
+        inherited = rings_own & what_is_open()
+        maps = "tfring-mailbox" in pathlib.Path("/proc/self/maps").read_text()
+        with pytest.raises(ValueError, match="a forked child cannot use it"):
+            ring.barrier()
+        print(f"of {len(rings_own)} the child has {len(inherited)}, maps: {maps}", flush=True)
+        if child == "lives on":
+            time.sleep(60)
+        ring.close()
+        atexit._run_exitfuncs()  # as a child that ends by sys.exit
+        os._exit(0)
+    if child == "ends":
+        os.waitpid(pid, 0)
+    print("under way", flush=True)
+    for _ in range(10 if child == "ends" else 10**9):
+        ring.all_reduce(np.ones(1000), name="step")
+    ring.close()
+    return pid
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_forked_child_closes_what_it_inherits_and_harms_nobody(transport):
+    with ranks.Group(2) as group:
+        group.start(2, fork_and_go_on, transport, "ends")
+        assert all(isinstance(pid, int) for pid in group.outcomes(20))
+        for rank in range(2):
+            group.wait_for(rank, "the child has 0, maps: False")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_death_is_seen_at_once_though_a_forked_child_lives_on(transport):
+    with ranks.Group(3) as group:
+        group.start(3, fork_and_go_on, transport, "lives on")
+        for rank in range(3):
+            group.wait_for(rank, "under way")
+        time.sleep(0.1)
+        os.kill(group.pid(1), signal.SIGKILL)
+        killed = time.monotonic()
+        outcomes = group.outcomes(10, without=(1,))
+        assert time.monotonic() - killed < 1.0
+        for rank in (0, 2):
+            assert outcomes[rank].kind == "PeerLostError" and "rank 1 died" in outcomes[rank].message
+
+
+def square(x):
+    return x * x
+
+
+def use_other_processes(cluster):
+    with ranks.join(cluster) as ring:
+        for method in ("fork", "spawn"):
+            with multiprocessing.get_context(method).Pool(2) as pool:
+                assert pool.map(square, range(4)) == [0, 1, 4, 9]
+                ring.all_reduce(np.ones(10))
+        subprocess.run([sys.executable, "-c", "pass"], check=True, close_fds=False)
+        return float(ring.all_reduce(np.ones(10))[0])
+
+
+def test_pools_and_commands_leave_the_ring_alone():
+    assert ranks.run(2, use_other_processes) == [2.0, 2.0]
+
+
+# Ctrl-C at awkward moments.
+
+
+def gather_until_interrupted(cluster):
+    """Rank 0 is interrupted wherever it is: before, within or after a gather, or between its two halves."""
+    kinds = []
+    for attempt in range(12):
+        with ranks.join(cluster, name=f"{cluster.ring} {attempt}") as ring:
+            try:
+                ring.barrier()
+                if cluster.rank == 0:
+                    threading.Timer(0.02 + 0.003 * attempt, os.kill, (os.getpid(), signal.SIGINT)).start()
+                while True:
+                    ring.all_gather(np.ones((5, 3)))
+            except (KeyboardInterrupt, PeerLostError) as error:
+                kinds.append(type(error).__name__)
+    return kinds
+
+
+def test_control_c_at_any_moment_of_a_gather():
+    with ranks.Group(2) as group:
+        group.start(2, gather_until_interrupted)
+        interrupted, other = group.outcomes(20)
+        assert interrupted == ["KeyboardInterrupt"] * 12, interrupted
+        assert other == ["PeerLostError"] * 12, other
+
+
+def use_the_ring_in_a_handler(cluster):
+    """Statistics may be had from a signal handler, a collective may not, and closing ends the one under way."""
+    told = []
+
+    def handler(number, frame):
+        told.append(ring.statistics()["bytes_sent"])
+        try:
+            ring.barrier()
+        except ValueError as error:
+            told.append(str(error))
+        ring.close()
+
+    signal.signal(signal.SIGALRM, handler)
+    with ranks.join(cluster) as ring:
+        if cluster.rank == 1:
+            time.sleep(1.5)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            ring.all_reduce(np.ones(3))
+            ring.barrier()
+        except PeerLostError as error:
+            return [*told, str(error)]
+
+
+def test_a_signal_handler_may_close_the_ring():
+    closed, other = ranks.run(2, use_the_ring_in_a_handler)
+    assert "was called from within a collective" in closed[1]
+    assert "rank 0 closed the ring during all_reduce" in closed[2] and "rank 0 closed the ring" in other[-1]
+
+
+# What is dropped is closed.
+
+
+def drop_communicators(cluster, transport):
+    with ranks.join(cluster, transport=transport):
+        pass
+    before = what_is_open()
+    for i in range(5):
+        ranks.join(cluster, name=f"{cluster.ring} {i}", transport=transport).all_reduce(np.ones(1000))
+    gc.collect()
+    maps = "tfring-mailbox" in pathlib.Path("/proc/self/maps").read_text()
+    return what_is_open() - before, maps
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_dropped_communicator_is_closed(transport):
+    assert ranks.run(2, drop_communicators, transport) == [(set(), False)] * 2
+
+
+def drop_on_one_rank(cluster):
+    ring = ranks.join(cluster)
+    ring.barrier()
+    if cluster.rank == 0:
+        del ring
+        gc.collect()
+        return
+    ring.barrier()
+
+
+def test_others_hear_a_goodbye_from_a_dropped_communicator():
+    _, other = ranks.try_run(2, drop_on_one_rank)
+    assert other.kind == "PeerLostError" and "rank 0 left the ring" in other.message

@@ -25,6 +25,7 @@ from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, ring_of_model, seam
 from tfring.errors import ConfigurationError
+from tfring.ring import failures
 
 
 def install():
@@ -116,7 +117,7 @@ def _entry(name, signature):
             given["callbacks"] = [*callbacks, ring_callbacks.agreement(strategy)]
         if given.get("verbose", "auto") == "auto" and not strategy.cluster.is_chief:
             given["verbose"] = 0  # one progress bar is enough
-        with entered(name), on_rank_0(strategy):
+        with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels):
             return original(*bound.args, **bound.kwargs)
 
     return replacement

@@ -71,6 +71,13 @@ class Collectives(abc.ABC):
         """Bytes this rank has sent so far, or None where the engine does not count."""
         return None
 
+    def failure(self) -> BaseException | None:
+        """What broke this engine, as an exception of `tfring.errors`; None if nothing did, or it cannot tell."""
+        return None
+
+    def abort(self, failure: BaseException) -> None:  # noqa: B027  an engine need not know how
+        """Breaks this engine on all ranks for what has failed elsewhere, so that nobody waits in it in vain."""
+
     @property
     def needs_fixed_shapes(self) -> bool:
         """Whether `gather_rows` needs the same capacity on every rank, because padding travels too."""
@@ -146,6 +153,12 @@ class RingCollectives(Collectives):
 
     def bytes_sent(self):
         return self.communicator.statistics()["bytes_sent"]
+
+    def failure(self):
+        return self.communicator.failure()
+
+    def abort(self, failure):
+        self.communicator.abort(failure)
 
     def close(self):
         self.communicator.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from tfring.ring.schedule import chunk_bounds
 _OPENING_GRACE_SECONDS = 10.0
 _WARNING_BYTES = 4096
 
+_numbers = itertools.count()
 _log = logging.getLogger("tfring")
 
 
@@ -41,6 +43,7 @@ class Communicator:
         name: Tells apart rings of the same processes.
         transport: How the next and the previous rank are reached, e.g. `("shm", "tcp")`; empty if alone.
         handle: The number by which native ops know this communicator.
+        order: Counts the communicators of this process; see `tfring.ring.ops`.
 
     Example:
         >>> from tfring.cluster.cluster import Cluster
@@ -58,6 +61,7 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
         self.transport = transport
+        self.order = next(_numbers)
         self._core = library.core()
         # At the latest when nothing refers to this communicator any more, or the process ends.
         self._close = weakref.finalize(self, self._core.tfring_close, handle)
@@ -192,7 +196,7 @@ class Communicator:
                 results.append(np.empty((total, *value.shape[1:]), value.dtype))
                 outputs[0] = results[0].ctypes.data
                 placed[0] = 1
-            except BaseException as error:  # no memory, or Ctrl-C
+            except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
                 raised.append(error)
 
         error = library.Error()
@@ -272,7 +276,11 @@ class Communicator:
         """
         self._close()
 
-    def failure(self) -> Exception | None:
+    def abort(self, failure: BaseException) -> None:
+        """Breaks this ring, on all ranks, because of a failure outside it; does nothing to one that is broken."""
+        self._core.tfring_abort(self.handle, library.code_of(failure), str(failure).encode())
+
+    def failure(self) -> BaseException | None:
         """What broke this ring: a `MismatchError`, `PeerLostError` or `CollectiveTimeoutError`; None if nothing did."""
         error = library.Error()
         return library.error_of(error) if self._core.tfring_failure(self.handle, error) else None

@@ -163,6 +163,7 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
         "tfring_close": (None, handle),
+        "tfring_abort": (None, handle, size, ctypes.c_char_p),
         "tfring_failure": (ctypes.c_int, handle, error),
         "tfring_next_warning": (None, ctypes.c_char_p, size),
         "tfring_set_pool_size": (None, size),
@@ -222,13 +223,20 @@ def raise_error(error: Error) -> None:
     raise error_of(error)
 
 
-def error_of(error: Error) -> Exception:
+_KINDS: dict[int, type[BaseException]] = {
+    MISMATCH: errors.MismatchError,
+    PEER_LOST: errors.PeerLostError,
+    TIMEOUT: errors.CollectiveTimeoutError,
+    INVALID: ValueError,
+    INTERRUPTED: KeyboardInterrupt,
+}
+
+
+def error_of(error: Error) -> BaseException:
     """The exception that says what a failed call, or a broken ring, left in `error`."""
-    kind = {
-        MISMATCH: errors.MismatchError,
-        PEER_LOST: errors.PeerLostError,
-        TIMEOUT: errors.CollectiveTimeoutError,
-        INVALID: ValueError,
-        INTERRUPTED: KeyboardInterrupt,
-    }.get(error.code, errors.TfringError)
-    return kind(error.message.decode(errors="replace"))
+    return _KINDS.get(error.code, errors.TfringError)(error.message.decode(errors="replace"))
+
+
+def code_of(failure: BaseException) -> int:
+    """What `error_of` made this exception from."""
+    return next((code for code, kind in _KINDS.items() if type(failure) is kind), INTERNAL)

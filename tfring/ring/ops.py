@@ -2,9 +2,11 @@
 
 All ranks run the same collectives of a communicator in the same order. Inside a `tf.function` that is program
 order, through `tf.cond` and `tf.while_loop` as well. Collectives of two communicators stay independent of
-each other, as long as TensorFlow has an inter-op thread for each communicator. Errors arrive as TensorFlow's:
-InvalidArgumentError (ranks disagree), AbortedError (a rank is lost), DeadlineExceededError (a rank stands
-still). XLA (`jit_compile=True`) refuses these ops, as it does TensorFlow's own collectives on CPU.
+each other, as long as TensorFlow has an inter-op thread for each communicator. Inside a `tf.function` errors
+arrive as TensorFlow's: InvalidArgumentError (ranks disagree), AbortedError (a rank is lost),
+DeadlineExceededError (a rank stands still); `communicator.failure()` has the same as tfring's own, which
+`fit` and its sisters raise. XLA (`jit_compile=True`) refuses these ops, as it does TensorFlow's own
+collectives on CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from tfring.errors import NativeLibraryError
 from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds
 
-_tokens: list[tuple[tf.Tensor, weakref.WeakSet[Any]]] = []  # and the communicators that use each
+_tokens: dict[int, tf.Tensor] = {}
+# The communicators each graph calls, which live as long as it does.
+_users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
@@ -53,15 +57,8 @@ def all_reduce(
     many, tensors = _as_list(tensors)
     if not tensors:
         return []
-    with tf.device("CPU:0"):
-        results = _ops().tfring_all_reduce(
-            token=_token(communicator),
-            active=True if active is None else active,
-            tensors=tensors,
-            handle=communicator.handle,
-            key=name,
-            op=_operation(op),
-        )
+    active = True if active is None else active
+    results = _call("all_reduce", communicator, name, active=active, tensors=tensors, op=_operation(op))
     return list(results) if many else results[0]
 
 
@@ -127,14 +124,7 @@ def reduce_scatter(
         name: What to call the collective in errors.
     """
     tensor = tf.convert_to_tensor(tensor)
-    with tf.device("CPU:0"):
-        result = _ops().tfring_reduce_scatter(
-            token=_token(communicator),
-            tensor=tensor,
-            handle=communicator.handle,
-            key=name,
-            op=_operation(op),
-        )
+    result = _call("reduce_scatter", communicator, name, tensor=tensor, op=_operation(op))
     if tensor.shape.rank:
         rows = tensor.shape[0]
         if rows is not None:
@@ -158,32 +148,34 @@ def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "br
     many, tensors = _as_list(tensors)
     if not tensors:
         return []
-    with tf.device("CPU:0"):
-        results = _ops().tfring_broadcast(
-            token=_token(communicator), tensors=tensors, handle=communicator.handle, key=name, root=root
-        )
+    results = _call("broadcast", communicator, name, tensors=tensors, root=root)
     return list(results) if many else results[0]
 
 
 def barrier(communicator: Any, *, name: str = "barrier") -> Any:
     """Waits until all ranks have come here. Returns the operation inside a graph, None eagerly."""
-    with tf.device("CPU:0"):
-        return _ops().tfring_barrier(token=_token(communicator), handle=communicator.handle, key=name)
+    return _call("barrier", communicator, name)
 
 
 def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], name: str) -> list[tf.Tensor]:
-    with tf.device("CPU:0"):
-        results, _ = _ops().tfring_all_gather_rows(
-            token=_token(communicator),
-            num_rows=tf.convert_to_tensor(num_rows, tf.int64),
-            tensors=tensors,
-            handle=communicator.handle,
-            key=name,
-        )
+    num_rows = tf.convert_to_tensor(num_rows, tf.int64)
+    results, _ = _call("all_gather_rows", communicator, name, num_rows=num_rows, tensors=tensors)
     for result, tensor in zip(results, tensors, strict=True):
         if tensor.shape.rank:
             result.set_shape([None, *tensor.shape[1:]])
     return list(results)
+
+
+def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
+    op = getattr(_ops(), f"tfring_{kind}")
+    try:
+        with tf.device("CPU:0"):
+            return op(token=_token(communicator), handle=communicator.handle, key=name, **inputs)
+    except tf.errors.OpError as error:  # eagerly
+        failure = communicator.failure()
+        if failure is None or str(failure) not in error.message:
+            raise
+        raise failure from error
 
 
 def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:
@@ -203,21 +195,19 @@ def _token(communicator: Any) -> tf.Tensor:
 
     A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
     could fill theirs with collectives of different rings and wait for each other for ever. So there are no
-    more tokens than threads: rings beyond that share one, and their collectives run in program order.
+    more tokens than threads: rings beyond that share one, and their collectives run in program order. (Between
+    functions on different Python threads there is no such order; the core finds out and fails, see wait.cc.)
     """
-    for token, communicators in _tokens:
-        if communicator in communicators:
-            return token
-    with tf.init_scope(), tf.device("CPU:0"):
-        if len(_tokens) < _num_threads():
-            number = len(_tokens)
+    if not tf.executing_eagerly():
+        _users.setdefault(tf.compat.v1.get_default_graph(), set()).add(communicator)
+    number = communicator.order % _num_threads()
+    if number not in _tokens:
+        with tf.init_scope(), tf.device("CPU:0"):
             token = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfring/order/{number}")
             if not tf.executing_eagerly():
                 return token  # of a graph of TensorFlow 1's kind
-            _tokens.append((token, weakref.WeakSet()))
-    token, communicators = min(_tokens, key=lambda entry: len(entry[1]))
-    communicators.add(communicator)
-    return token
+            _tokens[number] = token
+    return _tokens[number]
 
 
 def share_order(communicator: Any, other: Any) -> None:
@@ -225,12 +215,10 @@ def share_order(communicator: Any, other: Any) -> None:
 
     A rank then waits in one of the two at a time, and no third ring has to wait for them.
     """
-    token = _token(other)
-    for candidate, communicators in _tokens:
-        if candidate is token:
-            communicators.add(communicator)
+    communicator.order = other.order
 
 
+@functools.cache  # TensorFlow fixes it when it first runs something
 def _num_threads() -> int:
     """The size of TensorFlow's inter-op pool, by the rules of its process_util.cc."""
     configured = tf.config.threading.get_inter_op_parallelism_threads()
@@ -244,7 +232,7 @@ def _num_threads() -> int:
 
 @functools.cache
 def _ops() -> Any:
-    library.core()
+    library.core().tfring_set_pool_size(_num_threads())
     if not library.OPS.exists():
         raise NativeLibraryError(
             f"The TensorFlow ops of the ring are missing ({library.OPS}). Install tfring again."

@@ -11,7 +11,6 @@ import weakref
 import tensorflow as tf
 
 from tfring import _tf, data, step
-from tfring import config as settings
 from tfring.cluster import Cluster
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
@@ -342,12 +341,5 @@ def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
         return alone, alone
     from tfring.ring.communicator import Communicator
 
-    def ring(name):
-        return RingCollectives(Communicator.connect(cluster, name, transport=settings.read("TFRING_TRANSPORT")))
-
-    control = ring("control")
-    if tf.config.threading.get_inter_op_parallelism_threads() == 1:
-        # Collectives block the thread they run on: with a single one, rank 0 could wait in a bucket of gradients
-        # and rank 1 in a statistic for ever. One ring orders them all.
-        return control, control
-    return control, ring("gradients")
+    control, gradients = (RingCollectives(Communicator.connect(cluster, name)) for name in ("control", "gradients"))
+    return control, gradients

@@ -16,6 +16,7 @@ from tfring.errors import ConfigurationError
 from tfring.recognition import RingMarker
 from tfring.reduction.dense import DEFAULT_BUCKET_BYTES
 from tfring.reduction.sparse import SparseOptions
+from tfring.ring import failures
 from tfring.strategy.extended import RingExtended
 
 _COMMUNICATIONS = ("ring", "tensorflow")
@@ -120,6 +121,13 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     def cluster(self) -> Cluster:
         """Who this worker is and who the others are."""
         return self.extended.cluster
+
+    @tf.autograph.experimental.do_not_convert
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """As `tf.distribute.Strategy.run`. Where a collective fails, it raises tfring's error, unless TensorFlow runs
+        it later, in a `tf.function` around this call."""
+        with failures.named(self.extended.channels):
+            return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op, value, axis):
         """As `tf.distribute.Strategy.reduce`; scalars reduce over axis 0 too, and structures are accepted.

@@ -99,6 +99,11 @@ int tfring_failure(int64_t handle, tfring_error* error) {
   return tfring::report(ring == nullptr ? Status() : ring->failure(), error);
 }
 
+void tfring_abort(int64_t handle, int code, const char* message) {
+  const std::shared_ptr<Ring> ring = tfring::find(handle);
+  if (ring != nullptr) ring->abort({static_cast<tfring::Code>(code), message});
+}
+
 void tfring_next_warning(char* line, int size) {
   tfring::copy_text(line, static_cast<size_t>(size), tfring::next_warning().c_str());
 }

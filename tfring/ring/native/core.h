@@ -100,7 +100,8 @@ typedef struct tfring_python {
   int (*interrupt_raises)(void);
 } tfring_python;
 TFRING_API void tfring_use_python(const tfring_python* functions);
-// After TFRING_INTERRUPTED on Python's main thread: sets the exception the handler raised. Called holding the GIL.
+// After TFRING_INTERRUPTED on Python's main thread: sets the exception the handler raised, if it was within the
+// collective. Called holding the GIL.
 TFRING_API void tfring_raise_again(void);
 
 // The number of threads in TensorFlow's inter-op pool.
@@ -113,6 +114,8 @@ TFRING_API void tfring_next_warning(char* line, int size);
 TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* error);
 // Says goodbye to the neighbours and forgets the handle. Collectives still running fail.
 TFRING_API void tfring_close(int64_t handle);
+// Breaks a ring on all ranks for a reason outside it, such as the failure of another ring.
+TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
 // Returns the code of the ring's first failure, after which nothing works; 0 if there was none.
 TFRING_API int tfring_failure(int64_t handle, tfring_error* error);
 TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
@@ -124,7 +127,7 @@ TFRING_API int tfring_all_reduce(int64_t handle, const tfring_call* call, const 
                                  int num_tensors, tfring_error* error);
 // The size of the result is known only on the way: `place` is called once, on this thread, when it is. Tensor t has
 // rows[r * num_tensors + t] rows on rank r; `place` sets outputs[t] to where all of them go, in rank order, and then
-// *placed to 1. Else the collective fails, on all ranks.
+// *placed to 1. Else the collective fails on all ranks, on this one with TFRING_INTERRUPTED.
 typedef void (*tfring_place)(void* context, const int64_t* rows, void** outputs, int32_t* placed);
 TFRING_API int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                                  int num_tensors, tfring_place place, void* context, tfring_error* error);

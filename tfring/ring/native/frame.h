@@ -70,8 +70,8 @@ static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 // What a rank says of itself when asked.
 constexpr int kMostWaiting = 16;
 struct Pong {
+  uint32_t in_collective;          // 1: of this ring, perhaps of an earlier one than the asking rank
   uint32_t num_waiting;            // where no thread of TensorFlow's is left: the rings in which all of them wait,
-  uint32_t reserved;
   uint64_t waiting[kMostWaiting];  // by identity
   char last_call[800];             // the collective begun last, in words
 };

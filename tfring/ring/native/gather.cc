@@ -2,6 +2,7 @@
 // rows.
 #include <limits>
 
+#include "clock.h"
 #include "ring.h"
 #include "tensor.h"
 
@@ -29,10 +30,12 @@ Status Ring::run_all_gather(const tfring_tensor* tensors, int num_tensors, tfrin
     gather.rows[static_cast<size_t>(rank_) * gather.count + t] = tensors[t].dims[0];
   }
   TFRING_TRY(gather_rows(&gather));
+  looked_up_ = 0;
+  TFRING_TRY(look_up(now_nanoseconds()));  // or Ctrl-C would be raised as `place` begins, where nobody can catch it
   std::vector<void*> outputs(gather.count);
   int32_t placed = 0;
   place(context, gather.rows.data(), outputs.data(), &placed);
-  if (placed == 0) return fail(Code::kPeerLost, "rank " + std::to_string(rank_) + " gave up during " + here());
+  if (placed == 0) return interruption();
   plan_.clear();
   return place_rows(gather, outputs.data());
 }

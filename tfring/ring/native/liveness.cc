@@ -172,6 +172,7 @@ void Ring::ask(Side side, int64_t now, double period) {
 void Ring::answer(Side side) {
   ControlFrame frame = make_control(ControlType::kPong, rank_, sequence_ + 1);
   Pong pong{};
+  pong.in_collective = running_ ? 1 : 0;
   for (uint64_t ring : all_threads_wait_in()) {
     if (pong.num_waiting < kMostWaiting) pong.waiting[pong.num_waiting++] = ring;
   }

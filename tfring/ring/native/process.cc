@@ -170,7 +170,9 @@ void forget_process_in_child() {
 void tfring_use_python(const tfring_python* functions) { tfring::python = *functions; }
 
 void tfring_raise_again(void) {
+  if (tfring::raised[0] == nullptr) return;
   tfring::python.err_restore(tfring::raised[0], tfring::raised[1], tfring::raised[2]);
+  tfring::raised[0] = nullptr;
 }
 
 void tfring_set_pool_size(int num_threads) {

@@ -153,6 +153,11 @@ tfring_statistics Ring::statistics() {
   return statistics;
 }
 
+void Ring::abort(const Status& why) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  fail_from(current(), why);
+}
+
 Status Ring::failure() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   return failure_;

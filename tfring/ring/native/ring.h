@@ -52,6 +52,7 @@ class Ring final : private Watched {
   tfring_statistics statistics();
   // The first failure, after which nothing works; ok if there was none.
   Status failure();
+  void abort(const Status& why);
   void close();
 
  private:

@@ -107,7 +107,7 @@ void Ring::stand_still(bool stands) {
   stands ? stands_still(identity_) : moves_again(identity_);
 }
 
-// Nothing moves. The neighbour this rank waits for says whether it is in this collective: if so, it waits like this
+// Nothing moves. The neighbour this rank waits for (the previous one, or the next if only room is wanting) says whether it is in a collective: if so, it waits like this
 // rank, and the rank next to the one that stands still will see to it. A neighbour that answers nothing is the
 // watcher's affair (liveness.cc).
 Status Ring::ask_why(int64_t now, double idle_seconds) {
@@ -120,8 +120,8 @@ Status Ring::ask_why(int64_t now, double idle_seconds) {
   const std::string who = "rank " + std::to_string(needed.rank);
   const double age = seconds_between(needed.answered, now);  // of what it has told
   const bool answers = needed.answered > idle_since_ && age < 2 * period + kSliceSeconds;
-  const bool takes_part = answers && needed.begun > sequence_;
-  const bool absent = answers && needed.begun <= sequence_;
+  const bool takes_part = answers && (needed.begun > sequence_ || needed.pong.in_collective != 0);
+  const bool absent = answers && !takes_part;
 
   if (absent && on_pool_thread_ && age < period &&
       wait_for_each_other(needed.pong)) {
@@ -135,7 +135,7 @@ Status Ring::ask_why(int64_t now, double idle_seconds) {
                               "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
                               "tf.config.threading.set_inter_op_parallelism_threads(n)"});
   }
-  if (absent && !warned_ && idle_seconds > stall_seconds_) {
+  if (absent && may_receive() && !warned_ && idle_seconds > stall_seconds_) {
     warned_ = true;
     warn(name_of_peer(needed) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) + " in " +
          here() + ". It is alive, and the last it called in this ring is " + needed.pong.last_call +

@@ -1,0 +1,36 @@
+"""A failure of a collective as the user reads it: tfring's error and its one sentence, then TensorFlow's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfring.errors import MismatchError, PeerLostError
+from tfring.ring.collectives import Collectives
+
+
+@contextlib.contextmanager
+def named(channels: Sequence[Collectives]) -> Iterator[None]:
+    """Raises what broke one of these channels, caused by the error in which TensorFlow reports it.
+
+    The other channels break with it: a rank may wait there for one that has left its step.
+
+    Args:
+        channels: The rings of a strategy.
+
+    Raises:
+        MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        failures = [f for channel in channels if (f := channel.failure()) is not None and str(f) in error.message]
+        if not failures:
+            raise
+        # Where several channels broke, a disagreement is the cause and a lost rank may be its consequence.
+        failure = min(failures, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
+        for channel in channels:
+            channel.abort(failure)
+        raise failure from error
