@@ -281,7 +281,10 @@ class Communicator:
         self._core.tfring_abort(self.handle, library.code_of(failure), str(failure).encode())
 
     def failure(self) -> BaseException | None:
-        """What broke this ring: a `MismatchError`, `PeerLostError` or `CollectiveTimeoutError`; None if nothing did."""
+        """What broke this ring: a `MismatchError`, `PeerLostError` or `CollectiveTimeoutError`; None if nothing did.
+
+        KeyboardInterrupt where Ctrl-C ended a collective of this rank.
+        """
         error = library.Error()
         return library.error_of(error) if self._core.tfring_failure(self.handle, error) else None
 

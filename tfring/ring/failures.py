@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring.errors import MismatchError, PeerLostError
-from tfring.ring.collectives import Collectives
+
+if TYPE_CHECKING:
+    from tfring.ring.collectives import Collectives
 
 
 @contextlib.contextmanager
@@ -34,3 +37,12 @@ def named(channels: Sequence[Collectives]) -> Iterator[None]:
         for channel in channels:
             channel.abort(failure)
         raise failure from error
+    except RuntimeError as error:
+        raise_interrupt(error)
+        raise
+
+
+def raise_interrupt(error: RuntimeError) -> None:
+    """Raises KeyboardInterrupt where Ctrl-C came while TensorFlow made this error of a collective that it ended."""
+    if "REPLACED BY KeyboardInterrupt" in str(error):  # pybind11's words
+        raise KeyboardInterrupt from None

@@ -238,5 +238,7 @@ def error_of(error: Error) -> BaseException:
 
 
 def code_of(failure: BaseException) -> int:
-    """What `error_of` made this exception from."""
+    """What `error_of` made this exception from, as other ranks see it."""
+    if isinstance(failure, KeyboardInterrupt):
+        return PEER_LOST
     return next((code for code, kind in _KINDS.items() if type(failure) is kind), INTERNAL)

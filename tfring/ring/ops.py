@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring.errors import NativeLibraryError
-from tfring.ring import library
+from tfring.ring import failures, library
 from tfring.ring.schedule import chunk_bounds
 
 _tokens: dict[int, tf.Tensor] = {}
@@ -176,6 +176,9 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
         if failure is None or str(failure) not in error.message:
             raise
         raise failure from error
+    except RuntimeError as error:
+        failures.raise_interrupt(error)
+        raise
 
 
 def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:

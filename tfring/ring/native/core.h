@@ -116,7 +116,8 @@ TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* erro
 TFRING_API void tfring_close(int64_t handle);
 // Breaks a ring on all ranks for a reason outside it, such as the failure of another ring.
 TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
-// Returns the code of the ring's first failure, after which nothing works; 0 if there was none.
+// Returns the code of the ring's first failure, after which nothing works; 0 if there was none. TFRING_INTERRUPTED is
+// what the others know as a lost peer.
 TFRING_API int tfring_failure(int64_t handle, tfring_error* error);
 TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
 TFRING_API int tfring_rank(int64_t handle);

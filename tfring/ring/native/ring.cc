@@ -160,7 +160,7 @@ void Ring::abort(const Status& why) {
 
 Status Ring::failure() {
   std::lock_guard<std::mutex> lock(control_mutex_);
-  return failure_;
+  return interrupted_ ? Status(Code::kInterrupted, failure_.message) : failure_;
 }
 
 Status Ring::need_scratch(int64_t size) {

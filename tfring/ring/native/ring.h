@@ -169,6 +169,7 @@ class Ring final : private Watched {
   Status failure_;                    // collectives fail with it,
   uint64_t fails_from_ = UINT64_MAX;  // from this one on: a rank that fails in a later collective than this
                                       // rank's has sent all that this rank needs to finish the ones before
+  std::atomic<bool> interrupted_{false};  // this rank's doing
   bool told_ = false;                 // the caller knows failure_
   uint64_t sequence_ = UINT64_MAX;    // of the collective begun last: 0 is the opening barrier, 1 the user's first
   bool running_ = false;              // it is under way

@@ -84,6 +84,7 @@ Status Ring::look_up(int64_t now) {
 Status Ring::interruption() {
   const Status status =
       fail(Code::kPeerLost, "rank " + std::to_string(rank_) + " was interrupted during " + here());
+  interrupted_ = true;
   return {Code::kInterrupted, status.message};
 }
 

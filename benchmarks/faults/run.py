@@ -1,0 +1,276 @@
+"""Makes the fault matrix: what the ranks of a job see of a fault, and how soon. Writes docs/faults.md.
+
+    python benchmarks/faults/run.py                 # all of it, some twelve minutes; as root also between hosts
+    python benchmarks/faults/run.py --only SIGSTOP  # the faults whose name holds this, on the screen only
+
+A rank loops over all-reduces of 1 MB, or waits in Python between two; one rank is struck by a fault. Hosts are network
+namespaces. "Knew after" is the time until the last survivor had its exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "faults.md"
+sys.path.insert(0, str(ROOT / "tests" / "cluster" / "engines"))
+
+import namespaces  # noqa: E402
+
+from tfring.cluster import Cluster, launch_variables  # noqa: E402
+
+VICTIM = 1
+START_SECONDS = 60
+LIMIT_SECONDS = 45  # for survivors to learn of a fault
+AT_ONCE = ("kill -9", "kill -9, a forked child lives on", "exit", "exception")
+
+
+class Scenario(NamedTuple):
+    fault: str
+    moment: str
+    transport: str  # shm, tcp, hosts
+    ranks: int
+    lost_seconds: float = 2.0
+    slow_seconds: float = 0.0
+
+
+class Outcome(NamedTuple):
+    seconds: float | None  # None: nobody failed
+    told: str
+    left: str
+
+
+def scenarios(slow_seconds: float, hosts: bool) -> list[Scenario]:
+    """Those that make sense: a link can be cut between hosts only."""
+    found = []
+    transports = ["shm", "tcp", *(["hosts"] if hosts else [])]
+    for transport, ranks in itertools.product(transports, (2, 4)):
+        found += [Scenario(fault, "in a step", transport, ranks) for fault in (*AT_ONCE, "SIGSTOP")]
+        found += [Scenario(fault, "between steps", transport, ranks) for fault in (*AT_ONCE[:2], "SIGSTOP")]
+        found.append(Scenario("SIGSTOP", "in a step", transport, ranks, lost_seconds=15.0))
+        if transport == "hosts":
+            for moment in ("in a step", "between steps"):
+                found.append(Scenario("link cut", moment, transport, ranks))
+            found.append(Scenario("link cut", "in a step", transport, ranks, lost_seconds=15.0))
+            found.append(Scenario("5 % packet loss", "in a step", transport, ranks, slow_seconds=20))
+        found.append(Scenario("slow", "in a step", transport, ranks, slow_seconds=slow_seconds))
+    found += [Scenario("kill -9", "in the handshake", transport, 4) for transport in transports]
+    return found
+
+
+class Rank:
+    """A process, and what it has said so far."""
+
+    def __init__(self, scenario: Scenario, rank: int, addresses: tuple[str, ...], host: namespaces.Host | None) -> None:
+        local = (rank, len(addresses)) if host is None else (0, 1)
+        cluster = Cluster(rank, len(addresses), *local, len(addresses) // local[1], addresses, "faults", None)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TFRING_")}
+        environ.update(
+            launch_variables.write(cluster),
+            PYTHONPATH=str(ROOT),
+            OMP_NUM_THREADS="1",
+            TFRING_TRANSPORT="shm" if scenario.transport == "shm" else "tcp",
+            TFRING_CONNECT_TIMEOUT_SECONDS="10",
+            TFRING_LOST_SECONDS=str(scenario.lost_seconds),
+            TFRING_STALL_WARNING_SECONDS=str(max(1.0, min(30.0, scenario.slow_seconds / 4))),
+            FAULT_SECONDS=str(scenario.slow_seconds + 5 if scenario.slow_seconds else LIMIT_SECONDS),
+        )
+        late = 3.0 if scenario.moment == "in the handshake" and rank == len(addresses) - 1 else 0.0
+        command = [sys.executable, str(HERE / "worker.py"), scenario.fault, scenario.moment]
+        command += [str(scenario.slow_seconds), str(late)]
+        self.process = subprocess.Popen(
+            command if host is None else host.command(*command),
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(line.rstrip("\n") for line in iter(self.process.stdout.readline, ""))
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while text not in self.lines:
+            assert time.monotonic() < deadline and self.process.poll() is None, (text, self.lines)
+            time.sleep(0.005)
+
+    def report(self, seconds: float) -> dict | None:
+        """What it said in the end; None where it is still running."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = [line for line in self.lines if line.startswith("{")]
+            if found:
+                return json.loads(found[-1])
+            if self.process.poll() is not None:
+                self._reader.join(1)
+                assert any(line.startswith("{") for line in self.lines), self.lines
+            time.sleep(0.01)
+        return None
+
+    def end(self) -> bool:
+        """Whether it ended by itself; else, and with what it has forked, it is killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(3)
+        ended = self.process.poll() is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return ended
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Starts the ranks, strikes one, asks the others."""
+    with contextlib.ExitStack() as stack:
+        hosts: list[namespaces.Host | None] = [None] * scenario.ranks
+        names = ["127.0.0.1"] * scenario.ranks
+        if scenario.transport == "hosts":
+            hosts = list(stack.enter_context(namespaces.hosts(scenario.ranks)))
+            names = [host.ipv4 for host in hosts if host]
+        addresses = tuple(f"{name}:{port}" for name, port in zip(names, free_ports(scenario.ranks), strict=True))
+        shared_before = set(os.listdir("/dev/shm"))
+        ranks = [Rank(scenario, r, addresses, hosts[r]) for r in range(scenario.ranks)]
+        try:
+            if scenario.moment == "in the handshake":
+                ranks[VICTIM].wait_for("connecting")
+                time.sleep(1.5)
+            else:
+                for rank in ranks:
+                    rank.wait_for("under way")
+                time.sleep(0.2)
+            struck = time.time()
+            strike(scenario, ranks[VICTIM], hosts[VICTIM])
+            outcome = ask(scenario, ranks, struck)
+        finally:
+            ended = [rank.end() for r, rank in enumerate(ranks) if r != VICTIM]
+            ranks[VICTIM].end()
+        left = set(os.listdir("/dev/shm")) - shared_before
+        if left or not all(ended):
+            outcome = outcome._replace(left=f"{outcome.left}; {len(left)} files, {ended.count(False)} processes")
+        return outcome
+
+
+def strike(scenario: Scenario, victim: Rank, host: namespaces.Host | None) -> None:
+    number = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}.get(scenario.fault.partition(",")[0])
+    if scenario.fault in ("link cut", "5 % packet loss"):
+        assert host is not None
+        namespace = f"{host.namespace.rpartition('-')[0]}-bridge"
+        port = f"port{VICTIM}"
+        what = ["ip", "link", "set", port, "down"]
+        if scenario.fault != "link cut":
+            what = ["tc", "qdisc", "add", "dev", port, "root", "netem", "loss", "5%"]
+        subprocess.run(["ip", "netns", "exec", namespace, *what], check=True, capture_output=True, text=True)
+        return
+    os.kill(victim.process.pid, number or signal.SIGUSR1)
+
+
+def ask(scenario: Scenario, ranks: list[Rank], struck: float) -> Outcome:
+    survivors = [rank for r, rank in enumerate(ranks) if r != VICTIM]
+    reports = [rank.report(LIMIT_SECONDS + scenario.slow_seconds) for rank in survivors]
+    if None in reports:
+        return Outcome(None, f"**a survivor knew nothing after {LIMIT_SECONDS} s**", "?")
+    known = [report for report in reports if report is not None]
+    left = sum(report["left"] for report in known)
+    text = "nothing" if left == 0 else f"{left} descriptors"
+    errors = {report["error"] for report in known}
+    if errors == {None}:
+        warnings = [line for rank in ranks for line in rank.lines if "is slow" in line]
+        told = f"{known[0]['steps']} steps" + (f"; {len(warnings)} warning: {warnings[0]}" if warnings else "")
+        return Outcome(None, told, text)
+    seconds = max(report["when"] for report in known) - struck
+    return Outcome(seconds, f"`{'`, `'.join(sorted(map(str, errors)))}`: {known[0].get('message')}", text)
+
+
+def free_ports(n: int) -> list[int]:
+    """Below the range from which the kernel serves outgoing connections."""
+    ports: list[int] = []
+    while len(ports) < n:
+        port = random.SystemRandom().randrange(12000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
+
+
+def outcomes(wanted: list[Scenario]) -> Iterator[tuple[Scenario, Outcome]]:
+    """One after the other; those that only take their time, side by side at the end."""
+    patient = [s for s in wanted if s.slow_seconds]
+    for scenario in wanted:
+        if scenario not in patient:
+            yield scenario, tried(scenario)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        yield from zip(patient, pool.map(tried, patient), strict=True)
+
+
+def tried(scenario: Scenario) -> Outcome:
+    try:
+        return run(scenario)
+    except subprocess.CalledProcessError as error:  # no netem in this kernel
+        return Outcome(None, f"not to be had on this machine: {error.stderr.strip()}", "")
+
+
+def row(scenario: Scenario, outcome: Outcome) -> str:
+    transport = {"shm": "shared memory", "tcp": "TCP", "hosts": "TCP between hosts"}[scenario.transport]
+    fault = scenario.fault if scenario.fault != "slow" else f"slow for {scenario.slow_seconds:g} s"
+    if scenario.lost_seconds != 2.0:
+        fault += f", limit {scenario.lost_seconds:g} s"
+    knew = "nobody failed" if outcome.seconds is None else f"{outcome.seconds:.2f} s"
+    told = re.sub(r"\d+(\.\d+)?(?= steps)", "n", outcome.told).replace("|", "\\|")
+    cells = (fault, scenario.moment, transport, str(scenario.ranks), knew, told, outcome.left)
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--slow-seconds", type=float, default=120)
+    arguments = parser.parse_args()
+    no_hosts = namespaces.why_not()
+    wanted = [s for s in scenarios(arguments.slow_seconds, not no_hosts) if arguments.only in s.fault]
+    rows = []
+    for number, (scenario, outcome) in enumerate(outcomes(wanted), 1):
+        rows.append((wanted.index(scenario), row(scenario, outcome)))
+        print(f"{number}/{len(wanted)} {rows[-1][1]}", file=sys.stderr, flush=True)
+    table = "\n".join(
+        [
+            "| fault at one rank | moment | transport | ranks | every survivor knew after | what it was told | left behind |",
+            "|---|---|---|---|---|---|---|",
+            *(text for _, text in sorted(rows)),
+        ]
+    )
+    if arguments.only:
+        print(table)
+        return
+    if no_hosts:
+        table += f"\n\nWithout hosts of their own: {no_hosts}."
+    begin, end = "<!-- made by benchmarks/faults/run.py -->\n", "\n<!-- end -->"
+    page = PAGE.read_text()
+    before, _, rest = page.partition(begin)
+    PAGE.write_text(before + begin + table + end + rest.partition(end)[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""One rank of a scenario: collectives until something goes wrong, then one line of JSON about it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from tfring import cluster
+from tfring.errors import TfringError
+from tfring.ring.communicator import Communicator
+
+
+def main(fault: str, moment: str, seconds: float, late: float) -> None:
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    me = cluster.detect()
+    say("connecting")
+    time.sleep(late)
+    report: dict = {"error": None}
+    before: set = set()
+    try:
+        for ring in ("first", "second"):  # the first leaves what a process opens once
+            before = what_is_open()
+            with Communicator.connect(me, ring) as communicator:
+                signal.signal(signal.SIGUSR1, lambda *_: strike(fault, seconds))
+                if ring == "second":
+                    train(communicator, fault, moment, report)
+                else:
+                    communicator.barrier()
+    except TfringError as error:
+        report.update(error=type(error).__name__, message=str(error))
+    report.setdefault("when", time.time())
+    communicator = None
+    gc.collect()
+    left = len(what_is_open() - before)
+    with open("/proc/self/maps") as maps:
+        left += "tfring-mailbox" in maps.read()
+    print(json.dumps({**report, "left": left}), flush=True)
+
+
+def train(communicator: Communicator, fault: str, moment: str, report: dict) -> None:
+    value = np.ones(250_000, np.float32)
+    communicator.all_reduce(value, name="step")
+    if fault == "kill -9, a forked child lives on" and os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    communicator.barrier()
+    say("under way")
+    if moment == "between steps":
+        while communicator.failure() is None:
+            time.sleep(0.005)
+        report["when"] = time.time()
+        communicator.barrier()
+    deadline = time.monotonic() + float(os.environ["FAULT_SECONDS"])
+    steps = 0
+    while True:
+        # Of one mind about the end, so that nobody is left waiting.
+        over = communicator.all_reduce(np.array(time.monotonic() > deadline, np.int32), "max", name="over")
+        if over:
+            break
+        communicator.all_reduce(value, name="step")
+        steps += 1
+    report["steps"] = steps
+
+
+def strike(fault: str, seconds: float) -> None:
+    if fault == "slow":
+        time.sleep(seconds)
+    elif fault == "exit":
+        sys.exit(3)
+    else:
+        raise LookupError("in the user's code")
+
+
+def what_is_open() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return found
+
+
+def say(what: str) -> None:
+    print(what, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))
