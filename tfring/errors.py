@@ -43,22 +43,24 @@ class MismatchError(TfringError):
     Raised on every rank. The message names two neighbours that disagree and both their calls: kind, name,
     operation, dtype, shape and position; where several disagree, ranks may name different pairs. The ring is
     unusable afterwards; no result was produced.
-    Inside TensorFlow the same failure is `tf.errors.InvalidArgumentError`. Of arrays that differ, which `fit`,
-    `evaluate` and `predict` find at the door, the message names the argument; the ring may be used on.
+    In a `tf.function` of the user's own the same failure is `tf.errors.InvalidArgumentError`. Of arrays that differ,
+    which `fit`, `evaluate` and `predict` find at the door, the message names the argument; the ring may be used on.
     """
 
 
 class PeerLostError(TfringError):
-    """A rank died, left the ring or was interrupted while others still needed it.
+    """A rank died, left the ring, was interrupted, is stopped or cut off while others still need it.
 
-    Raised on every surviving rank. The ring is unusable afterwards.
-    Inside TensorFlow the same failure is `tf.errors.AbortedError`.
+    Raised on every surviving rank: at once where it is gone, within `TFRING_LOST_SECONDS` where it is
+    silent.
+    The message tells which; of a cut link it names both ends. The ring is unusable afterwards.
+    In a `tf.function` of the user's own the same failure is `tf.errors.AbortedError`.
     """
 
 
 class CollectiveTimeoutError(TfringError, TimeoutError):
-    """A rank is still connected but took no part in a collective within `timeout_seconds`.
+    """A rank is alive but took no part in a collective within `timeout_seconds`.
 
     Raised on every rank that can still run, naming the one that cannot. The ring is unusable afterwards.
-    Inside TensorFlow the same failure is `tf.errors.DeadlineExceededError`.
+    In a `tf.function` of the user's own the same failure is `tf.errors.DeadlineExceededError`.
     """

@@ -21,8 +21,8 @@ struct Registry {
   std::mutex mutex;
   std::unordered_map<int64_t, std::shared_ptr<Ring>> rings;
 };
-// Never destroyed: TensorFlow's threads may still call in while the process exits. A forked child has one of its own
-// and knows none of its parent's rings.
+// Never destroyed: TensorFlow's threads may still call in while the process exits. A forked child has one of
+// its own and knows none of its parent's rings.
 Registry* registry = new Registry;
 std::atomic<int64_t> last_handle{0};
 std::atomic<int64_t> last_parents_handle{0};
@@ -47,10 +47,10 @@ std::shared_ptr<Ring> find(int64_t handle) {
 }
 
 const char* why_unknown(int64_t handle) {
-  return handle <= last_parents_handle
-             ? "this communicator belongs to the process this one was forked from, and a forked child cannot use it. "
-               "Call collectives in the parent, or connect in the child"
-             : "this communicator is closed";
+  return handle <= last_parents_handle ? "this communicator belongs to the process this one was forked from, "
+                                         "and a forked child cannot use it. "
+                                         "Call collectives in the parent, or connect in the child"
+                                       : "this communicator is closed";
 }
 
 int report(const Status& status, tfring_error* error) {

@@ -68,9 +68,9 @@ typedef struct tfring_options {
   int32_t world_size;
   tfring_link next;
   tfring_link previous;
-  int32_t mailbox_fd;   // this rank's own mailbox, -1 without shared memory
-  int32_t doorbell_fd;  // this rank's own doorbell
-  int32_t num_spins;    // looks at shared memory before a rank goes to sleep
+  int32_t mailbox_fd;              // this rank's own mailbox, -1 without shared memory
+  int32_t doorbell_fd;             // this rank's own doorbell
+  int32_t num_spins;               // looks at shared memory before a rank goes to sleep
   double timeout_seconds;          // how long a collective waits for a rank that lives and stands still
   double stall_seconds;            // after how long such a wait is warned of
   double lost_seconds;             // how long a rank may give no sign of life
@@ -87,8 +87,8 @@ typedef struct tfring_statistics {
 
 TFRING_API int tfring_abi_version(void);
 
-// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL; and one that
-// says whether SIGINT would raise KeyboardInterrupt, which may be called without the GIL.
+// CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL; and one
+// that says whether SIGINT would raise KeyboardInterrupt, which may be called without the GIL.
 typedef struct tfring_python {
   int (*gil_state_ensure)(void);
   void (*gil_state_release)(int);
@@ -100,8 +100,8 @@ typedef struct tfring_python {
   int (*interrupt_raises)(void);
 } tfring_python;
 TFRING_API void tfring_use_python(const tfring_python* functions);
-// After TFRING_INTERRUPTED on Python's main thread: sets the exception the handler raised, if it was within the
-// collective. Called holding the GIL.
+// After TFRING_INTERRUPTED on Python's main thread: sets the exception the handler raised, if it was within
+// the collective. Called holding the GIL.
 TFRING_API void tfring_raise_again(void);
 
 // The number of threads in TensorFlow's inter-op pool.
@@ -116,8 +116,8 @@ TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* erro
 TFRING_API void tfring_close(int64_t handle);
 // Breaks a ring on all ranks for a reason outside it, such as the failure of another ring.
 TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
-// Returns the code of the ring's first failure, after which nothing works; 0 if there was none. TFRING_INTERRUPTED is
-// what the others know as a lost peer.
+// Returns the code of the ring's first failure, after which nothing works; 0 if there was none.
+// TFRING_INTERRUPTED is what the others know as a lost peer.
 TFRING_API int tfring_failure(int64_t handle, tfring_error* error);
 TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
 TFRING_API int tfring_rank(int64_t handle);
@@ -126,9 +126,9 @@ TFRING_API int tfring_world_size(int64_t handle);
 // Tensors share one dtype. Equal shapes on all ranks.
 TFRING_API int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                                  int num_tensors, tfring_error* error);
-// The size of the result is known only on the way: `place` is called once, on this thread, when it is. Tensor t has
-// rows[r * num_tensors + t] rows on rank r; `place` sets outputs[t] to where all of them go, in rank order, and then
-// *placed to 1. Else the collective fails on all ranks, on this one with TFRING_INTERRUPTED.
+// The size of the result is known only on the way: `place` is called once, on this thread, when it is. Tensor
+// t has rows[r * num_tensors + t] rows on rank r; `place` sets outputs[t] to where all of them go, in rank
+// order, and then *placed to 1. Else the collective fails on all ranks, on this one with TFRING_INTERRUPTED.
 typedef void (*tfring_place)(void* context, const int64_t* rows, void** outputs, int32_t* placed);
 TFRING_API int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                                  int num_tensors, tfring_place place, void* context, tfring_error* error);

@@ -60,8 +60,8 @@ struct ControlFrame {
   uint8_t code;  // of an abort: tfring::Code
   int32_t rank;  // who wrote it first
   int32_t reserved;
-  // Of an abort: the first collective that fails. Of a goodbye: how many the rank has finished. Of a pong: how many
-  // it has begun.
+  // Of an abort: the first collective that fails. Of a goodbye: how many the rank has finished. Of a pong:
+  // how many it has begun.
   uint64_t sequence;
   char message[1000];  // of an abort: why; of a pong: a Pong
 };
@@ -70,8 +70,8 @@ static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 // What a rank says of itself when asked.
 constexpr int kMostWaiting = 16;
 struct Pong {
-  uint32_t in_collective;          // 1: of this ring, perhaps of an earlier one than the asking rank
-  uint32_t num_waiting;            // where no thread of TensorFlow's is left: the rings in which all of them wait,
+  uint32_t in_collective;  // 1: of this ring, perhaps of an earlier one than the asking rank
+  uint32_t num_waiting;    // where no thread of TensorFlow's is left: the rings in which all of them wait,
   uint64_t waiting[kMostWaiting];  // by identity
   char last_call[800];             // the collective begun last, in words
 };

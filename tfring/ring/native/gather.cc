@@ -1,5 +1,5 @@
-// all_gather, whose sizes are learned on the way: the first half brings every rank's numbers of rows, the second its
-// rows.
+// all_gather, whose sizes are learned on the way: the first half brings every rank's numbers of rows, the
+// second its rows.
 #include <limits>
 
 #include "clock.h"
@@ -21,7 +21,8 @@ struct Ring::Gather {
   }
 };
 
-Status Ring::run_all_gather(const tfring_tensor* tensors, int num_tensors, tfring_place place, void* context) {
+Status Ring::run_all_gather(const tfring_tensor* tensors, int num_tensors, tfring_place place,
+                            void* context) {
   Gather gather{tensors, static_cast<size_t>(num_tensors), {}, {}, {}};
   gather.rows.assign(static_cast<size_t>(world_size_) * gather.count, 0);
   gather.bytes.assign(static_cast<size_t>(world_size_), 0);
@@ -31,7 +32,8 @@ Status Ring::run_all_gather(const tfring_tensor* tensors, int num_tensors, tfrin
   }
   TFRING_TRY(gather_rows(&gather));
   looked_up_ = 0;
-  TFRING_TRY(look_up(now_nanoseconds()));  // or Ctrl-C would be raised as `place` begins, where nobody can catch it
+  TFRING_TRY(
+      look_up(now_nanoseconds()));  // or Ctrl-C would be raised as `place` begins, where nobody can catch it
   std::vector<void*> outputs(gather.count);
   int32_t placed = 0;
   place(context, gather.rows.data(), outputs.data(), &placed);
@@ -105,7 +107,7 @@ Status Ring::learn_block(Gather* gather, int rank) {
 
 // The second half: what came with the numbers is put in its place; blocks too large for that go round now.
 Status Ring::place_rows(const Gather& gather, void* const* outputs) {
-  std::vector<Range> blocks;                          // [rank]: positions in the plan; empty if small
+  std::vector<Range> blocks;                     // [rank]: positions in the plan; empty if small
   std::vector<int64_t> filled(gather.count, 0);  // [tensor]: bytes of the output in place
   for (int r = 0; r < world_size_; ++r) {
     const bool small = is_small(gather.bytes[static_cast<size_t>(r)], world_size_);

@@ -1,12 +1,12 @@
 // Neighbours that leave, die, stop or are cut off, seen by the watcher's thread, in a collective or not.
 //
-//   slow     alive, and busy in Python, in a checkpoint, in a debugger: nobody's error before timeout_seconds (wait.cc)
-//   stopped  its host acknowledges what it is sent, its process answers nothing
-//   cut off  not even that; which side of the cut is the broken one cannot be known from either
-//   gone     its connection closed without a goodbye
+//   slow     alive, and busy in Python, in a checkpoint, in a debugger: nobody's error before timeout_seconds
+//   (wait.cc) stopped  its host acknowledges what it is sent, its process answers nothing cut off  not even
+//   that; which side of the cut is the broken one cannot be known from either gone     its connection closed
+//   without a goodbye
 //
-// The watcher of each rank answers pings of its neighbours, and pings them. Whatever breaks the ring, it passes on to
-// the other side, so that ranks further on learn of it too, and at once.
+// The watcher of each rank answers pings of its neighbours, and pings them. Whatever breaks the ring, it
+// passes on to the other side, so that ranks further on learn of it too, and at once.
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 
@@ -48,9 +47,9 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-// The kernel gives a control connection up when what it sent stays unacknowledged, and probes it while it is silent,
-// before the watcher's pings begin. Not so a data connection: a slow rank that takes no data for minutes would look
-// to TCP_USER_TIMEOUT as one that is lost.
+// The kernel gives a control connection up when what it sent stays unacknowledged, and probes it while it is
+// silent, before the watcher's pings begin. Not so a data connection: a slow rank that takes no data for
+// minutes would look to TCP_USER_TIMEOUT as one that is lost.
 void prepare_control(int fd, double lost_seconds) {
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   const int on = 1;
@@ -77,21 +76,22 @@ void Ring::start_asking() {
 int Ring::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
   std::lock_guard<std::mutex> lock(control_mutex_);
   const double period = std::min(lost_seconds_ / kPingsPerLimit, kMostPingSeconds);
-  bool asking = false;
+  double wait_seconds = kNoHurryMilliseconds / 1e3;
   for (Side side : {kPrevious, kNext}) {
     Control& control = controls_[side];
     read_control(side, now);
     if (control.left || control.closed) continue;
     fds->push_back({control.fd.get(), POLLIN, 0});
     if (control.heard == 0 || !failure_.ok()) continue;
-    asking = true;
     if (late * 1e-9 > lost_seconds_ / 4) {  // this process was stopped itself: it can blame nobody
       control.heard = now;
     }
     if (seconds_between(control.heard, now) > lost_seconds_) lose(silent(control, now));
     ask(side, now, period);
+    const double until_lost = std::max(lost_seconds_ - seconds_between(control.heard, now), 0.0);
+    wait_seconds = std::min({wait_seconds, period / 2, until_lost});
   }
-  return asking ? static_cast<int>(std::ceil(period * 1e3 / 2)) : kNoHurryMilliseconds;
+  return static_cast<int>(wait_seconds * 1e3) + 1;
 }
 
 void Ring::read_control(Side side, int64_t now) {
@@ -120,13 +120,15 @@ void Ring::take_control(Side side) {
   frame.message[sizeof(frame.message) - 1] = '\0';
   if (frame.magic != kControlMagic || frame.version != kProtocolVersion) {
     control.closed = true;
-    fail_from(current(), {Code::kInternal, "rank " + std::to_string(control.rank) + " sent a control frame that is none"});
+    fail_from(current(), {Code::kInternal,
+                          "rank " + std::to_string(control.rank) + " sent a control frame that is none"});
     return;
   }
   switch (static_cast<ControlType>(frame.type)) {
     case ControlType::kAbort: {
       if (frame.sequence >= fails_from_) return;
-      const bool known = frame.code > static_cast<int>(Code::kOk) && frame.code <= static_cast<int>(Code::kInternal);
+      const bool known =
+          frame.code > static_cast<int>(Code::kOk) && frame.code <= static_cast<int>(Code::kInternal);
       failure_ = Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message);
       fails_from_ = frame.sequence;
       send_control(side == kPrevious ? kNext : kPrevious, frame);
@@ -230,14 +232,16 @@ std::string Ring::cut_off(const Control& control, double seconds) const {
   const std::string mine = "rank " + std::to_string(rank_) + " on " + host_;
   const std::string theirs = name_of_peer(control);
   return (smaller ? mine : theirs) + " and " + (smaller ? theirs : mine) + " cannot reach each other since " +
-         seconds_text(seconds) + ": the link between them is cut, or one of the two hosts is down; seen by rank " +
+         seconds_text(seconds) +
+         ": the link between them is cut, or one of the two hosts is down; seen by rank " +
          std::to_string(rank_) + " " + during();
 }
 
 std::string Ring::silent(const Control& control, int64_t now) const {
   const double seconds = seconds_between(control.heard, now);
   if (!is_acknowledged(control.fd.get())) return cut_off(control, seconds);
-  return name_of_peer(control) + " is stopped (by a signal, a debugger, or its machine): its host answers, but its process "
+  return name_of_peer(control) +
+         " is stopped (by a signal, a debugger, or its machine): its host answers, but its process "
          "has not for " +
          seconds_text(seconds) + "; seen by rank " + std::to_string(rank_) + " " + during();
 }

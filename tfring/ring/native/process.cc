@@ -15,7 +15,8 @@
 namespace tfring {
 namespace {
 
-constexpr double kHearingSeconds = 0.2;  // within which Python hears of a signal, unless it waits inside TensorFlow
+constexpr double kHearingSeconds =
+    0.2;  // within which Python hears of a signal, unless it waits inside TensorFlow
 constexpr size_t kMostWarnings = 100;
 
 tfring_python python{};
@@ -107,7 +108,8 @@ bool op_interrupted() {
 }
 
 bool on_pool_thread() {
-  return python.gil_state_get_this_thread_state != nullptr && python.gil_state_get_this_thread_state() == nullptr;
+  return python.gil_state_get_this_thread_state != nullptr &&
+         python.gil_state_get_this_thread_state() == nullptr;
 }
 
 void stands_still(uint64_t ring) {
@@ -140,9 +142,8 @@ bool wait_for_each_other(const Pong& peer) {
   const std::vector<uint64_t> mine = all_threads_wait_in();
   if (mine.empty() || peer.num_waiting == 0) return false;
   std::lock_guard<std::mutex> lock(shared->mutex);
-  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting, [&](uint64_t ring) {
-    return contains(shared->rings, ring) && !contains(mine, ring);
-  });
+  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting,
+                     [&](uint64_t ring) { return contains(shared->rings, ring) && !contains(mine, ring); });
 }
 
 void warn(const std::string& line) {

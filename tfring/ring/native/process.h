@@ -9,11 +9,13 @@
 
 namespace tfring {
 
-// Lets Python's signal handlers run; true if one raised. For Python's main thread. False before tfring_use_python.
+// Lets Python's signal handlers run; true if one raised. For Python's main thread. False before
+// tfring_use_python.
 bool python_interrupted();
 
-// The same for ops of TensorFlow, which run while Python's main thread waits inside TensorFlow and runs no handler:
-// from the first call on Ctrl-C is counted; true once Python has not heard of one and is to raise KeyboardInterrupt.
+// The same for ops of TensorFlow, which run while Python's main thread waits inside TensorFlow and runs no
+// handler: from the first call on Ctrl-C is counted; true once Python has not heard of one and is to raise
+// KeyboardInterrupt.
 bool op_interrupted();
 
 // Whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
@@ -27,8 +29,8 @@ std::vector<uint64_t> all_threads_wait_in();
 // The rings this process is in.
 void join_ring(uint64_t ring);
 void leave_ring(uint64_t ring);
-// Whether a peer whose threads all wait waits in rings this process could only enter after its own have gone on, all
-// of which wait for the peer in turn.
+// Whether a peer whose threads all wait waits in rings this process could only enter after its own have gone
+// on, all of which wait for the peer in turn.
 bool wait_for_each_other(const Pong& peer);
 
 // One line for the user; a thread of Python's takes it from next_warning, which waits for it, and logs it.

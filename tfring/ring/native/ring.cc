@@ -88,8 +88,9 @@ Status Ring::connect(const tfring_options& options) {
 // Takes the turn, unless this thread has it: a signal handler that runs inside a collective calls another.
 Status Ring::enter(const tfring_call& call) {
   if (runner_ == std::this_thread::get_id()) {
-    return {Code::kInvalid, std::string("\"") + call.name + "\" was called from within a collective of ring \"" +
-                                name_ + "\", by a signal handler or a destructor"};
+    return {Code::kInvalid, std::string("\"") + call.name +
+                                "\" was called from within a collective of ring \"" + name_ +
+                                "\", by a signal handler or a destructor"};
   }
   std::unique_lock<std::mutex> lock(turn_mutex_);
   while (busy_ && !closing_) {
@@ -99,7 +100,8 @@ Status Ring::enter(const tfring_call& call) {
     const bool interrupted =
         call.caller == TFRING_PYTHON_MAIN_THREAD ? python_interrupted() : op_interrupted();
     lock.lock();
-    if (interrupted) return {Code::kInterrupted, "interrupted while another thread used ring \"" + name_ + "\""};
+    if (interrupted)
+      return {Code::kInterrupted, "interrupted while another thread used ring \"" + name_ + "\""};
   }
   if (closing_) return {Code::kInvalid, "this communicator is closed"};
   busy_ = true;
@@ -114,8 +116,8 @@ void Ring::leave() {
   turn_.notify_all();
 }
 
-// Ends a collective in another thread, waits for that, says goodbye. From within a collective of this thread's it
-// only ends that; whoever forgets the ring last releases it.
+// Ends a collective in another thread, waits for that, says goodbye. From within a collective of this
+// thread's it only ends that; whoever forgets the ring last releases it.
 void Ring::close() {
   closing_ = true;
   announce();
@@ -227,7 +229,8 @@ Status Ring::begin(Kind kind, const tfring_call& call, const tfring_tensor* tens
 }
 
 template <typename Body>
-Status Ring::run(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors, Body body) {
+Status Ring::run(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                 Body body) {
   TFRING_TRY(enter(call));
   Status status = begin(kind, call, tensors, num_tensors);
   if (status.ok()) {
@@ -243,12 +246,13 @@ Status Ring::run(Kind kind, const tfring_call& call, const tfring_tensor* tensor
 
 Status Ring::all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   return run(Kind::kAllReduce, call, tensors, num_tensors, [&] {
-    return is_small(num_bytes(tensors, num_tensors), world_size_) ? small_all_reduce(call, tensors, num_tensors)
-                                                                  : large_all_reduce(call, tensors, num_tensors);
+    return is_small(num_bytes(tensors, num_tensors), world_size_)
+               ? small_all_reduce(call, tensors, num_tensors)
+               : large_all_reduce(call, tensors, num_tensors);
   });
 }
-Status Ring::all_gather(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
-                        void* context) {
+Status Ring::all_gather(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                        tfring_place place, void* context) {
   return run(Kind::kAllGather, call, tensors, num_tensors,
              [&] { return run_all_gather(tensors, num_tensors, place, context); });
 }
@@ -256,7 +260,8 @@ Status Ring::reduce_scatter(const tfring_call& call, const tfring_tensor& tensor
   return run(Kind::kReduceScatter, call, &tensor, 1, [&] { return run_reduce_scatter(call, tensor); });
 }
 Status Ring::broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  return run(Kind::kBroadcast, call, tensors, num_tensors, [&] { return run_broadcast(call, tensors, num_tensors); });
+  return run(Kind::kBroadcast, call, tensors, num_tensors,
+             [&] { return run_broadcast(call, tensors, num_tensors); });
 }
 Status Ring::barrier(const tfring_call& call) {
   return run(Kind::kBarrier, call, nullptr, 0, [&] { return small_all_reduce(call, nullptr, 0); });

@@ -6,7 +6,8 @@
 //   gather.cc    the one whose sizes are learned on the way
 //   execute.cc   the execution: move bytes while any move
 //   wait.cc      what happens when none move: sleep, and ask why
-//   liveness.cc  neighbours that leave, die, stop or are cut off; on the watcher's thread, in a collective or not
+//   liveness.cc  neighbours that leave, die, stop or are cut off; on the watcher's thread, in a collective or
+//   not
 //
 // Nothing is allocated while bytes move: plans keep their memory from one collective to the next, and scratch
 // grows before the first byte is sent.
@@ -43,8 +44,8 @@ class Ring final : private Watched {
   int world_size() const { return world_size_; }
 
   Status all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status all_gather(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
-                    void* context);
+  Status all_gather(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                    tfring_place place, void* context);
   Status reduce_scatter(const tfring_call& call, const tfring_tensor& tensor);
   Status broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status barrier(const tfring_call& call);
@@ -170,10 +171,11 @@ class Ring final : private Watched {
   uint64_t fails_from_ = UINT64_MAX;  // from this one on: a rank that fails in a later collective than this
                                       // rank's has sent all that this rank needs to finish the ones before
   std::atomic<bool> interrupted_{false};  // this rank's doing
-  bool told_ = false;                 // the caller knows failure_
-  uint64_t sequence_ = UINT64_MAX;    // of the collective begun last: 0 is the opening barrier, 1 the user's first
-  bool running_ = false;              // it is under way
-  uint64_t finished_ = 0;             // collectives completed, the opening included
+  bool told_ = false;                     // the caller knows failure_
+  uint64_t sequence_ =
+      UINT64_MAX;          // of the collective begun last: 0 is the opening barrier, 1 the user's first
+  bool running_ = false;   // it is under way
+  uint64_t finished_ = 0;  // collectives completed, the opening included
   CallHeader header_{};
   Fd news_fd_;  // wakes the collective under way
 
@@ -198,10 +200,10 @@ class Ring final : private Watched {
   size_t recv_step_ = 0;
   int64_t received_ = 0;
   int num_moves_ = 0;
-  int num_idle_ = 0;         // looks in vain since something moved
-  int64_t idle_since_ = 0;   // nanoseconds
-  int64_t looked_up_ = 0;    // when signals and news were looked at last
-  bool warned_ = false;      // of this standstill
+  int num_idle_ = 0;        // looks in vain since something moved
+  int64_t idle_since_ = 0;  // nanoseconds
+  int64_t looked_up_ = 0;   // when signals and news were looked at last
+  bool warned_ = false;     // of this standstill
   bool stands_still_ = false;
 
   tfring_statistics statistics_{};

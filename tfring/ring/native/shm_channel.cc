@@ -45,9 +45,7 @@ static_assert(sizeof(MailboxHeader) <= kMailboxHeaderBytes, "the header fits its
 Mailbox::Mailbox(MailboxHeader* header, char* bytes, int64_t capacity, int doorbell_fd)
     : header_(header), bytes_(bytes), capacity_(capacity), doorbell_fd_(doorbell_fd) {}
 
-Mailbox::~Mailbox() {
-  munmap(header_, static_cast<size_t>(kMailboxHeaderBytes + 2 * capacity_));
-}
+Mailbox::~Mailbox() { munmap(header_, static_cast<size_t>(kMailboxHeaderBytes + 2 * capacity_)); }
 
 std::unique_ptr<Mailbox> Mailbox::open(int memory_fd, int doorbell_fd) {
   struct stat facts;

@@ -41,8 +41,8 @@ bool is_local(int fd) {
                      &reinterpret_cast<sockaddr_in6*>(&there)->sin6_addr, sizeof(in6_addr)) == 0;
 }
 
-// So that nothing on the way forgets a connection without traffic, such as during an hour's evaluation on one rank.
-// Whether the neighbour lives is the control connection's affair.
+// So that nothing on the way forgets a connection without traffic, such as during an hour's evaluation on one
+// rank. Whether the neighbour lives is the control connection's affair.
 void keep_known(int fd) {
   const int on = 1;
   const int seconds = 60;

@@ -16,7 +16,8 @@ inline int64_t row_bytes(const tfring_tensor& tensor) {
 }
 
 inline int64_t num_bytes(const tfring_tensor& tensor) {
-  return tensor.num_dims == 0 ? size_of(static_cast<DType>(tensor.dtype)) : tensor.dims[0] * row_bytes(tensor);
+  return tensor.num_dims == 0 ? size_of(static_cast<DType>(tensor.dtype))
+                              : tensor.dims[0] * row_bytes(tensor);
 }
 
 inline int64_t num_bytes(const tfring_tensor* tensors, int num_tensors) {

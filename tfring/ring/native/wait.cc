@@ -14,8 +14,9 @@ namespace {
 
 constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
 constexpr double kSliceSeconds = 0.1;
-constexpr double kAskSeconds = 1.0;       // between questions to the neighbours
-constexpr double kLastWordsSeconds = 0.5;  // in which a neighbour's control connection tells why the other closed
+constexpr double kAskSeconds = 1.0;  // between questions to the neighbours
+constexpr double kLastWordsSeconds =
+    0.5;  // in which a neighbour's control connection tells why the other closed
 
 void relax() {
 #if defined(__x86_64__)
@@ -88,8 +89,8 @@ Status Ring::interruption() {
   return {Code::kInterrupted, status.message};
 }
 
-// What neighbours have told. One that left after finishing this collective has sent all it had to and needs nothing
-// more.
+// What neighbours have told. One that left after finishing this collective has sent all it had to and needs
+// nothing more.
 Status Ring::check_news() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   if (fails_from_ <= sequence_) return failure_;
@@ -108,9 +109,9 @@ void Ring::stand_still(bool stands) {
   stands ? stands_still(identity_) : moves_again(identity_);
 }
 
-// Nothing moves. The neighbour this rank waits for (the previous one, or the next if only room is wanting) says whether it is in a collective: if so, it waits like this
-// rank, and the rank next to the one that stands still will see to it. A neighbour that answers nothing is the
-// watcher's affair (liveness.cc).
+// Nothing moves. The neighbour this rank waits for (the previous one, or the next if only room is wanting)
+// says whether it is in a collective: if so, it waits like this rank, and the rank next to the one that
+// stands still will see to it. A neighbour that answers nothing is the watcher's affair (liveness.cc).
 Status Ring::ask_why(int64_t now, double idle_seconds) {
   const double period = std::min({kAskSeconds, timeout_seconds_ / 4, stall_seconds_ / 4});
   if (idle_seconds < period) return {};
@@ -124,34 +125,35 @@ Status Ring::ask_why(int64_t now, double idle_seconds) {
   const bool takes_part = answers && (needed.begun > sequence_ || needed.pong.in_collective != 0);
   const bool absent = answers && !takes_part;
 
-  if (absent && on_pool_thread_ && age < period &&
-      wait_for_each_other(needed.pong)) {
+  if (absent && on_pool_thread_ && age < period && wait_for_each_other(needed.pong)) {
     return fail_from(
-        sequence_,
-        {Code::kMismatch, "rank " + std::to_string(rank_) + " and " + who +
-                              " wait for each other in different rings: all inter-op threads of rank " +
-                              std::to_string(rank_) + " wait, one of them in " + here() + ", those of " + who +
-                              " in others (" + needed.pong.last_call +
-                              " is its last call of this ring). Run the rings' collectives in one order: from one "
-                              "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
-                              "tf.config.threading.set_inter_op_parallelism_threads(n)"});
+        sequence_, {Code::kMismatch,
+                    "rank " + std::to_string(rank_) + " and " + who +
+                        " wait for each other in different rings: all inter-op threads of rank " +
+                        std::to_string(rank_) + " wait, one of them in " + here() + ", those of " + who +
+                        " in others (" + needed.pong.last_call +
+                        " is its last call of this ring). Run the rings' collectives in one order: from one "
+                        "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
+                        "tf.config.threading.set_inter_op_parallelism_threads(n)"});
   }
   if (absent && may_receive() && !warned_ && idle_seconds > stall_seconds_) {
     warned_ = true;
-    warn(name_of_peer(needed) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) + " in " +
-         here() + ". It is alive, and the last it called in this ring is " + needed.pong.last_call +
+    warn(name_of_peer(needed) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
+         " in " + here() + ". It is alive, and the last it called in this ring is " + needed.pong.last_call +
          ". They go on waiting, up to " + seconds_text(timeout_seconds_) + " (TFRING_TIMEOUT_SECONDS).");
   }
   const double grace = std::min(std::max(0.1 * timeout_seconds_, 0.25), 5.0);
   const double over = idle_seconds - timeout_seconds_;
   if (over < (takes_part ? 10 * grace : grace)) return {};
   const std::string why = takes_part ? who + " waits as well, and no rank says for whom"
-                          : absent   ? who + " takes no part: its process on " + needed.host +
-                                         " is alive but busy elsewhere; the last it called in this ring is " +
-                                         needed.pong.last_call
-                                   : who + " takes no part: its process on " + needed.host + " answers nothing";
-  return fail_from(sequence_, {Code::kTimeout, "nothing moved for " + seconds_text(timeout_seconds_) + " at rank " +
-                                                   std::to_string(rank_) + " in " + here() + ": " + why});
+                          : absent
+                              ? who + " takes no part: its process on " + needed.host +
+                                    " is alive but busy elsewhere; the last it called in this ring is " +
+                                    needed.pong.last_call
+                              : who + " takes no part: its process on " + needed.host + " answers nothing";
+  return fail_from(sequence_,
+                   {Code::kTimeout, "nothing moved for " + seconds_text(timeout_seconds_) + " at rank " +
+                                        std::to_string(rank_) + " in " + here() + ": " + why});
 }
 
 // The data connection closed. Why, the control connection tells; if it tells nothing, the neighbour died.

@@ -72,7 +72,8 @@ class Watcher {
       {
         std::lock_guard<std::mutex> lock(mutex_);
         for (Watched* watched : watched_) {
-          milliseconds = std::min(milliseconds, watched->watch(now, std::max<int64_t>(now - expected, 0), &fds));
+          milliseconds =
+              std::min(milliseconds, watched->watch(now, std::max<int64_t>(now - expected, 0), &fds));
         }
       }
       expected = now + milliseconds * int64_t{1000000};

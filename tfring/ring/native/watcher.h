@@ -12,8 +12,9 @@ namespace tfring {
 class Watched {
  public:
   virtual ~Watched() = default;
-  // Reads what neighbours have said, asks them for a sign of life, judges their silence. Adds what to poll for, and
-  // returns the milliseconds after which to call again. `late`: nanoseconds this thread was kept from running.
+  // Reads what neighbours have said, asks them for a sign of life, judges their silence. Adds what to poll
+  // for, and returns the milliseconds after which to call again. `late`: nanoseconds this thread was kept
+  // from running.
   static constexpr int kNoHurryMilliseconds = 60000;
   virtual int watch(int64_t now, int64_t late, std::vector<pollfd>* fds) = 0;
 };
