@@ -90,7 +90,7 @@ def make_data(kind):
                 yield rows, rows
 
         return {"x": generate(), "epochs": 1}, [*range(ROWS)] * 2
-    assert kind in ("PyDataset", "PyDataset, two threads")
+    assert kind in ("PyDataset", "PyDataset, two threads", "PyDataset, two processes")
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
@@ -99,7 +99,7 @@ def make_data(kind):
         def __getitem__(self, i):
             return x[i * BATCH : (i + 1) * BATCH], x[i * BATCH : (i + 1) * BATCH]
 
-    return {"x": Batches(workers=2 if "threads" in kind else 1)}, epoch
+    return {"x": Batches(workers=2 if "two" in kind else 1, use_multiprocessing="processes" in kind)}, epoch
 
 
 KINDS = [
@@ -114,6 +114,7 @@ KINDS = [
     "generator",
     "PyDataset",
     "PyDataset, two threads",
+    "PyDataset, two processes",  # forked from one that is in a ring
 ]
 
 
