@@ -34,20 +34,29 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster" / "engines"))
 
 import namespaces  # noqa: E402
 
+import tfring  # noqa: E402
 from tfring.cluster import Cluster, launch_variables  # noqa: E402
 
 VICTIM = 1
+TRANSPORTS = {
+    "shm": "shared memory",
+    "tcp": "TCP",
+    "hosts": "TCP between hosts",
+    "peer": "TensorFlow's own runtime",
+    "peer hosts": "TensorFlow's own runtime between hosts",
+}
 START_SECONDS = 60
+MOST_CHARACTERS = 500
 LIMIT_SECONDS = 45  # for survivors to learn of a fault
 LOSS_RATE = 0.05
-LOSS = f"{LOSS_RATE * 100:g} % packet loss"
+LOSS = "5 % packet loss"
 AT_ONCE = ("kill -9", "kill -9, a forked child lives on", "exit", "exception")
 
 
 class Scenario(NamedTuple):
     fault: str
     moment: str
-    transport: str  # shm, tcp, hosts
+    transport: str  # of TRANSPORTS
     ranks: int
     lost_seconds: float = 2.0
     slow_seconds: float = 0.0
@@ -74,6 +83,9 @@ def scenarios(slow_seconds: float, hosts: bool) -> list[Scenario]:
             found.append(Scenario(LOSS, "in a step", transport, ranks, slow_seconds=20))
         found.append(Scenario("slow", "in a step", transport, ranks, slow_seconds=slow_seconds))
     found += [Scenario("kill -9", "in the handshake", transport, 4) for transport in transports]
+    found += [Scenario(fault, "in a step", "peer", 2) for fault in ("kill -9", "exit", "SIGSTOP")]
+    if hosts:
+        found.append(Scenario("link cut", "in a step", "peer hosts", 2))
     return found
 
 
@@ -86,8 +98,11 @@ class Rank:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TFRING_")}
         environ.update(
             launch_variables.write(cluster),
-            PYTHONPATH=str(ROOT),
+            PYTHONPATH=str(pathlib.Path(tfring.__file__).parents[1]),  # the one that this script has found
             OMP_NUM_THREADS="1",
+            FAULT_ENGINE="tensorflow" if "peer" in scenario.transport else "ring",
+            CUDA_VISIBLE_DEVICES="-1",
+            TF_CPP_MIN_LOG_LEVEL="3",
             TFRING_TRANSPORT="shm" if scenario.transport == "shm" else "tcp",
             TFRING_CONNECT_TIMEOUT_SECONDS="10",
             TFRING_LOST_SECONDS=str(scenario.lost_seconds),
@@ -149,7 +164,7 @@ def run(scenario: Scenario) -> Outcome:
     with contextlib.ExitStack() as stack:
         hosts: list[namespaces.Host | None] = [None] * scenario.ranks
         names = ["127.0.0.1"] * scenario.ranks
-        if scenario.transport == "hosts":
+        if "hosts" in scenario.transport:
             hosts = list(stack.enter_context(namespaces.hosts(scenario.ranks)))
             names = [host.ipv4 for host in hosts if host]
         addresses = tuple(f"{name}:{port}" for name, port in zip(names, free_ports(scenario.ranks), strict=True))
@@ -221,7 +236,7 @@ def ask(scenario: Scenario, ranks: list[Rank], struck: float) -> Outcome:
     survivors = [rank for r, rank in enumerate(ranks) if r != VICTIM]
     reports = [rank.report(LIMIT_SECONDS + scenario.slow_seconds) for rank in survivors]
     if None in reports:
-        return Outcome(None, f"**a survivor knew nothing after {LIMIT_SECONDS} s**", "?")
+        return Outcome(None, f"a survivor knew nothing after {LIMIT_SECONDS} s", "?")
     known = [report for report in reports if report is not None]
     left = sum(report["left"] for report in known)
     text = "nothing" if left == 0 else f"{left} descriptors"
@@ -256,13 +271,14 @@ def outcomes(wanted: list[Scenario]) -> Iterator[tuple[Scenario, Outcome]]:
 
 
 def row(scenario: Scenario, outcome: Outcome) -> str:
-    transport = {"shm": "shared memory", "tcp": "TCP", "hosts": "TCP between hosts"}[scenario.transport]
     fault = scenario.fault if scenario.fault != "slow" else f"slow for {scenario.slow_seconds:g} s"
     if scenario.lost_seconds != 2.0:
         fault += f", limit {scenario.lost_seconds:g} s"
     knew = "nobody failed" if outcome.seconds is None else f"{outcome.seconds:.2f} s"
+    if len(outcome.told) > MOST_CHARACTERS:
+        outcome = outcome._replace(told=f"{outcome.told[:MOST_CHARACTERS]} ...")
     told = re.sub(r"\d+(\.\d+)?(?= steps)", "n", outcome.told).replace("|", "\\|")
-    cells = (fault, scenario.moment, transport, str(scenario.ranks), knew, told, outcome.left)
+    cells = (fault, scenario.moment, TRANSPORTS[scenario.transport], str(scenario.ranks), knew, told, outcome.left)
     return "| " + " | ".join(cells) + " |"
 
 

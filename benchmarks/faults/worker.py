@@ -69,6 +69,30 @@ def train(communicator: Communicator, fault: str, moment: str, report: dict) -> 
     report["steps"] = steps
 
 
+def train_over_tensorflow(fault: str, seconds: float) -> None:
+    """The same loop over the collectives of MultiWorkerMirroredStrategy."""
+    me = cluster.detect()
+    os.environ["TF_CONFIG"] = json.dumps(
+        {"cluster": {"worker": list(me.addresses)}, "task": {"type": "worker", "index": me.rank}}
+    )
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    value = tf.ones([250_000])
+    step = tf.function(lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", value)))
+    step()
+    signal.signal(signal.SIGUSR1, lambda *_: strike(fault, seconds))
+    say("under way")
+    report: dict = {"error": None, "left": 0}
+    try:
+        while True:
+            step()
+    except (tf.errors.OpError, RuntimeError) as error:
+        report.update(error=type(error).__name__, message=" ".join(str(error).split()), when=time.time())
+    print(json.dumps(report), flush=True)
+    os._exit(0)
+
+
 def strike(fault: str, seconds: float) -> None:
     if fault == "slow":
         time.sleep(seconds)
@@ -93,4 +117,6 @@ def say(what: str) -> None:
 
 
 if __name__ == "__main__":
+    if os.environ["FAULT_ENGINE"] == "tensorflow":
+        train_over_tensorflow(sys.argv[1], float(sys.argv[3]))
     main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]))
