@@ -238,3 +238,21 @@ def scalars():
 def test_an_unbatched_dataset_is_refused():
     for message in workers(2).run(scalars):
         assert "dataset.batch(global_batch_size)" in message
+
+
+def tuning():
+    """Whether TensorFlow's tuner runs, for a dataset that says nothing, and for one that asks for it."""
+    import tensorflow as tf
+
+    from tfring import data
+
+    ring = strategy()
+    asks = tf.data.Options()
+    asks.autotune.enabled = True
+    datasets = [tf.data.Dataset.range(8).batch(4), tf.data.Dataset.range(8).batch(4).with_options(asks)]
+    return [data.distribute_for_keras(ring, d)._cloned_datasets[0].options().autotune.enabled for d in datasets]
+
+
+@pytest.mark.oldest
+def test_epochs_do_not_wait_for_the_tuner_of_tensorflow():
+    assert workers(2).run(tuning) == [[False, True]] * 2

@@ -58,7 +58,7 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
     cardinality = agreed_cardinality(extended.control, cardinality)
-    return _distributed(shares, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
+    return _distributed(_untuned(shares), workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
 
 
 def agreed_cardinality(collectives, cardinality: int) -> int:
@@ -68,6 +68,21 @@ def agreed_cardinality(collectives, cardinality: int) -> int:
     [bounds] = collectives.all_reduce([tf.constant([cardinality, -cardinality])], "max", name="cardinality")
     longest, shortest = int(bounds[0]), -int(bounds[1])
     return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
+
+
+def _untuned(dataset):
+    """Without TensorFlow's tuner, unless the user wants it: each iterator it has tuned may take long to end.
+
+    Its thread misses the wake-up at the iterator's end and sleeps on to its next round, which is as far away as the
+    iterator is old, up to a minute (Model::OptimizeLoop asks IsCancelled, which is true only after the callbacks of
+    the cancellation have run). At the end of an epoch the slowest rank's sleep is everybody's. AUTOTUNE means
+    min(16, threads) then.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _policy(dataset):
