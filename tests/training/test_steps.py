@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from common import assert_equal, devices, relative_error, skewed_rows, train_both
+from common import assert_equal, devices, history_error, relative_error, skewed_rows, train_both
 from harness import strategy, workers
 
 from tfring.cluster import detect
@@ -181,6 +181,57 @@ def test_replicas_draw_differently_and_reproducibly():
         assert len(set(drawn)) == len(drawn), "two replicas or two steps drew the same mask"
         for first, second in results:
             assert first == second
+
+
+def unseeded_noise():
+    """A layer that draws from Keras' global seed: the bits of the weights, and on one worker the error of the loss."""
+    import keras
+
+    ring = strategy(**devices())
+
+    class Noise(keras.layers.Layer):
+        def call(self, x):
+            return x + 0.1 * keras.random.normal((8,))
+
+    class Called(keras.Model):  # which nothing has called before `fit`
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.layers.Dense(8), Noise(), keras.layers.Dense(1)]
+
+        def call(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    x, y = skewed_rows(40)
+
+    def begin_anew():
+        keras.backend.clear_session(free_memory=False)
+        keras.utils.set_random_seed(7)
+
+    def train(eagerly):
+        model = Called()
+        model.compile("sgd", "mse", run_eagerly=eagerly)
+        return model, lambda: model.fit(x, y, epochs=2, batch_size=20, verbose=0, shuffle=False).history["loss"]
+
+    results = []
+    for eagerly in (False, True):
+        begin_anew()
+        with ring.scope():
+            model, fit = train(eagerly)
+        loss = fit()
+        if ring.cluster.world_size == 1:
+            begin_anew()
+            assert history_error({"loss": loss}, {"loss": train(eagerly)[1]()}) <= 1e-5
+        results.append([w.tobytes() for w in model.get_weights()])
+    return results
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("n", "logical_cpus"), [(1, 1), (2, 2)])
+def test_layers_that_draw_without_a_seed(n, logical_cpus):
+    results = workers(n, logical_cpus=logical_cpus).run(unseeded_noise)
+    assert all(result == results[0] for result in results)
 
 
 # -- other ways to train -----------------------------------------------------------------------------------------------

@@ -17,6 +17,19 @@ _GOLDEN_RATIO = 0x9E3779B9  # odd: multiples of it modulo 2**32 are all differen
 def install():
     from keras.src.random import seed_generator
 
+    @seam(seed_generator, "global_seed_generator")
+    def generator_of_unseeded_operations(original):
+        """Keras keeps it by thread, and replicas run in threads of their own: theirs is that of the thread of `fit`."""
+        context = tf.distribute.get_replica_context()
+        if current_ring() is None or context is None:
+            return original()
+
+        def in_thread_of_fit(strategy):
+            with tf.init_scope(), strategy.scope():  # where it is to be made
+                return original()
+
+        return context.merge_call(in_thread_of_fit)
+
     @seam(seed_generator.SeedGenerator, "next")
     def next_seed(original, self, *args, **kwargs):
         step.written_alike(self.state)
