@@ -16,6 +16,7 @@ class Setting(NamedTuple):
     parse: Callable[[str], Any]  # raises ValueError where the text is not legal
     legal: str  # what the variable may hold, as the error says it
     meaning: str
+    private: bool = False  # whether its value is shown to nobody
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:
@@ -57,6 +58,12 @@ def _port_range(text: str) -> tuple[int, int]:
     if ports[0] > ports[1]:
         raise ValueError(text)
     return ports
+
+
+def _secret(text: str) -> str:
+    if len(text) < 16:
+        raise ValueError
+    return text
 
 
 def _addresses(text: str) -> tuple[str, ...]:
@@ -114,6 +121,12 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_NUM_WORKERS": Setting(
         None, _whole_number, "a whole number", "the completions of a Kubernetes Indexed Job, which it does not tell"
     ),
+    # docs/security.md
+    "TFRING_SECRET": Setting(
+        None, _secret, "at least 16 characters", "what ranks prove to each other; the same on all of them", private=True
+    ),
+    "TFRING_SECRET_FILE": Setting(None, str, "the name of a file", "where the secret is, in place of TFRING_SECRET"),
+    "TFRING_REQUIRE_SECRET": Setting(False, _flag, "0 or 1", "refuse to start several ranks without a secret"),
     # Set by `tfring launch` for each worker; None elsewhere. They come together (tfring/cluster/launch_variables.py).
     "TFRING_RANK": Setting(None, _whole_number, "a whole number", "this process in the ring, from 0"),
     "TFRING_WORLD_SIZE": Setting(None, _whole_number, "a whole number", "number of processes in the ring"),
@@ -153,6 +166,5 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     try:
         return setting.parse(text)
     except (ValueError, KeyError):
-        raise ConfigurationError(
-            f"{name} must be {setting.legal} ({setting.meaning}). Received: {name}={text!r}"
-        ) from None
+        received = f"{name} of {len(text)} characters" if setting.private else f"{name}={text!r}"
+        raise ConfigurationError(f"{name} must be {setting.legal} ({setting.meaning}). Received: {received}") from None

@@ -219,14 +219,16 @@ def test_a_port_that_leads_to_another_rank(start):
                     for pair in ((near, far), (far, near)):
                         threading.Thread(target=pump, args=pair, daemon=True).start()
 
-        last = start([*DOCTOR, "--timeout", "5"], TF_CONFIG=tf_config(addresses, 2))
+        # With a secret, or nobody would come in but through the Unix socket.
+        secret = {"TFRING_SECRET": "known to all of this test"}
+        last = start([*DOCTOR, "--timeout", "5"], TF_CONFIG=tf_config(addresses, 2), **secret)
         with socket.socket() as probe:
             deadline = time.monotonic() + SECONDS
             while probe.connect_ex(parse_address(third)) and time.monotonic() < deadline:
                 time.sleep(0.05)
         threading.Thread(target=forward, daemon=True).start()
         config = tf_config(addresses, 0)
-        found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config), 1)
+        found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config, **secret), 1)
         assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_RANK)]
         assert "rank 2 answers there" in words(found)
         assert ended(last) == ("", "")

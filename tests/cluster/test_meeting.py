@@ -194,7 +194,8 @@ def test_a_source_that_shares_by_its_own_means(job):
             ]
         )
     )
-    assert [addresses[0].host, addresses[0].port] == json.loads(told.result())
+    host, port, secret = json.loads(told.result())
+    assert host == ports.own_address() and addresses[0] == ("127.0.0.1", port) and len(secret) == 64
 
 
 def test_met_once_said_again(job, monkeypatch):

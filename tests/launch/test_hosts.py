@@ -1,9 +1,10 @@
-"""Lists of hosts: what they mean, what is refused; frames between launcher and agent, however they are cut."""
+"""Lists of hosts: what they mean, what is refused; what an agent says, however it is cut."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfring import wire
 from tfring.errors import ConfigurationError
 from tfring.launch import frames
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
@@ -74,17 +75,31 @@ def test_allocation():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 99), st.binary(max_size=30)), max_size=6), st.integers(1, 9))
-def test_frames_however_they_are_cut(messages, size):
-    stream = b"Welcome to host1!\n" + frames.MAGIC + b"".join(frames.pack(data, rank=rank) for rank, data in messages)
-    unpacker = frames.Unpacker(frames.MAGIC)
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.binary(max_size=30)), max_size=6),
+    st.integers(1, 9),
+    st.sampled_from([b"", b"Welcome to host1!\n", b"TFRING TFRIN"]),
+)
+def test_messages_of_an_agent_however_they_are_cut(messages, size, noise):
+    stream = noise + b"".join(wire.pack("output", data, rank=rank, stream="out") for rank, data in messages)
+    agent = frames.FromAgent()
     received = []
     for start in range(0, len(stream), size):
-        received += unpacker.feed(stream[start : start + size])
-    assert [(message["rank"], data) for message, data in received] == messages
+        received += agent.feed(stream[start : start + size])
+    assert [(message.fields["rank"], message.data) for message in received] == messages
 
 
-def test_what_is_no_frame():
-    for data in (b"hello\n", b'{"bytes": -1}\n', b'{"bytes": 99999999999}\n'):
-        with pytest.raises(ValueError):
-            list(frames.Unpacker().feed(data))
+@pytest.mark.parametrize(
+    "data",
+    [
+        wire.pack("started"),
+        wire.pack("ended", rank=1, code=0, host="x"),
+        wire.pack("ended", rank=-1, code=0),
+        wire.pack("ended", rank=True, code=0),
+        wire.pack("output", rank=0, stream="log"),
+        wire.MAGIC + b"\xff" * 8,
+    ],
+)
+def test_what_is_no_message_of_an_agent(data):
+    with pytest.raises(wire.WireError):
+        list(frames.FromAgent().feed(data))

@@ -1,11 +1,9 @@
-"""Ranks that look for each other: late, missing, foreign, by every kind of address, over either transport."""
+"""Ranks that look for each other: late, missing, doubled, by every kind of address, over either transport."""
 
-import json
+import logging
 import os
 import signal
 import socket
-import struct
-import threading
 import time
 from types import SimpleNamespace
 
@@ -13,7 +11,9 @@ import numpy as np
 import pytest
 import ranks
 
-from tfring.ring import mailbox, rendezvous
+from tfring.cluster import entrance
+from tfring.errors import RendezvousError
+from tfring.ring import mailbox
 
 
 def sum_of_ranks(cluster, **kwargs):
@@ -98,78 +98,6 @@ def test_a_rank_that_asks_for_another_ring_is_told_from_a_missing_one():
         assert "every rank answers" in failed.message and "rank" in failed.message
 
 
-def speak_garbage(cluster):
-    port = int(cluster.addresses[0].rpartition(":")[2])
-
-    def hello(**changes):
-        message = {
-            "protocol": rendezvous.PROTOCOL,
-            "cluster": rendezvous.cluster_id(cluster.addresses),
-            "ring": cluster.ring,
-            "rank": cluster.world_size - 1,
-            "world_size": cluster.world_size,
-            "purpose": "control",
-            "session": "x",
-            **changes,
-        }
-        body = json.dumps(message).encode()
-        return rendezvous.MAGIC + struct.pack("<I", len(body)) + body
-
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]  # connect, say nothing
-    answers = []
-    for words in (
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"",
-        os.urandom(3000),
-        rendezvous.MAGIC + struct.pack("<I", 2**31),
-        rendezvous.MAGIC + struct.pack("<I", 5) + b"[1,2]",
-        rendezvous.MAGIC + struct.pack("<I", 2) + b"{}",
-        hello(cluster="another"),
-        hello(protocol=99),
-        hello(rank="x", purpose=None),
-    ):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.settimeout(0.5)
-            try:
-                stranger.sendall(words)
-                answers.append(stranger.recv(1000))
-            except OSError:
-                answers.append(b"")
-    return idle, answers
-
-
-def join_among_strangers(cluster):
-    idle, answers = [], []
-    if cluster.rank == 1:
-        # Rank 0 listens already: its socket was made before the task. It answers once it is in connect.
-        threading.Timer(0.3, lambda: answers.extend(speak_garbage(cluster)[1])).start()
-        time.sleep(2.5)
-    with ranks.join(cluster) as ring:
-        for connection in idle:
-            connection.close()
-        return int(ring.all_reduce(np.int64(cluster.rank))), answers
-
-
-def test_strangers_are_turned_away_and_do_no_harm():
-    results = ranks.run(3, join_among_strangers)
-    assert [total for total, _ in results] == [3, 3, 3]
-    answers = results[1][1]
-    assert len(answers) == 9 and not any(answers[:6])
-    assert b"another job" in answers[6] and b"version 1" in answers[7]
-
-
-def strangers_later(cluster):
-    """Once the ring stands, a stranger on the listening socket changes nothing."""
-    with ranks.join(cluster) as ring:
-        if cluster.rank == 1:
-            speak_garbage(cluster)
-        return [int(ring.all_reduce(np.int64(i))) for i in range(3)]
-
-
-def test_strangers_do_not_disturb_a_standing_ring():
-    assert ranks.run(2, strangers_later) == [[0, 2, 4]] * 2
-
-
 def claim_rank(cluster):
     """Two processes take themselves for rank 0: the second connects to rank 1 as well."""
     claimed = SimpleNamespace(**{**vars(cluster), "rank": 0 if cluster.rank == 2 else cluster.rank})
@@ -200,27 +128,30 @@ def test_transports_that_exclude_each_other():
 
 def hide_memory(cluster, transport, how):
     if cluster.rank == 1:
-        if how == "another container":
-            mailbox.host_identity = lambda: "elsewhere"
-        elif how == "no permission":
-            mailbox.attach = lambda facts: (_ for _ in ()).throw(PermissionError("not yours"))
-        elif how == "no memory":
+        if how == "no memory":
             mailbox.Mailbox = lambda: (_ for _ in ()).throw(OSError("out of memory"))
-        else:  # the descriptor is another process's by now
-            true_attach = mailbox.attach
-            mailbox.attach = lambda facts: true_attach({**facts, "nonce": "00" * 16})
-    return sum_of_ranks(cluster, transport=transport)
+        elif how == "not sealed":
+            mailbox._SEALS = 0
+    if cluster.rank == 0 and how == "handed over wrongly":
+        mailbox.Mailbox.for_neighbours = property(lambda self: (self.memory_fd, self.doorbell_fd))
+    warnings = logging.Handler(logging.WARNING)
+    told = []
+    warnings.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("tfring").addHandler(warnings)
+    return *sum_of_ranks(cluster, transport=transport), told
 
 
-@pytest.mark.parametrize("how", ["another container", "no permission", "no memory", "another file"])
-def test_without_shared_memory_it_is_tcp_or_an_error(how):
+@pytest.mark.parametrize("how", ["no memory", "not sealed", "handed over wrongly"])
+def test_without_shared_memory_it_is_tcp_and_a_warning_or_an_error(how):
     with ranks.Group(2) as group:
         group.start(2, hide_memory, "auto", how)
-        assert group.outcomes() == [(1, ("tcp", "tcp"))] * 2
+        outcomes = group.outcomes()
+        assert [outcome[:2] for outcome in outcomes] == [(1, ("tcp", "tcp"))] * 2
+        told = [line for _, _, lines in outcomes for line in lines]
+        assert told and all("no shared memory" in line and "use TCP, which is slower" in line for line in told)
         group.start(2, hide_memory, "shm", how)
         for failed in group.outcomes():
-            assert failed.kind == "RendezvousError", failed
-            assert "shared memory" in failed.message or 'transport="shm"' in failed.message
+            assert failed.kind == "RendezvousError" and "has no shared memory" in failed.message, failed
 
 
 def die_while_forming(cluster):
@@ -285,5 +216,5 @@ def test_an_address_of_another_machine():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cluster.addresses = (f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:2")
         if os.geteuid() == 0:
-            with pytest.raises(rendezvous.RendezvousError, match="cannot listen at 127"):
-                rendezvous.Endpoint(cluster)
+            with pytest.raises(RendezvousError, match="cannot listen at 127"):
+                entrance.Entrance.of(cluster)

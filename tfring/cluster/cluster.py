@@ -26,6 +26,7 @@ class Cluster:
         source: Where the facts come from, for messages: `"TF_CONFIG"`, `"tfring launch"`.
         listen_fd: An inherited socket that already listens at `addresses[rank]`, so that no other program can
             take the port in between. It stays open: duplicate it to use it, close it to bind the port anew.
+        secret: What the ranks prove to each other; by default what `TFRING_SECRET` or `TFRING_SECRET_FILE` says.
 
     Raises:
         ConfigurationError: The fields contradict each other.
@@ -45,6 +46,7 @@ class Cluster:
     addresses: tuple[str, ...]
     source: str
     listen_fd: int | None = None
+    secret: str | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("rank", "world_size", "local_rank", "local_world_size", "num_nodes"):
@@ -115,6 +117,7 @@ class Cluster:
         rank: int,
         source: str = "a list of addresses",
         listen_fd: int | None = None,
+        secret: str | None = None,
     ) -> Cluster:
         """The cluster of a list of addresses; ranks with the same host name share that host.
 
@@ -146,6 +149,7 @@ class Cluster:
             addresses=tuple(map(str, parsed)),
             source=source,
             listen_fd=listen_fd,
+            secret=secret,
         )
 
     @classmethod

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 
 from tfring import config
-from tfring.cluster import meeting
+from tfring.cluster import entrance, meeting
 from tfring.cluster.address import host_key, parse_address
 from tfring.cluster.cluster import Cluster
 from tfring.errors import ConfigurationError
@@ -87,6 +87,7 @@ def release_listener(cluster: Cluster) -> Cluster:
     """
     if cluster.listen_fd is None:
         return cluster
+    entrance.Entrance.close_at(cluster.listen_fd)
     os.close(cluster.listen_fd)
     if os.environ.get(LISTEN_FD) == str(cluster.listen_fd):
         del os.environ[LISTEN_FD]

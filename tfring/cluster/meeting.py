@@ -1,42 +1,44 @@
 """Where a source gives no addresses, ranks tell rank 0 where they listen, and it tells all.
 
     rank r                                        rank 0
-      │ (1) job, rank, host, port ───────────────► │     the host as seen on the way to rank 0
-      │ ◄───────────────────────── here I am (2) │     or: refused, and why
+      │ (1) hello, meeting: rank, host, port ────► │     through its entrance (entrance.py); the host as seen on the way
+      │ ◄───────────────────────────── heard (2) │     or: refused, and why
       │ ◄───────────── hosts and ports of all (3) │     once every rank has come
 
-Each message is a line of JSON. The socket a rank listens on stays open and becomes the cluster's `listen_fd`, so nobody
-takes its port in between; rank 0 meets the others at the one it keeps. Where nothing says at which port that
-is, it follows from the job's name: rank 0 takes the first that is free of a few, and the others try them all.
+The socket a rank listens on stays open and becomes the cluster's `listen_fd`, so nobody takes its port in between; rank
+0 meets the others at the one it keeps. Where nothing says at which port that is, it follows from the job's name: rank 0
+takes the first that is free of a few, and the others try them all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-import selectors
+import secrets
 import socket
 import time
 from typing import Any
 
-from tfring import config
-from tfring.cluster import ports
+from tfring import config, wire
+from tfring.cluster import entrance, ports, secret
 from tfring.cluster.address import Address
 from tfring.cluster.cluster import Cluster
 from tfring.cluster.seat import Seat
 from tfring.errors import ConfigurationError, RendezvousError
 
-_GREETING = "tfring meeting 1"
 _DIAL_SECONDS = 2.0  # for rank 0 to take a connection and say that it is there
 _PAUSE_SECONDS = 0.1
-_MAX_LINE_BYTES = 1 << 20
+_PLACE = {
+    "host": wire.text(64, "[0-9a-zA-Z:.%]+"),
+    "port": wire.integer(1, 65535),
+    "identity": wire.text(400),
+}
+_ANSWERS = wire.Format({"heard": {}, "refused": entrance.REFUSED}, max_json_bytes=8192)
+_log = logging.getLogger(__name__)
 
 _met: dict[tuple[int, Seat], Cluster] = {}  # by process id: ranks meet once
-
-
-class _Refused(Exception):
-    """Rank 0 answered, and said no."""
 
 
 def meet(seat: Seat) -> Cluster:
@@ -67,7 +69,13 @@ class _Meeting:
         self.seconds = config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
         self.deadline = time.monotonic() + self.seconds
         self.host = seat.host
-        self.loopback = seat.is_on_one_host
+        one_host = seat.is_on_one_host or _is_this_host(seat)
+        self.loopback = seat.is_on_one_host or (one_host and config.read("TFRING_INTERFACE") is None)
+        self.job = entrance.digest(f"{seat.source} {seat.job}")
+        self.key = b"" if seat.share is not None else secret.of(seat)
+        self.network = bool(self.key) or not one_host
+        self.secret: str | None = None  # where the source shares it
+        self.process = secrets.token_hex(16)
         self.ports = [seat.port] if seat.port else ports.candidates(f"{seat.source} {seat.job}")
 
     def run(self) -> Cluster:
@@ -96,12 +104,14 @@ class _Meeting:
             addresses=tuple(str(Address(place["host"], place["port"])) for place in places),
             source=self.seat.source,
             listen_fd=listen_fd,
+            secret=self.secret,
         )
 
     def _share_place(self, listener: socket.socket) -> None:
         assert self.seat.share is not None
-        place = json.loads(self.seat.share(json.dumps([ports.own_address(), listener.getsockname()[1]])))
-        self.host, self.ports = place[0], [place[1]]
+        mine = [ports.own_address(), listener.getsockname()[1], secret.configured() or secret.fresh()]
+        self.host, port, self.secret = json.loads(self.seat.share(json.dumps(mine)))
+        self.ports, self.key = [port], self.secret.encode()
 
     def _check_host(self) -> None:
         """Where the host of rank 0 was inferred: better an error at once than ranks that wait for each other."""
@@ -120,93 +130,83 @@ class _Meeting:
 
     def _gather(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Hears every rank (1), (2), then tells all (3)."""
-        connections: dict[int, socket.socket] = {}
+        guests: dict[int, entrance.Guest] = {}
+        here = None if self.loopback else ports.named_address()
         port = listener.getsockname()[1]
-        here = ports.named_address()
         places = {0: {"host": here or "127.0.0.1", "port": port, "identity": ports.host_identity()}}
-        listener.setblocking(False)
-        waiting: dict[socket.socket, bytes] = {}
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            try:
-                while len(places) < self.seat.world_size:
-                    left = self.deadline - time.monotonic()
-                    if left <= 0:
-                        raise self._missing(sorted(set(range(self.seat.world_size)) - set(places)))
-                    for key, _ in selector.select(left):
-                        if key.fileobj is listener:
-                            with contextlib.suppress(OSError):
-                                connection, _ = listener.accept()
-                                connection.setblocking(False)
-                                selector.register(connection, selectors.EVENT_READ)
-                                waiting[connection] = b""
-                            continue
-                        connection = key.fileobj  # type: ignore[assignment]
-                        line = _more_of_line(connection, waiting)
-                        if line is None:
-                            continue
-                        selector.unregister(connection)
-                        del waiting[connection]
-                        self._hear(connection, line, places, connections)
-                outward = _outward(connections, here)
-                for place in places.values():
-                    if ports.is_loopback(place["host"]) and outward is not None:
-                        place["host"] = outward
-                table = [places[rank] for rank in range(self.seat.world_size)]
-                for connection in connections.values():
-                    with contextlib.suppress(OSError):  # it has died; the ring will say so
-                        connection.settimeout(_DIAL_SECONDS)
-                        _send(connection, {"places": table})
-                return table
-            finally:
-                for connection in (*waiting, *connections.values()):
-                    connection.close()
-                listener.setblocking(True)
+        door = entrance.Entrance.at(listener, self.key)
+        door.admit(self.job, 0, self.seat.world_size, several_hosts=self.network)
+        try:
+            while len(places) < self.seat.world_size:
+                left = self.deadline - time.monotonic()
+                guest = door.take(lambda guest: (guest.kind, guest.hello["job"]) == ("meeting", self.job), left)
+                if guest is None:
+                    missing = sorted(set(range(self.seat.world_size)) - set(places))
+                    raise self._missing(missing, door.turned_away)
+                self._hear(guest, places, guests)
+            outward = _outward(guests, here)
+            for place in places.values():
+                if ports.is_loopback(place["host"]) and outward is not None:
+                    place["host"] = outward
+            table = [places[rank] for rank in range(self.seat.world_size)]
+            for guest in guests.values():
+                guest.channel.deadline = time.monotonic() + _DIAL_SECONDS
+                with contextlib.suppress(OSError):  # it has died; the ring will say so
+                    guest.channel.send("places", **_columns(table))
+            return table
+        except BaseException:
+            entrance.Entrance.close_at(listener.fileno())
+            raise
+        finally:
+            door.dismiss(self.job)
+            for guest in guests.values():
+                guest.channel.close()
 
     def _hear(
-        self,
-        connection: socket.socket,
-        line: bytes,
-        places: dict[int, dict[str, Any]],
-        connections: dict[int, socket.socket],
+        self, guest: entrance.Guest, places: dict[int, dict[str, Any]], guests: dict[int, entrance.Guest]
     ) -> None:
-        connection.settimeout(_DIAL_SECONDS)
+        hello, channel = guest.hello, guest.channel
+        rank, place = hello["rank"], {name: hello[name] for name in _PLACE}
+        refusal = self._refusal(hello, places.get(rank))
         try:
-            message = json.loads(line)
-            rank, place = message["rank"], {name: message[name] for name in ("host", "port", "identity")}
             ports.is_loopback(place["host"])  # or it is no address
-            known = message["greeting"] == _GREETING
-            refusal = self._refusal(message, places.get(rank)) if known else "another protocol"
             if refusal is not None:
-                _send(connection, {"refused": refusal, "final": known and message["job"] == self.seat.job})
-                connection.close()
+                channel.send("refused", why=refusal, final=True)
+                channel.close()
                 return
-            if rank in connections:
-                connections[rank].close()  # it dialled again
-            _send(connection, {"greeting": _GREETING})
-        except (OSError, ValueError, KeyError, TypeError):  # no rank of ours
-            connection.close()
+            channel.send("heard")
+        except (OSError, ValueError):
+            channel.close()
             return
-        places[rank], connections[rank] = place, connection
+        came_from = _peer_address(channel.socket)
+        if came_from not in (None, place["host"]):
+            _log.warning(
+                "Rank %d says that it listens at %s, and comes from %s. Is there a translation of addresses between?",
+                rank,
+                place["host"],
+                came_from,
+            )
+        if rank in guests:
+            guests[rank].channel.close()  # it dialled again
+        places[rank], guests[rank] = place, guest
 
-    def _refusal(self, message: dict[str, Any], place: dict[str, Any] | None) -> str | None:
-        if message["job"] != self.seat.job:
-            return f"another job meets here: {self.seat.job}"
-        if message["world_size"] != self.seat.world_size or not 0 < message["rank"] < self.seat.world_size:
+    def _refusal(self, hello: dict[str, Any], place: dict[str, Any] | None) -> str | None:
+        if hello["world_size"] != self.seat.world_size or not 0 < hello["rank"] < self.seat.world_size:
             return (
                 f"{self.seat.source} says rank 0 of {self.seat.world_size} to one process, and rank "
-                f"{message['rank']} of {message['world_size']} to another"
+                f"{hello['rank']} of {hello['world_size']} to another"
             )
-        if place is not None and (place["port"], place["identity"]) != (message["port"], message["identity"]):
-            return f"two processes say that they are rank {message['rank']}. Is every rank started once?"
+        if place is not None and (place["port"], place["identity"]) != (hello["port"], hello["identity"]):
+            return f"two processes say that they are rank {hello['rank']}. Is every rank started once?"
         return None
 
-    def _missing(self, ranks: list[int]) -> RendezvousError:
+    def _missing(self, ranks: list[int], turned_away: str) -> RendezvousError:
         names = ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
         return RendezvousError(
             f"Rank 0 of {self.seat.world_size} (from {self.seat.source}) listened at {self._where()} for "
-            f"{self.seconds:g} s, but rank{'s' if len(ranks) > 1 else ''} {names} never came. Are they started, and is "
-            f"the port open between the hosts? {self._hint()}"
+            f"{self.seconds:g} s, but rank{'s' if len(ranks) > 1 else ''} {names} never came. "
+            + (f"Turned away: {turned_away}. " if turned_away else "")
+            + f"Are they started, and is the port open between the hosts? {self._hint()}"
         )
 
     # The others.
@@ -218,9 +218,7 @@ class _Meeting:
             for port in self.ports:
                 try:
                     return self._attempt(port, listener.getsockname()[1])
-                except _Refused as refused:
-                    reasons[port] = str(refused)
-                except (OSError, ValueError, KeyError, TypeError) as error:
+                except (OSError, ValueError, entrance.RefusedError) as error:
                     reasons[port] = getattr(error, "strerror", None) or str(error) or type(error).__name__
             time.sleep(_PAUSE_SECONDS)
         why = "; ".join(f"port {port}: {reason}" for port, reason in reasons.items())
@@ -231,32 +229,41 @@ class _Meeting:
         )
 
     def _attempt(self, port: int, my_port: int) -> list[dict[str, Any]]:
-        here = ports.named_address()
-        source = None if here is None or self.loopback else (here, 0)
-        with socket.create_connection((self.host, port), _DIAL_SECONDS, source) as connection:
-            message = {
-                "greeting": _GREETING,
-                "job": self.seat.job,
-                "rank": self.seat.rank,
-                "world_size": self.seat.world_size,
-                "host": connection.getsockname()[0],
-                "port": my_port,
-                "identity": ports.host_identity(),
-            }
-            _send(connection, message)
-            with connection.makefile("rb") as lines:
-                answer = json.loads(lines.readline(_MAX_LINE_BYTES))
-                if "refused" in answer:
-                    if answer["final"]:
-                        raise RendezvousError(f"Rank 0 refused rank {self.seat.rank}: {answer['refused']}.")
-                    raise _Refused(answer["refused"])
-                if answer["greeting"] != _GREETING:
-                    raise ValueError("another protocol")
-                connection.settimeout(max(_DIAL_SECONDS, self.deadline - time.monotonic()))
-                line = lines.readline(_MAX_LINE_BYTES)
-                if not line:
-                    raise ConnectionError("rank 0 went away before all ranks had come")
-                return json.loads(line)["places"]
+        hello = {
+            "job": self.job,
+            "rank": self.seat.rank,
+            "to": 0,
+            "world_size": self.seat.world_size,
+            "port": my_port,
+            "identity": ports.host_identity(),
+            "process": self.process,
+        }
+        channel = entrance.knock(
+            Address(self.host, port),
+            self.key,
+            "meeting",
+            lambda connection: {**hello, "host": self._address_of(connection)},
+            network=self.network,
+            seconds=_DIAL_SECONDS,
+        )
+        with channel:
+            answer = channel.receive(_ANSWERS)
+            if answer.kind == "refused" and answer.fields["final"]:
+                raise RendezvousError(f"Rank 0 refused rank {self.seat.rank}: {answer.fields['why']}.")
+            if answer.kind == "refused":
+                raise entrance.RefusedError(answer.fields["why"])
+            channel.deadline = max(time.monotonic() + _DIAL_SECONDS, self.deadline)
+            count = self.seat.world_size
+            columns = {name: wire.list_of(field, count) for name, field in _PLACE.items()}
+            table = wire.Format({"places": columns}, max_json_bytes=1024 + 600 * count)
+            return _rows(channel.receive(table).fields, count)
+
+    def _address_of(self, connection: socket.socket) -> str:
+        """This host's address as rank 0 sees it."""
+        host = None if self.loopback else ports.named_address()
+        if host is None:
+            host = "127.0.0.1" if connection.family == socket.AF_UNIX else _plain(connection.getsockname()[0])
+        return host
 
     def _where(self) -> str:
         several = f"{self.host}, ports {', '.join(map(str, self.ports))}"
@@ -269,32 +276,44 @@ class _Meeting:
         )
 
 
-def _outward(connections: dict[int, socket.socket], named: str | None) -> str | None:
+def _is_this_host(seat: Seat) -> bool:
+    """Whether rank 0 is at a loopback address, so that all ranks are on its host."""
+    if seat.share is not None:
+        return False
+    with contextlib.suppress(OSError):
+        return all(ports.is_loopback(host) for host in ports.resolve(seat.host))
+    return False
+
+
+def _outward(guests: dict[int, entrance.Guest], named: str | None) -> str | None:
     """Rank 0's address as other hosts reach it; None where all ranks are on its own."""
     if named is not None:
         return named
-    for _, connection in sorted(connections.items()):
+    for _, guest in sorted(guests.items()):
         with contextlib.suppress(OSError):
-            host = _plain(connection.getsockname()[0])
-            if not ports.is_loopback(host):
-                return host
+            host = None if guest.channel.socket.family == socket.AF_UNIX else guest.channel.socket.getsockname()[0]
+            if host is not None and not ports.is_loopback(_plain(host)):
+                return _plain(host)
     return None
+
+
+def _peer_address(connection: socket.socket) -> str | None:
+    """Where it comes from; None from this host."""
+    if connection.family == socket.AF_UNIX:
+        return None
+    host = _plain(connection.getpeername()[0])
+    return None if ports.is_local(host) else host
 
 
 def _plain(host: str) -> str:
     return host.removeprefix("::ffff:")
 
 
-def _more_of_line(connection: socket.socket, waiting: dict[socket.socket, bytes]) -> bytes | None:
-    """What the connection has sent, once it is a line or will become none."""
-    try:
-        data = connection.recv(4096)
-    except OSError:
-        data = b""
-    waiting[connection] += data
-    text = waiting[connection]
-    return text if not data or text.endswith(b"\n") or len(text) > _MAX_LINE_BYTES else None
+def _columns(table: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [place[name] for place in table] for name in _PLACE}
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def _rows(columns: dict[str, list[Any]], count: int) -> list[dict[str, Any]]:
+    if any(len(column) != count for column in columns.values()):
+        raise wire.WireError("places of another number of ranks")
+    return [{name: columns[name][rank] for name in _PLACE} for rank in range(count)]

@@ -151,6 +151,28 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.split("%")[0]).is_loopback
 
 
+def resolve(host: str) -> list[str]:
+    """The addresses of a host name, in the order to try them; of an address, itself.
+
+    >>> resolve("127.0.0.1")
+    ['127.0.0.1']
+    """
+    return [str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+
+
+def is_local(host: str) -> bool:
+    """Whether an address (not a name) is this host's.
+
+    >>> is_local("127.0.0.1"), is_local("192.0.2.200")
+    (True, False)
+    """
+    place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    with socket.socket(place[0], socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.bind(place[4])
+        return True
+    return False
+
+
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

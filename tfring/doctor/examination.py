@@ -8,34 +8,44 @@
        │ ring, pair ──────────────────────────► │     if all is well so far: the ring itself, then neighbours alone
        │ end ─────────────────────────────────► │     after the report
 
-All through the sockets where the ring would listen, in the ring's own messages (`ring/rendezvous.py`). Every wait ends.
+All through the sockets where the ring would listen, and the same entrance (`cluster/entrance.py`). Every wait ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import socket
 import sys
 import threading
 import time
 from typing import Any
 
-from tfring.cluster import Cluster, detect, detection, parse_address
+from tfring import wire
+from tfring.cluster import Cluster, detect, detection, entrance, parse_address, secret
 from tfring.doctor import findings, host, links, report
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
-from tfring.ring import rendezvous
 
 DEFAULT_SECONDS = 60.0
-_RING = "tfring doctor"  # by this name the connections between doctors are parked
 _PAUSE_SECONDS = 0.2
 _ANSWER_SECONDS = 25.0  # for facts, with names that do not resolve
 _CLOCK_SECONDS = 20.0
 _RING_SECONDS = 20.0  # to form, and for each collective
 _MARGIN_SECONDS = 10.0
 _LINGER_SECONDS = 3.0  # so that a launcher hears of rank 0's end first
+
+_RANKS = wire.list_of(wire.integer(0, entrance.MAX_RANKS), entrance.MAX_RANKS)
+_REQUESTS = wire.Format(
+    {
+        "ask": {"do": wire.one_of("facts", "clock", "connect", "ring", "pair"), "ranks": _RANKS},
+        "end": {},
+        "refused": entrance.REFUSED,
+    },
+    max_json_bytes=1 << 20,
+)
+_ANSWERS = wire.Format({"answer": {"of": wire.anything}, "refused": entrance.REFUSED}, max_json_bytes=1 << 20)
 
 Answer = dict[str, Any]
 
@@ -57,17 +67,17 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
         said = detection.find(os.environ)
         rank = said.rank if said is not None else 0
         cluster = detect()
-        endpoint = rendezvous.Endpoint.of(cluster) if cluster.world_size > 1 else None
+        door = entrance.Entrance.of(cluster) if cluster.world_size > 1 else None
     except TfringError as error:
         if rank != 0:
             return _complain(rank, str(error))
         found = findings.without_cluster(host.facts(Cluster.alone()), str(error))
     else:
         if rank != 0:
-            assert endpoint is not None
-            return _Answering(cluster, endpoint, seconds).run()
-        if endpoint is not None:
-            asking = _Asking(cluster, endpoint, seconds)
+            assert door is not None
+            return _Answering(cluster, door, seconds).run()
+        if door is not None:
+            asking = _Asking(cluster, door, seconds)
             with contextlib.closing(asking):
                 return _report(asking.examine(), as_json, not_ready_code)
         found = {"facts": {0: host.facts(cluster)}, **_about(cluster)}
@@ -114,46 +124,53 @@ def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
             return {str(rank): answer for rank, answer in found.items()}
         if request["do"] == "ring":
             return links.measure_ring(cluster, _RING_SECONDS)
-        return links.measure_pair(cluster, request["pair"], _RING_SECONDS)
+        return links.measure_pair(cluster, request["ranks"], _RING_SECONDS)
     except Exception as error:  # whatever it is, it goes into the report
         return {"problem": str(error) or type(error).__name__}
 
 
-def _hello(cluster: Cluster, to: int) -> dict[str, Any]:
-    return {
-        "protocol": rendezvous.PROTOCOL,
-        "cluster": rendezvous.cluster_id(cluster.addresses),
-        "purpose": "data",
-        "ring": _RING,
-        "session": f"rank {cluster.rank}",
-        "to": to,
-    }
+def _dial(cluster: Cluster, rank: int) -> wire.Channel:
+    addresses = cluster.addresses
+    key = secret.of(cluster)
+    return entrance.knock(
+        parse_address(addresses[rank]),
+        key,
+        "doctor",
+        {"job": entrance.job_id(addresses), "rank": cluster.rank, "to": rank},
+        network=bool(key) or entrance.spans_hosts(addresses),
+        seconds=links.PROBE_SECONDS,
+    )
 
 
-def _dial(cluster: Cluster, rank: int) -> socket.socket:
-    connection = rendezvous.dial(parse_address(cluster.addresses[rank]), links.PROBE_SECONDS)
-    try:
-        rendezvous.send(connection, _hello(cluster, rank))
-        return connection
-    except BaseException:
-        connection.close()
-        raise
+def _take(door: entrance.Entrance, cluster: Cluster, rank: int) -> entrance.Guest | None:
+    """A doctor that this rank has sent here, if one comes soon."""
+    wanted = (entrance.job_id(cluster.addresses), rank)
+    return door.take(
+        lambda guest: guest.kind == "doctor" and (guest.hello["job"], guest.hello["rank"]) == wanted, _PAUSE_SECONDS
+    )
+
+
+def _object(answer: Any) -> Answer:
+    if not isinstance(answer, dict):
+        raise wire.WireError("not an answer")
+    return answer
 
 
 class _Asking:
     """Rank 0's part."""
 
-    def __init__(self, cluster: Cluster, endpoint: rendezvous.Endpoint, seconds: float) -> None:
+    def __init__(self, cluster: Cluster, door: entrance.Entrance, seconds: float) -> None:
         self._cluster = cluster
-        self._endpoint = endpoint
+        self._door = door
         self._seconds = seconds
-        self._connections: dict[int, socket.socket] = {}
+        self._connections: dict[int, wire.Channel] = {}
 
     def close(self) -> None:
         """Lets the others end."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                rendezvous.send(connection, {"do": "end"})
+                connection.deadline = time.monotonic() + _PAUSE_SECONDS
+                connection.send("end")
 
     def examine(self) -> dict[str, Any]:
         """All that is to be found out."""
@@ -191,12 +208,11 @@ class _Asking:
 
     def _reach(self, rank: int, deadline: float) -> Answer | None:
         """The facts of a rank that connects to this one, or this one to it, before `deadline`."""
-        key = rendezvous.cluster_id(self._cluster.addresses), _RING, f"rank {rank}"
         while time.monotonic() < deadline:
-            parked = self._endpoint.take(*key, _PAUSE_SECONDS)
+            guest = _take(self._door, self._cluster, rank)
             try:
-                connection = parked[0] if parked else _dial(self._cluster, rank)
-            except OSError:
+                connection = guest.channel if guest else _dial(self._cluster, rank)
+            except (OSError, wire.WireError):
                 continue
             left = max(_PAUSE_SECONDS, deadline - time.monotonic())
             self._connections[rank] = connection
@@ -224,7 +240,7 @@ class _Asking:
         for together in (whole[::2], whole[1::2], odd):
             of_rank = {rank: pair for pair in together for rank in pair}
             answers = in_parallel(
-                lambda rank, of_rank=of_rank: self._ask_any(rank, {"do": "pair", "pair": of_rank[rank]}),  # type: ignore[misc]
+                lambda rank, of_rank=of_rank: self._ask_any(rank, {"do": "pair", "ranks": of_rank[rank]}),  # type: ignore[misc]
                 of_rank,
                 3 * _RING_SECONDS,
                 size,
@@ -243,11 +259,11 @@ class _Asking:
     def _ask(self, rank: int, request: dict[str, Any], seconds: float) -> Answer:
         connection = self._connections[rank]
         try:
-            connection.settimeout(seconds)
-            rendezvous.send(connection, request)
-            answer = rendezvous.receive(connection)
+            connection.deadline = time.monotonic() + seconds
+            connection.send("ask", do=request["do"], ranks=request.get("ranks", []))
+            answer = connection.receive(_ANSWERS)
             # A process of another job, or of this one that does not know yet which it is of.
-            return {"problem": answer["refused"]} if "refused" in answer else answer
+            return {"problem": answer.fields["why"]} if answer.kind == "refused" else _object(answer.fields["of"])
         except TimeoutError:
             return {"problem": f"no answer within {seconds:g} s"}
         except (OSError, ValueError) as error:
@@ -260,9 +276,9 @@ class _Asking:
 class _Answering:
     """The part of every other rank: answers on whatever connection there is to rank 0, until told to end."""
 
-    def __init__(self, cluster: Cluster, endpoint: rendezvous.Endpoint, seconds: float) -> None:
+    def __init__(self, cluster: Cluster, door: entrance.Entrance, seconds: float) -> None:
         self._cluster = cluster
-        self._endpoint = endpoint
+        self._door = door
         self._seconds = seconds
         self._ended = threading.Event()
         self._heard_at: float | None = None
@@ -291,7 +307,7 @@ class _Answering:
             try:
                 with _dial(self._cluster, 0) as connection:
                     self._serve(connection)
-            except (OSError, ValueError) as error:
+            except (OSError, wire.WireError) as error:
                 if self._heard_at is None:
                     kind = links.kind_of(error)
                     self._why = kind if kind != links.FAILED else str(error)
@@ -300,31 +316,30 @@ class _Answering:
     def _take(self) -> None:
         """What rank 0 has dialled."""
         while not self._ended.is_set():
-            key = rendezvous.cluster_id(self._cluster.addresses), _RING, "rank 0"
-            parked = self._endpoint.take(*key, _PAUSE_SECONDS)
-            if parked is not None and parked[1]["to"] != self._cluster.rank:  # through a port that leads elsewhere
-                parked[0].close()
-            elif parked is not None:
-                threading.Thread(target=self._serve_parked, args=(parked[0],), daemon=True).start()
+            guest = _take(self._door, self._cluster, 0)
+            if guest is not None:
+                threading.Thread(target=self._serve_guest, args=(guest.channel,), daemon=True).start()
 
-    def _serve_parked(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):
+    def _serve_guest(self, connection: wire.Channel) -> None:
+        with connection, contextlib.suppress(OSError, wire.WireError):
             self._serve(connection)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: wire.Channel) -> None:
         asked = False
         try:
             while True:
-                connection.settimeout(None)
-                request = rendezvous.receive(connection)
-                if "refused" in request:
-                    self._why = request["refused"]
+                connection.deadline = math.inf
+                request = connection.receive(_REQUESTS)
+                if request.kind == "refused":
+                    self._why = request.fields["why"]
                     return
                 asked, self._heard_at = True, time.monotonic()
-                if request["do"] == "end":
+                if request.kind == "end":
                     self._ended.set()
                     return
-                rendezvous.send(connection, _perform(self._cluster, request))
+                answer = _perform(self._cluster, request.fields)
+                connection.deadline = time.monotonic() + _ANSWER_SECONDS
+                connection.send("answer", of=answer)
         except OSError:
             if asked and not self._ended.is_set():
                 self._lost = "rank 0 went away in the middle of the examination."

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfring.cluster import Cluster, parse_address
+from tfring.cluster import Cluster, entrance
 from tfring.doctor.parallel import in_parallel
-from tfring.ring import rendezvous
 
 PROBE_SECONDS = 3.0  # within it the kernel has asked a second time
 _MARGIN_SECONDS = 5.0
@@ -65,25 +64,18 @@ def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
         connection, where there was one.
     """
     try:
-        connection = rendezvous.dial(parse_address(cluster.addresses[rank]), PROBE_SECONDS)
+        found = entrance.probe(cluster, rank, PROBE_SECONDS)
     except OSError as error:
         return {"kind": kind_of(error), "detail": error.strerror or str(error)}
-    with connection:
-        local = connection.getsockname()[0]
-        try:
-            connection.settimeout(PROBE_SECONDS)
-            identity = {"protocol": rendezvous.PROTOCOL, "cluster": rendezvous.cluster_id(cluster.addresses)}
-            rendezvous.send(connection, {**identity, "purpose": "probe"})
-            answer = rendezvous.receive(connection)
-        except TimeoutError:
-            return {"kind": NO_ANSWER, "local": local}
-        except (OSError, ValueError) as error:
-            return {"kind": ANOTHER_PROGRAM, "detail": str(error), "local": local}
-    if "refused" in answer:
-        return {"kind": ANOTHER_JOB, "detail": answer["refused"], "local": local}
-    if answer.get("rank") != rank:
-        return {"kind": ANOTHER_RANK, "detail": f"rank {answer.get('rank')}", "local": local}
-    return {"kind": CONNECTED, "local": local}
+    if isinstance(found.problem, TimeoutError):
+        return {"kind": NO_ANSWER, "local": found.local}
+    if isinstance(found.problem, entrance.RefusedError):
+        return {"kind": ANOTHER_JOB, "detail": str(found.problem), "local": found.local}
+    if found.problem is not None:
+        return {"kind": ANOTHER_PROGRAM, "detail": str(found.problem), "local": found.local}
+    if found.rank != rank:
+        return {"kind": ANOTHER_RANK, "detail": f"rank {found.rank}", "local": found.local}
+    return {"kind": CONNECTED, "local": found.local}
 
 
 def probe_seconds(num_ranks: int) -> float:
@@ -139,7 +131,7 @@ def measure_pair(cluster: Cluster, pair: list[int], seconds: float) -> dict[str,
     """Latency and bandwidth between two neighbours, in a ring of the two."""
     here = pair.index(cluster.rank)
     addresses = [cluster.addresses[rank] for rank in pair]
-    two = Cluster.from_hosts(addresses, here, cluster.source, cluster.listen_fd)
+    two = Cluster.from_hosts(addresses, here, cluster.source, cluster.listen_fd, cluster.secret)
     with _communicator(two, "doctor's pair", seconds) as ring:
         return {"transport": ring.transport[0], "latency_seconds": _latency(ring), **_throughput(ring)}
 

@@ -18,6 +18,7 @@ import threading
 import time
 from typing import Any
 
+from tfring import wire
 from tfring.cluster import Cluster, ports
 from tfring.errors import ConfigurationError
 from tfring.launch import frames, processes, worker
@@ -43,9 +44,8 @@ class _Agent:
         for signum in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        _tell(frames.MAGIC)
-        unpacker = frames.Unpacker()
-        self._watch(_STDIN, lambda: self._on_input(unpacker))
+        decoder = wire.Decoder(frames.TO_AGENT)
+        self._watch(_STDIN, lambda: self._on_input(decoder))
         self._watch(parent_gone, lambda: self._on_gone(parent_gone))
         self._watch(children, lambda: self._on_signals(children))
         self._setup: dict[str, Any] | None = None
@@ -65,20 +65,20 @@ class _Agent:
     def _is_done(self) -> bool:
         return not self._processes and not self._open
 
-    def _on_input(self, unpacker: frames.Unpacker) -> None:
+    def _on_input(self, decoder: wire.Decoder) -> None:
         data = os.read(_STDIN, 1 << 16)
         if not data:
             self._on_gone(_STDIN)
             return
-        for message, content in unpacker.feed(data):
-            if "ranks" in message:
+        for kind, message, content in decoder.feed(data):
+            if kind == "start":
                 self._prepare(message)
-            elif "addresses" in message:
+            elif kind == "addresses":
                 self._start(message["addresses"])
-            elif "stdin" in message:
+            elif kind == "input":
                 self._stdin.put(content or None)
-            elif "signal" in message:
-                self._signal(message["signal"], message["rank"])
+            elif kind == "signal":
+                self._signal(message["number"], message["rank"])
 
     def _prepare(self, setup: dict[str, Any]) -> None:
         self._setup = setup
@@ -86,7 +86,7 @@ class _Agent:
         try:
             # "192.0.2.9 50000 192.0.2.1 22": by the address that the launcher took, the others get here too.
             to_here = [*os.environ.get("SSH_CONNECTION", "").split(), *[""] * 4][2]
-            if setup["alone"]:
+            if setup["num_nodes"] == 1:
                 to_here = "127.0.0.1"
             elif to_here and ports.is_loopback(to_here):
                 to_here = ""
@@ -94,11 +94,10 @@ class _Agent:
             loopback = ports.is_loopback(address)
             self._listeners = [ports.open_listener(loopback=loopback) for _ in setup["ranks"]]
         except (OSError, ConfigurationError) as error:
-            _tell(frames.pack(problem=str(error)))
+            _tell(wire.pack("problem", what=str(error)[:4000]))
             self._gone = True
             return
-        listening = [listener.getsockname()[1] for listener in self._listeners]
-        _tell(frames.pack(listening=listening, address=address))
+        _tell(wire.pack("listening", address=address, ports=[each.getsockname()[1] for each in self._listeners]))
 
     def _start(self, addresses: list[str]) -> None:
         assert self._setup is not None
@@ -122,7 +121,7 @@ class _Agent:
             try:
                 started = worker.start(command, cluster, environ, stdin=stdin)
             except OSError as error:
-                _tell(frames.pack(problem=f"could not start rank {rank}: {error}"))
+                _tell(wire.pack("problem", what=f"could not start rank {rank}: {error}"[:4000]))
                 self._stop()
                 return
             self._processes[rank] = started
@@ -137,7 +136,7 @@ class _Agent:
     def _on_output(self, rank: int, name: str, fd: int) -> None:
         data = os.read(fd, 1 << 16)
         if data:
-            _tell(frames.pack(data, rank=rank, stream=name))
+            _tell(wire.pack("output", data, rank=rank, stream=name))
         else:
             self._selector.unregister(fd)
             os.close(fd)
@@ -153,7 +152,7 @@ class _Agent:
                     self._drain(rank, started)
                     del self._processes[rank]
                     with contextlib.suppress(OSError):
-                        _tell(frames.pack(rank=rank, code=code))
+                        _tell(wire.pack("ended", rank=rank, code=code))
 
     def _drain(self, rank: int, started: worker.Started) -> None:
         """What a worker has printed comes before its end; what it has started may hold its streams open for longer."""
@@ -162,7 +161,7 @@ class _Agent:
                 os.set_blocking(fd, False)
                 with contextlib.suppress(OSError):
                     while data := os.read(fd, 1 << 16):
-                        _tell(frames.pack(data, rank=rank, stream=name))
+                        _tell(wire.pack("output", data, rank=rank, stream=name))
                 self._selector.unregister(fd)
                 os.close(fd)
                 self._open -= 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tfring._version import __version__
-from tfring.cluster import detection, slurm, tf_config
+from tfring.cluster import detection, secret, slurm, tf_config
 from tfring.errors import ConfigurationError
 from tfring.launch import remote
 from tfring.launch.guard import run_guarded
@@ -45,6 +45,8 @@ environment of a worker:
   TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
   TFRING_LISTEN_FD
       its place in the ring; tfring.RingStrategy() reads them.
+  TFRING_SECRET
+      what the workers prove to each other; made anew for each run, unless it or TFRING_SECRET_FILE is set.
   TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
       its share of the CPUs this process may use, unless set already.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1
@@ -207,6 +209,7 @@ def _run(arguments: argparse.Namespace, command: list[str], quiet_codes: Sequenc
     error = arguments.parser.error
     try:
         hosts = _hosts(arguments)
+        secret.configured()
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))

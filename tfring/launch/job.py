@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
-from tfring.cluster import Address, Cluster, launch_variables
+from tfring.cluster import Address, Cluster, launch_variables, secret
 from tfring.launch import processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
@@ -97,9 +97,11 @@ class Job:
         self._log_dir = log_dir
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
+        self._environ[secret.VARIABLE] = secret.configured(self._environ) or secret.fresh()
         self._hosts: list[RemoteHost] = []
         for host in hosts:
             assert way is not None
+            way.environ[secret.VARIABLE] = self._environ[secret.VARIABLE]  # a file may not be there
             first = self._hosts[-1].ranks.stop if self._hosts else 0
             self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
@@ -209,16 +211,18 @@ class Job:
         if received is None:
             self._on_host_gone(host)
             return
-        for message, data in received:
-            if "listening" in message:
-                host.listening, host.address = message["listening"], message["address"]
+        for kind, message, data in received:
+            if kind == "listening" and len(message["ports"]) == len(host.ranks):
+                host.listening, host.address = message["ports"], message["address"]
                 self._tell_addresses()
-            elif "problem" in message:
-                raise _CannotStartError(f"{host.name}: {message['problem']}")
-            elif "stream" in message:
+            elif kind == "problem":
+                raise _CannotStartError(f"{host.name}: {message['what']}")
+            elif message.get("rank") not in host.ranks:
+                raise _CannotStartError(f"{host.name} speaks of ranks that are not its own")
+            elif kind == "output":
                 worker = self._workers[message["rank"]]
                 (worker.out if message["stream"] == "out" else worker.err).take(data)
-            elif "code" in message:
+            elif kind == "ended":
                 self._on_ended(self._workers[message["rank"]], message["code"])
 
     def _tell_addresses(self) -> None:
@@ -229,7 +233,7 @@ class Job:
                 return
             addresses += [str(Address(host.address, port)) for port in host.listening]
         for host in self._hosts:
-            host.tell(addresses=addresses)
+            host.tell("addresses", addresses=addresses)
         self._hosts[0].forward_stdin()
 
     def _on_host_gone(self, host: RemoteHost) -> None:
@@ -245,7 +249,7 @@ class Job:
             self._on_ended(worker, _LOST_HOST)
 
     def _signal_elsewhere(self, host: RemoteHost, rank: int, signum: int) -> None:
-        host.tell(signal=signum, rank=rank)
+        host.tell("signal", rank=rank, number=signum)
 
     def _part_from_hosts(self) -> None:
         for host in self._hosts:

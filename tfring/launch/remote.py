@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tfring import wire
 from tfring.launch import frames, processes
 from tfring.launch.hosts import Host
 
@@ -82,7 +83,7 @@ class RemoteHost:
         self.listening: list[int] | None = None
         self.address = ""
         self._way = way
-        self._unpacker = frames.Unpacker(frames.MAGIC)
+        self._messages = frames.FromAgent()
         self._writing = threading.Lock()
 
     def start(self, command: Sequence[str], num_nodes: int) -> None:
@@ -99,23 +100,23 @@ class RemoteHost:
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self.fd = self.process.stdin.fileno(), self.process.stdout.fileno()
         self.tell(
+            "start",
             ranks=list(self.ranks),
             command=list(command),
             cwd=self._way.workdir,
             environ=self._way.environ,
             num_nodes=num_nodes,
-            alone=num_nodes == 1,
         )
 
-    def tell(self, data: bytes = b"", **message: Any) -> None:
-        """Sends a frame; nowhere, if the way there is gone."""
+    def tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
+        """Sends a message; nowhere, if the way there is gone."""
         with self._writing, contextlib.suppress(OSError):
-            frames.write(self._stdin, frames.pack(data, **message))
+            frames.write(self._stdin, wire.pack(kind, data, **fields))
 
-    def read(self) -> list[tuple[dict[str, Any], bytes]] | None:
-        """The frames that have come; None once the way there is closed."""
+    def read(self) -> list[wire.Message] | None:
+        """The messages that have come; None once the way there is closed."""
         data = os.read(self.fd, 1 << 18)
-        return list(self._unpacker.feed(data)) if data else None
+        return list(self._messages.feed(data)) if data else None
 
     def forward_stdin(self) -> None:
         """Passes this process's standard input on, from a thread of its own: it may be a file, a terminal, a pipe."""
@@ -123,8 +124,8 @@ class RemoteHost:
         def forward() -> None:
             with contextlib.suppress(OSError):
                 while data := os.read(0, 1 << 14):
-                    self.tell(data, stdin=True)
-            self.tell(stdin=True)
+                    self.tell("input", data)
+            self.tell("input")
 
         threading.Thread(target=forward, daemon=True).start()
 

@@ -40,6 +40,7 @@ def connect(strategy) -> None:
             world_size=2,
             addresses=(cluster.addresses[0], cluster.addresses[other]),
             listen_fd=cluster.listen_fd,
+            secret=cluster.secret,
         )
         communicator = Communicator.connect(pair, "central")
         # Ordered with the control ring: a rank then waits in one of its rings at a time, and no two ranks

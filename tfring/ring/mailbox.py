@@ -1,29 +1,21 @@
 """Memory that two ranks of a host share, without a name in the file system.
 
-A rank makes an anonymous memory file and a pipe as its doorbell; a neighbour opens both through
-`/proc/<pid>/fd`. That works between processes of one user in one PID namespace, needs no room in /dev/shm (64
-MB in a container by default) and leaves nothing behind, however a process ends. `native/shm_channel.cc` says
-what is inside.
+A rank makes an anonymous memory file, sealed so that nobody can change its size, and a pipe as its doorbell. A
+neighbour is handed both through the Unix socket that connects the two, and looks at what it was given before it uses
+it. That needs no room in /dev/shm (64 MB in a container by default) and leaves nothing behind, however a process ends.
+`native/shm_channel.cc` says what is inside.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
-import pathlib
-import secrets
-from typing import Any
+import stat
+from collections.abc import Sequence
 
 HEADER_BYTES = 4096
 CAPACITY_BYTES = 1024 * 1024
-_NONCE_BYTES = 16
-
-
-def host_identity() -> str:
-    """Equal for processes that can reach each other's descriptors: same boot, same PID namespace."""
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Mailbox:
@@ -36,34 +28,31 @@ class Mailbox:
             size = HEADER_BYTES + CAPACITY_BYTES
             os.ftruncate(self.memory_fd, size)
             os.posix_fallocate(self.memory_fd, 0, size)  # now, or as a bus error later
-            fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.nonce = secrets.token_bytes(_NONCE_BYTES)
-            os.pwrite(self.memory_fd, self.nonce, 0)
-            reader, writer = os.pipe2(os.O_CLOEXEC)
+            fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, _SEALS)
+            reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 # Both ends in one descriptor: no end of file when the neighbours have left.
-                self.doorbell_fd = os.open(
-                    f"/proc/self/fd/{reader}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-                )
+                self.doorbell_fd = os.open(f"/proc/self/fd/{reader}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            except BaseException:
+                os.close(self._writer)
+                raise
             finally:
                 os.close(reader)
-                os.close(writer)
         except BaseException:
             os.close(self.memory_fd)
             raise
 
-    def facts(self) -> dict[str, Any]:
-        """What a neighbour needs to `attach`."""
-        return {
-            "pid": os.getpid(),
-            "memory_fd": self.memory_fd,
-            "doorbell_fd": self.doorbell_fd,
-            "nonce": self.nonce.hex(),
-        }
+    @property
+    def for_neighbours(self) -> tuple[int, int]:
+        """What a neighbour is handed, to `check`: the memory, and the end of the doorbell to ring at."""
+        return self.memory_fd, self._writer
 
     def detach(self) -> tuple[int, int]:
         """Hands over both descriptors: memory, doorbell."""
-        fds, self.memory_fd, self.doorbell_fd = (self.memory_fd, self.doorbell_fd), -1, -1
+        fds = (self.memory_fd, self.doorbell_fd)
+        if self._writer >= 0:
+            os.close(self._writer)
+        self.memory_fd = self.doorbell_fd = self._writer = -1
         return fds
 
     def close(self) -> None:
@@ -72,27 +61,28 @@ class Mailbox:
                 os.close(fd)
 
 
-def attach(facts: dict[str, Any]) -> tuple[int, int]:
-    """Opens a neighbour's mailbox.
-
-    Returns:
-        Descriptors the caller owns: memory, doorbell.
+def check(fds: Sequence[int]) -> None:
+    """Looks at what came in the place of a neighbour's mailbox.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: It cannot be reached, or it is another process's.
+        ValueError: It is something else.
+        OSError: It cannot be looked at.
     """
-    directory = f"/proc/{int(facts['pid'])}/fd"
-    memory_fd = os.open(f"{directory}/{int(facts['memory_fd'])}", os.O_RDWR | os.O_CLOEXEC)
+    if len(fds) != 2:
+        raise ValueError(f"{len(fds)} descriptors came in place of memory and a doorbell")
+    memory, doorbell = fds
     try:
-        if os.pread(memory_fd, _NONCE_BYTES, 0) != bytes.fromhex(facts["nonce"]):
-            raise ValueError("the descriptor is of another file")
-        if os.fstat(memory_fd).st_size != HEADER_BYTES + CAPACITY_BYTES:
-            raise ValueError("the mailbox is of another size")
-        doorbell_fd = os.open(
-            f"{directory}/{int(facts['doorbell_fd'])}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.close(memory_fd)
-        raise
-    return memory_fd, doorbell_fd
+        seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
+    except OSError:
+        raise ValueError("what came is no memory file") from None
+    if seals & _SEALS != _SEALS:
+        raise ValueError("the memory file is not sealed")
+    if os.fstat(memory).st_size != HEADER_BYTES + CAPACITY_BYTES:
+        raise ValueError("the memory file is of another size")
+    if fcntl.fcntl(memory, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise ValueError("the memory file is not to be written")
+    if not stat.S_ISFIFO(os.fstat(doorbell).st_mode):
+        raise ValueError("the doorbell is no pipe")
+    if fcntl.fcntl(doorbell, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+        raise ValueError("the doorbell is not the writing end of a pipe")
+    os.set_blocking(doorbell, False)

@@ -1,163 +1,54 @@
-"""How ranks find each other: every rank listens, rank r connects to rank r + 1.
+"""How a ring forms: every rank connects to the next and is connected to by the previous.
 
     rank r                                 rank r + 1
-       │ (1) hello, control ────────────────► │     who I am, which job, which ring, my mailbox
-       │ ◄──────────────────────── welcome (2) │     transport, its mailbox; or: refused, and why
-       │ (3) confirm ───────────────────────► │     the transport, TCP if I cannot reach its mailbox
-       │ (4) hello, data ───────────────────► │     over TCP only: a second connection
+       │ (1) hello, ring ───────────────────► │     through its entrance (cluster/entrance.py): who I am, which ring
+       │ ◄──────────────────────── welcome (2) │     transport, and its mailbox; or: refused, and why
+       │ (3) confirm ───────────────────────► │     with my mailbox; or: TCP after all
+       │ ◄───────────────────────── agreed (4) │     the transport; TCP within a host: with a connection for the data
+       │ (5) hello, data ───────────────────► │     TCP to another host: a second connection
 
-Each message is MAGIC, its length (4 bytes, little endian) and JSON. After (3) the control connection, and
-after (4) the data connection, belong to the native ring. Whoever does not speak this way is turned away, to
-no harm. The version in (1) leaves room for more steps, such as proving to know a secret of the job.
+Mailboxes are handed over as descriptors (mailbox.py) between processes of one user on one host, connected by a Unix
+socket. After (4) the control connection, and after (5) the data connection, belong to the native ring.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
-import hashlib
-import json
 import logging
-import os
 import secrets
-import select
-import socket
-import struct
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
-from tfring.cluster.address import Address, parse_address
+from tfring import wire
+from tfring.cluster import entrance, secret
+from tfring.cluster.address import parse_address
 from tfring.errors import RendezvousError
-from tfring.ring import library, mailbox
+from tfring.ring import mailbox
+from tfring.ring.neighbour import Neighbour, data_connection, take_data_connection
 
-MAGIC = b"TFRING\x00\x01"
-PROTOCOL = 1
-_MAX_MESSAGE_BYTES = 64 * 1024
-_HELLO_SECONDS = 10.0  # for a connection to say what it is
-_DIAL_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
-# A ControlFrame of native/frame.h: magic, version, type, code, rank, reserved, sequence, message.
-_CONTROL_FRAME = struct.Struct("<IHBBiiQ1000s")
-_ABORT = 0
+_PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
+
+_TRANSPORT = {"transport": wire.one_of("shm", "tcp")}
+_FAILED = {"why": wire.REASON}
+_WELCOMES = wire.Format(
+    {
+        "welcome": {**_TRANSPORT, "wanted": wire.one_of("auto", "shm", "tcp")},
+        "refused": entrance.REFUSED,
+        "failed": _FAILED,
+    },
+    max_json_bytes=16384,
+)
+_CONFIRMS = wire.Format({"confirm": _TRANSPORT, "failed": _FAILED}, max_json_bytes=16384)
+_AGREED = wire.Format({"agreed": _TRANSPORT, "failed": _FAILED}, max_json_bytes=16384)
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Neighbour:
-    """A neighbour this rank is connected with. The descriptors belong to whoever holds it; -1 for none."""
-
-    rank: int
-    transport: str
-    control: socket.socket
-    data: socket.socket | None = None
-    mailbox_fd: int = -1
-    doorbell_fd: int = -1
-
-    def detach(self) -> library.Link:
-        """Hands the descriptors over to the native ring."""
-        data_fd = -1 if self.data is None else self.data.detach()
-        return library.Link(self.control.detach(), data_fd, self.mailbox_fd, self.doorbell_fd)
-
-    def close(self) -> None:
-        self.control.close()
-        if self.data is not None:
-            self.data.close()
-        for fd in (self.mailbox_fd, self.doorbell_fd):
-            if fd >= 0:
-                os.close(fd)
-
-
-class _Refused(Exception):
-    """The other side answered, and said no."""
-
-
-class _Cancelled(Exception):
-    """The other thread has failed, or the time is over."""
-
-
-def cluster_id(addresses: tuple[str, ...]) -> str:
-    """Tells jobs apart: ranks with other addresses belong to another job."""
-    return hashlib.sha256("\n".join(addresses).encode()).hexdigest()[:16]
-
-
-class Endpoint:
-    """A listening socket, kept for the life of the process. Rings of any name are formed through it."""
-
-    _instances: dict[tuple[int, Any], Endpoint] = {}
-    _instances_lock = threading.Lock()
-
-    @classmethod
-    def of(cls, cluster: Any) -> Endpoint:
-        """The endpoint at this rank's address, made on first use."""
-        # One socket, one listener, however its address is spelled: two would take each other's connections.
-        fd = cluster.listen_fd
-        key = (os.getpid(), cluster.addresses[cluster.rank] if fd is None else os.fstat(fd).st_ino)
-        with cls._instances_lock:
-            if key not in cls._instances:
-                cls._instances[key] = cls(cluster)
-            endpoint = cls._instances[key]
-        endpoint._cluster_ids.add(cluster_id(tuple(cluster.addresses)))
-        return endpoint
-
-    def __init__(self, cluster: Any) -> None:
-        self._rank: int = cluster.rank
-        self._cluster_ids = {cluster_id(tuple(cluster.addresses))}  # before the first connection is taken
-        # By cluster, ring and session ("" for control): connections for rings not asked for here yet.
-        self._parked: dict[tuple[str, str, str], tuple[socket.socket, dict[str, Any]]] = {}
-        self._arrived = threading.Condition()
-        self._listener = _listen(cluster)
-        threading.Thread(target=self._accept_forever, name="tfring-endpoint", daemon=True).start()
-
-    def take(
-        self, cluster: str, ring: str, session: str, seconds: float
-    ) -> tuple[socket.socket, dict[str, Any]] | None:
-        """The connection parked for this ring, or None if none has come in time."""
-        key = (cluster, ring, session)
-        with self._arrived:
-            self._arrived.wait_for(lambda: key in self._parked, seconds)
-            return self._parked.pop(key, None)
-
-    def _accept_forever(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:  # out of descriptors; the listener itself is never closed
-                time.sleep(_SLICE_SECONDS)
-                continue
-            threading.Thread(target=self._greet, args=(connection, peer), daemon=True).start()
-
-    def _greet(self, connection: socket.socket, peer: Any) -> None:
-        try:
-            connection.settimeout(_HELLO_SECONDS)
-            hello = receive(connection)
-            problem = self._problem(hello)
-            if problem is not None or hello["purpose"] == "probe":
-                send(connection, {"rank": self._rank} if problem is None else {"refused": problem})
-                connection.close()
-                return
-            _no_delay(connection)
-            session = hello["session"] if hello["purpose"] == "data" else ""
-            key = (hello["cluster"], hello["ring"], session)
-            with self._arrived:
-                earlier = self._parked.pop(key, None)  # its maker has given it up
-                self._parked[key] = (connection, hello)
-                self._arrived.notify_all()
-            if earlier is not None:
-                earlier[0].close()
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.debug("turned away a connection from %s: %s", peer, error)
-            connection.close()
-
-    def _problem(self, hello: dict[str, Any]) -> str | None:
-        if hello["protocol"] != PROTOCOL:
-            return f"rank {self._rank} speaks version {PROTOCOL} of the protocol, not {hello['protocol']}"
-        if hello["cluster"] not in self._cluster_ids:
-            return "a process of another job listens there"
-        return None
+_process = secrets.token_hex(16)  # tells this process from another of the same rank
+_told: set[str] = set()  # warnings, once each
 
 
 def connect_ring(
@@ -189,21 +80,13 @@ class _Forming:
         self.transport = transport
         self.timeout_seconds = timeout_seconds
         self.deadline = time.monotonic() + timeout_seconds
-        self.endpoint = Endpoint.of(cluster)
-        self.mailbox = _make_mailbox(transport)
+        self.entrance = entrance.Entrance.of(cluster)
+        self.key = secret.of(cluster)
+        self.job = entrance.job_id(tuple(cluster.addresses))
+        self.network = bool(self.key) or entrance.spans_hosts(tuple(cluster.addresses))
+        self.mailbox, self.why_no_mailbox = _make_mailbox(transport)
         self.previous_rank = (cluster.rank - 1) % cluster.world_size
         self.next_rank = (cluster.rank + 1) % cluster.world_size
-        self.hello = {
-            "protocol": PROTOCOL,
-            "cluster": cluster_id(tuple(cluster.addresses)),
-            "ring": ring,
-            "rank": cluster.rank,
-            "world_size": cluster.world_size,
-            "transport": transport,
-            "host": mailbox.host_identity() if self.mailbox else None,
-            "mailbox": self.mailbox.facts() if self.mailbox else None,
-            "session": secrets.token_hex(8),
-        }
         self.previous: Neighbour | None = None
         # Filled in by the connecting thread.
         self.next: Neighbour | None = None
@@ -227,7 +110,7 @@ class _Forming:
                     raise self.connect_error
                 for neighbour in (self.previous, self.next):
                     if neighbour is not None:
-                        _check_still_there(neighbour, self.ring)
+                        neighbour.check_still_there(self.ring)
             if "shm" not in (self.previous.transport, self.next.transport) and self.mailbox is not None:
                 self.mailbox.close()
                 self.mailbox = None
@@ -238,148 +121,183 @@ class _Forming:
             connecting.join()
             for neighbour in (self.previous, self.next):
                 if neighbour is not None:
-                    self._part_with(neighbour)
+                    neighbour.part_with(self.cluster.rank, self.failure)
             if self.mailbox is not None:
                 self.mailbox.close()
             raise
 
-    def _part_with(self, neighbour: Neighbour) -> None:
-        """Tells a neighbour why, who tells its own; nobody waits for a ring that cannot form."""
-        library.core().tfring_send_abort(
-            neighbour.control.fileno(), self.cluster.rank, library.PEER_LOST, self.failure.encode()
-        )
-        neighbour.close()
-
     # Connecting to the next rank, in a thread of its own.
 
     def _connect_next(self) -> None:
-        address = parse_address(self.cluster.addresses[self.next_rank])
+        pauses = iter(_PAUSES_SECONDS)
         try:
             while not self.cancelled.is_set() and time.monotonic() < self.deadline:
                 try:
-                    self.next = self._attempt(address)
+                    self.next = self._attempt()
                     return
-                except _Cancelled:
+                except wire.GivenUpError:
                     return
-                except (OSError, ValueError, KeyError, TypeError, _Refused) as error:
-                    self.reason = str(error) or type(error).__name__
-                    self.cancelled.wait(_SLICE_SECONDS)
+                except TimeoutError:
+                    self.reason = "it listens, but did not answer"
+                except wire.NoProofError as error:
+                    self._tell_of_secrets(error)
+                except entrance.RefusedError as error:
+                    if error.final:
+                        raise RendezvousError(str(error)) from None
+                    self.reason = str(error)
+                except (OSError, wire.WireError) as error:
+                    self.reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                self.cancelled.wait(next(pauses, _PAUSES_SECONDS[-1]))
         except BaseException as error:
             self.connect_error = error
 
-    def _attempt(self, address: Address) -> Neighbour:
-        control = dial(address, _DIAL_SECONDS)
-        neighbour = Neighbour(self.next_rank, "tcp", control)
+    def _attempt(self) -> Neighbour:
+        session = secrets.token_hex(16)
+        channel = self._knock("ring", ring=self.ring, transport=self.transport, process=_process, session=session)
+        # The answer comes when the other rank asks for this ring; that may take its time.
+        neighbour = Neighbour(self.next_rank, channel.socket)
         confirmed = False
+        fds: list[int] = []
         try:
-            send(control, {**self.hello, "purpose": "control"})  # (1)
-            # The answer comes when the other rank asks for this ring; that may take its time.
-            while not select.select([control], [], [], _SLICE_SECONDS)[0]:
-                if self.cancelled.is_set() or time.monotonic() > self.deadline:
-                    self.reason = "it listens, but did not answer"
-                    raise _Cancelled
-            welcome = receive(control)  # (2)
-            if "refused" in welcome:
-                if welcome.get("final"):
-                    raise RendezvousError(welcome["refused"])
-                raise _Refused(welcome["refused"])
-            problem = None
-            if welcome["transport"] == "shm":
-                problem = self._attach(neighbour, welcome["mailbox"])
-            if problem is not None and "shm" in (self.transport, welcome["wanted"]):
-                send(control, {"failed": problem})
-                raise RendezvousError(problem)
-            send(control, {"transport": neighbour.transport})  # (3)
+            welcome = channel.receive(_WELCOMES, fds, max_fds=2)  # (2)
+            if welcome.kind == "failed":
+                raise RendezvousError(welcome.fields["why"])
+            if welcome.kind == "refused":
+                raise entrance.RefusedError(welcome.fields["why"], welcome.fields["final"])
+            channel.deadline = time.monotonic() + _ANSWER_SECONDS
+            if welcome.fields["transport"] == "shm":
+                problem = self.why_no_mailbox or neighbour.take_mailbox(fds)
+                if problem is not None:
+                    self._do_without(problem, channel, welcome.fields["wanted"])
+                wire.close_all(fds)
+            channel.send("confirm", self._mine_for(neighbour), transport=neighbour.transport)  # (3)
             confirmed = True
-            if neighbour.transport == "tcp":
-                neighbour.data = dial(address, _DIAL_SECONDS)
-                send(neighbour.data, {**self.hello, "purpose": "data"})  # (4)
+            agreed = channel.receive(_AGREED, fds, max_fds=1)  # (4)
+            if agreed.kind == "failed":
+                raise RendezvousError(agreed.fields["why"])
+            if agreed.fields["transport"] == "tcp":
+                neighbour.drop_mailbox()
+                neighbour.data = take_data_connection(fds) if fds else self._knock("data", session=session).socket
+            elif neighbour.transport == "tcp":
+                raise wire.WireError("it was told not to use shared memory, and does")
             return neighbour
         except BaseException as error:
+            wire.close_all(fds)
             if not confirmed:
                 neighbour.close()
                 raise
             # The other rank takes this one for connected, so this attempt was the only one.
             self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {self.next_rank}: {error}"
-            self._part_with(neighbour)
+            neighbour.part_with(self.cluster.rank, self.failure)
+            if isinstance(error, RendezvousError):
+                raise
             raise RendezvousError(self.failure) from error
+
+    def _knock(self, kind: str, **more: Any) -> wire.Channel:
+        return entrance.knock(
+            parse_address(self.cluster.addresses[self.next_rank]),
+            self.key,
+            kind,
+            {"job": self.job, "rank": self.cluster.rank, "to": self.next_rank, **more},
+            network=self.network,
+            seconds=max(0.0, self.deadline - time.monotonic()),
+            wait_for=lambda: not self.cancelled.is_set(),
+        )
+
+    def _tell_of_secrets(self, error: Exception) -> None:
+        self.reason = f"{error}: TFRING_SECRET differs, or is set on some ranks only"
+        where = self.cluster.addresses[self.next_rank]
+        _warn_once(f"Rank {self.cluster.rank} is not let in by rank {self.next_rank} at {where}: {self.reason}.")
 
     # Answering the previous rank.
 
     def _accept_previous(self) -> Neighbour | None:
-        parked = self.endpoint.take(self.hello["cluster"], self.ring, "", _SLICE_SECONDS)
-        if parked is None:
+        guest = self.entrance.take(self._is_previous, _SLICE_SECONDS)
+        if guest is None:
             return None
-        control, hello = parked
-        neighbour = Neighbour(self.previous_rank, "tcp", control)
+        channel, hello = guest.channel, guest.hello
+        neighbour = Neighbour(self.previous_rank, channel.socket)
+        fds: list[int] = []
         try:
-            problem = self._disagreement(hello)
-            wanted = {self.transport, hello["transport"]}
-            if problem is None and "tcp" not in wanted:
-                why_not = self._why_not_shared(neighbour, hello)
-                if why_not is not None and "shm" in wanted:
-                    problem = why_not
-            if problem is not None:
-                send(control, {"refused": problem, "final": True})
-                raise RendezvousError(problem)
-            shared = neighbour.transport == "shm"
-            facts = self.mailbox.facts() if shared and self.mailbox else None
-            welcome = {"transport": neighbour.transport, "wanted": self.transport, "mailbox": facts}
-            send(control, welcome)  # (2)
-            control.settimeout(_HELLO_SECONDS)
-            confirm = receive(control)  # (3): a rank that died in the meantime does not confirm
-            if "failed" in confirm:
-                raise RendezvousError(confirm["failed"])
-            if confirm["transport"] == "tcp":
-                neighbour.transport = "tcp"
-                data = self.endpoint.take(self.hello["cluster"], self.ring, hello["session"], _HELLO_SECONDS)
+            if {self.transport, hello["transport"]} == {"tcp", "shm"}:
+                self._refuse(
+                    channel,
+                    "Ranks want transports that exclude each other: rank "
+                    f'{hello["rank"]} "{hello["transport"]}", rank {self.cluster.rank} "{self.transport}". Set '
+                    "TFRING_TRANSPORT alike on all ranks.",
+                )
+            mine: tuple[int, ...] = ()
+            if "tcp" not in (self.transport, hello["transport"]):
+                if not channel.is_local:
+                    if "shm" in (self.transport, hello["transport"]):
+                        self._refuse(
+                            channel,
+                            f'transport="shm" needs ranks of one host (and network namespace), and ranks '
+                            f'{hello["rank"]} and {self.cluster.rank} share none. Use transport="auto".',
+                        )
+                elif self.mailbox is None:
+                    assert self.why_no_mailbox is not None
+                    self._do_without(self.why_no_mailbox, channel, hello["transport"])
+                else:
+                    mine = self.mailbox.for_neighbours
+            offered = "shm" if mine else "tcp"
+            channel.send("welcome", mine, transport=offered, wanted=self.transport)  # (2)
+            confirm = channel.receive(_CONFIRMS, fds, max_fds=2)  # (3): a rank that died in the meantime does not
+            if confirm.kind == "failed":
+                raise RendezvousError(confirm.fields["why"])
+            if mine and confirm.fields["transport"] == "shm":
+                problem = neighbour.take_mailbox(fds)
+                if problem is not None:
+                    self._do_without(problem, channel, hello["transport"])
+                wire.close_all(fds)
+            theirs = None
+            if neighbour.transport == "tcp" and channel.is_local:
+                neighbour.data, theirs = data_connection()
+            with theirs or contextlib.nullcontext():
+                handed = () if theirs is None else (theirs.fileno(),)
+                channel.send("agreed", handed, transport=neighbour.transport)  # (4)
+            if neighbour.transport == "tcp" and not channel.is_local:
+                data = self.entrance.take(lambda guest: self._is_data_of(guest, hello), _ANSWER_SECONDS)
                 if data is None:
-                    raise ValueError("the data connection did not come")
-                neighbour.data = data[0]
+                    raise ConnectionError("the data connection did not come")
+                neighbour.data = data.channel.socket
             return neighbour
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, wire.WireError) as error:
             _log.debug("rank %d connected and went away: %s", self.previous_rank, error)
+            wire.close_all(fds)
             neighbour.close()
             return None
         except BaseException:
+            wire.close_all(fds)
             neighbour.close()
             raise
 
-    def _disagreement(self, hello: dict[str, Any]) -> str | None:
-        me, other = self.cluster.rank, hello["rank"]
-        if (other, hello["world_size"]) != (self.previous_rank, self.cluster.world_size):
-            return (
-                f"Rank {me} of {self.cluster.world_size} awaits rank {self.previous_rank}, but a process "
-                f"that takes itself for rank {other} of {hello['world_size']} connected. Is every rank "
-                "started once?"
-            )
-        if {self.transport, hello["transport"]} == {"tcp", "shm"}:
-            return (
-                f'Ranks want transports that exclude each other: rank {other} "{hello["transport"]}", '
-                f'rank {me} "{self.transport}". Set TFRING_TRANSPORT alike on all ranks.'
-            )
-        return None
+    def _is_previous(self, guest: entrance.Guest) -> bool:
+        hello = guest.hello
+        return guest.kind == "ring" and (hello["job"], hello["ring"], hello["rank"]) == (
+            self.job,
+            self.ring,
+            self.previous_rank,
+        )
 
-    def _why_not_shared(self, neighbour: Neighbour, hello: dict[str, Any]) -> str | None:
-        if self.mailbox is None or hello["mailbox"] is None or hello["host"] != self.hello["host"]:
-            return (
-                f'transport="shm" needs ranks of one host (and PID namespace), and rank {hello["rank"]} and '
-                f'rank {self.cluster.rank} share none. Use transport="auto".'
-            )
-        return self._attach(neighbour, hello["mailbox"])
+    def _is_data_of(self, guest: entrance.Guest, ring: dict[str, Any]) -> bool:
+        return guest.kind == "data" and all(guest.hello[name] == ring[name] for name in ("job", "rank", "session"))
 
-    def _attach(self, neighbour: Neighbour, facts: dict[str, Any]) -> str | None:
-        """Opens the neighbour's mailbox, or says why that cannot be."""
-        try:
-            neighbour.mailbox_fd, neighbour.doorbell_fd = mailbox.attach(facts)
-            neighbour.transport = "shm"
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = (
-                f"rank {self.cluster.rank} cannot open the shared memory of rank {neighbour.rank}: {error}"
-            )
-            _log.debug("%s; using TCP", reason)
-            return reason
+    def _refuse(self, channel: wire.Channel, why: str) -> NoReturn:
+        channel.send("refused", why=why, final=True)
+        raise RendezvousError(why)
+
+    # Shared memory, and doing without.
+
+    def _mine_for(self, neighbour: Neighbour) -> tuple[int, ...]:
+        return self.mailbox.for_neighbours if self.mailbox is not None and neighbour.transport == "shm" else ()
+
+    def _do_without(self, problem: str, channel: wire.Channel, other_wants: str) -> None:
+        problem = f"Rank {self.cluster.rank} has no shared memory with a rank of its host: {problem}"
+        if "shm" in (self.transport, other_wants):
+            channel.send("failed", why=problem)
+            raise RendezvousError(problem)
+        _warn_once(f"{problem}. They use TCP, which is slower.")
 
     # Giving up.
 
@@ -394,6 +312,8 @@ class _Forming:
             if neighbour is None and rank not in missing:
                 told += f"; rank {rank} is there but {what.format(me=self.cluster.rank)}"
                 told += f" ({self.reason})" if rank == self.next_rank and self.reason else ""
+        if self.entrance.turned_away:
+            told += f". Turned away here: {self.entrance.turned_away}"
         return RendezvousError(
             f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "
             f'ring "{self.ring}" to form; {told}. Are all ranks started with the same list of addresses, and '
@@ -401,136 +321,35 @@ class _Forming:
         )
 
 
-def _make_mailbox(transport: str) -> mailbox.Mailbox | None:
+def _make_mailbox(transport: str) -> tuple[mailbox.Mailbox | None, str | None]:
+    """This rank's mailbox, or why there is none."""
     if transport == "tcp":
-        return None
+        return None, "TFRING_TRANSPORT=tcp"
     try:
-        return mailbox.Mailbox()
+        return mailbox.Mailbox(), None
     except OSError as error:
-        _log.debug("no shared memory (%s); using TCP", error)
-        return None
+        return None, f"the system gives none ({error})"
 
 
-def _check_still_there(neighbour: Neighbour, ring: str) -> None:
-    """Raises if a neighbour this rank is connected with has given up."""
-    readable, _, _ = select.select([neighbour.control], [], [], 0)
-    if not readable:
-        return
-    try:
-        frame = neighbour.control.recv(_CONTROL_FRAME.size, socket.MSG_PEEK)
-    except OSError:
-        frame = b""
-    if len(frame) == _CONTROL_FRAME.size:
-        _, _, kind, _, _, _, _, message = _CONTROL_FRAME.unpack(frame)
-        if kind == _ABORT:
-            raise RendezvousError(message.rstrip(b"\0").decode(errors="replace"))
-    elif not frame:
-        raise RendezvousError(f'Rank {neighbour.rank} went away while ring "{ring}" was forming.')
+def _warn_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        _log.warning("%s", text)
 
 
 def _who_is_missing(cluster: Any) -> dict[int, str]:
     """Asks every rank whether it is there. Returns those that do not answer, and why."""
 
-    def probe(rank: int) -> str | None:
+    def problem(rank: int) -> str | None:
         try:
-            with dial(parse_address(cluster.addresses[rank]), _PROBE_SECONDS) as connection:
-                connection.settimeout(_PROBE_SECONDS)
-                identity = {"protocol": PROTOCOL, "cluster": cluster_id(tuple(cluster.addresses))}
-                send(connection, {**identity, "purpose": "probe"})
-                return receive(connection).get("refused")
-        except (OSError, ValueError) as error:
-            return getattr(error, "strerror", None) or str(error) or type(error).__name__
+            found = entrance.probe(cluster, rank, _PROBE_SECONDS)
+        except OSError as error:
+            return error.strerror or str(error) or type(error).__name__
+        if found.problem is not None:
+            return str(found.problem)
+        return None if found.rank == rank else f"the process there takes itself for rank {found.rank}"
 
     others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
     with concurrent.futures.ThreadPoolExecutor(min(32, len(others))) as pool:
-        answers = dict(zip(others, pool.map(probe, others), strict=True))
-    return {rank: problem for rank, problem in answers.items() if problem is not None}
-
-
-# Messages.
-
-
-def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Writes one message."""
-    body = json.dumps(message).encode()
-    connection.sendall(MAGIC + struct.pack("<I", len(body)) + body)
-
-
-def receive(connection: socket.socket) -> dict[str, Any]:
-    """Reads one message and not a byte more.
-
-    Raises:
-        ValueError: What came is no message.
-        OSError: The connection closed, or its time is over.
-    """
-    prefix = _receive_exactly(connection, len(MAGIC) + 4)
-    if not prefix.startswith(MAGIC):
-        raise ValueError(f"not a message of tfring: {prefix!r}")
-    (length,) = struct.unpack("<I", prefix[len(MAGIC) :])
-    if length > _MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    message = json.loads(_receive_exactly(connection, length))
-    if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
-    return message
-
-
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    received = b""
-    while len(received) < num_bytes:
-        part = connection.recv(num_bytes - len(received))
-        if not part:
-            raise ConnectionError("the connection closed")
-        received += part
-    return received
-
-
-# Sockets.
-
-
-def _no_delay(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def dial(address: Address, seconds: float) -> socket.socket:
-    """Connects to where a rank listens, within `seconds`."""
-    connection = socket.create_connection((address.host, address.port), timeout=seconds)
-    _no_delay(connection)
-    return connection
-
-
-def _listen(cluster: Any) -> socket.socket:
-    if cluster.listen_fd is not None:
-        listener = socket.socket(fileno=os.dup(cluster.listen_fd))
-        listener.setblocking(True)
-        return listener
-    address = parse_address(cluster.addresses[cluster.rank])
-    problem = None
-    for family, host in _places_to_listen(address.host):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if host == "::":
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind((host, address.port))
-            listener.listen(128)
-            return listener
-        except OSError as error:
-            listener.close()
-            problem = problem or error
-    raise RendezvousError(
-        f"Rank {cluster.rank} cannot listen at {address}: {problem}. Is the address this machine's, and does "
-        "an earlier run still hold the port?"
-    ) from problem
-
-
-def _places_to_listen(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Loopback and literal addresses as they stand; a name may stand for another address elsewhere."""
-    everywhere = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]
-    if host == "localhost":
-        return [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, host)
-            return [(family, host), *everywhere]  # everywhere: the address may be translated on the way
-    return everywhere
+        answers = dict(zip(others, pool.map(problem, others), strict=True))
+    return {rank: why for rank, why in answers.items() if why is not None}

@@ -1,0 +1,72 @@
+"""The secret of a job: who knows it may take a rank's seat."""
+
+from __future__ import annotations
+
+import pathlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from tfring import config
+from tfring.errors import ConfigurationError
+
+VARIABLE = "TFRING_SECRET"
+FILE_VARIABLE = "TFRING_SECRET_FILE"
+_HOW_TO = f"""\
+`tfring launch` makes one a run. By hand, the same on all ranks, and never on a command line:
+  export {FILE_VARIABLE}=/run/secrets/tfring    # a file that you alone may read, made by: openssl rand -hex 32
+  export {VARIABLE}=..."""
+
+
+def fresh() -> str:
+    """A new one."""
+    return secrets.token_hex(32)
+
+
+def configured(environ: Mapping[str, str] | None = None) -> str | None:
+    """What `TFRING_SECRET` holds, or the file that `TFRING_SECRET_FILE` names; None without.
+
+    Args:
+        environ: Where to look; `os.environ` by default.
+
+    Raises:
+        ConfigurationError: It is too short, or the file cannot be read.
+
+    >>> configured({"TFRING_SECRET": "no secret in a test"}), configured({})
+    ('no secret in a test', None)
+    """
+    secret = config.read(VARIABLE, environ)
+    file = config.read(FILE_VARIABLE, environ)
+    if secret is not None or file is None:
+        return secret
+    try:
+        return config.read(VARIABLE, {VARIABLE: pathlib.Path(file).read_text()})
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{FILE_VARIABLE} names a file with the secret of the job. Received: {FILE_VARIABLE}={file!r} "
+            f"({error}). {_HOW_TO}"
+        ) from None
+
+
+def of(cluster: Any) -> bytes:
+    """The key to a cluster's entrances; empty where there is no secret.
+
+    Raises:
+        ConfigurationError: There is none, and `TFRING_REQUIRE_SECRET` wants one; or as `configured`.
+    """
+    secret = getattr(cluster, "secret", None) or configured()
+    if secret is None and config.read("TFRING_REQUIRE_SECRET"):
+        raise ConfigurationError(
+            f"TFRING_REQUIRE_SECRET=1 wants a secret, and there is none. Received: neither {VARIABLE} nor "
+            f"{FILE_VARIABLE}. {_HOW_TO}"
+        )
+    return (secret or "").encode()
+
+
+def warning(where: str) -> str:
+    """What to tell the user of ranks on several hosts without a secret."""
+    return (
+        f"These ranks have no secret: whoever reaches {where} over the network can take a rank's place or listen to "
+        f"it, as with TensorFlow's own server. On a network that others share, set {FILE_VARIABLE} or {VARIABLE} "
+        "alike on all ranks, or start them by `tfring launch`, which does (docs/security.md)."
+    )

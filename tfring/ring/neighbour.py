@@ -1,0 +1,121 @@
+"""A rank next to this one in a ring that forms: what connects the two, until the native ring takes it over."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import stat
+import struct
+
+from tfring import wire
+from tfring.errors import RendezvousError
+from tfring.ring import library, mailbox
+
+# A ControlFrame of native/frame.h: magic, version, type, code, rank, reserved, sequence, message.
+_CONTROL_FRAME = struct.Struct("<IHBBiiQ1000s")
+_ABORT = 0
+_CONNECT_SECONDS = 5.0
+
+
+@dataclasses.dataclass
+class Neighbour:
+    """What connects this rank with a neighbour. The descriptors belong to whoever holds it; -1 for none."""
+
+    rank: int
+    control: socket.socket
+    data: socket.socket | None = None
+    mailbox_fd: int = -1
+    doorbell_fd: int = -1
+
+    @property
+    def transport(self) -> str:
+        """What carries the data: "shm" or "tcp"."""
+        return "shm" if self.mailbox_fd >= 0 else "tcp"
+
+    def take_mailbox(self, fds: list[int]) -> str | None:
+        """Uses what the neighbour handed over, which leaves the list; or says why that cannot be."""
+        try:
+            mailbox.check(fds)
+        except (OSError, ValueError) as error:
+            return f"the shared memory of rank {self.rank} cannot be used: {error}"
+        self.mailbox_fd, self.doorbell_fd = fds
+        fds.clear()
+        return None
+
+    def drop_mailbox(self) -> None:
+        wire.close_all([fd for fd in (self.mailbox_fd, self.doorbell_fd) if fd >= 0])
+        self.mailbox_fd = self.doorbell_fd = -1
+
+    def detach(self) -> library.Link:
+        """Hands the descriptors over to the native ring."""
+        data_fd = -1 if self.data is None else self.data.detach()
+        return library.Link(self.control.detach(), data_fd, self.mailbox_fd, self.doorbell_fd)
+
+    def part_with(self, rank: int, why: str) -> None:
+        """Tells a neighbour, who tells its own, why `rank` gives up; nobody waits for a ring that cannot form."""
+        library.core().tfring_send_abort(self.control.fileno(), rank, library.PEER_LOST, why.encode())
+        self.close()
+
+    def close(self) -> None:
+        self.control.close()
+        if self.data is not None:
+            self.data.close()
+        self.drop_mailbox()
+
+    def check_still_there(self, ring: str) -> None:
+        """Raises if the neighbour has given up.
+
+        Raises:
+            RendezvousError: With its reason.
+        """
+        try:
+            frame = self.control.recv(_CONTROL_FRAME.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            frame = b""
+        if len(frame) == _CONTROL_FRAME.size:
+            _, _, kind, _, _, _, _, message = _CONTROL_FRAME.unpack(frame)
+            if kind == _ABORT:
+                raise RendezvousError(message.partition(b"\0")[0].decode(errors="replace"))
+        elif not frame:
+            raise RendezvousError(f'Rank {self.rank} went away while ring "{ring}" was forming.')
+
+
+def data_connection() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection within this host, of which one is to be handed over.
+
+    Raises:
+        OSError: There is none to be had.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
+        one = socket.create_connection(listener.getsockname(), _CONNECT_SECONDS)
+        try:
+            listener.settimeout(_CONNECT_SECONDS)
+            while True:  # anybody may connect here in the meantime
+                other, peer = listener.accept()
+                if peer == one.getsockname():
+                    break
+                other.close()
+            for end in (one, other):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return one, other
+        except BaseException:
+            one.close()
+            raise
+
+
+def take_data_connection(fds: list[int]) -> socket.socket:
+    """The end that was handed over, which leaves the list.
+
+    Raises:
+        WireError: It is something else.
+    """
+    if len(fds) != 1 or not stat.S_ISSOCK(os.fstat(fds[0]).st_mode):
+        raise wire.WireError("no connection for the data")
+    connection = socket.socket(fileno=fds.pop())
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        connection.close()
+        raise wire.WireError("no connection for the data")
+    return connection

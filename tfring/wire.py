@@ -1,0 +1,400 @@
+"""Messages between two processes that do not trust each other yet: their format, checked before anything is believed.
+
+A message, over a socket or through the standard streams of ssh; numbers are little endian:
+
+    ┌──────────────┬────────────────┬────────────────┬───────────────────────────┬──────────────────┐
+    │ "TFRING" 0 2 │ bytes of JSON  │ bytes of data  │ JSON: {"kind": ..., ...}  │ data             │
+    │ 8 bytes      │ 4 bytes        │ 4 bytes        │ an object                 │ raw bytes        │
+    └──────────────┴────────────────┴────────────────┴───────────────────────────┴──────────────────┘
+
+Whoever reads says which kinds of messages may come next, and of each kind the fields with their types, ranges and
+sizes. All of them are there, and no others; both lengths are within limits before memory is taken.
+
+Two processes that share a secret prove it to each other before either says anything else:
+
+    the one that connects                                 the one that listens
+       │ challenge; data: 32 random bytes ──────────────────► │
+       │ ◄────────────────── challenge; data: 32 random bytes │     from here on the data of every message is its tag
+       │ proof ─────────────────────────────────────────────► │     or the connection closes
+       │ ◄────────────────────────────────────────────── proof │
+       │ who I am, whom I want, for what ───────────────────► │     see cluster/entrance.py
+
+    key = HMAC-SHA-256(secret, "tfring 2" + both challenges)
+    tag = HMAC-SHA-256(key, side ("c" or "l") + number of the message (8 bytes) + the message up to its data)
+
+So what is said under a tag is said by a process that knows the secret, in this conversation, in this order, and by the
+other side. Without a secret the key is that of the empty one: it proves nothing, and keeps the order of words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+MAGIC = b"TFRING\x00\x02"
+CHALLENGE_BYTES = TAG_BYTES = 32
+_PREFIX = struct.Struct("<8sII")
+_SLICE_SECONDS = 0.1  # between looks at whether to go on
+_MAX_FDS = 4
+_PIECE_BYTES = 1 << 16  # memory is taken for what has come, not for what was promised
+
+Field = Callable[[Any], bool]  # whether a value may stand there
+Fields = Mapping[str, Field]
+
+
+class WireError(ValueError):
+    """What came is not what may come."""
+
+
+class NoProofError(WireError):
+    """The other side does not know the secret."""
+
+
+class GivenUpError(Exception):
+    """The caller does not want to wait any longer."""
+
+
+# Fields.
+
+
+def integer(low: int, high: int) -> Field:
+    """A whole number within both bounds.
+
+    >>> [integer(0, 3)(value) for value in (0, 3, 4, -1, 1.0, True, "1")]
+    [True, True, False, False, False, False, False]
+    """
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def text(max_length: int, pattern: str = r"[^\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]*") -> Field:
+    """A text of so many characters at most that matches as a whole; by default one that can be printed."""
+    matches = re.compile(pattern, re.DOTALL).fullmatch
+    return lambda value: isinstance(value, str) and len(value) <= max_length and matches(value) is not None
+
+
+def one_of(*choices: Any) -> Field:
+    """One of these values, and of the same type."""
+    return lambda value: any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def optional(field: Field) -> Field:
+    """None, or what `field` takes."""
+    return lambda value: value is None or field(value)
+
+
+def list_of(field: Field, max_items: int) -> Field:
+    """A list of so many at most."""
+    return lambda value: isinstance(value, list) and len(value) <= max_items and all(map(field, value))
+
+
+def mapping_of(name: Field, field: Field, max_items: int) -> Field:
+    """An object of so many names at most."""
+    return lambda value: (
+        isinstance(value, dict) and len(value) <= max_items and all(name(k) and field(v) for k, v in value.items())
+    )
+
+
+def anything(value: Any) -> bool:
+    """For answers that are only passed on or printed, from a process that has proved who it is."""
+    return True
+
+
+REASON = text(4000)
+
+
+# Messages.
+
+
+class Message(NamedTuple):
+    """A checked one: `fields` are those of its kind, without `kind` itself."""
+
+    kind: str
+    fields: dict[str, Any]
+    data: bytes = b""
+
+
+class Format:
+    """The messages that may come next.
+
+    Args:
+        kinds: The fields of each kind.
+        max_json_bytes: Of one message.
+        max_data_bytes: Of one message.
+
+    >>> greeting = Format({"hello": {"rank": integer(0, 9)}}, max_data_bytes=3)
+    >>> message = Decoder(greeting).feed(pack("hello", b"abc", rank=7))
+    >>> list(message)
+    [Message(kind='hello', fields={'rank': 7}, data=b'abc')]
+    """
+
+    def __init__(self, kinds: Mapping[str, Fields], *, max_json_bytes: int = 4096, max_data_bytes: int = 0) -> None:
+        self.kinds = kinds
+        self.max_json_bytes = max_json_bytes
+        self.max_data_bytes = max_data_bytes
+
+    def check(self, body: bytes) -> tuple[str, dict[str, Any]]:
+        """The kind and the fields.
+
+        Raises:
+            WireError: It is no message of this format.
+        """
+        try:
+            message = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"not JSON: {type(error).__name__}") from None
+        if not isinstance(message, dict):
+            raise WireError("not an object")
+        kind = message.pop("kind", None)
+        fields = self.kinds.get(kind) if isinstance(kind, str) else None
+        if fields is None:
+            raise WireError(f"a message of kind {str(kind)[:40]!r}, where {' or '.join(self.kinds)} may come")
+        if message.keys() != fields.keys():
+            odd = ", ".join(sorted(name[:40] for name in message.keys() ^ fields.keys())[:8])
+            raise WireError(f"{kind}: it has {', '.join(fields) or 'no field'}; missing or too much: {odd}")
+        for name, field in fields.items():
+            if not field(message[name]):
+                raise WireError(f"{kind}: {name} is {json.dumps(message[name])[:80]}")
+        return kind, message
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name stands twice")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)  # NaN, Infinity
+
+
+def pack(kind: str, data: bytes = b"", **fields: Any) -> bytes:
+    """A message.
+
+    >>> pack("end")
+    b'TFRING\\x00\\x02\\x0f\\x00\\x00\\x00\\x00\\x00\\x00\\x00{"kind": "end"}'
+    """
+    body = json.dumps({"kind": kind, **fields}, allow_nan=False).encode()
+    return _PREFIX.pack(MAGIC, len(body), len(data)) + body + data
+
+
+class Decoder:
+    """Cuts messages out of bytes that come in pieces."""
+
+    def __init__(self, expected: Format) -> None:
+        self.expected = expected
+        self.signed = b""  # of the last message, what its tag is for
+        self._buffer = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """How many bytes have to come at least before there can be another message."""
+        return self._needed() - len(self._buffer)
+
+    def _needed(self) -> int:
+        if len(self._buffer) < _PREFIX.size:
+            if not MAGIC.startswith(self._buffer[: len(MAGIC)]):
+                raise WireError(f"not a message of tfring: {bytes(self._buffer)!r}")
+            return _PREFIX.size
+        magic, json_bytes, data_bytes = _PREFIX.unpack_from(self._buffer)
+        if magic != MAGIC:
+            raise WireError(f"not a message of tfring: {magic!r}")
+        if not 2 <= json_bytes <= self.expected.max_json_bytes or data_bytes > self.expected.max_data_bytes:
+            raise WireError(f"a message of {json_bytes} and {data_bytes} bytes")
+        return _PREFIX.size + json_bytes + data_bytes
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete with these bytes.
+
+        Raises:
+            WireError: This is none.
+        """
+        self._buffer += data
+        while (needed := self._needed()) > _PREFIX.size and len(self._buffer) >= needed:
+            end = _PREFIX.size + _PREFIX.unpack_from(self._buffer)[1]
+            self.signed, rest = bytes(self._buffer[:end]), bytes(self._buffer[end:needed])
+            del self._buffer[:needed]
+            yield Message(*self.expected.check(self.signed[_PREFIX.size :]), rest)
+
+
+class Channel:
+    """A connected socket that carries messages, tagged once both challenges are known. Every wait ends.
+
+    Attributes:
+        socket: Non-blocking.
+        deadline: On `time.monotonic()`: until then everything has to be said.
+        wait_for: Asked while nothing comes: whether to go on waiting.
+    """
+
+    CHALLENGES = Format({"challenge": {}}, max_data_bytes=CHALLENGE_BYTES)
+    PROOFS = Format({"proof": {}}, max_data_bytes=TAG_BYTES)
+
+    def __init__(self, connection: socket.socket, deadline: float, *, connects: bool) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.deadline = deadline
+        self.wait_for: Callable[[], bool] = lambda: True
+        self._decoder: Decoder | None = None
+        self._mine, self._theirs = (b"c", b"l") if connects else (b"l", b"c")
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._key: bytes | None = None
+        self._num_sent = self._num_received = 0
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    @property
+    def is_closed_by_peer(self) -> bool:
+        """Whether the other side has gone; what it said before may still be unread."""
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it leads to a process of this host, and can carry descriptors."""
+        return self.socket.family == socket.AF_UNIX
+
+    def challenge(self) -> None:
+        """Sends this side's challenge."""
+        self._write(pack("challenge", self._challenge))
+
+    def challenged(self, by: Message, secret: bytes) -> None:
+        """Tags what follows."""
+        if len(by.data) != CHALLENGE_BYTES or by.data == self._challenge:
+            raise WireError("no challenge")
+        both = (self._challenge, by.data) if self._mine == b"c" else (by.data, self._challenge)
+        self._key = hmac.digest(secret, b"tfring 2" + b"".join(both), "sha256")
+
+    def prove_first(self, secret: bytes) -> None:
+        """The part of the side that connects.
+
+        Raises:
+            NoProofError: The other side has another secret.
+        """
+        self.challenge()
+        self.challenged(self.receive(self.CHALLENGES), secret)
+        self.send("proof")
+        try:
+            self.receive(self.PROOFS)
+        except ConnectionError as error:
+            raise NoProofError("it does not take this rank's secret") from error
+
+    def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> None:
+        """Writes one message, with descriptors if it is a Unix socket.
+
+        Raises:
+            OSError: The connection closed, or its time is over.
+        """
+        self._write(self.packed(kind, **fields), fds)
+
+    def packed(self, kind: str, **fields: Any) -> bytes:
+        """A message with its tag, if it is time for tags."""
+        if self._key is None:
+            return pack(kind, **fields)
+        signed = pack(kind, bytes(TAG_BYTES), **fields)[:-TAG_BYTES]
+        tag = self._tag(self._mine, self._num_sent, signed)
+        self._num_sent += 1
+        return signed + tag
+
+    def receive(self, expected: Format, fds: list[int] | None = None, max_fds: int = 0) -> Message:
+        """Reads one message and not a byte more.
+
+        Args:
+            expected: What may come.
+            fds: Descriptors that came with it are appended.
+            max_fds: How many there may be.
+
+        Raises:
+            WireError: What came is no such message.
+            GivenUpError: `wait_for` says so.
+            OSError: The connection closed, or its time is over.
+        """
+        while True:
+            message = self.try_receive(expected, fds, max_fds)
+            if message is not None:
+                return message
+            self._wait(select.POLLIN)
+
+    def try_receive(self, expected: Format, fds: list[int] | None = None, max_fds: int = 0) -> Message | None:
+        """As `receive`; None where not all of it is there yet."""
+        tagged = self._key is not None
+        if self._decoder is None:
+            if tagged and expected.max_data_bytes != TAG_BYTES:
+                expected = Format(expected.kinds, max_json_bytes=expected.max_json_bytes, max_data_bytes=TAG_BYTES)
+            self._decoder = Decoder(expected)
+        while True:
+            try:
+                data = self._read(min(self._decoder.missing, _PIECE_BYTES), fds, max_fds)
+            except BlockingIOError:
+                return None
+            if not data:
+                raise ConnectionError("the connection closed")
+            for message in self._decoder.feed(data):
+                signed, self._decoder = self._decoder.signed, None
+                if tagged:
+                    tag = self._tag(self._theirs, self._num_received, signed)
+                    if not hmac.compare_digest(tag, message.data):
+                        raise NoProofError("its tag is not that of the secret")
+                    self._num_received += 1
+                    message = message._replace(data=b"")
+                return message
+
+    def _tag(self, side: bytes, number: int, signed: bytes) -> bytes:
+        assert self._key is not None
+        return hmac.digest(self._key, side + struct.pack("<Q", number) + signed, "sha256")
+
+    def _read(self, size: int, fds: list[int] | None, max_fds: int) -> bytes:
+        if fds is None:
+            return self.socket.recv(size)  # the kernel closes descriptors that nobody asked for
+        data, found, flags, _ = socket.recv_fds(self.socket, size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        fds += found
+        if flags & socket.MSG_CTRUNC or len(fds) > max_fds:
+            raise WireError("too many descriptors")
+        return data
+
+    def _write(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                if fds:
+                    sent, fds = socket.send_fds(self.socket, [view], list(fds)), ()
+                else:
+                    sent = self.socket.send(view, socket.MSG_NOSIGNAL)
+                view = view[sent:]
+            except BlockingIOError:
+                self._wait(select.POLLOUT)
+
+    def _wait(self, events: int) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self.socket, events)
+        if not poll.poll(1e3 * min(left, _SLICE_SECONDS)) and not self.wait_for():
+            raise GivenUpError
+
+
+def close_all(fds: list[int]) -> None:
+    """Closes descriptors that are not wanted."""
+    while fds:
+        with contextlib.suppress(OSError):
+            os.close(fds.pop())
