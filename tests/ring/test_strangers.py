@@ -344,7 +344,7 @@ def test_on_one_host_nobody_comes_in_over_tcp_without_a_secret(door):
 
 
 def test_another_user_does_not_come_in(door):
-    gate, cluster = door(given_secret=None)
+    gate, _ = door(given_secret=None)
     name = entrance._local_name("127.0.0.1", gate.port)
     process = as_another_user(
         "connection = socket.socket(socket.AF_UNIX); connection.connect(sys.argv[1].replace('@', '\\0'))\n"
@@ -428,8 +428,7 @@ def test_what_is_handed_over_is_looked_at(tmp_path):
     assert precious.read_bytes().count(0) == len(precious.read_bytes())
 
 
-def test_descriptors_nobody_asked_for_are_not_kept(door):
-    _, cluster = door(given_secret=None)
+def test_descriptors_nobody_asked_for_are_not_kept():
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     before = len(os.listdir("/proc/self/fd"))
     files = [os.open("/dev/null", os.O_RDONLY) for _ in range(5)]
@@ -468,11 +467,11 @@ def join_with(cluster, secrets, **kwargs):
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_ranks_that_share_a_secret(transport):
     with ranks.Group(2) as group:
-        group.start(2, lambda_join_alike, transport)
+        group.start(2, join_alike, transport)
         assert group.outcomes() == [(1, (transport, transport), [])] * 2
 
 
-def lambda_join_alike(cluster, transport):
+def join_alike(cluster, transport):
     return join_with(cluster, [SECRET] * 2, transport=transport)
 
 

@@ -608,15 +608,18 @@ def _listen_locally(listener: socket.socket, *, with_secret: bool) -> socket.soc
         local.listen(128)
         return local
     except OSError as error:
-        why = str(error)
+        why, user = str(error), None
         with contextlib.suppress(OSError):
             local.settimeout(_DIAL_SECONDS)
             local.connect(name)
-            why = "process {} of user {} has taken its name".format(*peer_of(local))
+            process, user = peer_of(local)
+            why = f"process {process} of user {user} has taken its name"
         local.close()
         text = f"Ranks of this host cannot come in at port {port} through a Unix socket: {why}."
+        if user == os.geteuid():
+            raise RendezvousError(f"{text} Is every rank started once?") from None
         if not with_secret:
-            raise RendezvousError(f"{text} Is every rank started once? Another port is needed, or a secret.") from None
+            raise RendezvousError(f"{text} Take another port, or set a secret (docs/security.md).") from None
         _log.warning("%s They use TCP, which is slower.", text)
         return None
 
