@@ -1,33 +1,53 @@
-"""Builds the ring's core under the sanitizers and drives it, with threads as ranks."""
+"""Builds the ring's core under the sanitizers and drives it, with threads as ranks, and with frames no rank would send.
 
+    python tests/ring/sanitize.py                       # as ./test.sh does
+    python tests/ring/sanitize.py --frames 10000000     # the long run
+"""
+
+import argparse
 import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from tfring import _build  # noqa: E402
 
-SANITIZERS = {
-    "address and undefined": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-    "thread": ("-fsanitize=thread",),
-}
+MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREADS = ("-fsanitize=thread",)
+
+
+def build(driver: str, flags: tuple[str, ...], program: pathlib.Path) -> None:
+    sources = [str(_build.NATIVE / source) for source in _build.CORE_SOURCES]
+    command = [*_build.compiler(), "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
+    command += ["-I", str(_build.NATIVE), "-o", str(program), str(HERE / driver), *sources, "-lpthread"]
+    subprocess.run(command, check=True, timeout=600)
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--frames", type=int, help="only feed the core this many wrong frames")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    runs = [
+        ("address and undefined", "ring_driver.cc", MEMORY, ()),
+        ("thread", "ring_driver.cc", THREADS, ()),
+        ("address and undefined", "frames_driver.cc", MEMORY, (str(arguments.frames or 200_000), str(arguments.seed))),
+    ]
     with tempfile.TemporaryDirectory() as directory:
-        for name, flags in SANITIZERS.items():
+        for name, driver, flags, words in runs[2:] if arguments.frames else runs:
             program = pathlib.Path(directory) / "driver"
-            sources = [str(_build.NATIVE / source) for source in _build.CORE_SOURCES]
-            command = [*_build.compiler(), "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-            command += ["-I", str(_build.NATIVE), "-o", str(program), str(HERE / "ring_driver.cc"), *sources]
-            subprocess.run([*command, "-lpthread"], check=True, timeout=300)
+            build(driver, flags, program)
             print(f"sanitizer {name}: ", end="", flush=True)
-            finished = subprocess.run([str(program)], timeout=120)
+            began = time.monotonic()
+            finished = subprocess.run([str(program), *words], timeout=None if arguments.frames else 120)
             if finished.returncode != 0:
                 return 1
+            if arguments.frames:
+                print(f"{time.monotonic() - began:.0f} s")
     return 0
 
 

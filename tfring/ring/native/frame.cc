@@ -94,7 +94,9 @@ bool agree(const CallHeader& mine, const CallHeader& theirs) {
 
 std::string describe(const CallHeader& header) {
   const Kind kind = static_cast<Kind>(header.kind);
-  std::string text = std::string(name_of(kind)) + " \"" + header.name + "\"";
+  const std::string name(header.name,
+                         strnlen(header.name, sizeof(header.name)));  // from a peer, perhaps without its end
+  std::string text = std::string(name_of(kind)) + " \"" + name + "\"";
   if (kind == Kind::kBarrier) return text;
   if (has_op(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
   if (kind == Kind::kBroadcast) text += " from rank " + std::to_string(header.root);

@@ -1,5 +1,6 @@
 // all_gather, whose sizes are learned on the way: the first half brings every rank's numbers of rows, the
 // second its rows.
+#include <algorithm>
 #include <limits>
 
 #include "clock.h"
@@ -81,7 +82,7 @@ Status Ring::learn_block(Gather* gather, int rank) {
     // They came from another process: what they ask for must be memory that can exist.
     const int64_t rows = gather->rows[static_cast<size_t>(rank) * gather->count + t];
     const int64_t left = std::numeric_limits<int64_t>::max() / (2 * world_size_) - size;
-    if (rows < 0 || (gather->row_bytes[t] > 0 && rows > left / gather->row_bytes[t])) {
+    if (rows < 0 || rows > left / std::max<int64_t>(gather->row_bytes[t], 1)) {
       return fail(Code::kInternal, "rank " + std::to_string(rank) + " announced " + std::to_string(rows) +
                                        " rows in " + here());
     }

@@ -98,13 +98,17 @@ void Mailbox::silence_doorbell() {
   }
 }
 
+// The counters are the neighbour's to write as well: whatever they hold, nothing beyond the mailbox is
+// touched.
 int64_t Mailbox::readable() const {
-  return static_cast<int64_t>(header_->written.load() - header_->read.load(std::memory_order_relaxed));
+  const uint64_t written = header_->written.load();
+  return std::clamp<int64_t>(static_cast<int64_t>(written - header_->read.load(std::memory_order_relaxed)), 0,
+                             capacity_);
 }
 
 int64_t Mailbox::writable() const {
-  return capacity_ -
-         static_cast<int64_t>(header_->written.load(std::memory_order_relaxed) - header_->read.load());
+  const uint64_t written = header_->written.load(std::memory_order_relaxed);
+  return capacity_ - std::clamp<int64_t>(static_cast<int64_t>(written - header_->read.load()), 0, capacity_);
 }
 
 char* Mailbox::write_position() const {

@@ -1,0 +1,268 @@
+// Feeds the ring frames that no rank would send. Run by sanitize.py, with how many frames and a seed.
+//
+// A mirror takes the place of the other rank of two: what a rank sends its neighbour is what the neighbour
+// would send it, so the mirror sends everything back, with bits flipped, pieces cut out, doubled or made up.
+// Whatever comes of it, a collective ends, in a result or in an error, and the sanitizers find nothing.
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core.h"
+#include "frame.h"
+
+namespace {
+
+constexpr int kFloat32 = 1;
+constexpr int64_t kFramesASession = 2000;  // looked at alone, for each ring that lives through some
+constexpr int64_t kMostRows = 1 << 20;     // for which memory is taken
+
+using Random = std::mt19937_64;
+
+uint64_t below(Random* random, uint64_t bound) { return (*random)() % bound; }
+
+// What numbers like to be where they are wrong.
+uint64_t odd_number(Random* random) {
+  constexpr uint64_t kOdd[] = {
+      0,        1,          127,        128,        255,           256,       0x7fff,     0xffff,
+      1u << 20, 0x7fffffff, 0xffffffff, 1ull << 40, INT64_MAX / 2, INT64_MAX, 1ull << 63, UINT64_MAX};
+  return kOdd[below(random, sizeof(kOdd) / sizeof(kOdd[0]))];
+}
+
+void mutate(Random* random, char* bytes, size_t size) {
+  for (uint64_t n = below(random, 4) + 1; n > 0 && size > 0; --n) {
+    const size_t at = below(random, size);
+    switch (below(random, 4)) {
+      case 0:
+        bytes[at] = static_cast<char>(bytes[at] ^ (1 << below(random, 8)));
+        break;
+      case 1:
+        bytes[at] = static_cast<char>((*random)());
+        break;
+      case 2: {
+        const uint64_t number = odd_number(random);
+        const size_t width = std::min<size_t>(size_t{1} << below(random, 4), size - at);
+        std::memcpy(bytes + at / width * width, &number, width);
+        break;
+      }
+      default:  // a run without an end of text
+        std::memset(bytes + at, 'x', std::min<size_t>(size - at, below(random, 200)));
+    }
+  }
+}
+
+// Frames alone: what is said of them in words must be within them.
+void read_frames(Random* random, int64_t count) {
+  const int64_t dims[3] = {5, 7, 11};
+  const tfring_tensor tensor{nullptr, nullptr, dims, 3, kFloat32};
+  const tfring_call call{"a name of some length", 0, 0, 0, 0};
+  const tfring::Kind kinds[] = {tfring::Kind::kAllReduce, tfring::Kind::kAllGather,
+                                tfring::Kind::kReduceScatter, tfring::Kind::kBroadcast,
+                                tfring::Kind::kBarrier};
+  size_t length = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const tfring::CallHeader mine =
+        tfring::make_header(kinds[i % 5], call, &tensor, 1, static_cast<uint64_t>(i));
+    // On the heap, where the sanitizer sees a step beyond the end.
+    const std::unique_ptr<tfring::CallHeader> theirs(new tfring::CallHeader(mine));
+    if (i % 16 == 15) {
+      for (size_t at = 0; at < sizeof(*theirs); at += 8) {
+        const uint64_t word = (*random)();
+        std::memcpy(reinterpret_cast<char*>(theirs.get()) + at, &word, 8);
+      }
+    } else {
+      mutate(random, reinterpret_cast<char*>(theirs.get()), sizeof(*theirs));
+    }
+    if (!tfring::agree(mine, *theirs)) length += tfring::describe(*theirs).size();
+  }
+  if (length == 1) std::puts("");  // it is used
+}
+
+// Sends back what comes, some of it changed, until the other side closes.
+class Mirror {
+ public:
+  Mirror(int data_in, int data_out, int control_a, int control_b, uint64_t seed)
+      : data_in_(data_in), data_out_(data_out), controls_{control_a, control_b}, random_(seed) {
+    thread_ = std::thread([this] { run(); });
+  }
+  ~Mirror() {
+    done_ = true;
+    thread_.join();
+    for (int fd : {data_in_, data_out_, controls_[0], controls_[1]}) close(fd);
+  }
+  void begin_to_lie() { lying_ = true; }
+
+ private:
+  void run() {
+    std::vector<char> piece(64 * 1024);
+    bool lied = false;
+    int idle = 0;
+    while (!done_) {
+      pollfd fds[3] = {{data_in_, POLLIN, 0}, {controls_[0], POLLIN, 0}, {controls_[1], POLLIN, 0}};
+      if (poll(fds, 3, 1) == 0) {
+        if (!lied || ++idle < 3) continue;
+        for (int fd : {data_out_, controls_[0], controls_[1]})
+          shutdown(fd, SHUT_RDWR);  // it waits for what was cut out
+        return;
+      }
+      idle = 0;
+      for (int i = 0; i < 2; ++i) {  // pings, goodbyes, aborts
+        if (fds[i + 1].revents == 0) continue;
+        const ssize_t got = recv(controls_[i], piece.data(), piece.size(), MSG_DONTWAIT);
+        if (got <= 0) return;
+        answer(piece.data(), static_cast<size_t>(got), controls_[i]);
+      }
+      if (fds[0].revents == 0) continue;
+      const ssize_t got = recv(data_in_, piece.data(), piece.size(), MSG_DONTWAIT);
+      if (got <= 0) return;
+      size_t size = static_cast<size_t>(got);
+      if (lying_ && below(&random_, 2) == 0) {
+        lied = true;
+        switch (below(&random_, 8)) {
+          case 0:
+            size = below(&random_, size + 1);
+            break;
+          case 1:
+            send(data_out_, piece.data(), size, MSG_NOSIGNAL);
+            break;
+          default:
+            // Behind the first header too, where the numbers of rows stand.
+            mutate(&random_, piece.data() + (size > 256 ? below(&random_, 2) * 256 : 0),
+                   size > 256 ? 64 : size);
+        }
+        if (below(&random_, 4) == 0) make_up_control(controls_[below(&random_, 2)]);
+      }
+      send(data_out_, piece.data(), size, MSG_NOSIGNAL);
+    }
+  }
+
+  void answer(char* frames, size_t size, int to) {
+    tfring::ControlFrame frame;
+    for (size_t at = 0; at + sizeof(frame) <= size; at += sizeof(frame)) {
+      std::memcpy(&frame, frames + at, sizeof(frame));
+      if (static_cast<tfring::ControlType>(frame.type) != tfring::ControlType::kPing) continue;
+      frame.type = static_cast<uint8_t>(tfring::ControlType::kPong);
+      send(to, &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+  }
+
+  void make_up_control(int to) {
+    const auto type = static_cast<tfring::ControlType>(below(&random_, 5));
+    tfring::ControlFrame frame =
+        tfring::make_control(type, 1, odd_number(&random_), tfring::Code::kPeerLost, "made up");
+    char* bytes = reinterpret_cast<char*>(&frame);
+    if (below(&random_, 2) == 0) {
+      std::memset(frame.message, 'x', sizeof(frame.message));
+    } else {
+      mutate(&random_, bytes + (below(&random_, 2) == 0 ? 6 : 24), 64);
+    }
+    send(to, bytes, below(&random_, 8) == 0 ? below(&random_, sizeof(frame)) : sizeof(frame),
+         MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
+  const int data_in_;
+  const int data_out_;
+  const int controls_[2];
+  Random random_;
+  std::atomic<bool> done_{false};
+  std::atomic<bool> lying_{false};
+  std::thread thread_;
+};
+
+struct Pair {
+  int ours;
+  int theirs;
+};
+
+Pair connect_pair() {
+  int fds[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) std::abort();
+  return {fds[0], fds[1]};
+}
+
+void take_rows(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+  auto* memory = static_cast<std::vector<float>*>(context);
+  if (rows[0] < 0 || rows[1] < 0) std::abort();  // to be refused before
+  if (rows[0] > kMostRows || rows[1] > kMostRows) return;
+  memory->resize(static_cast<size_t>(rows[0] + rows[1]) * 3);
+  outputs[0] = memory->data();
+  *placed = 1;
+}
+
+void live_through_one(uint64_t seed, int64_t* failed) {
+  Random random(seed);
+  const Pair to_next = connect_pair(), from_previous = connect_pair();
+  const Pair next = connect_pair(), previous = connect_pair();
+  Mirror mirror(to_next.theirs, from_previous.theirs, next.theirs, previous.theirs, seed + 1);
+  tfring_options options{};
+  options.name = "driver";
+  options.host = "here";
+  options.identity = 1;
+  options.world_size = 2;
+  options.next = {next.ours, to_next.ours, -1, -1, "there"};
+  options.previous = {previous.ours, from_previous.ours, -1, -1, "there"};
+  options.mailbox_fd = options.doorbell_fd = -1;
+  options.timeout_seconds = options.stall_seconds = options.lost_seconds = 5;
+  options.opening_timeout_seconds = 30;
+  tfring_error error{};
+  const int64_t ring = tfring_open(&options, &error);
+  if (ring == 0) {
+    std::fprintf(stderr, "a ring with a true mirror did not open: %s\n", error.message);
+    std::abort();
+  }
+  mirror.begin_to_lie();
+  std::vector<float> values(below(&random, 4) == 0 ? 60000 : 30), out(values.size()), memory;
+  const int64_t dims[2] = {static_cast<int64_t>(values.size() / 3), 3};
+  const tfring_tensor tensor{values.data(), out.data(), dims, 2, kFloat32};
+  int code = TFRING_OK;
+  for (int i = 0; i < 20 && code == TFRING_OK; ++i) {
+    const tfring_call call{"mirrored", 0, static_cast<int32_t>(below(&random, 2)), 0, 0};
+    switch (below(&random, 5)) {
+      case 0:
+        code = tfring_all_reduce(ring, &call, &tensor, 1, &error);
+        break;
+      case 1:
+        code = tfring_reduce_scatter(ring, &call, &tensor, &error);
+        break;
+      case 2:
+        code = tfring_barrier(ring, &call, &error);
+        break;
+      default:
+        code = tfring_all_gather(ring, &call, &tensor, 1, take_rows, &memory, &error);
+    }
+  }
+  if (code != TFRING_OK) {
+    ++*failed;
+    if (std::strlen(error.message) == 0) std::abort();
+  }
+  tfring_close(ring);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int64_t count = argc > 1 ? std::atoll(argv[1]) : 200000;
+  const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  Random random(seed);
+  int64_t sessions = 0, failed = 0;
+  for (int64_t done = 0; done < count; done += kFramesASession) {
+    read_frames(&random, std::min(kFramesASession, count - done));
+    live_through_one(seed + static_cast<uint64_t>(++sessions) * 2, &failed);
+  }
+  if (count >= 100 * kFramesASession && failed < sessions / 4) {
+    std::fprintf(stderr, "%ld of %ld rings noticed something: the frames are too tame\n",
+                 static_cast<long>(failed), static_cast<long>(sessions));
+    return 1;
+  }
+  std::printf("%ld frames, %ld rings, of which %ld failed as they should\n", static_cast<long>(count),
+              static_cast<long>(sessions), static_cast<long>(failed));
+  return 0;
+}
