@@ -253,10 +253,13 @@ class _Meeting:
             if answer.kind == "refused":
                 raise entrance.RefusedError(answer.fields["why"])
             channel.deadline = max(time.monotonic() + _DIAL_SECONDS, self.deadline)
-            count = self.seat.world_size
-            columns = {name: wire.list_of(field, count) for name, field in _PLACE.items()}
-            table = wire.Format({"places": columns}, max_json_bytes=1024 + 600 * count)
-            return _rows(channel.receive(table).fields, count)
+            return _rows(channel.receive(self.tables()).fields, self.seat.world_size)
+
+    def tables(self) -> wire.Format:
+        """What rank 0 tells all."""
+        count = self.seat.world_size
+        columns = {name: wire.list_of(field, count) for name, field in _PLACE.items()}
+        return wire.Format({"places": columns}, max_json_bytes=1024 + 600 * count)
 
     def _address_of(self, connection: socket.socket) -> str:
         """This host's address as rank 0 sees it."""
