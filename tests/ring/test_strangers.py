@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import pathlib
 import resource
 import signal
 import socket
@@ -597,6 +598,13 @@ def test_the_same_address_twice_on_one_host_is_an_error_at_once():
     assert (
         f"process {os.getpid()} of user {os.geteuid()} has taken its name. Is every rank started once?" in second.stderr
     )
+
+
+def test_wrong_messages_at_every_place_that_reads_them():
+    """In a process of its own, for it looks at what that holds."""
+    fuzz = str(pathlib.Path(__file__).with_name("fuzz_entrances.py"))
+    done = subprocess.run([sys.executable, fuzz, "--messages", "1500"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("1500 messages in") == 4, done.stdout + done.stderr
 
 
 def test_a_forked_child_keeps_neither_port_nor_name(door):
