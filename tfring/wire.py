@@ -296,7 +296,8 @@ class Channel:
         try:
             self.receive(self.PROOFS)
         except ConnectionError as error:
-            raise NoProofError("it does not take this rank's secret") from error
+            why = "it does not take this rank's secret: TFRING_SECRET differs, or is set on some ranks only"
+            raise NoProofError(why) from error
 
     def send(self, kind: str, fds: Sequence[int] = (), **fields: Any) -> None:
         """Writes one message, with descriptors if it is a Unix socket.

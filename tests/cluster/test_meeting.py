@@ -5,11 +5,13 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import time
 
 import pytest
 
-from tfring.cluster import Cluster, detect, listen, parse_address, ports
+from tfring import wire
+from tfring.cluster import Cluster, detect, entrance, listen, meeting, parse_address, ports
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster.meeting import meet
 from tfring.cluster.seat import Seat
@@ -115,20 +117,65 @@ def test_another_job_at_the_same_port(job):
     assert not set(first) & set(second)
 
 
-def test_strangers_at_the_meeting_do_no_harm(job):
+@pytest.mark.parametrize("secret", [None, "a secret of this test"])
+def test_strangers_at_the_meeting_do_no_harm(job, monkeypatch, secret):
+    """Over TCP, where it is served for there is a secret, and through the Unix socket of this user."""
+    if secret:
+        monkeypatch.setenv("TFRING_SECRET", secret)
     port = ports.candidates(f"test {job}")[0]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(meet, seats(3, job)[0])]
         mute = _dial(port)
-        for text in (b"GET / HTTP/1.1\r\n\r\n", b'{"greeting": 1}\n', b"\xff\n", b"", b'{"rank": 1, "host": "no"}\n'):
-            with _dial(port) as stranger:
-                stranger.sendall(text)
+        for body in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"rank": 1, "host": 1, "port": 1, "identity": 1}',
+            b"[" * 4000,
+            b"\xff",
+            b"",
+            b'{"kind": "challenge"}',
+        ):
+            for data in (body, wire.MAGIC + struct.pack("<II", len(body), 0) + body):
+                for dial in (_dial, _dial_unix):
+                    with dial(port) as stranger:
+                        stranger.sendall(data)
         calls += [pool.submit(meet, seat) for seat in seats(3, job)[1:]]
         clusters = [call.result(2 * SECONDS) for call in calls]
         mute.close()
     check(clusters)
     for cluster in clusters:
         os.close(cluster.listen_fd)
+
+
+@pytest.mark.parametrize("key", [b"", b"another secret"])
+def test_a_stranger_takes_no_seat_and_hears_nothing_of_the_job(job, monkeypatch, key):
+    monkeypatch.setenv("TFRING_SECRET", "a secret of this test")
+    port = ports.candidates(f"test {job}")[0]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(meet, seats(2, job)[0])]
+        channel = wire.Channel(_dial(port), time.monotonic() + SECONDS, connects=True)
+        with channel, pytest.raises(wire.NoProofError):
+            channel.prove_first(key)
+        calls.append(pool.submit(meet, seats(2, job)[1]))
+        clusters = [call.result(2 * SECONDS) for call in calls]
+    check(clusters)
+    for cluster in clusters:
+        os.close(cluster.listen_fd)
+
+
+def test_another_secret_at_the_meeting(job, monkeypatch):
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "2")
+    keys = iter([b"one", b"other"])
+    monkeypatch.setattr(meeting.secret, "of", lambda seat: next(keys))
+    results = all_meet(seats(2, job))
+    told = " ".join(map(str, results))
+    assert all(isinstance(result, RendezvousError) for result in results), results
+    assert "it does not take this rank's secret" in told and "Turned away" in told
+
+
+def _dial_unix(port):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(entrance._local_name("127.0.0.1", port))
+    return connection
 
 
 def _dial(port):

@@ -205,7 +205,7 @@ class _Forming:
         )
 
     def _tell_of_secrets(self, error: Exception) -> None:
-        self.reason = f"{error}: TFRING_SECRET differs, or is set on some ranks only"
+        self.reason = str(error)
         where = self.cluster.addresses[self.next_rank]
         _warn_once(f"Rank {self.cluster.rank} is not let in by rank {self.next_rank} at {where}: {self.reason}.")
 
