@@ -7,10 +7,12 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -18,6 +20,14 @@
 
 #include "core.h"
 #include "frame.h"
+
+#define CHECK(condition, what)                                         \
+  do {                                                                 \
+    if (!(condition)) {                                                \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, (what)); \
+      std::abort();                                                    \
+    }                                                                  \
+  } while (false)
 
 namespace {
 
@@ -184,13 +194,13 @@ struct Pair {
 
 Pair connect_pair() {
   int fds[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) std::abort();
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0, "no socketpair");
   return {fds[0], fds[1]};
 }
 
 void take_rows(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
   auto* memory = static_cast<std::vector<float>*>(context);
-  if (rows[0] < 0 || rows[1] < 0) std::abort();  // to be refused before
+  CHECK(rows[0] >= 0 && rows[1] >= 0, "numbers of rows that should have been refused");
   if (rows[0] > kMostRows || rows[1] > kMostRows) return;
   memory->resize(static_cast<size_t>(rows[0] + rows[1]) * 3);
   outputs[0] = memory->data();
@@ -214,10 +224,7 @@ void live_through_one(uint64_t seed, int64_t* failed) {
   options.opening_timeout_seconds = 30;
   tfring_error error{};
   const int64_t ring = tfring_open(&options, &error);
-  if (ring == 0) {
-    std::fprintf(stderr, "a ring with a true mirror did not open: %s\n", error.message);
-    std::abort();
-  }
+  CHECK(ring > 0, error.message);
   mirror.begin_to_lie();
   std::vector<float> values(below(&random, 4) == 0 ? 60000 : 30), out(values.size()), memory;
   const int64_t dims[2] = {static_cast<int64_t>(values.size() / 3), 3};
@@ -239,10 +246,8 @@ void live_through_one(uint64_t seed, int64_t* failed) {
         code = tfring_all_gather(ring, &call, &tensor, 1, take_rows, &memory, &error);
     }
   }
-  if (code != TFRING_OK) {
-    ++*failed;
-    if (std::strlen(error.message) == 0) std::abort();
-  }
+  if (code != TFRING_OK) ++*failed;
+  CHECK(code == TFRING_OK || std::strlen(error.message) > 0, "an error without words");
   tfring_close(ring);
 }
 
