@@ -130,6 +130,7 @@ void Ring::take_control(Side side) {
       const bool known =
           frame.code > static_cast<int>(Code::kOk) && frame.code <= static_cast<int>(Code::kInternal);
       failure_ = Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message);
+      if (failure_.message.empty()) failure_.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
       fails_from_ = frame.sequence;
       send_control(side == kPrevious ? kNext : kPrevious, frame);
       announce();
