@@ -172,17 +172,28 @@ def test_another_secret_at_the_meeting(job, monkeypatch):
     assert "it does not take this rank's secret" in told and "Turned away" in told
 
 
-def _dial_unix(port):
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(entrance._local_name("127.0.0.1", port))
-    return connection
-
-
 def _dial(port):
+    return _until_there(lambda: socket.create_connection(("127.0.0.1", port), 5))
+
+
+def _dial_unix(port):
+    def connect():
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(entrance._local_name("127.0.0.1", port))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    return _until_there(connect)
+
+
+def _until_there(connect):
     deadline = time.monotonic() + SECONDS
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), 5)
+            return connect()
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
