@@ -29,6 +29,7 @@ other side. Without a secret the key is that of the empty one: it proves nothing
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -385,13 +386,31 @@ class Channel:
                 self._wait(select.POLLOUT)
 
     def _wait(self, events: int) -> None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("no answer in time")
-        poll = select.poll()  # select() takes no descriptor above 1023
-        poll.register(self.socket, events)
-        if not poll.poll(1e3 * min(left, _SLICE_SECONDS)) and not self.wait_for():
-            raise GivenUpError
+        _wait(self.socket, events, self.deadline, self.wait_for)
+
+
+def connect(connection: socket.socket, address: Any, deadline: float, wait_for: Callable[[], bool]) -> None:
+    """Connects a socket, asking `wait_for` while nobody answers.
+
+    Raises:
+        GivenUpError: It says so.
+        OSError: Nobody answers, or not in time.
+    """
+    connection.setblocking(False)
+    while (code := connection.connect_ex(address)) in (errno.EINPROGRESS, errno.EALREADY):
+        _wait(connection, select.POLLOUT, deadline, wait_for)
+    if code not in (0, errno.EISCONN):
+        raise OSError(code, os.strerror(code))
+
+
+def _wait(connection: socket.socket, events: int, deadline: float, wait_for: Callable[[], bool]) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no answer in time")
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(connection, events)
+    if not poll.poll(1e3 * min(left, _SLICE_SECONDS)) and not wait_for():
+        raise GivenUpError
 
 
 def close_all(fds: list[int]) -> None:

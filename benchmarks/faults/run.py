@@ -50,6 +50,7 @@ MOST_CHARACTERS = 500
 LIMIT_SECONDS = 45  # for survivors to learn of a fault
 LOSS_RATE = 0.05
 LOSS = "5 % packet loss"
+HANDSHAKES = ("in the handshake", "in the handshake, one rank not yet started")
 AT_ONCE = ("kill -9", "kill -9, a forked child lives on", "exit", "exception")
 
 
@@ -82,7 +83,7 @@ def scenarios(slow_seconds: float, hosts: bool) -> list[Scenario]:
             found.append(Scenario("link cut", "in a step", transport, ranks, lost_seconds=15.0))
             found.append(Scenario(LOSS, "in a step", transport, ranks, slow_seconds=20))
         found.append(Scenario("slow", "in a step", transport, ranks, slow_seconds=slow_seconds))
-    found += [Scenario("kill -9", "in the handshake", transport, 4) for transport in transports]
+    found += [Scenario("kill -9", moment, transport, 4) for transport in transports for moment in HANDSHAKES]
     found += [Scenario(fault, "in a step", "peer", 2) for fault in ("kill -9", "exit", "SIGSTOP")]
     if hosts:
         found.append(Scenario("link cut", "in a step", "peer hosts", 2))
@@ -109,7 +110,7 @@ class Rank:
             TFRING_STALL_WARNING_SECONDS=str(max(1.0, min(30.0, scenario.slow_seconds / 4))),
             FAULT_SECONDS=str(scenario.slow_seconds + 5 if scenario.slow_seconds else LIMIT_SECONDS),
         )
-        late = 3.0 if scenario.moment == "in the handshake" and rank == len(addresses) - 1 else 0.0
+        late = 3.0 if scenario.moment in HANDSHAKES and rank == len(addresses) - 1 else 0.0
         command = [sys.executable, str(HERE / "worker.py"), scenario.fault, scenario.moment]
         command += [str(scenario.slow_seconds), str(late)]
         self.process = subprocess.Popen(
@@ -170,10 +171,12 @@ def run(scenario: Scenario) -> Outcome:
         addresses = tuple(f"{name}:{port}" for name, port in zip(names, free_ports(scenario.ranks), strict=True))
         lossy = stack.enter_context(lossy_link(hosts[VICTIM])) if scenario.fault == LOSS else None
         shared_before = set(os.listdir("/dev/shm"))
-        ranks = [Rank(scenario, r, addresses, hosts[r]) for r in range(scenario.ranks)]
+        started = scenario.ranks - (scenario.moment == HANDSHAKES[1])
+        ranks = [Rank(scenario, r, addresses, hosts[r]) for r in range(started)]
         try:
-            if scenario.moment == "in the handshake":
-                ranks[VICTIM].wait_for("connecting")
+            if scenario.moment in HANDSHAKES:
+                for rank in ranks:
+                    rank.wait_for("connecting" if started == scenario.ranks else "there")
                 time.sleep(1.5)
             else:
                 for rank in ranks:
@@ -245,7 +248,8 @@ def ask(scenario: Scenario, ranks: list[Rank], struck: float) -> Outcome:
         warnings = [line for rank in ranks for line in rank.lines if "is slow" in line]
         told = f"{known[0]['steps']} steps" + (f"; {len(warnings)} warning: {warnings[0]}" if warnings else "")
         return Outcome(None, told, text)
-    seconds = max(report["when"] for report in known) - struck
+    # Whoever was late for the handshake knows when it asks.
+    seconds = max(report["when"] - max(struck, report.get("asked", struck)) for report in known)
     return Outcome(seconds, f"`{'`, `'.join(sorted(map(str, errors)))}`: {known[0].get('message')}", text)
 
 

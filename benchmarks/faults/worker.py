@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from tfring import cluster
+from tfring.cluster import entrance
 from tfring.errors import TfringError
 from tfring.ring.communicator import Communicator
 
@@ -20,23 +21,26 @@ from tfring.ring.communicator import Communicator
 def main(fault: str, moment: str, seconds: float, late: float) -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     me = cluster.detect()
-    say("connecting")
-    time.sleep(late)
+    entrance.Entrance.of(me)
+    say("there")
     report: dict = {"error": None}
-    before: set = set()
+    before = what_is_open()
     try:
-        for ring in ("first", "second"):  # the first leaves what a process opens once
+        if "not yet started" not in moment:
+            Communicator.connect(me, "what a process opens once").close()
             before = what_is_open()
-            with Communicator.connect(me, ring) as communicator:
-                signal.signal(signal.SIGUSR1, lambda *_: strike(fault, seconds))
-                if ring == "second":
-                    train(communicator, fault, moment, report)
-                else:
-                    communicator.barrier()
+        with Communicator.connect(me, "first") as first:
+            first.barrier()
+            signal.signal(signal.SIGUSR1, lambda *_: strike(fault, seconds))
+            say("connecting")
+            time.sleep(late)
+            report["asked"] = time.time()
+            with Communicator.connect(me, "second", beside=first) as communicator:
+                train(communicator, fault, moment, report)
     except TfringError as error:
         report.update(error=type(error).__name__, message=str(error))
     report.setdefault("when", time.time())
-    communicator = None
+    first = communicator = None
     gc.collect()
     left = len(what_is_open() - before)
     with open("/proc/self/maps") as maps:

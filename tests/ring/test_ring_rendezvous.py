@@ -1,5 +1,6 @@
 """Ranks that look for each other: late, missing, doubled, by every kind of address, over either transport."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -13,7 +14,7 @@ import ranks
 
 from tfring.cluster import entrance
 from tfring.errors import RendezvousError
-from tfring.ring import mailbox
+from tfring.ring import communicator, mailbox
 
 
 def sum_of_ranks(cluster, **kwargs):
@@ -170,6 +171,44 @@ def test_a_rank_that_dies_before_joining():
             assert failed.kind == "RendezvousError" and "rank 2" in failed.message
 
 
+def form_two_rings(cluster, transport, beside):
+    """The last rank asks for the second ring when the others have long given up."""
+    ranks.join(cluster, name="what a process opens once").close()
+    before = what_is_open()
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(ranks.join(cluster, name="first", transport=transport)) if beside else None
+        print("ready", flush=True)
+        time.sleep(2.0 if cluster.rank == 3 else 0.0)
+        asked = time.time()
+        with pytest.raises(RendezvousError, match=r"rank 1 died|Rank 1 went away") as raised:
+            ranks.join(cluster, name="second", transport=transport, beside=first)
+        known = time.time()
+    raised.value.__traceback__ = None
+    return asked, known, what_is_open() - before
+
+
+def what_is_open():
+    return {os.readlink(file.path) for file in os.scandir("/proc/self/fd") if os.path.exists(file.path)}
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_rank_that_dies_while_the_ring_forms_is_lost_to_all_at_once(transport, beside):
+    with ranks.Group(4) as group:
+        group.start(4, form_two_rings, transport, beside)
+        for rank in range(4):
+            group.wait_for(rank, "ready")
+        time.sleep(0.5)
+        struck = time.time()
+        os.kill(group.pid(1), signal.SIGKILL)
+        # A rank that has no ring with the lost one may come minutes later, when the lost one has been started again.
+        survivors = (0, 2, 3) if beside else (0, 2)
+        outcomes = group.outcomes(10, without=tuple({0, 1, 2, 3} - set(survivors)))
+        for rank in survivors:
+            asked, known, left = outcomes[rank]
+            assert known - max(struck, asked) < 1 and not left, (rank, outcomes)
+
+
 def interrupt_while_forming(cluster):
     if cluster.rank == 1:
         time.sleep(4)
@@ -199,6 +238,13 @@ def test_arguments():
     ):
         with pytest.raises(ValueError, match=words):
             Communicator.connect(alone, **arguments)
+
+
+def test_ranks_spin_where_those_of_their_host_have_a_core_each():
+    cores = len(os.sched_getaffinity(0))
+    assert communicator._num_spins(SimpleNamespace(world_size=64 * cores, local_world_size=cores)) > 0
+    assert communicator._num_spins(SimpleNamespace(world_size=64 * cores, local_world_size=cores + 1)) == 0
+    assert communicator._num_spins(SimpleNamespace(world_size=cores + 1)) == 0
 
 
 def test_environment(monkeypatch):

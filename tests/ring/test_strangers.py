@@ -21,6 +21,7 @@ import ranks
 
 from tfring import wire
 from tfring.cluster import entrance, parse_address, secret
+from tfring.cluster.address import Address
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import mailbox, neighbour
 from tfring.ring.communicator import Communicator
@@ -121,6 +122,22 @@ def test_a_listener_without_the_secret_hears_no_claim():
     assert isinstance(found.problem, wire.NoProofError)
     kinds = wire.Format({"challenge": {}, "proof": {}}, max_data_bytes=32)
     assert [message.kind for message in wire.Decoder(kinds).feed(heard[0])] == ["challenge", "proof"]
+
+
+def test_who_dials_a_host_that_does_not_answer_can_change_its_mind():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        address = full.getsockname()
+        for _ in range(2):  # beyond these the kernel answers nobody
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        began = time.monotonic()
+        wait_for = lambda: time.monotonic() < began + 0.5  # noqa: E731
+        with pytest.raises(wire.GivenUpError):
+            entrance.knock(Address(*address), KEY, "probe", {}, network=True, seconds=4, wait_for=wait_for)
+        assert 0.4 < time.monotonic() - began < 1.5
+        with pytest.raises(TimeoutError):
+            entrance.knock(Address(*address), KEY, "probe", {}, network=True, seconds=0.3)
 
 
 def recorded(cluster):

@@ -448,9 +448,10 @@ def knock(
         wire.GivenUpError: `wait_for` says so.
         OSError: Nobody answers.
     """
-    hosts = ports.resolve(address.host)
-    connection = _dial(address, hosts, network=network, seconds=seconds)
-    return _introduce(connection, (hosts, address.port), key, kind, hello, time.monotonic() + seconds, wait_for)
+    place = (ports.resolve(address.host), address.port)
+    deadline = time.monotonic() + seconds
+    connection = _dial(*place, network=network, deadline=deadline, wait_for=wait_for)
+    return _introduce(connection, place, key, kind, hello, deadline, wait_for)
 
 
 class Probed(NamedTuple):
@@ -469,17 +470,17 @@ def probe(cluster: Any, rank: int, seconds: float) -> Probed:
     """
     addresses = tuple(cluster.addresses)
     address, key = parse_address(addresses[rank]), secret.of(cluster)
-    hosts = ports.resolve(address.host)
+    place = hosts, _ = ports.resolve(address.host), address.port
     network = bool(key) or spans_hosts(addresses)
+    deadline = time.monotonic() + seconds
     try:
-        connection = _dial(address, hosts, network=network, seconds=seconds)
+        connection = _dial(*place, network=network, deadline=deadline)
     except ConnectionRefusedError:
         if network:
             raise
         # Somebody else may listen there, who is told nothing but a challenge.
-        connection = _dial(address, hosts, network=True, seconds=seconds)
+        connection = _dial(*place, network=True, deadline=deadline)
     local = hosts[0] if connection.family == socket.AF_UNIX else str(connection.getsockname()[0])
-    deadline = time.monotonic() + seconds
     try:
         if connection.family != socket.AF_UNIX and not network:
             with wire.Channel(connection, deadline, connects=True) as stranger:
@@ -487,7 +488,7 @@ def probe(cluster: Any, rank: int, seconds: float) -> Probed:
                 stranger.receive(wire.Channel.CHALLENGES)
             raise RefusedError(f"not a process of user {os.geteuid()} on this host")
         hello = {"job": job_id(addresses), "rank": cluster.rank, "to": rank}
-        with _introduce(connection, (hosts, address.port), key, "probe", hello, deadline) as channel:
+        with _introduce(connection, place, key, "probe", hello, deadline) as channel:
             answer = channel.receive(_ANSWERS_TO_PROBE)
         if answer.kind == "refused":
             raise RefusedError(answer.fields["why"], answer.fields["final"])
@@ -496,15 +497,29 @@ def probe(cluster: Any, rank: int, seconds: float) -> Probed:
         return Probed(local, None, error)
 
 
-def _dial(address: Address, hosts: list[str], *, network: bool, seconds: float) -> socket.socket:
-    connection = _dial_locally(hosts, address.port, strict=not network)
+def _dial(
+    hosts: list[str], port: int, *, network: bool, deadline: float, wait_for: Callable[[], bool] = lambda: True
+) -> socket.socket:
+    connection = _dial_locally(hosts, port, strict=not network)
     if connection is not None:
         return connection
     if not network:
         raise ConnectionRefusedError(errno.ECONNREFUSED, f"refused: no process of user {os.geteuid()} listens there")
-    connection = socket.create_connection(address, timeout=min(seconds, _DIAL_SECONDS))
-    _no_delay(connection)
-    return connection
+    problems = []
+    for host in hosts:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            wire.connect(connection, where, min(deadline, time.monotonic() + _DIAL_SECONDS), wait_for)
+            _no_delay(connection)
+            return connection
+        except OSError as error:
+            connection.close()
+            problems.append(error)
+        except BaseException:
+            connection.close()
+            raise
+    raise problems[0]
 
 
 def _introduce(

@@ -38,11 +38,12 @@ def connect(strategy) -> None:
         pair = types.SimpleNamespace(
             rank=0 if cluster.rank == 0 else 1,
             world_size=2,
+            local_world_size=cluster.local_world_size,
             addresses=(cluster.addresses[0], cluster.addresses[other]),
             listen_fd=cluster.listen_fd,
             secret=cluster.secret,
         )
-        communicator = Communicator.connect(pair, "central")
+        communicator = Communicator.connect(pair, "central", beside=extended.control.communicator)
         # Ordered with the control ring: a rank then waits in one of its rings at a time, and no two ranks
         # can wait for each other in different ones.
         ops.share_order(communicator, extended.control.communicator)

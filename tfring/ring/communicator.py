@@ -75,6 +75,7 @@ class Communicator:
         transport: str | None = None,
         timeout_seconds: float | None = None,
         connect_timeout_seconds: float | None = None,
+        beside: Communicator | None = None,
     ) -> Communicator:
         """Joins the ring of this name; returns when all ranks have.
 
@@ -89,9 +90,10 @@ class Communicator:
                 `TFRING_LOST_SECONDS`, else 15; one that died, at once.
             connect_timeout_seconds: How long to wait for all ranks. Default:
                 `TFRING_CONNECT_TIMEOUT_SECONDS`, else 300.
+            beside: A ring of the same processes: when it breaks, this one cannot form.
 
         Raises:
-            RendezvousError: Ranks did not answer in time; names them.
+            RendezvousError: Ranks did not answer in time; names them. At once where one that was connected has gone.
             NativeLibraryError: The compiled ring cannot be used.
             ConfigurationError: An argument or a `TFRING_*` variable is not legal.
         """
@@ -132,7 +134,11 @@ class Communicator:
         links: tuple[str, ...] = ()
         if cluster.world_size > 1:
             following, previous, mailbox = rendezvous.connect_ring(
-                cluster, name, transport=transport, timeout_seconds=connect_timeout_seconds
+                cluster,
+                name,
+                transport=transport,
+                timeout_seconds=connect_timeout_seconds,
+                broken=None if beside is None else beside.failure,
             )
             links = (following.transport, previous.transport)
             options.next, options.previous = following.detach(), previous.detach()
@@ -345,8 +351,9 @@ class Communicator:
 
 
 def _num_spins(cluster: Any) -> int:
-    """How often to look at shared memory before going to sleep: never where ranks share cores."""
-    return 1000 if cluster.world_size <= len(os.sched_getaffinity(0)) else 0
+    """How often to look at shared memory before going to sleep: never where ranks of this host share cores."""
+    ranks = getattr(cluster, "local_world_size", cluster.world_size)
+    return 1000 if ranks <= len(os.sched_getaffinity(0)) else 0
 
 
 def _as_array(value: Any) -> np.ndarray:

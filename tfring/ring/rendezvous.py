@@ -19,6 +19,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tfring import wire
@@ -52,7 +53,12 @@ _told: set[str] = set()  # warnings, once each
 
 
 def connect_ring(
-    cluster: Any, ring: str, *, transport: str, timeout_seconds: float
+    cluster: Any,
+    ring: str,
+    *,
+    transport: str,
+    timeout_seconds: float,
+    broken: Callable[[], BaseException | None] | None = None,
 ) -> tuple[Neighbour, Neighbour, mailbox.Mailbox | None]:
     """Connects this rank with its two neighbours.
 
@@ -61,6 +67,7 @@ def connect_ring(
         ring: The ring's name.
         transport: "auto", "tcp" or "shm".
         timeout_seconds: How long to wait.
+        broken: Says why there is no use in waiting; None as long as there is.
 
     Returns:
         The next neighbour, the previous one, and this rank's mailbox if one of the two uses shared memory.
@@ -68,17 +75,25 @@ def connect_ring(
     Raises:
         RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
-    return _Forming(cluster, ring, transport, timeout_seconds).run()
+    return _Forming(cluster, ring, transport, timeout_seconds, broken).run()
 
 
 class _Forming:
     """One rank's part in the forming of one ring."""
 
-    def __init__(self, cluster: Any, ring: str, transport: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        cluster: Any,
+        ring: str,
+        transport: str,
+        timeout_seconds: float,
+        broken: Callable[[], BaseException | None] | None,
+    ) -> None:
         self.cluster = cluster
         self.ring = ring
         self.transport = transport
         self.timeout_seconds = timeout_seconds
+        self.broken = broken
         self.deadline = time.monotonic() + timeout_seconds
         self.entrance = entrance.Entrance.of(cluster)
         self.key = secret.of(cluster)
@@ -108,6 +123,8 @@ class _Forming:
                     connecting.join(_SLICE_SECONDS)
                 if self.connect_error is not None:
                     raise self.connect_error
+                if self.broken is not None and (failure := self.broken()) is not None:
+                    raise RendezvousError(f'Ring "{self.ring}" cannot form, for the one beside it broke: {failure}')
                 for neighbour in (self.previous, self.next):
                     if neighbour is not None:
                         neighbour.check_still_there(self.ring)
@@ -118,10 +135,11 @@ class _Forming:
         except BaseException as error:
             self.failure = str(error) or f"rank {self.cluster.rank} was interrupted while the ring formed"
             self.cancelled.set()
+            if self.previous is not None:
+                self.previous.part_with(self.cluster.rank, self.failure)
             connecting.join()
-            for neighbour in (self.previous, self.next):
-                if neighbour is not None:
-                    neighbour.part_with(self.cluster.rank, self.failure)
+            if self.next is not None:
+                self.next.part_with(self.cluster.rank, self.failure)
             if self.mailbox is not None:
                 self.mailbox.close()
             raise

@@ -341,5 +341,6 @@ def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
         return alone, alone
     from tfring.ring.communicator import Communicator
 
-    control, gradients = (RingCollectives(Communicator.connect(cluster, name)) for name in ("control", "gradients"))
-    return control, gradients
+    control = Communicator.connect(cluster, "control")
+    gradients = Communicator.connect(cluster, "gradients", beside=control)
+    return RingCollectives(control), RingCollectives(gradients)
