@@ -45,9 +45,9 @@ class Failed(Exception):
 class Group:
     """Processes, each with a listening socket of its own."""
 
-    def __init__(self, count: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, count: int, host: str = "127.0.0.1", environ: dict[str, str] | None = None) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="tfring-ring-")
-        self._members = [_Member(os.path.join(self._logs.name, f"{i}.log"), host) for i in range(count)]
+        self._members = [_Member(os.path.join(self._logs.name, f"{i}.log"), host, environ or {}) for i in range(count)]
         self._running: list[_Member] = []
 
     def start(self, world_size: int, task: Callable[..., Any], *args: Any) -> None:
@@ -135,7 +135,7 @@ def _close_shared() -> None:
 
 
 class _Member:
-    def __init__(self, log: str, host: str) -> None:
+    def __init__(self, log: str, host: str, environ: dict[str, str]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
@@ -155,6 +155,7 @@ class _Member:
                     "PYTHONUNBUFFERED": "1",
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
+                    **environ,
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
