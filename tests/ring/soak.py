@@ -33,7 +33,7 @@ from tfring.ring.schedule import chunk_bounds
 RANKS = 4
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _MOST_ELEMENTS = 1 << 19
-_MOST_GROWTH_BYTES = 1 << 20  # of one rank
+_MOST_GROWTH_BYTES = 1 << 18  # of one rank
 _ENVIRON = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")  # what is free is given back
 _LEG_LIMIT_SECONDS = 60  # beyond its time
 
