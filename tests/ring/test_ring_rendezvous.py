@@ -52,6 +52,29 @@ def test_a_rank_binds_its_own_address(host):
     assert ranks.run(2, bind_own_address, addresses) == [1, 1]
 
 
+def where_it_listens(several_hosts):
+    port = int(np.random.default_rng().integers(13000, 31000))
+    addresses = [f"{socket.gethostname()}:{port}", f"{socket.gethostname()}:{port + 1}"]
+    here, everywhere = (
+        SimpleNamespace(rank=0, world_size=len(names), addresses=names, listen_fd=None)
+        for names in (tuple(addresses), (*addresses, "192.0.2.1:1"))
+    )
+    door = entrance.Entrance.of(here)
+    if several_hosts:  # the earlier one was for fewer
+        door = entrance.Entrance.of(everywhere)
+    assert entrance.Entrance.of(everywhere if several_hosts else here) is door
+    try:
+        return door._tcp.getsockname()[0]
+    finally:
+        del entrance.Entrance._instances[os.getpid(), addresses[0]]
+        door._close()
+
+
+def test_a_rank_listens_where_it_must():
+    assert where_it_listens(several_hosts=False) == "127.0.0.1"
+    assert where_it_listens(several_hosts=True) in ("::", "0.0.0.0")
+
+
 def join_late(cluster):
     if cluster.rank == 1:
         time.sleep(1.0)

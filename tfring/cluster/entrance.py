@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import logging
 import os
 import selectors
@@ -150,13 +151,16 @@ class Entrance:
         # One socket, one entrance, however its address is spelled: two would take each other's connections.
         fd = cluster.listen_fd
         name = (os.getpid(), cluster.addresses[cluster.rank] if fd is None else os.fstat(fd).st_ino)
-        with cls._instances_lock:
-            if name not in cls._instances:
-                listener = _listen(cluster) if fd is None else socket.socket(fileno=os.dup(fd))
-                cls._instances[name] = cls(listener, key)
-            entrance = cls._instances[name]
         addresses = tuple(cluster.addresses)
-        entrance.admit(job_id(addresses), cluster.rank, len(addresses), spans_hosts(addresses))
+        several_hosts = spans_hosts(addresses)
+        with cls._instances_lock:
+            if several_hosts and name in cls._instances and cls._instances[name]._for_this_host:
+                cls._instances.pop(name)._close()  # an earlier job of this rank needed no more
+            if name not in cls._instances:
+                listener = _listen(cluster, several_hosts) if fd is None else socket.socket(fileno=os.dup(fd))
+                cls._instances[name] = cls(listener, key, for_this_host=fd is None and not several_hosts)
+            entrance = cls._instances[name]
+        entrance.admit(job_id(addresses), cluster.rank, len(addresses), several_hosts)
         return entrance
 
     @classmethod
@@ -175,8 +179,9 @@ class Entrance:
         if entrance is not None:
             entrance._close()
 
-    def __init__(self, listener: socket.socket, key: bytes) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, for_this_host: bool = False) -> None:
         self.port = listener.getsockname()[1]
+        self._for_this_host = for_this_host
         self._key = key
         self._tcp = listener
         self._unix = _listen_locally(listener, with_secret=bool(key))
@@ -261,7 +266,7 @@ class Entrance:
                 elif key.fd == self._wake:
                     os.eventfd_read(self._wake)
             now = time.monotonic()
-            for stranger in [each for each in self._strangers.values() if each.deadline <= now]:
+            for stranger in list(itertools.takewhile(lambda each: each.deadline <= now, self._strangers.values())):
                 self._drop(stranger, "it did not say in time what it is")
             with self._changed:
                 self._sweep()
@@ -290,7 +295,7 @@ class Entrance:
                 self._selector.unregister(entry)
 
     def _seconds_to_next(self) -> float | None:
-        times = [stranger.deadline for stranger in self._strangers.values()]
+        times = [stranger.deadline for stranger in itertools.islice(self._strangers.values(), 1)]
         times += [] if self._paused_until is None else [self._paused_until]
         left = [max(0.0, at - time.monotonic()) for at in times] + ([_SWEEP_SECONDS] if self._parked else [])
         return min(left, default=None)
@@ -506,7 +511,8 @@ def _dial(
     if not network:
         raise ConnectionRefusedError(errno.ECONNREFUSED, f"refused: no process of user {os.geteuid()} listens there")
     problems = []
-    for host in hosts:
+    # Ranks that are all on this host listen for nobody else.
+    for host in dict.fromkeys((*hosts, *(_LOOPBACKS if any(map(ports.is_local, hosts)) else ()))):
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -597,7 +603,7 @@ def _dial_locally(hosts: list[str], port: int, *, strict: bool) -> socket.socket
     for host in hosts:
         if not ports.is_local(host):
             continue
-        for place in dict.fromkeys((host, "*", *(_LOOPBACKS if ports.is_loopback(host) else ()))):
+        for place in dict.fromkeys((host, "*", *_LOOPBACKS)):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.settimeout(_DIAL_SECONDS)
@@ -639,10 +645,10 @@ def _listen_locally(listener: socket.socket, *, with_secret: bool) -> socket.soc
         return None
 
 
-def _listen(cluster: Any) -> socket.socket:
+def _listen(cluster: Any, several_hosts: bool) -> socket.socket:
     address = parse_address(cluster.addresses[cluster.rank])
     problem = None
-    for family, host in _places_to_listen(address.host):
+    for family, host in _places_to_listen(address.host, several_hosts):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -654,21 +660,24 @@ def _listen(cluster: Any) -> socket.socket:
         except OSError as error:
             listener.close()
             problem = problem or error
+            if error.errno == errno.EADDRINUSE:
+                break
     raise RendezvousError(
         f"Rank {cluster.rank} cannot listen at {address}: {problem}. Is the address this machine's, does an earlier "
         "run still hold the port, and is every rank started once?"
     ) from problem
 
 
-def _places_to_listen(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    """Loopback and literal addresses as they stand; a name may stand for another address elsewhere."""
-    if host == "localhost":
-        yield socket.AF_INET, "127.0.0.1"
-        yield socket.AF_INET6, "::1"
-        return
+def _places_to_listen(host: str, several_hosts: bool) -> Iterator[tuple[socket.AddressFamily, str]]:
+    """Loopback where all ranks are here; literal addresses as they stand; a name may stand for another elsewhere."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, host)
-            yield family, host
+            if several_hosts or ports.is_loopback(host):
+                yield family, host
+    if not several_hosts:
+        yield socket.AF_INET, "127.0.0.1"
+        yield socket.AF_INET6, "::1"
+        return
     yield socket.AF_INET6, "::"  # everywhere: the address may be translated on the way
     yield socket.AF_INET, "0.0.0.0"
