@@ -265,9 +265,8 @@ class Entrance:
                     self._listen_to(self._strangers[key.fd])
                 elif key.fd == self._wake:
                     os.eventfd_read(self._wake)
-            now = time.monotonic()
-            for stranger in list(itertools.takewhile(lambda each: each.deadline <= now, self._strangers.values())):
-                self._drop(stranger, "it did not say in time what it is")
+            while (oldest := next(iter(self._strangers.values()), None)) and oldest.deadline <= time.monotonic():
+                self._drop(oldest, "it did not say in time what it is")
             with self._changed:
                 self._sweep()
         for stranger in list(self._strangers.values()):
