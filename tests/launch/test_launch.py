@@ -791,3 +791,47 @@ def test_a_traceback_without_an_end_is_shown_soon(start, tmp_path):
     assert lines == {*frames, *(f"[1] {line}" for line in frames)}
     (tmp_path / "shown").touch()
     assert job.wait(TIMEOUT) == 0
+
+
+SAY_SECRET = """
+secret = os.environ["TFRING_SECRET"]
+words = []
+for entry in pathlib.Path("/proc").iterdir():
+    try:
+        words.append((entry / "cmdline").read_bytes() if entry.name.isdecimal() else b"")
+    except OSError:
+        pass
+print(secret, "on a command line:", any(secret.encode() in word for word in words))
+"""
+
+
+@pytest.mark.parametrize("options", [("-n", "2"), ("--hosts", "node1:1,node2:1")])
+def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monkeypatch, options):
+    """Nor in the environment of what leads to other hosts; a stand-in for ssh runs here what it is to run there."""
+    monkeypatch.delenv("TFRING_SECRET", raising=False)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\n(echo "$@"; env) >> {tmp_path}/ssh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+    found = []
+    for given in ({}, {}, {"TFRING_SECRET": "chosen for this very run"}):
+        done = subprocess.run(
+            [*LAUNCH, *options, write(tmp_path, SAY_SECRET)],
+            env={**environ, **given},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=TIMEOUT,
+        )
+        assert done.returncode == 0, done.stderr
+        said = [line.removeprefix("[1] ") for line in done.stdout.splitlines()]
+        assert len(said) == 2 and said[0] == said[1], said
+        secret, _, where = said[0].rpartition(" on a command line: ")
+        assert where == "False"
+        found.append(secret)
+        if options[0] == "--hosts" and not given:
+            assert "tfring.launch.agent" in (tmp_path / "ssh").read_text()
+            assert secret not in (tmp_path / "ssh").read_text()
+    assert len(set(found)) == 3 and [len(secret) for secret in found[:2]] == [64, 64]
+    assert found[2] == "chosen for this very run"
