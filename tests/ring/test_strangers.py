@@ -192,6 +192,23 @@ def test_a_message_sent_back_is_not_the_others_proof(door):
         assert all_that_comes(two) == b""
 
 
+def test_a_proof_sent_back_to_its_maker_proves_nothing():
+    """By one who listens and does not know the secret."""
+    ours, theirs = socket.socketpair()
+    channel = wire.Channel(ours, time.monotonic() + 10, connects=True)
+
+    def impostor():
+        theirs.recv(1 << 12)
+        theirs.sendall(wire.pack("challenge", os.urandom(32)))
+        theirs.sendall(theirs.recv(1 << 12))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with theirs, channel, pytest.raises(wire.NoProofError, match="not that of the secret"):
+        channel.prove_first(KEY)
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -216,6 +233,17 @@ def test_a_hello_that_is_none(door, kind, changes):
         with pytest.raises(ConnectionError):
             channel.receive(entrance._ANSWERS_TO_PROBE)
     assert not gate._parked
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"to": 1}, "takes itself for rank 0"), ({"job": "0" * 16}, "of another job")]
+)
+def test_who_wants_somebody_else_is_refused(door, changes, why):
+    gate, cluster = door()
+    with prove(cluster) as channel:
+        channel.send("doctor", **hello_of(cluster, **changes))
+        refused = channel.receive(wire.Format({"refused": entrance.REFUSED}))
+        assert why in refused.fields["why"] and not gate._parked
 
 
 # -------------------------------------------------------------------------------------------------- many of them
