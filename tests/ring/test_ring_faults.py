@@ -286,6 +286,18 @@ def test_a_rank_that_was_stopped_for_a_moment_accuses_nobody():
         assert group.outcomes(20) == [3.0] * 3
 
 
+def test_ranks_that_were_all_stopped_accuse_nobody():
+    """As when a machine was asleep."""
+    with ranks.Group(3) as group:
+        group.start(3, be_slow, "tcp", "asleep")
+        group.wait_for(1, "under way")
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in range(3):
+                os.kill(group.pid(rank), number)
+            time.sleep(2.0)  # the limit is 0.8
+        assert group.outcomes(20) == [3.0] * 3
+
+
 def wait_elsewhere(cluster):
     """All but rank 0 are busy in Python, in no collective, when rank 2 dies."""
     with ranks.join(cluster) as ring:
