@@ -18,7 +18,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 2;
+constexpr uint16_t kProtocolVersion = 3;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -72,8 +72,11 @@ constexpr int kMostWaiting = 16;
 struct Pong {
   uint32_t in_collective;  // 1: of this ring, perhaps of an earlier one than the asking rank
   uint32_t num_waiting;    // where no thread of TensorFlow's is left: the rings in which all of them wait,
-  uint64_t waiting[kMostWaiting];  // by identity
-  char last_call[800];             // the collective begun last, in words
+  struct {
+    uint64_t ring;   // its identity,
+    uint64_t begun;  // and how many collectives have begun there, with the one that waits
+  } waiting[kMostWaiting];
+  char last_call[600];  // the collective begun last, in words
 };
 static_assert(sizeof(Pong) <= sizeof(ControlFrame::message), "a pong fits its frame");
 

@@ -130,7 +130,8 @@ void Ring::take_control(Side side) {
       const bool known =
           frame.code > static_cast<int>(Code::kOk) && frame.code <= static_cast<int>(Code::kInternal);
       failure_ = Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message);
-      if (failure_.message.empty()) failure_.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
+      if (failure_.message.empty())
+        failure_.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
       fails_from_ = frame.sequence;
       send_control(side == kPrevious ? kNext : kPrevious, frame);
       announce();
@@ -176,9 +177,7 @@ void Ring::answer(Side side) {
   ControlFrame frame = make_control(ControlType::kPong, rank_, sequence_ + 1);
   Pong pong{};
   pong.in_collective = running_ ? 1 : 0;
-  for (uint64_t ring : all_threads_wait_in()) {
-    if (pong.num_waiting < kMostWaiting) pong.waiting[pong.num_waiting++] = ring;
-  }
+  tell_waiting(&pong);
   copy_text(pong.last_call, sizeof(pong.last_call), describe(header_).c_str());
   std::memcpy(frame.message, &pong, sizeof(pong));
   send_control(side, frame);

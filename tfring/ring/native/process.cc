@@ -26,10 +26,10 @@ struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::string> warnings;
-  std::vector<uint64_t> standing;  // rings
-  std::vector<uint64_t> rings;     // all this process is in
-  size_t pool_size = 0;            // 0: not known
-  uint32_t asked = 0;              // the interrupt Python was asked about last,
+  std::vector<uint64_t> standing;                                        // rings
+  std::vector<std::pair<uint64_t, const std::atomic<uint64_t>*>> rings;  // all this process is in
+  size_t pool_size = 0;                                                  // 0: not known
+  uint32_t asked = 0;  // the interrupt Python was asked about last,
   int64_t asked_at = 0;
 };
 // Never destroyed: threads may still run while the process exits.
@@ -39,8 +39,14 @@ std::atomic<uint32_t> interrupts{0};  // Ctrl-C so far,
 std::atomic<uint32_t> heard{0};       // as far as Python has heard of it
 std::atomic<const struct sigaction*> pythons_action{nullptr};
 
-bool contains(const std::vector<uint64_t>& values, uint64_t value) {
-  return std::find(values.begin(), values.end(), value) != values.end();
+// With shared->mutex held.
+bool all_threads_wait() { return shared->pool_size > 0 && shared->standing.size() >= shared->pool_size; }
+
+const std::atomic<uint64_t>* begun_in(uint64_t ring) {
+  for (const auto& joined : shared->rings) {
+    if (joined.first == ring) return joined.second;
+  }
+  return nullptr;
 }
 
 void erase_one(std::vector<uint64_t>* values, uint64_t value) {
@@ -122,28 +128,34 @@ void moves_again(uint64_t ring) {
   erase_one(&shared->standing, ring);
 }
 
-std::vector<uint64_t> all_threads_wait_in() {
+void tell_waiting(Pong* pong) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  if (shared->pool_size == 0 || shared->standing.size() < shared->pool_size) return {};
-  return shared->standing;
+  if (!all_threads_wait() || shared->standing.size() > kMostWaiting) return;
+  for (uint64_t ring : shared->standing) {
+    const std::atomic<uint64_t>* begun = begun_in(ring);
+    if (begun != nullptr) pong->waiting[pong->num_waiting++] = {ring, *begun};
+  }
 }
 
-void join_ring(uint64_t ring) {
+void join_ring(uint64_t ring, const std::atomic<uint64_t>* begun) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  shared->rings.push_back(ring);
+  shared->rings.emplace_back(ring, begun);
 }
 
 void leave_ring(uint64_t ring) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  erase_one(&shared->rings, ring);
+  const auto found = std::find_if(shared->rings.begin(), shared->rings.end(),
+                                  [&](const auto& joined) { return joined.first == ring; });
+  if (found != shared->rings.end()) shared->rings.erase(found);
 }
 
 bool wait_for_each_other(const Pong& peer) {
-  const std::vector<uint64_t> mine = all_threads_wait_in();
-  if (mine.empty() || peer.num_waiting == 0) return false;
   std::lock_guard<std::mutex> lock(shared->mutex);
-  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting,
-                     [&](uint64_t ring) { return contains(shared->rings, ring) && !contains(mine, ring); });
+  if (!all_threads_wait() || peer.num_waiting == 0) return false;
+  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting, [](const auto& theirs) {
+    const std::atomic<uint64_t>* begun = begun_in(theirs.ring);
+    return begun != nullptr && *begun < theirs.begun;
+  });
 }
 
 void warn(const std::string& line) {

@@ -1,6 +1,7 @@
 // What a process has once, however many rings it is in: Python's signals, warnings, TensorFlow's threads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -21,16 +22,16 @@ bool op_interrupted();
 // Whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
 bool on_pool_thread();
 
-// Collectives that stand still on threads of TensorFlow's inter-op pool, by the identity of their ring.
+// The rings this process is in, by identity; `begun` counts the collectives begun there, and lives as long.
+void join_ring(uint64_t ring, const std::atomic<uint64_t>* begun);
+void leave_ring(uint64_t ring);
+// Collectives that stand still on threads of TensorFlow's inter-op pool, by their ring.
 void stands_still(uint64_t ring);
 void moves_again(uint64_t ring);
-// All of them where the pool has no more threads, so that no other can begin; else none.
-std::vector<uint64_t> all_threads_wait_in();
-// The rings this process is in.
-void join_ring(uint64_t ring);
-void leave_ring(uint64_t ring);
-// Whether a peer whose threads all wait waits in rings this process could only enter after its own have gone
-// on, all of which wait for the peer in turn.
+// Tells of all of them where the pool has no more threads, so that no other can begin; else of none.
+void tell_waiting(Pong* pong);
+// Whether a peer whose threads all wait waits for collectives that this process has not begun, and could
+// begin only after its own have gone on, all of which wait for the peer in turn.
 bool wait_for_each_other(const Pong& peer);
 
 // One line for the user; a thread of Python's takes it from next_warning, which waits for it, and logs it.

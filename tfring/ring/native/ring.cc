@@ -80,7 +80,7 @@ Status Ring::connect(const tfring_options& options) {
     receiver_ = make_shm_receiver(own_mailbox_.get(), neighbour_mailboxes_[kPrevious].get());
   }
   news_fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  join_ring(identity_);
+  join_ring(identity_, &begun_);
   watch_over(this);
   return {};
 }
@@ -223,6 +223,7 @@ Status Ring::begin(Kind kind, const tfring_call& call, const tfring_tensor* tens
     return {failure_.code, "ring \"" + name_ + "\" can no longer be used: " + failure_.message};
   }
   header_ = make_header(kind, call, tensors, num_tensors, ++sequence_);
+  begun_ = sequence_ + 1;
   running_ = true;
   statistics_.collectives[static_cast<int>(kind)] += 1;
   return {};

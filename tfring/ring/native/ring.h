@@ -173,9 +173,10 @@ class Ring final : private Watched {
   std::atomic<bool> interrupted_{false};  // this rank's doing
   bool told_ = false;                     // the caller knows failure_
   uint64_t sequence_ =
-      UINT64_MAX;          // of the collective begun last: 0 is the opening barrier, 1 the user's first
-  bool running_ = false;   // it is under way
-  uint64_t finished_ = 0;  // collectives completed, the opening included
+      UINT64_MAX;  // of the collective begun last: 0 is the opening barrier, 1 the user's first
+  std::atomic<uint64_t> begun_{0};  // sequence_ + 1, for the process's other rings to read
+  bool running_ = false;            // it is under way
+  uint64_t finished_ = 0;           // collectives completed, the opening included
   CallHeader header_{};
   Fd news_fd_;  // wakes the collective under way
 
