@@ -192,19 +192,20 @@ def test_a_message_sent_back_is_not_the_others_proof(door):
         assert all_that_comes(two) == b""
 
 
-def test_a_proof_sent_back_to_its_maker_proves_nothing():
+@pytest.mark.parametrize(("also_the_challenge", "why"), [(False, "not that of the secret"), (True, "no challenge")])
+def test_a_proof_sent_back_to_its_maker_proves_nothing(also_the_challenge, why):
     """By one who listens and does not know the secret."""
     ours, theirs = socket.socketpair()
     channel = wire.Channel(ours, time.monotonic() + 10, connects=True)
 
     def impostor():
-        theirs.recv(1 << 12)
-        theirs.sendall(wire.pack("challenge", os.urandom(32)))
+        challenge = theirs.recv(1 << 12)
+        theirs.sendall(challenge if also_the_challenge else wire.pack("challenge", os.urandom(32)))
         theirs.sendall(theirs.recv(1 << 12))
 
     thread = threading.Thread(target=impostor)
     thread.start()
-    with theirs, channel, pytest.raises(wire.NoProofError, match="not that of the secret"):
+    with theirs, channel, pytest.raises(wire.WireError, match=why):
         channel.prove_first(KEY)
     thread.join()
 
