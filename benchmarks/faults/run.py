@@ -299,7 +299,8 @@ def main() -> None:
         print(f"{number}/{len(wanted)} {rows[-1][1]}", file=sys.stderr, flush=True)
     table = "\n".join(
         [
-            "| fault at one rank | moment | transport | ranks | all knew after | they were told | left behind |",
+            "| fault at one rank | moment | transport | ranks | every survivor knew after | what it was told | "
+            "left behind |",
             "|---|---|---|---|---|---|---|",
             *(text for _, text in sorted(rows)),
         ]
