@@ -55,7 +55,7 @@ def main() -> None:
         batch_size=args.batch_size,
         epochs=args.epochs,
         validation_data=data.held_out,
-        callbacks=[timer],
+        callbacks=[timer, *([tfring.callbacks.Backup(args.backup, every_steps=20)] if args.backup else [])],
         verbose=2 if first else 0,
     )
     predicted = model.predict(data.held_out.features, batch_size=args.batch_size, verbose=0)[:, 0]
@@ -87,6 +87,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--backup", type=pathlib.Path, help="go on from what is saved in this folder, and save there")
     parser.add_argument("--batch-size", type=int, default=1024, help="of all workers together (default 1024)")
     parser.add_argument("--embedding-dim", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=2e-3)

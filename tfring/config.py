@@ -80,6 +80,12 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_CONNECT_TIMEOUT_SECONDS": Setting(
         300.0, _positive_seconds, "a number above 0", "how long the ranks wait for each other at the start"
     ),
+    "TFRING_DATA_SEED": Setting(
+        None,
+        _whole_number,
+        "a whole number",
+        "what `tf.data` shuffles without a seed begin with, the same again after a restart (`tfring launch` draws one)",
+    ),
     "TFRING_LOST_SECONDS": Setting(
         15.0,
         _positive_seconds,
@@ -88,6 +94,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "TFRING_PRINT": Setting(
         "rank0", _one_of("rank0", "all"), "rank0 or all", "which ranks print Keras' progress bars and summaries"
+    ),
+    "TFRING_RESTART": Setting(
+        0, _whole_number, "a whole number", "how often `tfring launch --max-restarts` has started this job before"
     ),
     "TFRING_STALL_WARNING_SECONDS": Setting(
         30.0,

@@ -48,6 +48,13 @@ class MismatchError(TfringError):
     """
 
 
+class NotFiniteError(TfringError, ArithmeticError):
+    """A gradient or a variable holds NaN or infinity: `tfring.callbacks.CheckFinite` has found it.
+
+    Raised on every rank. The message names the first variable, and the replica and rank whose value it was.
+    """
+
+
 class PeerLostError(TfringError):
     """A rank died, left the ring, was interrupted, is stopped or cut off while others still need it.
 

@@ -169,6 +169,31 @@ def test_a_host_is_lost(launch, tmp_path):
         process.communicate()
 
 
+def test_a_lost_host_is_left_out_of_the_restart(launch, tmp_path):
+    stay_at_first = f"""
+        world, attempt = os.environ["TFRING_WORLD_SIZE"], os.environ["TFRING_RESTART"]
+        print("attempt", attempt, "of", world, "workers", flush=True)
+        (pathlib.Path({str(tmp_path)!r}) / f"up-{{rank}}").touch()
+        time.sleep(600 if attempt == "0" else 0)
+    """
+    command = launch(stay_at_first, "--max-restarts", "3", "--min-workers", "2")
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        eventually(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(3)), "the workers are not up")
+        (ssh,) = [pid for pid in descendants(process.pid) if is_ssh_to("host2", pid)]
+        os.kill(ssh, signal.SIGKILL)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output
+        assert "Restart 1 of 3: all workers start again, 2 of them, without host2, and training goes on" in output
+        assert output.count("attempt 1 of 2 workers") == 2
+        eventually(lambda: not processes_of(tmp_path), f"processes were left\n{output}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def descendants(pid):
     from tfring.launch.processes import descendants
 

@@ -42,6 +42,7 @@ def install() -> None:
         losses,
         metrics,
         optimizers,
+        place,
         printing,
         randomness,
         saving,
@@ -51,7 +52,18 @@ def install() -> None:
 
     # The trainer's `fit` is entered after arrays were compared; the order of the others is of no importance.
     for module in (
-        metrics, losses, collectives, optimizers, state, randomness, inputs, batch_shapes, callbacks, saving, printing
+        metrics,
+        losses,
+        collectives,
+        optimizers,
+        state,
+        randomness,
+        inputs,
+        place,
+        batch_shapes,
+        callbacks,
+        saving,
+        printing,
     ):
         module.install()
     trainer.install()

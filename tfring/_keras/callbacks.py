@@ -6,13 +6,33 @@ leave the others waiting.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import outside
+from tfring._keras import outside, place
 from tfring._keras.seam import ring_of_model, seam
+
+
+class RunsLast:
+    """A callback that runs after all others, wherever it stands in the list: it keeps what they have left.
+
+    What it `wants` after a step or an epoch travels with the flag that stops training; the largest number of any rank
+    is `granted` to all.
+    """
+
+    granted = 0
+    others: Sequence = ()  # the user's callbacks that are none of these
+
+    def wants(self) -> int:
+        return 0
+
+    def around_fit(self, model) -> contextlib.AbstractContextManager:
+        """Entered before `fit` makes its first iterator, and left when it ends, however it ends."""
+        return contextlib.nullcontext()
 
 
 class _SaveNothing:
@@ -57,8 +77,38 @@ def for_rank(callbacks, strategy) -> list:
     return [c for c in callbacks if not isinstance(c, writers)]
 
 
-def agreement(strategy):
-    """A callback that runs last: what one rank decided, all ranks know.
+def arranged(name, callbacks, strategy) -> list:
+    """The callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank."""
+    import keras
+
+    callbacks = [] if callbacks is None else callbacks
+    callbacks = for_rank(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks], strategy)
+    last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
+    if strategy.cluster.world_size == 1 and not last:
+        return callbacks
+    others = [c for c in callbacks if c not in last]
+    callbacks = [*others, agreement(strategy, last)]
+    if last and not any(isinstance(c, keras.callbacks.History) for c in others):
+        callbacks.append(keras.callbacks.History())  # which Keras would put behind them
+    for callback in last:
+        callback.others = others
+    return callbacks + last
+
+
+@contextlib.contextmanager
+def around(name, callbacks, model):
+    """While `fit`, `evaluate` or `predict` runs with these callbacks."""
+    with contextlib.ExitStack() as stack:
+        if name == "fit":
+            stack.enter_context(place.fit_under_way())
+            for callback in callbacks if isinstance(callbacks, list) else ():
+                if isinstance(callback, RunsLast):
+                    stack.enter_context(callback.around_fit(model))
+        yield
+
+
+def agreement(strategy, last=()):
+    """A callback that runs after the user's: what one rank decided, all ranks know.
 
     It is also what makes a file that rank 0 wrote in a callback complete before any rank goes on.
     """
@@ -66,9 +116,10 @@ def agreement(strategy):
 
     control = strategy.extended.control
 
-    def any_rank(flag: bool, name: str) -> bool:
-        [agreed] = control.all_reduce([tf.constant([int(flag)])], "max", name=name)
-        return bool(agreed[0] > 0)
+    def largest(numbers: list[int], name: str) -> list[int]:
+        """The largest of each over all ranks."""
+        [agreed] = control.all_reduce([tf.constant(numbers)], "max", name=name)
+        return agreed.numpy().tolist()
 
     def learning_rates(model, stop: bool = False) -> bool:
         """Gives every rank rank 0's learning rates, as callbacks left them, and returns whether any rank stops."""
@@ -104,17 +155,27 @@ def agreement(strategy):
         def on_epoch_begin(self, epoch, logs=None):
             learning_rates(self.model)
 
+        def _agree(self):
+            wanted = [int(self.model.stop_training), *(c.wants() for c in last)]
+            stop, *granted = largest(wanted, "stop_training")
+            self.model.stop_training = bool(stop)
+            for callback, number in zip(last, granted, strict=True):
+                callback.granted = number
+
         def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = any_rank(self.model.stop_training, "stop_training")
+            self._agree()
 
         def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = learning_rates(self.model, stop=self.model.stop_training)
+            learning_rates(self.model)
+            self._agree()
 
         def on_test_batch_end(self, batch, logs=None):
-            self.model.stop_evaluating = any_rank(self.model.stop_evaluating, "stop_evaluating")
+            [stop] = largest([int(self.model.stop_evaluating)], "stop_evaluating")
+            self.model.stop_evaluating = bool(stop)
 
         def on_predict_batch_end(self, batch, logs=None):
-            self.model.stop_predicting = any_rank(self.model.stop_predicting, "stop_predicting")
+            [stop] = largest([int(self.model.stop_predicting)], "stop_predicting")
+            self.model.stop_predicting = bool(stop)
 
         def on_train_end(self, logs=None):
             strategy.barrier()

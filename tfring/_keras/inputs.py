@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import random
 import threading
 import traceback
 
 import tensorflow as tf
 
-from tfring import _tf, data
+from tfring import _tf, config, data
 from tfring._keras.seam import seam
 from tfring.recognition import ring_of
 
 _local = threading.local()
+_num_seeds = itertools.count()  # that this process has drawn
 
 
 def agreed_seed(strategy) -> int:
     """A random seed, the same on every rank: rank 0's.
 
-    From the system: Python's generator, from which Keras seeds layers, is left where one process would have it.
+    From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before. Python's
+    generator, from which Keras seeds layers, is left where one process would have it.
     """
+    given = config.read("TFRING_DATA_SEED")
     seed = random.SystemRandom().getrandbits(62)
+    if given is not None:
+        seed = random.Random(f"{given}/{next(_num_seeds)}").getrandbits(62)
     [agreed] = strategy.extended.control.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
     return int(agreed)
 

@@ -23,6 +23,7 @@ import threading
 import tensorflow as tf
 
 from tfring import step
+from tfring._keras import finite
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.recognition import ring_of
@@ -99,6 +100,8 @@ def install():
                     gradients[i] = running.weigh(gradients[i])
 
         def in_cross_replica(gradients, active):
+            names = _names(variables or optimizer._trainable_variables)
+            finite.note(strategy, optimizer, gradients, names, active)
             summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, active)
             body(strategy, summed, worker_active)
 

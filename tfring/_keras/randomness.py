@@ -42,3 +42,10 @@ def install():
             return seed
         offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
         return seed + tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
+
+
+def global_seed_state():
+    """The Keras variable that random operations without a seed draw from; made where there is none."""
+    from keras.src.random import seed_generator
+
+    return seed_generator.global_seed_generator().state

@@ -110,14 +110,12 @@ def _entry(name, signature):
         from keras.callbacks import CallbackList
 
         callbacks = given.get("callbacks")
-        if not isinstance(callbacks, CallbackList) and strategy.cluster.world_size > 1:
-            callbacks = [] if callbacks is None else callbacks
-            callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-            callbacks = ring_callbacks.for_rank(callbacks, strategy)
-            given["callbacks"] = [*callbacks, ring_callbacks.agreement(strategy)]
+        if not isinstance(callbacks, CallbackList):
+            callbacks = given["callbacks"] = ring_callbacks.arranged(name, callbacks, strategy)
         if given.get("verbose", "auto") == "auto" and not strategy.cluster.is_chief:
             given["verbose"] = 0  # one progress bar is enough
-        with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels):
+        around = ring_callbacks.around(name, callbacks, self)
+        with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels), around:
             return original(*bound.args, **bound.kwargs)
 
     return replacement

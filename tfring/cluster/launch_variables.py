@@ -23,6 +23,11 @@ LOCAL_WORLD_SIZE = "TFRING_LOCAL_WORLD_SIZE"
 ADDRESSES = "TFRING_ADDRESSES"
 LISTEN_FD = "TFRING_LISTEN_FD"
 
+# Not a place, but how often the job has been started before, and what shuffles that have no seed begin with.
+RESTART = "TFRING_RESTART"
+DATA_SEED = "TFRING_DATA_SEED"
+PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was told to stop, and has saved what it can go on from
+
 NEEDED = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESSES)
 ALL = (*NEEDED, LISTEN_FD)
 SOURCE = "tfring launch"

@@ -26,6 +26,7 @@ from tfring.launch.guard import STOP_SIGNALS, run_guarded
 
 _STDIN, _STDOUT = 0, 1
 _TERMINATE_SECONDS = 5.0
+_PREEMPT_SECONDS = 25.0  # lets tfring.callbacks.Backup save
 
 
 class _Agent:
@@ -144,7 +145,7 @@ class _Agent:
 
     def _on_signals(self, fd: int) -> None:
         if set(os.read(fd, 256)) & set(STOP_SIGNALS):  # the host shuts down, or the batch system ends the job
-            self._stop()
+            self._stop(_PREEMPT_SECONDS)
         for pid, code in processes.reap().items():
             for rank, started in list(self._processes.items()):
                 if started.process.pid == pid:
@@ -170,11 +171,11 @@ class _Agent:
         self._selector.unregister(fd)
         self._stop()
 
-    def _stop(self) -> None:
+    def _stop(self, seconds: float = _TERMINATE_SECONDS) -> None:
         self._gone = True
         self._stdin.put(None)
         self._signal(signal.SIGTERM)
-        self._kill_at = time.monotonic() + _TERMINATE_SECONDS
+        self._kill_at = time.monotonic() + seconds
 
     def _signal(self, signum: int, only: int | None = None) -> None:
         for rank, started in self._processes.items():

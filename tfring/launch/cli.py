@@ -7,7 +7,7 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tfring._version import __version__
@@ -17,6 +17,7 @@ from tfring.launch import remote
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
+from tfring.launch.restarts import Limits, Restarts
 
 _LAUNCH_HELP = """\
 Starts N workers of a program, joined in a ring: on this machine; with --hosts or --hostfile on others, over ssh;
@@ -41,12 +42,21 @@ ends:
   workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
   launcher is killed.
 
+restarts:
+  With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
+  tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and
+  has saved. There is no restart after Ctrl-C, and none after the same failure twice at once. Standard input goes to
+  the first try alone.
+
 environment of a worker:
   TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
   TFRING_LISTEN_FD
       its place in the ring; tfring.RingStrategy() reads them.
   TFRING_SECRET
       what the workers prove to each other; made anew for each run, unless it or TFRING_SECRET_FILE is set.
+  TFRING_RESTART, TFRING_DATA_SEED
+      how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
+      begin with, the same in every try.
   TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
       its share of the CPUs this process may use, unless set already.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1
@@ -82,6 +92,7 @@ examples:
 """
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _LOST_HOST = 255
+_NO_RESTARTS = Limits(max_restarts=0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,6 +138,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODULE",
         help="run a module, as `python -m` does",
     )
+    launch.add_argument(
+        "--max-restarts",
+        type=_number,
+        default=0,
+        metavar="K",
+        help="after a failure start all workers again, at most K times (default: 0)",
+    )
+    launch.add_argument(
+        "--min-workers",
+        type=_positive,
+        metavar="M",
+        help="leave a lost host out of a restart, as long as M workers remain (default: none is left out)",
+    )
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
     doctor = command(
         "doctor",
@@ -160,7 +184,9 @@ def _launch(arguments: argparse.Namespace) -> int:
             error("a program cannot come from standard input: there is one, and several workers")
         if not arguments.workdir and not os.path.exists(script):
             error(f"no such script: {script!r} (from {os.getcwd()})")
-    return _run(arguments, command)
+    if arguments.min_workers and not arguments.max_restarts:
+        error("--min-workers says with how many workers to restart: give --max-restarts too")
+    return _run(arguments, command, limits=Limits(arguments.max_restarts, arguments.min_workers))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -204,7 +230,12 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace, command: list[str], quiet_codes: Sequence[int] = ()) -> int:
+def _run(
+    arguments: argparse.Namespace,
+    command: list[str],
+    quiet_codes: Sequence[int] = (),
+    limits: Limits = _NO_RESTARTS,
+) -> int:
     """Runs a command as a job, where the options say."""
     error = arguments.parser.error
     try:
@@ -240,8 +271,22 @@ def _run(arguments: argparse.Namespace, command: list[str], quiet_codes: Sequenc
         remote.passed_on(os.environ, arguments.env),
     )
     num_workers = sum(host.num_workers for host in hosts) or arguments.n
-    job = Job(command, num_workers, log_dir=arguments.log_dir, hosts=hosts, way=way, quiet_codes=quiet_codes)
-    return run_guarded(job.run)
+    if limits.min_workers and limits.min_workers > num_workers:
+        error(f"--min-workers is at most the number of workers, {num_workers}, not {limits.min_workers}")
+
+    def make_job(hosts: Sequence[Host], variables: Mapping[str, str], **options: Any) -> Job:
+        return Job(
+            command,
+            sum(host.num_workers for host in hosts) or arguments.n,
+            log_dir=arguments.log_dir,
+            environ={**os.environ, **variables},
+            hosts=hosts,
+            way=way._replace(environ={**way.environ, **variables}),
+            quiet_codes=quiet_codes,
+            **options,
+        )
+
+    return run_guarded(Restarts(make_job, hosts, limits, os.environ).run)
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
@@ -258,6 +303,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+
+
+def _number(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

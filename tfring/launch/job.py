@@ -28,6 +28,7 @@ from tfring.launch.worker import start
 # Ladders: signals to send, and the seconds each is given. Ctrl-C lets the scripts write a checkpoint.
 _INTERRUPT = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0))
 _TERMINATE = ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
+_PREEMPT = ((signal.SIGTERM, 25.0), (signal.SIGKILL, 5.0))  # lets tfring.callbacks.Backup save
 _KILL = ((signal.SIGKILL, 5.0),)
 
 # So begin the exceptions of a rank that lost another one; it is not the first to fail.
@@ -79,6 +80,9 @@ class Job:
         hosts: Where to start them, `num_workers` in all; on this host by default.
         way: How to get to `hosts`, and the workers' environment there.
         quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
+        restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
+        delay_seconds: How long to wait before the start.
+        sequel: What follows on a failure, in a few words; asked once it is known.
     """
 
     def __init__(
@@ -91,6 +95,9 @@ class Job:
         hosts: Sequence[Host] = (),
         way: Way | None = None,
         quiet_codes: Sequence[int] = (),
+        restart: int = 0,
+        delay_seconds: float = 0.0,
+        sequel: Callable[[Job], str] = lambda job: "",
     ) -> None:
         self._command = list(command)
         self._num_workers = num_workers
@@ -98,6 +105,11 @@ class Job:
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
         self._environ[secret.VARIABLE] = secret.configured(self._environ) or secret.fresh()
+        self._restart = restart
+        self._start_at = time.monotonic() + delay_seconds
+        self._sequel = sequel
+        self.lost_hosts: list[str] = []
+        self.asked_to_stop = False  # by a signal, or because nobody is left to ask
         self._hosts: list[RemoteHost] = []
         for host in hosts:
             assert way is not None
@@ -125,30 +137,35 @@ class Job:
             0 if all workers ended with 0; the exit code of the first that failed, 128 + signal if it was
             killed; 128 + signal if one of STOP_SIGNALS arrived.
         """
-        signals = self._watch_signals()
+        signals = _signals()
         self._watch(signals, lambda: self._on_signals(signals))
         self._watch(parent_gone, lambda: self._on_parent_gone(parent_gone))
         try:
-            if self._hosts:
-                self._start_elsewhere()
-            else:
-                self._start()
-            while any(worker.exit_code is None for worker in self._workers):
-                self._turn()
-            self._decide()
-            self._part_from_hosts()
+            self._wait_to_start()
+            if self._stop_code is None:
+                self._start_elsewhere() if self._hosts else self._start()
+                while any(worker.exit_code is None for worker in self._workers):
+                    self._turn()
+                self._decide()
+                self._part_from_hosts()
         except BrokenPipeError:  # `tfring launch ... | head`
             self._stop_code = 128 + signal.SIGPIPE
         except _CannotStartError as error:
             self._stop_code = _CANNOT_START
-            self._say(str(error))
+            self._say(str(error) + self._sequel(self))
         finally:
             processes.end_descendants()
+            self._selector.close()
         with contextlib.suppress(BrokenPipeError):
             self._report()
         return self._stop_code or 0
 
     # ------------------------------------------------------------------------------------------------ start
+
+    def _wait_to_start(self) -> None:
+        while self._stop_code is None and (seconds := self._start_at - time.monotonic()) > 0:
+            for key, _ in self._selector.select(seconds):
+                key.data()
 
     def _start(self) -> None:
         # Bound here and handed down, so that no other program takes a port before its worker listens.
@@ -165,7 +182,7 @@ class Job:
 
     def _start_worker(self, cluster: Cluster) -> None:
         log = self._open_log(cluster.rank)
-        stdin = None if cluster.rank == 0 else subprocess.DEVNULL
+        stdin = None if cluster.rank == 0 and not self._restart else subprocess.DEVNULL
         process, out, err = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
         self._add_worker(cluster.rank, process.pid, send_signal, (out, err), log)
@@ -186,7 +203,10 @@ class Job:
                 self._watch(stream.fd, functools.partial(self._on_output, stream))
 
     def _open_log(self, rank: int) -> BinaryIO | None:
-        return (self._log_dir / f"rank-{rank}.log").open("wb", buffering=0) if self._log_dir else None
+        if not self._log_dir:
+            return None
+        path = self._log_dir / f"rank-{rank}.log"
+        return path.open("ab", buffering=0) if self._restart else path.open("wb", buffering=0)
 
     # ---------------------------------------------------------------------------------------------- elsewhere
 
@@ -234,15 +254,20 @@ class Job:
             addresses += [str(Address(host.address, port)) for port in host.listening]
         for host in self._hosts:
             host.tell("addresses", addresses=addresses)
-        self._hosts[0].forward_stdin()
+        if self._restart:
+            self._hosts[0].tell("input")  # its end: the first try has read it
+        else:
+            self._hosts[0].forward_stdin()
 
     def _on_host_gone(self, host: RemoteHost) -> None:
         self._selector.unregister(host.fd)
         code = host.process.wait()
         text = f"{host.way_there} ended with exit code {code}"
+        left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
+        if left:
+            self.lost_hosts.append(host.name)
         if host.listening is None and self._stop_code is None:
             raise _CannotStartError(f"no workers on {host.name}: {text}; its reason is above.")
-        left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
         if left and self._stop_code is None:
             self._say(f"lost {host.name}: {text}.")
         for worker in left:
@@ -328,13 +353,16 @@ class Job:
         for signum in os.read(fd, 256):
             if signum == signal.SIGCHLD:
                 continue  # it has woken us up; _turn does the rest
+            self.asked_to_stop = True
             if self._stop_code is None:
-                self._stop(128 + signum, _INTERRUPT if signum == signal.SIGINT else _TERMINATE)
+                ladders = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _PREEMPT}
+                self._stop(128 + signum, ladders.get(signal.Signals(signum), _TERMINATE))
             elif signum == signal.SIGINT:  # asked again
                 self._stop(self._stop_code, _KILL)
 
     def _on_parent_gone(self, fd: int) -> None:
         self._selector.unregister(fd)
+        self.asked_to_stop = True
         self._stop(128 + signal.SIGKILL, _TERMINATE)
 
     def _stop(self, code: int, ladder: Sequence[tuple[signal.Signals, float]]) -> None:
@@ -356,6 +384,16 @@ class Job:
 
     # ----------------------------------------------------------------------------------------------- report
 
+    @property
+    def first_to_fail(self) -> Worker | None:
+        """The worker that ended the job, by failing before any other."""
+        return self._first
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return time.monotonic() - self._start_at
+
     def _report(self) -> None:
         for worker in self._workers:
             worker.close()
@@ -371,6 +409,8 @@ class Job:
             for line in without_graph(words):
                 self._err.write_line(prefix(first.rank) + line)
         which = "failed first" if self._num_workers > 1 else "failed"
+        if first.exit_code == launch_variables.PREEMPTED:
+            which = "was preempted, and has saved what a tfring.callbacks.Backup goes on from"
         text = f"rank {first.rank} {which}: {_describe(first.exit_code)}."
         early = [worker.rank for worker in self._workers if worker.exit_code == 0]
         if early and first.lost_a_peer:
@@ -380,6 +420,7 @@ class Job:
         stopped = [worker.rank for worker in self._workers if worker.exit_code and worker not in self._failed]
         if stopped:
             text += f" Stopped: {_ranks(stopped)}."
+        text += self._sequel(self)
         if self._log_dir:
             text += f" All it printed: {self._log_dir / f'rank-{first.rank}.log'}"
         self._say(text)
@@ -392,16 +433,18 @@ class Job:
     def _watch(self, fd: int, on_ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)
 
-    def _watch_signals(self) -> int:
-        """A descriptor from which the number of each signal that arrives can be read."""
-        numbers, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for signum in (*STOP_SIGNALS, signal.SIGCHLD):
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        return numbers
+
+@functools.cache
+def _signals() -> int:
+    """A descriptor from which the number of each signal that arrives can be read, by one job after the other."""
+    numbers, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for signum in (*STOP_SIGNALS, signal.SIGCHLD):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return numbers
 
 
 def _exit_status(code: int | None) -> int:

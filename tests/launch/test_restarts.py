@@ -1,0 +1,113 @@
+"""`tfring launch --max-restarts` with real processes, without TensorFlow."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+from test_launch import LAUNCH, TIMEOUT, eventually, launch, plain_environment, take_signals, write
+
+__all__ = ["launch", "plain_environment"]  # fixtures
+
+TRY = "attempt = int(os.environ['TFRING_RESTART'])\n"
+
+
+def options(restarts, *more):
+    return {"options": ("--max-restarts", str(restarts), *more)}
+
+
+def test_all_workers_start_again_until_they_succeed(launch, tmp_path):
+    """Killed, then failed, then well: with the same seed, other ports, and one line for each failure."""
+    done = launch(
+        2,
+        """
+        attempt = int(os.environ["TFRING_RESTART"])
+        print(attempt, os.environ["TFRING_DATA_SEED"], os.environ["TFRING_ADDRESSES"], flush=True)
+        note(f"{attempt}-{rank}")
+        wait_for(f"{attempt}-0", f"{attempt}-1")
+        if rank == 1 and attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and attempt == 1:
+            raise ValueError("no")
+        if attempt < 2:
+            time.sleep(600)
+        """,
+        **options(5, "--log-dir", str(tmp_path / "logs")),
+    )
+    tries = [line.removeprefix("[1] ").split() for line in done.stdout.splitlines()]
+    assert sorted(number for number, *_ in tries) == ["0", "0", "1", "1", "2", "2"]
+    assert len({seed for _, seed, _ in tries}) == 1
+    assert len({addresses for *_, addresses in tries}) == 3
+    said = [line for line in done.stderr.splitlines() if line.startswith("tfring launch: ")]
+    assert len(said) == 2
+    sequel = "Restart {} of 5: all workers start again, and training goes on from its last tfring.callbacks.Backup."
+    assert said[0].startswith("tfring launch: rank 1 failed first: killed by SIGKILL")
+    assert said[1].startswith("tfring launch: rank 0 failed first: exit code 1.")
+    assert [sequel.format(n) in line for n, line in enumerate(said, 1)] == [True, True]
+    assert "ValueError: no" in done.stderr
+    for rank in range(2):  # a log holds all tries
+        assert len((tmp_path / "logs" / f"rank-{rank}.log").read_text().split("127.0.0.1:")) >= 2 * 3 + 1
+
+
+def test_no_more_than_so_many(launch):
+    done = launch(2, "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)", code=137, **options(2))
+    assert done.stderr.count("failed first") == 3
+    assert "Not restarted: all 2 restarts are used." in done.stderr
+
+
+def test_the_same_failure_at_once_is_not_tried_again_and_again(launch):
+    done = launch(2, "sys.exit('no such file')", code=1, **options(9))
+    assert done.stderr.count("Restart 1 of 9") == 1
+    assert "Restart 2" not in done.stderr
+    assert "Not restarted: it has failed at once, in the same way, before." in done.stderr
+
+
+def test_another_failure_is(launch):
+    done = launch(1, TRY + "sys.exit(0 if attempt == 3 else f'failure {attempt}')", **options(9))
+    assert done.stderr.count("Restart") == 3
+
+
+def test_preemption_is_no_failure(launch):
+    done = launch(2, TRY + "sys.exit(75 if attempt < 2 else 0)", **options(2))
+    assert done.stderr.count("was preempted, and has saved") == 2
+    assert "failed" not in done.stderr
+
+
+def test_without_the_option_nothing_is_restarted(launch):
+    done = launch(1, TRY + "print(attempt); sys.exit(3)", code=3)
+    assert done.stdout == "0\n"
+    assert done.stderr == "tfring launch: rank 0 failed: exit code 3.\n"
+
+
+def test_standard_input_goes_to_the_first_try(launch):
+    script = TRY + "print(repr(sys.stdin.readline()), flush=True)\nif not attempt: os.kill(os.getpid(), signal.SIGKILL)"
+    done = launch(1, script, stdin=None, input="a\nb\n", **options(1))
+    assert done.stdout.splitlines() == ["'a\\n'", "''"]
+
+
+@pytest.mark.parametrize("moment", ["in a try", "between two"])
+def test_ctrl_c_ends_it(tmp_path, moment):
+    script = "if attempt < 3: os.kill(os.getpid(), 9)\nnote('here')\ntime.sleep(600)"
+    if moment == "between two":
+        script = "sys.exit(f'failure {attempt}')"  # each is followed by a pause twice as long
+    command = [*LAUNCH, "-n", "1", "--max-restarts", "99", write(tmp_path, TRY + script)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=take_signals)
+    before = "".join(process.stderr.readline() for _ in range({"in a try": 3, "between two": 2 * 4}[moment]))
+    if moment == "in a try":
+        eventually((tmp_path / "here").exists, TIMEOUT)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130, before + err
+    assert err.splitlines()[-1].endswith("stopped by SIGINT, with all workers.")
+    assert "Restart" not in err
+
+
+def test_options_that_do_not_fit(tmp_path):
+    def refused(*options):
+        done = subprocess.run([*LAUNCH, *options, write(tmp_path, "")], capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "give --max-restarts too" in refused("-n", "2", "--min-workers", "1")
+    assert "at most the number of workers, 2" in refused("-n", "2", "--max-restarts", "1", "--min-workers", "3")

@@ -1,0 +1,338 @@
+"""Backup: an interrupted `fit` ends as if it had not been, whatever its data, optimizer and callbacks."""
+
+import importlib.util
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from common import devices, relative_error, skewed_rows
+from harness import strategy, workers
+
+TESTS = pathlib.Path(__file__).parents[1]
+IMPORTS = f"import pathlib, signal, sys; sys.path[:0] = {[str(TESTS / 'training'), str(TESTS)]!r}; import test_backup"
+FILES = pathlib.Path(__file__).parents[2] / "tfring" / "callbacks" / "files.py"
+
+
+def case(name):
+    """`(make_model, fit's arguments, Backup's arguments, what interrupts it)`."""
+    import keras
+    import tensorflow as tf
+
+    x, y = skewed_rows()
+    x = x / 4
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    layers, optimizers = keras.layers, keras.optimizers
+
+    class Shuffled(keras.utils.PyDataset):
+        def __init__(self):
+            super().__init__()
+            self.order = np.arange(len(x))
+
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            chosen = self.order[20 * i : 20 * i + 20]
+            return x[chosen], y[chosen]
+
+        def on_epoch_end(self):
+            np.random.shuffle(self.order)
+
+    def model(optimizer="adam", hidden=(), **kwargs):
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="tanh"), *hidden, layers.Dense(1)])
+        model.compile(optimizer() if callable(optimizer) else optimizer, "mse", metrics=["mae"], **kwargs)
+        return model
+
+    arrays = {"x": x, "y": y, "batch_size": 20}
+    return {
+        "arrays": (
+            lambda: model(hidden=[layers.BatchNormalization(), layers.Dropout(0.3)]),
+            {
+                **arrays,
+                "validation_data": (x[:50], y[:50]),
+                "callbacks": [
+                    keras.callbacks.ReduceLROnPlateau(monitor="mae", mode="max", patience=1, factor=0.5),
+                    keras.callbacks.EarlyStopping(monitor="loss", patience=9, restore_best_weights=True),
+                ],
+            },
+            {"every_steps": 3},
+            {"step": 13},
+        ),
+        "two steps an execution, unknown length": (
+            lambda: model(steps_per_execution=2),
+            {"x": rows.shuffle(50, seed=3).batch(20).filter(lambda x, y: True)},
+            {"every_steps": 2},
+            {"step": 5},
+        ),
+        "one iterator for all epochs": (
+            model,
+            {
+                "x": rows.shuffle(83, seed=3).repeat().batch(20),
+                "steps_per_epoch": 3,
+                "validation_data": rows.shuffle(83, seed=4).repeat().batch(10),
+                "validation_steps": 2,
+                "callbacks": [keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", patience=1)],
+            },
+            {"every_steps": 2},
+            {"step": 8},
+        ),
+        "cached after a shuffle": (
+            model, {"x": rows.shuffle(83, seed=3).cache().batch(20)}, {"every_steps": 2}, {"step": 8}
+        ),
+        "PyDataset": (model, {"x": Shuffled(), "shuffle": True}, {"every_steps": 3}, {"step": 13}),
+        "between two updates": (
+            lambda: model(lambda: optimizers.Adam(gradient_accumulation_steps=3)),
+            arrays,
+            {"every_steps": 2},
+            {"step": 9},
+        ),
+        "loss scale": (
+            lambda: model(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.01), dynamic_growth_steps=2)),
+            arrays,
+            {"every_seconds": 1e-6},
+            {"step": 9},
+        ),
+        "in the validation": (
+            model, {**arrays, "validation_data": (x, y)}, {"every_steps": 5}, {"validation": 2}
+        ),
+        "eager": (lambda: model(hidden=[layers.Dropout(0.3)], run_eagerly=True), arrays, {}, {"step": 8}),
+        "SIGTERM": (model, arrays, {}, {"sigterm": 8}),
+        "no randomness": (model, {**arrays, "shuffle": False}, {"every_steps": 3}, {"step": 9}),
+        "accumulation without randomness": (
+            lambda: model(lambda: optimizers.Adam(gradient_accumulation_steps=3)),
+            {**arrays, "shuffle": False},
+            {"every_steps": 2},
+            {"step": 9},
+        ),
+    }[name]
+
+
+ALL = [
+    "arrays", "two steps an execution, unknown length", "one iterator for all epochs", "cached after a shuffle",
+    "PyDataset", "between two updates", "loss scale", "in the validation", "eager", "SIGTERM",
+]  # fmt: skip
+
+
+def train(names, folder, kind):
+    """Each case "whole", without Backup; "cut"; or "resumed", by a program that draws other random numbers."""
+    import keras
+
+    import tfring
+
+    ring = strategy(**devices())
+    outcomes = {}
+    for number, name in enumerate(names):
+        keras.utils.set_random_seed(7)
+        if kind == "resumed":  # other initial weights, seeds of dropout, orders of arrays: all come from the backup
+            random.seed(70 + number)
+            np.random.seed(70 + number)
+        make_model, arguments, options, interruption = case(name)
+        with ring.scope():
+            model = make_model()
+        seen = {"step": 0, "validation": 0}
+
+        class Interrupt(keras.callbacks.Callback):
+            def count(self, what, seen=seen, interruption=interruption):
+                seen[what] += 1
+                if kind == "cut" and seen[what] == interruption.get(what):
+                    raise InterruptedError
+
+            def on_train_batch_end(self, batch, logs=None, seen=seen, interruption=interruption):
+                self.count("step")
+                if kind == "cut" and seen["step"] == 8 and interruption == {"sigterm": 8} and ring.cluster.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            def on_test_batch_end(self, batch, logs=None):
+                self.count("validation")
+
+        callbacks = [] if kind == "whole" else [tfring.callbacks.Backup(pathlib.Path(folder, name), **options)]
+        callbacks += [*arguments.pop("callbacks", []), Interrupt()]  # Backup runs last, wherever it stands
+        try:
+            history = model.fit(**arguments, epochs=4, verbose=0, callbacks=callbacks)
+        except InterruptedError:
+            outcomes[name] = "interrupted"
+        except SystemExit as end:
+            outcomes[name] = end.code
+        else:
+            rate = float(model.optimizer.learning_rate.numpy())
+            outcomes[name] = (model.get_weights(), history.history, history.epoch, rate, seen["step"])
+    return outcomes
+
+
+def assert_same_end(whole, resumed, names):
+    for rank, (wholes, resumeds) in enumerate(zip(whole, resumed, strict=True)):
+        for name in names:
+            (weights, logs, epochs, rate, steps), (want, *rest, steps_of_whole) = resumeds[name], wholes[name]
+            where = f"rank {rank}, {name}"
+            assert [w.tobytes() for w in weights] == [w.tobytes() for w in want], where
+            assert (logs, epochs, rate) == tuple(rest), where
+            assert 0 < steps < steps_of_whole, where
+
+
+@pytest.mark.oldest
+def test_the_same_end_bit_for_bit(tmp_path):
+    folder = str(tmp_path)
+    whole = workers(2).run(train, ALL, folder, "whole", timeout=300)
+    cut = workers(2).run(train, ALL, folder, "cut", timeout=300)
+    assert cut == [{name: 75 if name == "SIGTERM" else "interrupted" for name in ALL}] * 2
+    resumed = workers(2).run(train, ALL, folder, "resumed", timeout=300)
+    assert_same_end(whole, resumed, ALL)
+    for name in ALL:
+        assert 1 <= len(list((tmp_path / name).iterdir())) <= 2
+
+
+def test_two_replicas_a_worker(tmp_path):
+    names = ["arrays", "between two updates"]
+    two = workers(2, logical_cpus=2)
+    whole, _, resumed = (two.run(train, names, str(tmp_path), kind) for kind in ("whole", "cut", "resumed"))
+    assert_same_end(whole, resumed, names)
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 1)])
+def test_on_another_number_of_workers(tmp_path, then, now):
+    names = ["no randomness", "accumulation without randomness"]
+    whole = workers(now).run(train, names, str(tmp_path), "whole")[0]
+    workers(then).run(train, names, str(tmp_path), "cut")
+    for resumed in workers(now).run(train, names, str(tmp_path), "resumed"):
+        for name in names:
+            (weights, logs, _, _, steps), (want, want_logs, *_) = resumed[name], whole[name]
+            assert relative_error(weights, want) <= 1e-5, name
+            assert relative_error(logs.values(), want_logs.values()) <= 1e-5, name
+            assert 0 < steps < 20, name
+
+
+def ended(folder):
+    """One process: what happens once training has ended, and to another model."""
+    import keras
+
+    import tfring
+
+    x, y = skewed_rows()
+    ring = strategy()
+    folder = pathlib.Path(folder)
+
+    def fit(epochs, units=3, **kwargs):
+        with ring.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        backup = tfring.callbacks.Backup(folder, **kwargs)
+        return model, model.fit(x, y, epochs=epochs, verbose=0, callbacks=[backup])
+
+    model, first = fit(2)
+    again, nothing = fit(2)
+    assert again.get_weights()[0].tobytes() == model.get_weights()[0].tobytes()
+    assert nothing.history == first.history and nothing.epoch == [0, 1]
+    _, longer = fit(3, keep=1)
+    assert longer.history["loss"][:2] == first.history["loss"] and longer.epoch == [0, 1, 2]
+    assert [path.name for path in folder.iterdir()] == ["epoch-00003-step-00000000.npz"]
+    (file,) = folder.iterdir()
+    with np.load(file) as archive:  # a plain file
+        assert archive["0"].shape == (4, 3)
+
+    with pytest.raises(tfring.errors.ConfigurationError, match=r"the first that differs: .*kernel.*\(4, 3\).*\(4, 5\)"):
+        fit(4, units=5)
+    alone = keras.Sequential([keras.layers.Dense(1)])
+    alone.compile("sgd", "mse")
+    with pytest.raises(tfring.errors.ConfigurationError, match=r"made in the scope of a `tfring.RingStrategy`"):
+        alone.fit(x, y, verbose=0, callbacks=[tfring.callbacks.Backup(folder)])
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"no backup in .* is whole"):
+        fit(4)
+    return True
+
+
+def test_when_training_has_ended(tmp_path):
+    assert workers(1).run(ended, str(tmp_path / "backup")) == [True]
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def load_files():
+    """`tfring.callbacks.files` without TensorFlow."""
+    spec = importlib.util.spec_from_file_location("backup_files", FILES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def content(number):
+    generator = np.random.default_rng(number)
+    arrays = [generator.normal(size=shape) for shape in ((50, 20), (), (0, 3))]
+    return {"number": number, "num_arrays": len(arrays)}, arrays
+
+
+def assert_whole(found):
+    _, state, arrays = found
+    want_state, want = content(state["number"])
+    assert state == want_state
+    assert [a.tobytes() for a in arrays] == [a.tobytes() for a in want]
+    return state["number"]
+
+
+def test_a_damaged_file_is_found_out_and_the_one_before_is_used(tmp_path):
+    files = load_files()
+    for number in (1, 2, 3):
+        files.write(tmp_path, 0, number, *content(number), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"epoch-00000-step-0000000{n}.npz" for n in (2, 3)]
+    newest = tmp_path / "epoch-00000-step-00000003.npz"
+    good = newest.read_bytes()
+    generator = random.Random(0)
+    used = []
+    for _ in range(300):
+        damaged = bytearray(good)
+        damaged[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+        newest.write_bytes(damaged)
+        used.append(assert_whole(files.newest(tmp_path)))
+    assert used.count(2) > 280  # some bits mean nothing, such as the date of a member
+    for length in (0, 1, len(good) // 2, len(good) - 1):
+        newest.write_bytes(good[:length])
+        assert assert_whole(files.newest(tmp_path)) == 2
+    newest.write_bytes(good)
+    assert assert_whole(files.newest(tmp_path)) == 3
+
+
+def test_a_kill_during_a_write_loses_nothing(tmp_path):
+    """A process that does nothing but write, killed at twenty random moments."""
+    program = f"""{IMPORTS}
+files, folder, number = test_backup.load_files(), pathlib.Path(sys.argv[1]), int(sys.argv[2])
+while True:
+    number += 1
+    files.write(folder, 0, number, *test_backup.content(number), keep=2)
+    print(number, flush=True)
+"""
+    files, number, generator = load_files(), 0, random.Random(0)
+    for _ in range(20):
+        command = [sys.executable, "-c", program, str(tmp_path), str(number)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            time.sleep(generator.uniform(0, 0.02))
+            process.kill()
+            said = [int(line) for line in process.stdout.read().split()]
+        found = assert_whole(files.newest(tmp_path))
+        assert found >= max(said, default=number + 1)
+        number = found
+    files.write(tmp_path, 0, number + 1, *content(number + 1), keep=2)
+    assert len(list(tmp_path.iterdir())) == 2  # nothing half is left
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    files = load_files()
+    files.write(tmp_path, 0, 1, *content(1), keep=2)
+    program = f"""{IMPORTS}; import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a disk that is full after so many bytes
+try:
+    test_backup.load_files().write(pathlib.Path(sys.argv[1]), 0, 2, *test_backup.content(2), keep=2)
+except OSError:
+    sys.exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == 9
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-00000-step-00000001.npz"]
+    assert assert_whole(files.newest(tmp_path)) == 1

@@ -1,0 +1,146 @@
+"""The place of `fit` in its data: found again by drawing, without training, what was drawn before.
+
+A pass is one epoch of training, or one validation. Each begins where the one before has left seeds, generators and
+PyDatasets; so the passes are gone through again, each to where it had come. Their batches are drawn only where a later
+pass depends on it: otherwise it depends on how many iterators were made, for each takes the next seed of a shuffle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfring._keras.seam import seam
+from tfring.errors import ConfigurationError
+from tfring.recognition import ring_of
+
+# Operations by which a function in a dataset keeps something from one pass to the next.
+_KEEPS = ("PyFunc", "EagerPyFunc", "Assign", "RngReadAndSkip", "RngSkip", "StatefulUniform", "StatefulStandardNormal")
+
+
+class _Fit:
+    """A `fit` under way."""
+
+    def __init__(self):
+        self.iterator: Any = None  # Keras' EpochIterator of the training data
+        self.logs: dict | None = None  # of the last step before it was interrupted
+
+
+class _Place(NamedTuple):
+    executions: list[int]  # of the step function, in each pass; the last is the present one
+    reset: bool  # whether Keras resets the iterator between passes, as for validation
+
+
+_fits: list[_Fit] = []  # innermost last
+
+
+@contextlib.contextmanager
+def fit_under_way() -> Iterator[None]:
+    """While `fit` runs: its training data and its logs are found by the functions below."""
+    _fits.append(_Fit())
+    try:
+        yield
+    finally:
+        _fits.pop()
+
+
+def resume_training(executions: Sequence[int], logs: dict | None) -> None:
+    """Has the innermost `fit` begin its first epoch where another had come in its data.
+
+    Args:
+      executions: calls of the step function in each epoch since that `fit` began; the last is the present one.
+      logs: of the last step, where the present epoch was interrupted.
+    """
+    _fits[-1].iterator._tfring_place = _Place(list(executions), reset=False)
+    _fits[-1].logs = logs if executions[-1] else None
+
+
+def resume_validation(model, executions: Sequence[int]) -> None:
+    """The same for the validation data of `model`; `executions` of each validation there has been."""
+    model._eval_epoch_iterator._tfring_place = _Place([*executions, 0], reset=True)
+
+
+def draws_from_python() -> bool:
+    """Whether a pass through the training data may run Python, or depend on the draws of an earlier one."""
+    return _keeps_between_passes(_fits[-1].iterator._distributed_dataset)
+
+
+def install():
+    from keras.src.backend.tensorflow import trainer
+    from keras.src.trainers import epoch_iterator
+    from keras.src.trainers import trainer as base_trainer
+
+    @seam(trainer.TFEpochIterator, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if _fits and _fits[-1].iterator is None and ring_of(self._distribute_strategy) is not None:
+            _fits[-1].iterator = self
+
+    @seam(epoch_iterator.EpochIterator, "_enumerate_iterator")
+    def enumerate_iterator(original, self):
+        place = self.__dict__.pop("_tfring_place", None)
+        return original(self) if place is None else _from_place(original, self, place)
+
+    @seam(base_trainer.Trainer, "_get_metrics_result_or_logs")
+    def metrics_result_or_logs(original, self, logs):
+        # An epoch that was interrupted after its last step has no step left to give logs.
+        if not logs and _fits and _fits[-1].logs:
+            logs = _fits[-1].logs
+        return original(self, logs)
+
+
+def _from_place(original, epoch_iterator, place):
+    """What `_enumerate_iterator` yields, after what was drawn before."""
+    *past, present = place.executions
+    batches = epoch_iterator.steps_per_execution
+    # With `steps_per_epoch` one iterator goes from epoch to epoch.
+    draws = bool(epoch_iterator.steps_per_epoch) or _keeps_between_passes(epoch_iterator._distributed_dataset)
+    for executions in past:
+        with warnings.catch_warnings(), epoch_iterator.catch_stop_iteration():
+            warnings.simplefilter("ignore")  # that the data has run out was said then
+            steps = original(epoch_iterator)
+            _advance(steps, executions, batches if draws else 0)
+            if next(steps, None) is not None:
+                raise tf.errors.OutOfRangeError(None, None, "the end of a pass of unknown length")
+        if place.reset:
+            running = epoch_iterator._epoch_iterator
+            epoch_iterator.reset()
+            epoch_iterator._epoch_iterator = running
+    steps = original(epoch_iterator)
+    _advance(steps, present, batches)
+    yield from steps
+
+
+def _advance(steps, executions, batches):
+    """Goes `executions` steps on, and draws `batches` from the iterator in each."""
+    for number in range(executions):
+        step = next(steps, None)
+        if step is None:
+            raise ConfigurationError(
+                "Training goes on with the data it began with. Received: data that ends after step "
+                f"{number} of an epoch that had come to step {executions}."
+            )
+        for _ in range(batches):
+            step[-1]._iterators[0].get_next_as_optional_list()  # this worker's alone: no collective
+
+
+def _keeps_between_passes(distributed) -> bool:
+    datasets = getattr(distributed, "_cloned_datasets", None)
+    if datasets is None:  # of `distribute_datasets_from_function`, and what else yields batches
+        return True
+    return any(_keeps(dataset) for dataset in datasets)
+
+
+def _keeps(dataset) -> bool:
+    """Whether a dataset, or one it is made of, yields in one pass what depends on the draws of earlier ones."""
+    if type(dataset).__name__ == "CacheDataset":  # keeps the order of the first
+        return True
+    graphs = [function.function.graph for function in dataset._functions()]
+    operations = {operation.type for graph in graphs for operation in graph.get_operations()}
+    for graph in graphs:
+        operations.update(node.op for f in graph.as_graph_def().library.function for node in f.node_def)
+    return any(name.startswith(_KEEPS) for name in operations) or any(map(_keeps, dataset._inputs()))

@@ -1,0 +1,6 @@
+"""Callbacks for training that is interrupted, and for training that goes wrong."""
+
+from tfring.callbacks.backup import Backup
+from tfring.callbacks.check_finite import CheckFinite
+
+__all__ = ["Backup", "CheckFinite"]

@@ -1,0 +1,330 @@
+"""`Backup`: training that is interrupted goes on as if it had not been."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import warnings
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from tfring._keras import place
+from tfring._keras.callbacks import RunsLast
+from tfring._keras.seam import ring_of_model
+from tfring.callbacks import files, random_states, variables
+from tfring.callbacks.attributes import Attributes
+from tfring.cluster.launch_variables import PREEMPTED
+from tfring.errors import ConfigurationError
+
+_FORMAT = 1
+_NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
+
+
+class Backup(RunsLast, keras.callbacks.Callback):
+    """Keeps a `fit` in a folder, and lets the same program go on from there after it was stopped or killed.
+
+    On as many workers as before, training ends with the same weights, bit for bit, as if it had never been
+    interrupted, and with the same logs; on another number of workers, with those of that number, to the last digits.
+    Kept are the weights, the state of optimizers and metrics, seed generators, gradients that are accumulated between
+    two updates, the epoch and the step in it, the place in the data, the logs so far, the random numbers of Python and
+    NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau).
+
+    Rank 0 writes; the others restore what it reads. A file is written beside and renamed, so that a kill loses
+    nothing, and is found out where it is not whole; then the one before it is used. It is a plain zip file, see
+    `docs/restarts.md`. When training has ended the last file stays: the same `fit` then has nothing left to do, one
+    with more epochs goes on. Remove the folder to train from the start.
+
+    SIGTERM, by which schedulers announce that they take a machine back, has all ranks save after the present step and
+    end with exit code 75, at which `tfring launch --max-restarts` starts them again; unless the program handles SIGTERM
+    itself.
+
+    Args:
+      folder: of this `fit` alone, on a disk that rank 0 sees after a restart too.
+      every_steps: save when so many steps have passed since the last time. Default None.
+      every_seconds: save after the step at which so many seconds have passed, by rank 0's clock. Default None; without
+        both, at the end of each epoch.
+      keep: how many files stay in the folder. Default 2.
+      grace_seconds: after SIGTERM, how long the step or validation under way may take until the process ends without
+        saving, with the same exit code. Default 20.
+
+    Raises:
+      ConfigurationError: for arguments out of range; in `fit`, for a model that was not made in the scope of a
+        RingStrategy, or is another than was saved.
+      OSError: in `fit`, where the folder holds files and none is whole.
+
+    The place in the data is found by drawing again. Batches of the present epoch are drawn and thrown away; earlier
+    epochs cost nothing where the data is arrays or a `tf.data` pipeline, and are drawn too where they run Python, are
+    cached, or `steps_per_epoch` lets one iterator go on through all. Data has to come in the same order when the
+    program runs again: seed what shuffles it (`keras.utils.set_random_seed`), or start it by `tfring launch`, which
+    hands the same `TFRING_DATA_SEED` to every try. Random operations that keep their state in themselves, such as
+    `tf.random.normal` in a compiled step, begin anew; those of Keras go on.
+
+    >>> import tempfile
+    >>> import tfring
+    >>> with tfring.RingStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> folder = tempfile.mkdtemp()
+    >>> x = np.ones((8, 1), "float32")
+    >>> history = model.fit(x, x, epochs=2, callbacks=[Backup(folder)], verbose=0)
+    >>> sorted(os.listdir(folder))
+    ['epoch-00001-step-00000000.npz', 'epoch-00002-step-00000000.npz']
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        *,
+        keep: int = 2,
+        grace_seconds: float = 20.0,
+    ):
+        super().__init__()
+        for name, value in (("every_steps", every_steps), ("every_seconds", every_seconds), ("keep", keep)):
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"`{name}` is above 0, or left out. Received: {name}={value!r}")
+        self._folder = pathlib.Path(folder)
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._keep = keep
+        self._grace_seconds = grace_seconds
+        self._strategy: Any = None  # while `fit` runs
+        self._restored: Any = None  # the state it goes on from
+        self._arrays: list[np.ndarray] | None = None  # on rank 0
+
+    # -- around fit ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def around_fit(self, model):
+        self._strategy = ring_of_model(model)
+        initial_epoch, self._preempted, self.granted = model._initial_epoch, False, _NOTHING
+        try:
+            self._read()
+            # Those with which data was shuffled; so they are set before data is drawn.
+            states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
+            if states:
+                random_states.give(states)
+            self._random_at_start = states or random_states.take()
+            with self._sigterm():
+                yield
+        finally:
+            self._strategy, self._restored, self._arrays = None, None, None
+            model._initial_epoch = initial_epoch
+
+    def _read(self) -> None:
+        """On all ranks: the newest state, or None; its arrays on rank 0."""
+        self._restored = self._arrays = None
+        reply: dict = {}
+        if self._strategy.cluster.is_chief:
+            try:
+                found = files.newest(self._folder)
+                if found:
+                    path, state, self._arrays = found
+                    reply = {"path": str(path), "state": state}
+            except OSError as error:
+                reply = {"problem": str(error)}
+        reply = json.loads(variables.broadcast_bytes(self._strategy, json.dumps(reply).encode()))
+        if "problem" in reply:
+            raise OSError(f"{reply['problem']}. Remove what is there to train from the start.")
+        if reply:
+            self._restored = reply["state"]
+            if self._restored["format"] != _FORMAT:
+                raise ConfigurationError(
+                    f"This version of tfring reads backups of format {_FORMAT}. Received: {reply['path']}, of format "
+                    f"{self._restored['format']}."
+                )
+            self._say(f"training goes on from {reply['path']}")
+
+    def _of_rank(self, states: list) -> Any:
+        rank = self._strategy.cluster.rank
+        return states[rank if rank < len(states) else 0]
+
+    @contextlib.contextmanager
+    def _sigterm(self):
+        """While SIGTERM asks to save and leave."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            yield
+            return
+
+        limit = threading.Timer(self._grace_seconds, os._exit, [PREEMPTED])
+        limit.daemon = True
+
+        def on_sigterm(signum, frame):
+            if not self._preempted:
+                self._preempted = True
+                limit.start()
+
+        signal.signal(signal.SIGTERM, on_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            limit.cancel()
+        if self._preempted:  # after the last step
+            raise SystemExit(PREEMPTED)
+
+    def _leave(self) -> NoReturn:
+        self._strategy.barrier()  # no rank ends before rank 0 has written
+        self._say(f"SIGTERM: training is saved in {self._folder}, and ends with exit code {PREEMPTED}")
+        raise SystemExit(PREEMPTED)
+
+    def _say(self, text: str) -> None:
+        if self._strategy.cluster.is_chief:
+            print(f"tfring: {text}", file=sys.stderr, flush=True)
+
+    # -- restoring -------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs=None):
+        if self._strategy is None:
+            raise ConfigurationError(
+                "Backup keeps models that were made in the scope of a `tfring.RingStrategy` (one process will do), and "
+                "stands in the list `callbacks` of `fit`."
+            )
+        self._attributes = Attributes(self.others)
+        self._epoch, self._logs, self._finished = 0, None, False
+        self._executions: list[int] = []  # of the step function in each epoch; the last is the present one
+        self._validations: list[int] = []  # the same of each validation
+        self._saved_at = time.monotonic()
+        self._steps_since_saved = 0
+        self._metrics_to_restore = False
+        self._validations_to_pass: list[int] = []
+        if self._restored:
+            self._restore(self._restored)
+
+    def _restore(self, state):
+        model, strategy = self.model, self._strategy
+        if model.optimizer is not None and not model.optimizer.built:
+            with strategy.scope():
+                model.optimizer.build(model.trainable_variables)
+        self._give_variables(variables.variables_of(model))
+        arrays = self._attribute_arrays(state)
+        self._attributes.set(state["callbacks"], arrays)
+        model.history.history.update(state["history"])
+        self._executions = state["executions"]
+        self._validations = state["validations"]
+        self._validations_to_pass = list(self._validations)
+        self._metrics_to_restore = True
+        self._epoch, self._logs = state["epoch"], state["logs"]
+        if state["stopped"]:
+            self._epoch = max(self._epoch, self.params["epochs"])
+        model._initial_epoch = self._epoch
+        self._finished = self._epoch >= self.params["epochs"]
+        if self._finished:
+            self._say(f"this training has ended already; remove {self._folder} to train from the start")
+            return
+        place.resume_training(self._executions, self._logs)
+        if not place.draws_from_python():  # else they are where drawing again leaves them
+            random_states.give(self._of_rank(state["random"]))
+
+    def _give_variables(self, chosen):
+        state = self._restored
+        variables.check_fit(chosen, state["variables"])
+        variables.give(self._strategy, self.model, chosen, state["variables"], self._arrays, state["cluster"])
+
+    def _attribute_arrays(self, state):
+        mine = None if self._arrays is None else self._arrays[len(state["variables"]) :]
+        return [
+            variables.broadcast(self._strategy, None if mine is None else mine[n], tuple(a["shape"]), a["dtype"])
+            for n, a in enumerate(state["callback_arrays"])
+        ]
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._metrics_to_restore:  # which Keras has just reset
+            self._metrics_to_restore = False
+            self.model.history.epoch = list(self._restored["history_epochs"])
+            if self._executions[-1]:
+                self._give_variables(variables.variables_of(self.model))
+            self._arrays = None
+        self._epoch = epoch
+        if not self._executions:
+            self._executions.append(0)
+
+    # -- counting and saving ---------------------------------------------------------------------------------------
+
+    def wants(self):
+        if self._preempted:
+            return _SAVE_AND_LEAVE
+        due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
+        return _SAVE if due and self._strategy.cluster.is_chief else _NOTHING
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._executions[-1] += 1
+        self._steps_since_saved += self.model.steps_per_execution
+        self._logs = logs
+        self._save_if_due()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._epoch, self._logs = epoch + 1, None
+        self._executions.append(0)
+        last = self.model.stop_training or self._epoch >= self.params["epochs"]
+        if not last:  # else on_train_end saves
+            self._save_if_due(every_epoch=self._every_steps is None and self._every_seconds is None)
+
+    def on_train_end(self, logs=None):
+        if self._finished:
+            self.model.history.epoch = list(self._restored["history_epochs"])
+            return
+        self._save(stopped=self.model.stop_training)
+        if self.granted == _SAVE_AND_LEAVE:
+            self._leave()
+
+    def on_test_begin(self, logs=None):
+        if self._validations_to_pass:
+            place.resume_validation(self.model, self._validations_to_pass)
+            self._validations_to_pass = []
+        self._validations.append(0)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self._validations[-1] += 1
+
+    def _save_if_due(self, every_epoch=False):
+        steps_due = self._every_steps is not None and self._steps_since_saved >= self._every_steps
+        if self.granted or steps_due or every_epoch:
+            self._save()
+        if self.granted == _SAVE_AND_LEAVE:
+            self._leave()
+
+    def _save(self, stopped=False):
+        """On all ranks; rank 0 writes."""
+        self._saved_at, self._steps_since_saved = time.monotonic(), 0
+        strategy, model = self._strategy, self.model
+        described, arrays = variables.take(strategy, model, variables.variables_of(model))
+        mine = json.dumps([self._random_at_start, random_states.take()]).encode()
+        random = [json.loads(data) for data in variables.gather_bytes(strategy, mine)]
+        if not strategy.cluster.is_chief:
+            return
+        of_callbacks: list[np.ndarray] = []
+        callbacks = self._attributes.changed(of_callbacks)
+        step = self._executions[-1] * model.steps_per_execution if self._executions else 0
+        state = {
+            "format": _FORMAT,
+            "epoch": self._epoch,
+            "step": step,
+            "stopped": bool(stopped),
+            "cluster": variables.describe_cluster(strategy),
+            "executions": self._executions,
+            "validations": self._validations,
+            "logs": self._logs,
+            "history": model.history.history,
+            "history_epochs": model.history.epoch,
+            "random_at_start": [at_start for at_start, _ in random],
+            "random": [now for _, now in random],
+            "variables": described,
+            "callbacks": callbacks,
+            "callback_arrays": [{"dtype": a.dtype.name, "shape": list(a.shape)} for a in of_callbacks],
+            "num_arrays": len(arrays) + len(of_callbacks),
+        }
+        try:
+            files.write(self._folder, self._epoch, step, state, [*arrays, *of_callbacks], self._keep)
+        except OSError as error:  # a full disk is no reason to lose what is in memory
+            warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)

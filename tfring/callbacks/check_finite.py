@@ -1,0 +1,112 @@
+"""`CheckFinite`: training that has gone wrong ends, and says where it began."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfring._keras import finite
+from tfring._keras.callbacks import all_variables
+from tfring._keras.seam import ring_of_model
+from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError, NotFiniteError
+
+
+class CheckFinite(keras.callbacks.Callback):
+    """Ends `fit` when a gradient or a variable is NaN or infinite, and names the first and the replica it came from.
+
+    In each step every replica looks at its own gradients before they are reduced, which costs a pass over them and no
+    communication; every `every_steps` steps, and at the end of each epoch, the ranks share what they have found, and
+    look at weights, optimizer state and moving statistics. Put it before callbacks that save.
+
+    Args:
+      every_steps: Default 100.
+
+    Raises:
+      ConfigurationError: for `every_steps` below 1; in `fit`, for a model that was not made in the scope of a
+        RingStrategy.
+      NotFiniteError: in `fit`, on every rank.
+
+    Under a LossScaleOptimizer gradients may be infinite; then only variables are looked at.
+
+    >>> import tfring
+    >>> with tfring.RingStrategy().scope():
+    ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> x = tf.constant([[1.0], [float("inf")]])
+    >>> try:
+    ...     _ = model.fit(x, x, callbacks=[CheckFinite()], verbose=0)
+    ... except tfring.errors.NotFiniteError as error:
+    ...     print(str(error)[:57])
+    The gradient of sequential/dense/kernel was not finite on
+    """
+
+    def __init__(self, every_steps: int = 100):
+        super().__init__()
+        if every_steps < 1:
+            raise ConfigurationError(f"`every_steps` is 1 or more. Received: every_steps={every_steps!r}")
+        self._every_steps = every_steps
+        self._strategy: Any = None
+
+    def on_train_begin(self, logs=None):
+        self._strategy = ring_of_model(self.model)
+        if self._strategy is None:
+            raise ConfigurationError("CheckFinite checks models made in the scope of a `tfring.RingStrategy`.")
+        self._steps = 0
+        self._watch = finite.begin(self._strategy)
+        self.model.make_train_function(force=True)  # one traced before does not watch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._steps += self.model.steps_per_execution
+        if self._steps >= self._every_steps:
+            self._check()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._steps:
+            self._check()
+
+    def on_train_end(self, logs=None):
+        finite.end(self._strategy)
+        self.model.train_function = None
+
+    def _check(self):
+        """On all ranks: one collective."""
+        self._steps = 0
+        variables = [v for v in all_variables(self.model) if v.value.dtype.is_floating]
+        replicas = range(len(self._strategy.extended.worker_devices))
+        mine = [
+            tf.concat([self._watch.notes[r], [_first_bad([values_of(v.value)[r] for v in variables])]], 0)
+            for r in replicas
+        ]
+        everyone = self._strategy.extended.control.gather_equal(tf.stack(mine), name="what is not finite").numpy()
+        noted = [(update, number, replica) for replica, (update, number, _) in enumerate(everyone) if update >= 0]
+        if noted:
+            update, number, replica = min(noted)
+            self._raise(
+                f"The gradient of {self._watch.names[number]} was not finite on replica {{}} at update {update}, first "
+                "of all. Look at that replica's rows, at its loss, and at operations such as a logarithm of 0.",
+                replica,
+            )
+        bad = [(number, replica) for replica, (_, _, number) in enumerate(everyone) if number >= 0]
+        if bad:
+            number, replica = min(bad)
+            self._raise(
+                f"{variables[number].path} is not finite on replica {{}}, first of all variables, though every "
+                "gradient was: an update was too large, or moving statistics are of infinite values.",
+                replica,
+            )
+
+    def _raise(self, text, replica):
+        finite.end(self._strategy)
+        self.model.train_function = None
+        per_worker = len(self._strategy.extended.worker_devices)
+        raise NotFiniteError(text.format(f"{replica} (rank {replica // per_worker})"))
+
+
+@tf.function(reduce_retracing=True, autograph=False)
+def _first_bad(values) -> tf.Tensor:
+    """An int64 scalar: the number of the first value that is not finite, -1 where all are."""
+    bad = tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(value))) for value in values])
+    return tf.where(tf.reduce_any(bad), tf.argmax(tf.cast(bad, tf.int8)), -1)

@@ -1,0 +1,46 @@
+"""The state of the random numbers of Python, NumPy and TensorFlow in this process, as JSON has it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import _tf
+
+
+def take() -> dict[str, Any]:
+    """The states now.
+
+    >>> import random
+    >>> before = take()
+    >>> number = random.random()
+    >>> give(before)
+    >>> random.random() == number
+    True
+    """
+    numpy: Any = np.random.get_state()
+    kind, keys, *rest = numpy
+    context = _tf.eager_context.context()
+    # TensorFlow numbers its operations by `_rng` once it has a global seed.
+    tensorflow = None if context._seed is None else [context._seed, context._rng.getstate()]
+    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "tensorflow": tensorflow}
+
+
+def give(states: dict[str, Any]) -> None:
+    """Sets what `take` took, also after its way through JSON."""
+    random.setstate(_state_of_python(states["python"]))
+    np.random.set_state(tuple(states["numpy"]))
+    if states["tensorflow"] is not None:
+        seed, state = states["tensorflow"]
+        context = _tf.eager_context.context()
+        if context._seed != seed:
+            tf.random.set_seed(seed)
+        context._rng.setstate(_state_of_python(state))
+
+
+def _state_of_python(state):
+    version, numbers, gauss = state
+    return version, tuple(numbers), gauss

@@ -1,0 +1,197 @@
+"""The variables of a model taken from all ranks to rank 0, and given back to as many ranks or to others.
+
+Weights and optimizer state are the same on every replica and taken once. What differs is taken from every replica:
+the state of metrics, gradients that each worker has accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfring import equality
+from tfring._keras.callbacks import all_variables
+from tfring._keras.randomness import global_seed_state
+from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
+
+
+def variables_of(model) -> list[keras.Variable]:
+    """All there are, in the order in which the program made them: those of metrics come last."""
+    variables = [*all_variables(model), *(v for o in _optimizers_of(model) for v in o.variables), global_seed_state()]
+    each_once = {id(v): v for v in [*variables, *metrics_variables_of(model)]}.values()
+    return [v for v in each_once if v.value.dtype != tf.string]
+
+
+def metrics_variables_of(model) -> list[keras.Variable]:
+    """Those that Keras resets when an epoch begins."""
+    return [variable for metric in model.metrics for variable in metric.variables]
+
+
+def _optimizers_of(model) -> list[keras.optimizers.Optimizer]:
+    """Also those that a `train_step` of its own uses, and those in a LossScaleOptimizer."""
+    found = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
+    return found + [o.inner_optimizer for o in found if isinstance(o, keras.optimizers.LossScaleOptimizer)]
+
+
+def _accumulators_of(model) -> set[int]:
+    return {id(v) for o in _optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
+
+
+def _is_read_as_sum(variable: keras.Variable) -> bool:
+    """As the state of metrics is: of all replicas together, or their mean."""
+    return variable.value.synchronization == tf.VariableSynchronization.ON_READ
+
+
+def take(strategy, model, variables: Sequence[keras.Variable]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """What the variables hold, on all ranks: a description and an array of each, the arrays on rank 0 alone.
+
+    An array has one dimension more, one entry a replica of all ranks, where replicas differ, or would by nature.
+    """
+    replicas = [values_of(v.value) for v in variables]
+    digests = [tf.stack([equality.digest(tf.convert_to_tensor(value)) for value in values]) for values in replicas]
+    control = strategy.extended.control
+    num_replicas = [len(values) for values in replicas]
+    everyone = control.all_gather(tf.concat(digests, 0), name="digests of a backup").numpy()
+    everyone = everyone.reshape(strategy.cluster.world_size, -1)
+    descriptions, arrays = [], []
+    apart = _accumulators_of(model) | {id(v) for v in variables if _is_read_as_sum(v)}
+    ends = np.cumsum(num_replicas)
+    for variable, values, end in zip(variables, replicas, ends, strict=True):
+        digest = everyone[:, end - len(values) : end]
+        differs = id(variable) in apart or bool((digest != digest[0, 0]).any())
+        array = _bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
+        if differs:
+            array = gather(strategy, array, "variable of a backup")
+        descriptions.append({
+            "path": variable.path,
+            "dtype": variable.value.dtype.name,
+            "shape": list(variable.shape),
+            "of_each_replica": differs,
+        })
+        if strategy.cluster.is_chief:
+            arrays.append(array)
+    return descriptions, arrays
+
+
+def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | None, cluster_then: dict) -> None:
+    """Assigns what was taken.
+
+    Args:
+      strategy: the RingStrategy.
+      model: whose optimizers say which variables accumulate gradients.
+      variables: as many as there are descriptions, in the same order.
+      descriptions: of `take`, on every rank.
+      arrays: of `take`, on rank 0.
+      cluster_then: `num_workers` and `replicas_per_worker` when they were taken.
+    """
+    rank = strategy.cluster.rank
+    replicas_per_worker = len(strategy.extended.worker_devices)
+    same_cluster = cluster_then == describe_cluster(strategy)
+    accumulators = _accumulators_of(model)
+    for number, (variable, description) in enumerate(zip(variables, descriptions, strict=True)):
+        dtype = tf.as_dtype(description["dtype"]).as_numpy_dtype
+        shape = tuple(description["shape"])
+        if description["of_each_replica"]:
+            shape = (cluster_then["num_workers"] * cluster_then["replicas_per_worker"], *shape)
+        array = None if arrays is None else arrays[number].view(dtype).reshape(shape)
+        array = broadcast(strategy, array, shape, dtype)
+        replicas = values_of(variable.value)
+        if not description["of_each_replica"]:
+            values = [array] * len(replicas)
+        elif same_cluster:
+            values = list(array[rank * replicas_per_worker :][: len(replicas)])
+        else:
+            is_accumulator = id(variable) in accumulators
+            if is_accumulator:  # the replicas of a worker hold the same
+                array = array[:: cluster_then["replicas_per_worker"]]
+            values = _spread(array, variable, rank, len(replicas), is_accumulator)
+        for replica, value in zip(replicas, values, strict=True):
+            replica.assign(value)
+
+
+def _spread(array, variable, rank, num_replicas, is_accumulator):
+    """Values for other replicas than those that held `array`, which mean the same together."""
+    if is_accumulator or variable.value.aggregation == tf.VariableAggregation.SUM:
+        total = array.sum(0, dtype=array.dtype)
+        zeros = np.zeros_like(total)
+        first = total if rank == 0 else zeros
+        return [first] * num_replicas if is_accumulator else [first, *[zeros] * (num_replicas - 1)]
+    if variable.value.aggregation == tf.VariableAggregation.MEAN:
+        return [array.mean(0, dtype=array.dtype)] * num_replicas
+    return [array[0]] * num_replicas
+
+
+def check_fit(variables, descriptions) -> None:
+    """Raises ConfigurationError where the descriptions are not those of these variables."""
+    then = [(d["dtype"], tuple(d["shape"])) for d in descriptions]
+    now = [(v.value.dtype.name, tuple(v.shape)) for v in variables]
+    if then == now:
+        return
+    pairs = zip(then, now, strict=False)
+    number = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
+    saved = f"{descriptions[number]['path']} {then[number]}" if number < len(then) else "no more"
+    has = f"{variables[number].path} {now[number]}" if number < len(now) else "no more"
+    raise ConfigurationError(
+        "A backup restores the model, optimizer and metrics that it was made of, and a folder serves one `fit`. "
+        f"Received: a backup of {len(then)} variables for a model with {len(now)}; the first that differs: {saved} in "
+        f"the backup, {has} in the model. Use another folder, or remove this one to train from the start."
+    )
+
+
+def describe_cluster(strategy) -> dict[str, int]:
+    return {
+        "num_workers": strategy.cluster.world_size,
+        "replicas_per_worker": len(strategy.extended.worker_devices),
+    }
+
+
+# -- bytes: the ring does not carry every dtype ------------------------------------------------------------------------
+
+
+def gather(strategy, array: np.ndarray, name: str) -> np.ndarray:
+    """Concatenates arrays of one dtype along dimension 0, by rank."""
+    everyone = strategy.extended.control.all_gather(tf.constant(_octets(array)), name=name).numpy()
+    return everyone.view(array.dtype).reshape(-1, *array.shape[1:])
+
+
+def gather_bytes(strategy, data: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank."""
+    control = strategy.extended.control
+    lengths = control.all_gather(tf.constant([len(data)], tf.int64), name="lengths of a backup").numpy()
+    joined = control.all_gather(tf.constant(np.frombuffer(data, np.uint8)), name="state of a backup").numpy().tobytes()
+    ends = np.cumsum(lengths)
+    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype) -> np.ndarray:
+    """Rank 0's array, on every rank."""
+    dtype = np.dtype(dtype)
+    if array is None:
+        array = np.empty(shape, dtype)
+    [received] = strategy.extended.control.broadcast([tf.constant(_octets(array))], name="variable of a backup")
+    return received.numpy().view(dtype).reshape(shape)
+
+
+def broadcast_bytes(strategy, data: bytes) -> bytes:
+    """Rank 0's bytes, on every rank."""
+    [length] = strategy.extended.control.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
+    if not strategy.cluster.is_chief:
+        data = bytes(int(length[0]))
+    [received] = strategy.extended.control.broadcast(
+        [tf.constant(np.frombuffer(data, np.uint8))], name="state of a backup"
+    )
+    return received.numpy().tobytes()
+
+
+def _octets(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """As it is, or as whole numbers of its size where a `.npy` file does not know the dtype (bfloat16)."""
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
