@@ -154,6 +154,24 @@ def test_every_row_once(n, logical_cpus):
             assert orders[0][0] != orders[0][1], f"{kind}: the same order in both epochs"
 
 
+def rows_of_three_epochs(kinds):
+    ring = strategy()
+    results = {}
+    for kind in kinds:
+        model, seen = recorder(ring)
+        model.fit(**make_data(kind)[0], epochs=3, verbose=0)
+        results[kind] = list(seen)
+    return results
+
+
+@pytest.mark.oldest
+def test_every_row_in_each_epoch_of_one_fit():
+    kinds = ["arrays, shuffled", "dataset, interleave", "dataset, from_generator", "PyDataset"]  # two of unknown length
+    results = workers(2).run(rows_of_three_epochs, kinds)
+    for kind in kinds:
+        assert sorted(row for result in results for row in result[kind]) == sorted([*range(ROWS)] * 3), kind
+
+
 def differing_lengths(lengths, rank):
     """Each worker has a dataset of its own, of another length: `distribute_datasets_from_function`."""
     import tensorflow as tf
