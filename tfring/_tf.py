@@ -103,6 +103,11 @@ def datasets_before(dataset) -> list:
     return dataset._inputs()
 
 
+def graphs_of(dataset) -> list:
+    """The graphs of the functions that the last step of a pipeline calls."""
+    return [function.function.graph for function in dataset._functions()]
+
+
 def call_map_function(function, element):
     """Calls what a map was traced to, so that nothing is traced anew; `element` as the map's input has it."""
     flat = _structure.to_tensor_list(function._input_structure, element)
@@ -166,6 +171,11 @@ def next_or_dummy(iterator):
     return elements, tf.reduce_any([optional.has_value() for optional in optionals[0]])
 
 
+def draw(iterator) -> None:
+    """Throws away the next element of this worker's iterator, without a word where there is none."""
+    iterator._iterators[0].get_next_as_optional_list()
+
+
 def next_or_error(iterator) -> list:
     """The elements of a worker's iterator; at its end it raises OutOfRangeError."""
     return iterator._iterators[0].get_next_as_list()
@@ -214,8 +224,10 @@ __all__ = [
     "distribute_utils",
     "distribute_values",
     "distributed_dataset",
+    "draw",
     "eager_context",
     "framework_ops",
+    "graphs_of",
     "input_lib",
     "mark_as_unsaveable",
     "next_or_dummy",

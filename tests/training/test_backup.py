@@ -44,6 +44,10 @@ def case(name):
         def on_epoch_end(self):
             np.random.shuffle(self.order)
 
+    class Noise(layers.Layer):
+        def call(self, x):
+            return x + 0.01 * keras.random.normal((8,))
+
     def model(optimizer="adam", hidden=(), **kwargs):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(8, activation="tanh"), *hidden, layers.Dense(1)])
         model.compile(optimizer() if callable(optimizer) else optimizer, "mse", metrics=["mae"], **kwargs)
@@ -52,7 +56,7 @@ def case(name):
     arrays = {"x": x, "y": y, "batch_size": 20}
     return {
         "arrays": (
-            lambda: model(hidden=[layers.BatchNormalization(), layers.Dropout(0.3)]),
+            lambda: model(hidden=[layers.BatchNormalization(), layers.Dropout(0.3), Noise()]),
             {
                 **arrays,
                 "validation_data": (x[:50], y[:50]),

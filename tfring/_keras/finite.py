@@ -19,8 +19,8 @@ class Watch:
 
     Attributes:
       names: of the variables, as the notes number them.
-      notes: an int64 variable `[2]` a replica: the update (`optimizer.iterations`) and the number of the variable whose
-        gradient was not finite first; -1 where all were.
+      notes: an int64 variable `[2]` a replica: the step, as its optimizer counts them, and the number of the variable
+        whose gradient was not finite first; -1 where all were.
     """
 
     def __init__(self, strategy):
@@ -57,14 +57,14 @@ def note(strategy, optimizer, gradients, names, active) -> None:
     first_number = len(watch.names)
     watch.names += [name for _, name in chosen]
     flags = None if active is None else values_of(active)
-    iteration = tf.cast(values_of(optimizer.iterations.value)[0], tf.int64)
+    step = tf.cast(values_of(optimizer._iterations.value)[0], tf.int64)  # `iterations` counts updates: fewer
     for replica, noted in enumerate(watch.notes):
         with tf.device(noted.device):
             bad = tf.stack([_is_bad(values_of(gradient)[replica]) for gradient, _ in chosen])
             if flags is not None:  # without rows a gradient is NaN, and nobody takes it
                 bad = tf.logical_and(bad, flags[replica])
             is_first = tf.logical_and(tf.reduce_any(bad), noted[0] < 0)
-            found = tf.stack([iteration, first_number + tf.argmax(tf.cast(bad, tf.int8))])
+            found = tf.stack([step, first_number + tf.argmax(tf.cast(bad, tf.int8))])
             noted.assign(tf.where(is_first, found, noted))
 
 

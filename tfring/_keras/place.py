@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfring import _tf
 from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
@@ -125,7 +126,7 @@ def _advance(steps, executions, batches):
                 f"{number} of an epoch that had come to step {executions}."
             )
         for _ in range(batches):
-            step[-1]._iterators[0].get_next_as_optional_list()  # this worker's alone: no collective
+            _tf.draw(step[-1])  # this worker's alone: no collective
 
 
 def _keeps_between_passes(distributed) -> bool:
@@ -139,8 +140,8 @@ def _keeps(dataset) -> bool:
     """Whether a dataset, or one it is made of, yields in one pass what depends on the draws of earlier ones."""
     if type(dataset).__name__ == "CacheDataset":  # keeps the order of the first
         return True
-    graphs = [function.function.graph for function in dataset._functions()]
+    graphs = _tf.graphs_of(dataset)
     operations = {operation.type for graph in graphs for operation in graph.get_operations()}
     for graph in graphs:
         operations.update(node.op for f in graph.as_graph_def().library.function for node in f.node_def)
-    return any(name.startswith(_KEEPS) for name in operations) or any(map(_keeps, dataset._inputs()))
+    return any(name.startswith(_KEEPS) for name in operations) or any(map(_keeps, _tf.datasets_before(dataset)))

@@ -5,10 +5,13 @@ The state of a SeedGenerator is a mirrored variable, so under Keras every replic
 
 from __future__ import annotations
 
+import random
+
 import tensorflow as tf
 
 from tfring import step
 from tfring._keras.seam import seam
+from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring
 
 _GOLDEN_RATIO = 0x9E3779B9  # odd: multiples of it modulo 2**32 are all different
@@ -44,8 +47,21 @@ def install():
         return seed + tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
 
 
-def global_seed_state():
-    """The Keras variable that random operations without a seed draw from; made where there is none."""
+def take_global_seed() -> list[int] | None:
+    """The state that Keras' random operations without a seed draw from; None where none has drawn yet."""
+    from keras.src.backend.common import global_state
+
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else values_of(generator.state.value)[0].numpy().tolist()
+
+
+def give_global_seed(strategy, state: list[int]) -> None:
+    """Sets what `take_global_seed` took."""
     from keras.src.random import seed_generator
 
-    return seed_generator.global_seed_generator().state
+    before = random.getstate()
+    with strategy.scope():
+        variable = seed_generator.global_seed_generator().state  # a new one takes its seed from Python's numbers
+    random.setstate(before)
+    for copy in values_of(variable.value):
+        copy.assign(tf.constant(state, copy.dtype))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from tfring._keras import place
+from tfring._keras import place, randomness
 from tfring._keras.callbacks import RunsLast
 from tfring._keras.seam import ring_of_model
 from tfring.callbacks import files, random_states, variables
@@ -223,8 +223,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
             self._say(f"this training has ended already; remove {self._folder} to train from the start")
             return
         place.resume_training(self._executions, self._logs)
+        states = self._of_rank(state["random"])
         if not place.draws_from_python():  # else they are where drawing again leaves them
-            random_states.give(self._of_rank(state["random"]))
+            random_states.give(states)
+        if states["keras"] is not None:
+            randomness.give_global_seed(strategy, states["keras"])
 
     def _give_variables(self, chosen):
         state = self._restored

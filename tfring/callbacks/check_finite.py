@@ -33,14 +33,14 @@ class CheckFinite(keras.callbacks.Callback):
 
     >>> import tfring
     >>> with tfring.RingStrategy().scope():
-    ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="last")], name="model")
     ...     model.compile("sgd", "mse")
     >>> x = tf.constant([[1.0], [float("inf")]])
     >>> try:
     ...     _ = model.fit(x, x, callbacks=[CheckFinite()], verbose=0)
     ... except tfring.errors.NotFiniteError as error:
-    ...     print(str(error)[:57])
-    The gradient of sequential/dense/kernel was not finite on
+    ...     print(str(error)[:48])
+    The gradient of model/last/kernel was not finite
     """
 
     def __init__(self, every_steps: int = 100):
@@ -81,11 +81,11 @@ class CheckFinite(keras.callbacks.Callback):
             for r in replicas
         ]
         everyone = self._strategy.extended.control.gather_equal(tf.stack(mine), name="what is not finite").numpy()
-        noted = [(update, number, replica) for replica, (update, number, _) in enumerate(everyone) if update >= 0]
+        noted = [(step, number, replica) for replica, (step, number, _) in enumerate(everyone) if step >= 0]
         if noted:
-            update, number, replica = min(noted)
+            step, number, replica = min(noted)
             self._raise(
-                f"The gradient of {self._watch.names[number]} was not finite on replica {{}} at update {update}, first "
+                f"The gradient of {self._watch.names[number]} was not finite on replica {{}} at step {step}, first "
                 "of all. Look at that replica's rows, at its loss, and at operations such as a logarithm of 0.",
                 replica,
             )

@@ -1,4 +1,4 @@
-"""The state of the random numbers of Python, NumPy and TensorFlow in this process, as JSON has it."""
+"""The state of the random numbers of Python, NumPy, Keras and TensorFlow in this process, as JSON has it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _tf
+from tfring._keras import randomness
 
 
 def take() -> dict[str, Any]:
@@ -26,11 +27,16 @@ def take() -> dict[str, Any]:
     context = _tf.eager_context.context()
     # TensorFlow numbers its operations by `_rng` once it has a global seed.
     tensorflow = None if context._seed is None else [context._seed, context._rng.getstate()]
-    return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest], "tensorflow": tensorflow}
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "tensorflow": tensorflow,
+        "keras": randomness.take_global_seed(),
+    }
 
 
 def give(states: dict[str, Any]) -> None:
-    """Sets what `take` took, also after its way through JSON."""
+    """Sets what `take` took, also after its way through JSON; but for Keras', which has to know of the strategy."""
     random.setstate(_state_of_python(states["python"]))
     np.random.set_state(tuple(states["numpy"]))
     if states["tensorflow"] is not None:

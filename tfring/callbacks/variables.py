@@ -15,14 +15,13 @@ import tensorflow as tf
 
 from tfring import equality
 from tfring._keras.callbacks import all_variables
-from tfring._keras.randomness import global_seed_state
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
 
 def variables_of(model) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
-    variables = [*all_variables(model), *(v for o in _optimizers_of(model) for v in o.variables), global_seed_state()]
+    variables = [*all_variables(model), *(v for o in _optimizers_of(model) for v in o.variables)]
     each_once = {id(v): v for v in [*variables, *metrics_variables_of(model)]}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
