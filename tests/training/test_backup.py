@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -323,6 +324,8 @@ while True:
             time.sleep(generator.uniform(0, 0.02))
             process.kill()
             said = [int(line) for line in process.stdout.read().split()]
+        for path in tmp_path.glob("*.npz"):
+            assert zipfile.ZipFile(path).testzip() is None  # under its name a file is whole
         found = assert_whole(files.newest(tmp_path))
         assert found >= max(said, default=number + 1)
         number = found
