@@ -70,7 +70,8 @@ def srun(host: str, command: str) -> list[str]:
     >>> srun("node1", "uname")[-4:]
     ['--nodelist=node1', 'sh', '-c', 'uname']
     """
-    job = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+    # Unbuffered: SLURM keeps what is no whole line, and frames are none.
+    job = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered"]
     return [*job, f"--nodelist={host}", "sh", "-c", command]
 
 
