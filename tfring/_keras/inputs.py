@@ -64,6 +64,7 @@ def install():
         py_dataset_adapter,
         tf_dataset_adapter,
     )
+    from keras.src.trainers.epoch_iterator import EpochIterator
 
     @seam(trainer.TFEpochIterator, "__init__")
     def epoch_iterator(original, self, distribute_strategy=None, *args, **kwargs):
@@ -93,7 +94,7 @@ def install():
                 self._num_batches = self.data_adapter.num_batches
             self._distributed_dataset = dataset
 
-    @seam(trainer.TFEpochIterator, "__iter__")
+    @seam(EpochIterator, "_enumerate_iterator")
     def begin_epoch(original, self):
         self._tfring_begins = True
         return original(self)
