@@ -16,6 +16,7 @@ from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: 
     batch_op,
     cache_op,
     dataset_ops,
+    from_tensor_slices_op,
     map_op,
     prefetch_op,
     repeat_op,
@@ -93,6 +94,8 @@ def dataset_step(dataset) -> DatasetStep:
             kind, arguments = "cache", {"filename": dataset._filename.numpy().decode()}
         case dataset_ops._OptionsDataset | _cardinality._AssertCardinalityDataset:
             kind, arguments = "nothing", {}
+        case from_tensor_slices_op._TensorSliceDataset:
+            return DatasetStep("slices", None, {})
         case _:
             return DatasetStep("other", None, {})
     return DatasetStep(kind, dataset._input_dataset, arguments)

@@ -83,6 +83,7 @@ def install():
             dataset = self.data_adapter.get_tf_dataset()
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
             self._tfring_batch_size = None if is_distributed else self.data_adapter.batch_size
+            self._tfring_yields_alike = not is_distributed and data.yields_alike(dataset)
             ahead = 2
             if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):
                 # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
@@ -101,10 +102,11 @@ def install():
 
     @seam(trainer.TFEpochIterator, "_get_iterator")
     def iterator_of_epoch(original, self):
+        # At an epoch's end Keras makes one more, from which nobody draws where an epoch is the whole dataset. Shuffles
+        # count it.
         begins, self._tfring_begins = self._tfring_begins, False
-        if begins or self.steps_per_epoch or ring_of(self._distribute_strategy) is None:
-            return original(self)
-        return ()  # Keras makes one more at the end; nobody draws from it where an epoch is the whole dataset
+        needed = begins or self.steps_per_epoch or not getattr(self, "_tfring_yields_alike", False)
+        return original(self) if needed else ()
 
     @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
     def array_dataset(original, self):

@@ -1,7 +1,7 @@
 """Whose rows are whose: each replica's share of every global batch."""
 
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced
-from tfring.data.pipeline import share
+from tfring.data.pipeline import share, yields_alike
 from tfring.data.rows import num_rows, one_row_at_least, slice_rows, split_rows
 from tfring.data.shares import Shares
 
@@ -16,4 +16,5 @@ __all__ = [
     "share",
     "slice_rows",
     "split_rows",
+    "yields_alike",
 ]

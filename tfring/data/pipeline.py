@@ -67,6 +67,14 @@ class Pipeline(NamedTuple):
     whole: bool
 
 
+def yields_alike(dataset: tf.data.Dataset) -> bool:
+    """Whether all its iterators yield the same rows; those of a shuffle depend on how many were made before."""
+    step = _tf.dataset_step(dataset)
+    while step.kind in _BETWEEN_BATCHES and step.kind != "shuffle":
+        step = _tf.dataset_step(step.before)
+    return step.kind == "slices"
+
+
 def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
     """The pipeline, or None where rows cannot be told apart, or are not mapped."""
     if not tf.executing_eagerly():
