@@ -4,6 +4,7 @@ The whole table (six versions, three modes, four cases, seven optimizers) is `py
 """
 
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -37,14 +38,15 @@ def pair(show, python37, tmp_path):
 @pytest.mark.parametrize(
     "case, text",
     [
-        ("equal", "Inconsistent output shapes, got [22], but expected is [20]"),
+        # Of ids or of rows, whichever the runtime comes to first.
+        ("equal", r"Inconsistent output shapes, got \[22(,8)?\], but expected is \[20(,8)?\]"),
         ("different", "Shape mismatch in the collective instance"),
     ],
 )
 def test_unpatched_it_fails_with_the_known_text(show, cells, case, text):
     result = trained_or_text(show, cells, case, "none")
     assert result["outcome"] == "failed"
-    assert text in result["text"]
+    assert re.search(text, result["text"])
 
 
 def test_patched_every_optimizer_equals_one_process(show, cells):
