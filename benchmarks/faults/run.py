@@ -227,6 +227,11 @@ def lossy_link(host: namespaces.Host | None) -> Iterator[subprocess.Popen]:
             link.kill()
 
 
+def why_no_loss() -> str | None:
+    """What is missing for a link that loses packets, if something is."""
+    return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "there is no /dev/net/tun to be used"
+
+
 def bridge_of(host: namespaces.Host) -> str:
     return f"{host.namespace.rpartition('-')[0]}-bridge"
 
@@ -292,7 +297,9 @@ def main() -> None:
     parser.add_argument("--slow-seconds", type=float, default=120)
     arguments = parser.parse_args()
     no_hosts = namespaces.why_not()
+    no_loss = why_no_loss()
     wanted = [s for s in scenarios(arguments.slow_seconds, not no_hosts) if arguments.only in s.fault]
+    wanted = [s for s in wanted if not no_loss or s.fault != LOSS]
     rows = []
     for number, (scenario, outcome) in enumerate(outcomes(wanted), 1):
         rows.append((wanted.index(scenario), row(scenario, outcome)))
@@ -310,6 +317,8 @@ def main() -> None:
         return
     if no_hosts:
         table += f"\n\nWithout hosts of their own: {no_hosts}."
+    if no_loss:
+        table += f"\n\nWithout loss of packets: {no_loss}."
     begin, end = "<!-- made by benchmarks/faults/run.py -->\n", "\n<!-- end -->"
     page = PAGE.read_text()
     before, _, rest = page.partition(begin)

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core.h"
+#include "process.h"
 
 #define CHECK(condition, ...)                                             \
   do {                                                                    \
@@ -322,6 +323,36 @@ void sharing() {
 
 }  // namespace
 
+// Threads that all wait are stuck only if the peer waits for what has not begun here: its answer may be older
+// than what this process has sent it since.
+static void waiting_for_each_other() {
+  const uint64_t mine = 1;
+  const uint64_t theirs = 2;
+  const std::atomic<uint64_t> begun_in_mine{5};
+  const std::atomic<uint64_t> begun_in_theirs{3};
+  tfring::join_ring(mine, &begun_in_mine);
+  tfring::join_ring(theirs, &begun_in_theirs);
+  tfring_set_pool_size(1);
+  tfring::Pong pong{};
+  pong.num_waiting = 1;
+  pong.waiting[0] = {theirs, 4};
+  CHECK(!tfring::wait_for_each_other(pong), "a thread is free");
+  tfring::stands_still(mine);
+  CHECK(tfring::wait_for_each_other(pong),
+        "the fourth has not begun here, and no thread is free to begin it");
+  pong.waiting[0] = {theirs, 3};
+  CHECK(!tfring::wait_for_each_other(pong), "the third has begun here");
+  pong.waiting[0] = {3, 1};
+  CHECK(!tfring::wait_for_each_other(pong), "this process is not in that ring");
+  tfring::Pong told{};
+  tfring::tell_waiting(&told);
+  CHECK(told.num_waiting == 1 && told.waiting[0].ring == mine && told.waiting[0].begun == 5, "what is told");
+  tfring::moves_again(mine);
+  tfring_set_pool_size(0);
+  tfring::leave_ring(theirs);
+  tfring::leave_ring(mine);
+}
+
 int main() {
   for (bool shared : {false, true}) {
     for (int size : {1, 2, 3, 5}) everything(size, shared);
@@ -333,6 +364,7 @@ int main() {
     }
   }
   sharing();
+  waiting_for_each_other();
   std::puts("every scenario passed");
   return 0;
 }

@@ -33,6 +33,8 @@ CUT = "cannot reach each other"
 )
 def test_between_hosts(matrix, monkeypatch, fault, ranks, loss_rate, words):
     if loss_rate is not None:
+        if problem := matrix.why_no_loss():
+            pytest.skip(f"no packets to lose: {problem}")
         monkeypatch.setattr(matrix, "LOSS_RATE", loss_rate)
     scenario = matrix.Scenario(fault, "in a step", "hosts", ranks, slow_seconds=2.0 if fault == matrix.LOSS else 0.0)
     outcome = matrix.run(scenario)

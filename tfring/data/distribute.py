@@ -58,7 +58,7 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
     cardinality = agreed_cardinality(extended.control, cardinality)
-    return _distributed(_untuned(shares), workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
+    return _distributed(shares, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
 
 
 def agreed_cardinality(collectives, cardinality: int) -> int:
@@ -96,6 +96,8 @@ def _place(strategy) -> tuple[int, int, int]:
 
 def _distributed(dataset, input_workers, strategy, options, cardinality):
     shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
+    if strategy.num_replicas_in_sync > 1:
+        dataset = _untuned(dataset)
     return _tf.distributed_dataset(
         dataset, input_workers, strategy, options, cardinality, one_value_a_worker=shares
     )
