@@ -11,20 +11,22 @@ import sys
 
 NATIVE = pathlib.Path(__file__).parent / "ring" / "native"
 CORE_SOURCES = (
+    "collectives.cc",
     "core.cc",
     "dtype.cc",
+    "exchange.cc",
     "execute.cc",
     "fd.cc",
     "frame.cc",
-    "gather.cc",
     "liveness.cc",
     "plan.cc",
     "process.cc",
-    "ring.cc",
+    "schedule.cc",
     "shm_channel.cc",
     "tcp_channel.cc",
     "wait.cc",
     "watcher.cc",
+    "world.cc",
 )
 OPS_SOURCES = ("ops.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (

@@ -71,6 +71,12 @@ def _addresses(text: str) -> tuple[str, ...]:
 
 
 SETTINGS: dict[str, Setting] = {
+    "TFRING_ALGORITHM": Setting(
+        "auto",
+        _one_of("auto", "flat", "bruck", "ring", "two_level"),
+        "auto, flat, bruck, ring or two_level",
+        "how an all_reduce goes about it, the same on all ranks (tfring/ring/schedule.py)",
+    ),
     "TFRING_BUILD_NATIVE": Setting(
         True, _flag, "0 or 1", "compile the ring when the package is installed (setup.py reads it)"
     ),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import itertools
 import logging
+import operator
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,7 @@ import numpy as np
 from tfring import config
 from tfring.cluster.address import parse_address
 from tfring.errors import ConfigurationError, RendezvousError
-from tfring.ring import library, rendezvous
-from tfring.ring.schedule import chunk_bounds
+from tfring.ring import arrays, library, rendezvous, schedule
 
 _OPENING_GRACE_SECONDS = 10.0
 _WARNING_BYTES = 4096
@@ -41,7 +43,7 @@ class Communicator:
         rank: This process, from 0 to `world_size - 1`.
         world_size: Number of processes in the ring.
         name: Tells apart rings of the same processes.
-        transport: How the next and the previous rank are reached, e.g. `("shm", "tcp")`; empty if alone.
+        ranks: The ranks of a group, as the communicator it comes from at first counts them.
         handle: The number by which native ops know this communicator.
         order: Counts the communicators of this process; see `tfring.ring.ops`.
 
@@ -54,17 +56,27 @@ class Communicator:
     """
 
     def __init__(
-        self, handle: int, name: str, rank: int, world_size: int, transport: tuple[str, ...]
+        self, handle: int, name: str, rank: int, world_size: int, world: _World, ranks: Sequence[int]
     ) -> None:
         self.handle = handle
         self.name = name
         self.rank = rank
         self.world_size = world_size
-        self.transport = transport
-        self.order = next(_numbers)
+        self.ranks = tuple(ranks)
+        self.order = world.order
+        self._world = world
+        self._num_splits = itertools.count()
         self._core = library.core()
         # At the latest when nothing refers to this communicator any more, or the process ends.
         self._close = weakref.finalize(self, self._core.tfring_close, handle)
+
+    @property
+    def transport(self) -> tuple[str, ...]:
+        """How the next and the previous rank are reached, e.g. `("shm", "tcp")`; empty if alone."""
+        if self.world_size < 2 or self.rank < 0:
+            return ()
+        beside = (self.ranks[(self.rank + step) % self.world_size] for step in (1, -1))
+        return tuple(self._world.transports[rank] for rank in beside)
 
     @classmethod
     def connect(
@@ -112,18 +124,15 @@ class Communicator:
         ):
             if not seconds > 0:
                 raise ConfigurationError(f"`{argument}` is above 0. Received: {argument}={seconds!r}")
-        hosts = [parse_address(address).host.encode() for address in cluster.addresses]
-        alone = library.Link(-1, -1, -1, -1)
+        hosts = [parse_address(address).host for address in cluster.addresses]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         options = library.Options(
             name=name.encode(),
-            host=hosts[cluster.rank] if hosts else b"this host",
+            host=hosts[cluster.rank].encode() if hosts else b"this host",
             identity=_identity(cluster, name),
             rank=cluster.rank,
             world_size=cluster.world_size,
-            next=alone,
-            previous=alone,
-            mailbox_fd=-1,
-            doorbell_fd=-1,
+            algorithm=library.ALGORITHMS[config.read("TFRING_ALGORITHM")],
             num_spins=_num_spins(cluster),
             timeout_seconds=timeout_seconds,
             stall_seconds=config.read("TFRING_STALL_WARNING_SECONDS"),
@@ -131,20 +140,12 @@ class Communicator:
             # Ranks that know who is missing say so when their own time is over.
             opening_timeout_seconds=connect_timeout_seconds + _OPENING_GRACE_SECONDS,
         )
-        links: tuple[str, ...] = ()
+        world = _World(cluster, name, transport, connect_timeout_seconds, [numbers[host] for host in hosts], hosts)
         if cluster.world_size > 1:
-            following, previous, mailbox = rendezvous.connect_ring(
-                cluster,
-                name,
-                transport=transport,
-                timeout_seconds=connect_timeout_seconds,
-                broken=None if beside is None else beside.failure,
-            )
-            links = (following.transport, previous.transport)
-            options.next, options.previous = following.detach(), previous.detach()
-            options.next.host, options.previous.host = hosts[following.rank], hosts[previous.rank]
-            if mailbox is not None:
-                options.mailbox_fd, options.doorbell_fd = mailbox.detach()
+            partners = schedule.Layout.of(world.hosts).partners(cluster.rank)
+            links = world.form(partners, None if beside is None else beside.failure)
+            options.links, options.num_links = links, len(links)
+            options.hosts = (ctypes.c_int32 * len(hosts))(*world.hosts)
             _log_warnings()
         error = library.Error()
         handle = core.tfring_open(options, error)
@@ -152,13 +153,72 @@ class Communicator:
             if error.code in (library.PEER_LOST, library.TIMEOUT):
                 raise RendezvousError(error.message.decode(errors="replace"))
             library.raise_error(error)
-        return cls(handle, name, cluster.rank, cluster.world_size, links)
+        world.handle = handle
+        return cls(handle, name, cluster.rank, cluster.world_size, world, range(cluster.world_size))
 
-    def all_reduce(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """The element-wise sum, maximum or minimum over all ranks; bitwise the same on every rank.
+    def group(self, ranks: Sequence[int], name: str) -> Communicator:
+        """Some of this communicator's ranks, as a communicator of its own.
+
+        The ranks of a group call this alike and in the same order; the others need not call it. Groups share
+        the links, threads, failures and the order of calls of the communicator they come from: a process is in one
+        call at a time, so all ranks call the collectives of overlapping groups in one order. What should run at the
+        same time is a communicator of its own (`connect`).
 
         Args:
-            value: Array or tensor of the same shape and dtype on all ranks, or a list of tensors of one
+            ranks: Of this communicator; in the group they count from 0 in this order.
+            name: The same on all of them; tells groups of the same ranks apart.
+
+        Returns:
+            The group. A process that is not in it cannot call its collectives; its `rank` is -1.
+
+        Example:
+            >>> from tfring.cluster.cluster import Cluster
+            >>> with Communicator.connect(Cluster.alone()) as communicator:
+            ...     communicator.group([0], "mine").all_reduce([1.0])
+            array([1.])
+        """
+        ranks = [operator.index(rank) for rank in ranks]
+        if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < self.world_size for rank in ranks):
+            raise ValueError(
+                f"a group has one or more different ranks from 0 to {self.world_size - 1}. Received: {ranks}"
+            )
+        error = library.Error()
+        members = (ctypes.c_int32 * len(ranks))(*ranks)
+        handle = self._core.tfring_group(self.handle, members, len(ranks), name.encode(), error)
+        if handle == 0:
+            library.raise_error(error)
+        rank = ranks.index(self.rank) if self.rank in ranks else -1
+        made = Communicator(handle, name, rank, len(ranks), self._world, [self.ranks[r] for r in ranks])
+        if rank >= 0:
+            layout = schedule.Layout.of([self._world.hosts[r] for r in made.ranks])
+            made._need(layout.partners(rank))
+        return made
+
+    def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
+        """Divides the ranks into groups; a collective, as MPI_Comm_split.
+
+        Args:
+            color: Ranks of the same number form a group; None for none.
+            key: Their order in it; where keys are equal, that of their ranks.
+            name: Of the groups.
+
+        Returns:
+            The group of this rank, or None without a color.
+        """
+        mine = np.array([[color is not None, 0 if color is None else color, key]], np.int64)
+        all_of_them = arrays.all_gather(self, mine, name=name).tolist()
+        number = next(self._num_splits)  # collectives run in one order, so it is the same on all ranks
+        if color is None:
+            return None
+        ranks = [rank for rank, (has, its, _) in enumerate(all_of_them) if has and its == color]
+        ranks.sort(key=lambda rank: all_of_them[rank][2])
+        return self.group(ranks, f"{name} {number}: {color}")
+
+    def all_reduce(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
+        """The element-wise sum, product, maximum or minimum over all ranks; bitwise the same on every rank.
+
+        Args:
+            value: Array or tensor of the same shape and dtype on all ranks, or a list of them of one
                 dtype. bool has max (any) and min (all) only. Integers wrap round; float16 and bfloat16 are
                 added in float32 and rounded after each addition; NaN wins over any number.
             op: "sum", "max" or "min".
@@ -170,55 +230,18 @@ class Communicator:
         Raises:
             MismatchError, PeerLostError, CollectiveTimeoutError: See there.
         """
-        if _is_tensorflow(value):
-            return self._ops().all_reduce(self, value, op, name=name or "all_reduce")
-        value = _as_array(value)
-        result = np.empty_like(value)
-        self._run("all_reduce", name, [value], [result], op=op)
-        return result
+        return self._on(value).all_reduce(self, value, op, name=name or "all_reduce")
 
-    def all_gather(self, value: Any, *, name: str | None = None) -> Any:
-        """The rows of all ranks, in rank order.
-
-        Args:
-            value: `[rows, ...]`; the number of rows may differ from rank to rank, dtype and the other
-                dimensions not.
-            name: What to call it in errors. Default: "all_gather".
-
-        Returns:
-            `[rows of rank 0 + rows of rank 1 + ..., ...]`.
-        """
-        if _is_tensorflow(value):
-            return self._ops().all_gather(self, value, name=name or "all_gather")
-        value = _as_array(value)
-        call, tensors, keep = self._prepare("all_gather", name, [value], [None])
-        results: list[np.ndarray] = []
-        raised: list[BaseException] = []
-
-        @library.Place
-        def place(_: Any, rows: Any, outputs: Any, placed: Any) -> None:
-            try:
-                total = sum(rows[: self.world_size])
-                results.append(np.empty((total, *value.shape[1:]), value.dtype))
-                outputs[0] = results[0].ctypes.data
-                placed[0] = 1
-            except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
-                raised.append(error)
-
-        error = library.Error()
-        if self._core.tfring_all_gather(self.handle, call, tensors, 1, place, None, error):
-            if raised:
-                raise raised[0]
-            library.raise_error(error)
-        del keep
-        return results[0]
+    def reduce(self, value: Any, root: int = 0, op: str = "sum", *, name: str | None = None) -> Any:
+        """As `all_reduce`, for one rank only: zeros on the others."""
+        return self._on(value).reduce(self, value, root, op, name=name or "reduce")
 
     def reduce_scatter(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """This rank's share of the rows of the sum, maximum or minimum over all ranks.
+        """This rank's share of the rows of what `all_reduce` would give.
 
         Args:
-            value: `[rows, ...]` of the same shape and dtype on all ranks. `schedule.chunk_bounds(rows,
-                world_size)` says who gets which rows; where `world_size` does not divide them, the first
+            value: `[rows, ...]` of the same shape and dtype on all ranks, or a list of such. `schedule.chunk_bounds(
+                rows, world_size)` says who gets which rows; where `world_size` does not divide them, the first
                 ranks get one more.
             op: "sum", "max" or "min".
             name: What to call it in errors. Default: "reduce_scatter".
@@ -226,13 +249,7 @@ class Communicator:
         Returns:
             `[rows of this rank, ...]`.
         """
-        if _is_tensorflow(value):
-            return self._ops().reduce_scatter(self, value, op, name=name or "reduce_scatter")
-        value = _as_array(value)
-        begin, end = chunk_bounds(value.shape[0] if value.ndim else 0, self.world_size)[self.rank]
-        result = np.empty((end - begin, *value.shape[1:]), value.dtype)
-        self._run("reduce_scatter", name, [value], [result], op=op)
-        return result
+        return self._on(value).reduce_scatter(self, value, op, name=name or "reduce_scatter")
 
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """The root's value, on all ranks.
@@ -242,19 +259,89 @@ class Communicator:
             root: The rank whose value it is.
             name: What to call it in errors. Default: "broadcast".
         """
-        if _is_tensorflow(value):
-            return self._ops().broadcast(self, value, root, name=name or "broadcast")
-        value = _as_array(value)
-        result = np.empty_like(value)
-        self._run("broadcast", name, [value], [result], root=root)
-        return result
+        return self._on(value).broadcast(self, value, root, name=name or "broadcast")
 
     def barrier(self, *, name: str | None = None) -> None:
         """Returns when all ranks have called it."""
-        call, _, _ = self._prepare("barrier", name, [], [])
-        error = library.Error()
-        if self._core.tfring_barrier(self.handle, call, error):
-            library.raise_error(error)
+        arrays.barrier(self, name=name or "barrier")
+
+    def all_gather(self, value: Any, *, name: str | None = None) -> Any:
+        """The rows of all ranks, in rank order.
+
+        Args:
+            value: `[rows, ...]`; the number of rows may differ from rank to rank, dtype and the other
+                dimensions not. Or a list of such.
+            name: What to call it in errors. Default: "all_gather".
+
+        Returns:
+            `[rows of rank 0 + rows of rank 1 + ..., ...]`.
+        """
+        return self._on(value).all_gather(self, value, name=name or "all_gather")
+
+    def gather(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
+        """As `all_gather`, for one rank only: the others get no rows."""
+        self._need_root(root)
+        return self._on(value).gather(self, value, root, name=name or "gather")
+
+    def scatter(self, value: Any, counts: Any = None, root: int = 0, *, name: str | None = None) -> Any:
+        """Some of the root's rows to each rank.
+
+        Args:
+            value: `[rows, ...]` on the root; on the others any number of rows, which do not matter, of the same dtype
+                and other dimensions.
+            counts: How many of the root's rows go to each rank, in rank order. Default: as `reduce_scatter`.
+            root: Whose rows they are.
+            name: What to call it in errors. Default: "scatter".
+
+        Returns:
+            `[rows for this rank, ...]`.
+        """
+        self._need_root(root)
+        return self._on(value).scatter(self, value, counts, root, name=name or "scatter")
+
+    def all_to_all(self, value: Any, counts: Any = None, *, name: str | None = None) -> Any:
+        """Some rows of every rank to every rank.
+
+        Args:
+            value: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such. The
+                number of rows may differ, dtype and the other dimensions not.
+            counts: `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default: as
+                `reduce_scatter`.
+            name: What to call it in errors. Default: "all_to_all".
+
+        Returns:
+            The rows for this rank, those of rank 0 first, and `[world_size]` how many come from each; for a list, two
+            lists.
+        """
+        self._need(range(self.world_size))
+        return self._on(value).all_to_all(self, value, counts, name=name or "all_to_all")
+
+    def send(self, value: Any, to: int, *, name: str | None = None) -> Any:
+        """Sends a tensor to one rank, which calls `receive` with this rank, dtype and name.
+
+        It may return before the other rank receives, as soon as what is left fits on the way (1 MB in shared
+        memory), or wait until it does: two ranks that both send first may wait for each other. Where both have
+        something for each other, `all_to_all` in a group of the two does not.
+        """
+        self._need([to])
+        return self._on(value).send(self, value, to, name=name or "send")
+
+    def receive(
+        self, source: int, dtype: Any, shape: Any = None, *, name: str | None = None
+    ) -> np.ndarray:
+        """What rank `source` sends to this one; for tensors of TensorFlow see `tfring.ring.ops.receive`.
+
+        Args:
+            source: The rank that calls `send`.
+            dtype: Of what it sends.
+            shape: What it should be; None for any, as is None for one of its dimensions.
+            name: As of the `send`. Default: "send".
+
+        Raises:
+            MismatchError: Name, dtype or shape differ.
+        """
+        self._need([source])
+        return arrays.receive(self, source, dtype, shape, name=name or "send")
 
     def statistics(self) -> dict[str, Any]:
         """What this communicator has done so far.
@@ -304,63 +391,72 @@ class Communicator:
         place = f"rank={self.rank}, world_size={self.world_size}"
         return f"Communicator(name={self.name!r}, {place}, transport={self.transport})"
 
-    def _ops(self) -> Any:
+    def _on(self, value: Any) -> Any:
+        """Where the collectives on such values are."""
+        if not _is_tensorflow(value):
+            return arrays
         from tfring.ring import ops  # imports TensorFlow, which the caller has imported already
 
         return ops
 
-    def _run(
-        self, kind: str, name: str | None, inputs: list[np.ndarray], outputs: list[Any], **settings: Any
-    ) -> None:
-        call, tensors, keep = self._prepare(kind, name, inputs, outputs, **settings)
-        error = library.Error()
-        function = getattr(self._core, f"tfring_{kind}")
-        arguments = (tensors,) if kind == "reduce_scatter" else (tensors, len(inputs))
-        if function(self.handle, call, *arguments, error):
-            library.raise_error(error)
-        del keep
+    def _need_root(self, root: int) -> None:
+        self._need(range(self.world_size) if root == self.rank else [root])
 
-    def _prepare(
-        self,
-        kind: str,
-        name: str | None,
-        inputs: list[np.ndarray],
-        outputs: list[Any],
-        op: str = "sum",
-        root: int = 0,
-    ) -> tuple[Any, Any, Any]:
-        if op not in library.OPERATIONS:
-            raise ValueError(f"{kind} has op sum, max or min. Received: op={op!r}")
-        main = threading.current_thread() is threading.main_thread()
-        caller = library.PYTHON_MAIN_THREAD if main else library.ANY_THREAD
-        call = library.Call((name or kind).encode(), library.OPERATIONS[op], root, 0, caller)
-        tensors = (library.Tensor * len(inputs))()
-        for tensor, source, target in zip(tensors, inputs, outputs, strict=True):
-            dtype = library.DTYPES.get(source.dtype.name)
-            if dtype is None:
-                raise ValueError(
-                    f'{kind} "{name or kind}" carries {", ".join(sorted(library.DTYPES))}. '
-                    f"Received: dtype={source.dtype}"
-                )
-            tensor.input = source.ctypes.data
-            tensor.output = None if target is None else target.ctypes.data
-            tensor.dims = (ctypes.c_int64 * source.ndim)(*source.shape)
-            tensor.num_dims = source.ndim
-            tensor.dtype = dtype
-        return call, tensors, (inputs, outputs)
+    def _need(self, members: Iterable[int]) -> None:
+        """Connects this rank with others of the group, where it is not yet; they call this as well."""
+        wanted = {self.ranks[m] for m in members if 0 <= m < self.world_size}
+        self._world.connect(wanted - {self._world.rank}, self._core)
+
+
+@dataclasses.dataclass
+class _World:
+    """What a communicator and its groups share."""
+
+    cluster: Any
+    name: str
+    transport: str
+    timeout_seconds: float
+    hosts: list[int]  # [rank]
+    host_names: list[str]
+    handle: int = 0
+    order: int = dataclasses.field(default_factory=lambda: next(_numbers))
+    transports: dict[int, str] = dataclasses.field(default_factory=dict)  # of the links there are
+
+    @property
+    def rank(self) -> int:
+        return int(self.cluster.rank)
+
+    def form(
+        self, ranks: Collection[int], broken: Callable[[], BaseException | None] | None = None
+    ) -> ctypes.Array[library.Link]:
+        """Links to these ranks, each of which forms one to this rank."""
+        formed = rendezvous.connect(
+            self.cluster,
+            self.name,
+            ranks,
+            transport=self.transport,
+            timeout_seconds=self.timeout_seconds,
+            broken=broken,
+        )
+        self.transports.update((rank, link.transport) for rank, link in formed.items())
+        detached = [link.detach(self.host_names[rank].encode()) for rank, link in formed.items()]
+        return (library.Link * len(detached))(*detached)
+
+    def connect(self, ranks: set[int], core: ctypes.CDLL) -> None:
+        """Adds links to those of these ranks to which there is none."""
+        missing = ranks - set(self.transports)
+        if not missing:
+            return
+        links = self.form(missing)
+        error = library.Error()
+        if core.tfring_add_links(self.handle, links, len(links), error):
+            library.raise_error(error)
 
 
 def _num_spins(cluster: Any) -> int:
     """How often to look at shared memory before going to sleep: never where ranks of this host share cores."""
     ranks = getattr(cluster, "local_world_size", cluster.world_size)
     return 1000 if ranks <= len(os.sched_getaffinity(0)) else 0
-
-
-def _as_array(value: Any) -> np.ndarray:
-    value = np.asarray(value)
-    # Not ascontiguousarray: it makes a scalar one-dimensional.
-    value = value if value.flags.c_contiguous else value.copy()
-    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
 def _is_tensorflow(value: Any) -> bool:

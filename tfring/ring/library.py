@@ -9,7 +9,7 @@ import signal
 
 from tfring import errors
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 DIRECTORY = pathlib.Path(__file__).parent / "native"
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
@@ -17,7 +17,20 @@ OPS = DIRECTORY / "libtfring_ops.so"
 ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a collective
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+    "all_to_all",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "receive",
+)
+ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4}
 OPERATIONS = {"sum": 0, "max": 1, "min": 2}
 # The numbers of TensorFlow's TF_DataType.
 DTYPES = {
@@ -65,8 +78,11 @@ class Call(ctypes.Structure):
 
 class Link(ctypes.Structure):
     _fields_ = [
+        ("rank", ctypes.c_int32),
         ("control_fd", ctypes.c_int32),
         ("data_fd", ctypes.c_int32),
+        ("own_mailbox_fd", ctypes.c_int32),
+        ("own_doorbell_fd", ctypes.c_int32),
         ("mailbox_fd", ctypes.c_int32),
         ("doorbell_fd", ctypes.c_int32),
         ("host", ctypes.c_char_p),
@@ -80,10 +96,10 @@ class Options(ctypes.Structure):
         ("identity", ctypes.c_uint64),
         ("rank", ctypes.c_int32),
         ("world_size", ctypes.c_int32),
-        ("next", Link),
-        ("previous", Link),
-        ("mailbox_fd", ctypes.c_int32),
-        ("doorbell_fd", ctypes.c_int32),
+        ("links", ctypes.POINTER(Link)),
+        ("num_links", ctypes.c_int32),
+        ("algorithm", ctypes.c_int32),
+        ("hosts", ctypes.POINTER(ctypes.c_int32)),
         ("num_spins", ctypes.c_int32),
         ("timeout_seconds", ctypes.c_double),
         ("stall_seconds", ctypes.c_double),
@@ -122,6 +138,15 @@ Place = ctypes.CFUNCTYPE(
     None,
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_int64),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_int32),
+)
+# context, dims, num_dims, output, placed
+Shape = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.c_int32,
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.POINTER(ctypes.c_int32),
 )
@@ -169,23 +194,34 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_set_pool_size": (None, size),
         "tfring_get_statistics": (ctypes.c_int, handle, ctypes.POINTER(Statistics)),
         "tfring_rank": (ctypes.c_int, handle),
+        "tfring_world_size": (ctypes.c_int, handle),
+        "tfring_group": (ctypes.c_int64, handle, ctypes.POINTER(ctypes.c_int32), size, ctypes.c_char_p, error),
+        "tfring_add_links": (ctypes.c_int, handle, ctypes.POINTER(Link), size, error),
         "tfring_all_reduce": (ctypes.c_int, handle, call, tensors, size, error),
-        "tfring_all_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
-        "tfring_reduce_scatter": (ctypes.c_int, handle, call, tensors, error),
+        "tfring_reduce": (ctypes.c_int, handle, call, tensors, size, error),
+        "tfring_reduce_scatter": (ctypes.c_int, handle, call, tensors, size, error),
         "tfring_broadcast": (ctypes.c_int, handle, call, tensors, size, error),
         "tfring_barrier": (ctypes.c_int, handle, call, error),
+        "tfring_all_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
+        "tfring_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
+        "tfring_all_to_all": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
+        "tfring_scatter": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
+        "tfring_send": (ctypes.c_int, handle, call, tensors, error),
+        "tfring_receive": (ctypes.c_int, handle, call, ctypes.c_int32, Shape, ctypes.c_void_p, error),
         "tfring_send_abort": (None, size, size, size, ctypes.c_char_p),
         "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
+        "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
         "tfring_schedule": (
             ctypes.c_int,
             ctypes.c_char_p,
             size,
             size,
             size,
-            ctypes.POINTER(ctypes.c_int32 * 3),
+            ctypes.POINTER(ctypes.c_int32 * 5),
             size,
         ),
+        "tfring_partners": (ctypes.c_int, size, size, size, ctypes.POINTER(ctypes.c_int32)),
     }
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)

@@ -1,9 +1,9 @@
 """Memory that two ranks of a host share, without a name in the file system.
 
-A rank makes an anonymous memory file, sealed so that nobody can change its size, and a pipe as its doorbell. A
-neighbour is handed both through the Unix socket that connects the two, and looks at what it was given before it uses
-it. That needs no room in /dev/shm (64 MB in a container by default) and leaves nothing behind, however a process ends.
-`native/shm_channel.cc` says what is inside.
+For each link a rank makes an anonymous memory file, sealed so that nobody can change its size, and a pipe as its
+doorbell. The peer is handed both through the Unix socket that connects the two, and looks at what it was given before
+it uses it. That needs no room in /dev/shm (64 MB in a container by default) and leaves nothing behind, however a
+process ends. `native/shm_channel.cc` says what is inside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Mailbox:
-    """This rank's mailbox. Its descriptors are open until `detach` or `close`."""
+    """This rank's mailbox of one link. Its descriptors are open until `detach` or `close`."""
 
     def __init__(self) -> None:
         """Raises OSError where the system gives no such memory."""
@@ -31,7 +31,7 @@ class Mailbox:
             fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, _SEALS)
             reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                # Both ends in one descriptor: no end of file when the neighbours have left.
+                # Both ends in one descriptor: no end of file when the peer has left.
                 self.doorbell_fd = os.open(f"/proc/self/fd/{reader}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             except BaseException:
                 os.close(self._writer)
@@ -43,8 +43,8 @@ class Mailbox:
             raise
 
     @property
-    def for_neighbours(self) -> tuple[int, int]:
-        """What a neighbour is handed, to `check`: the memory, and the end of the doorbell to ring at."""
+    def for_peer(self) -> tuple[int, int]:
+        """What the peer is handed, to `check`: the memory, and the end of the doorbell to ring at."""
         return self.memory_fd, self._writer
 
     def detach(self) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class Mailbox:
 
 
 def check(fds: Sequence[int]) -> None:
-    """Looks at what came in the place of a neighbour's mailbox.
+    """Looks at what came in the place of a peer's mailbox.
 
     Raises:
         ValueError: It is something else.

@@ -1,6 +1,6 @@
-"""How a ring forms: every rank connects to the next and is connected to by the previous.
+"""How a ring forms: the ranks that will exchange something connect in pairs, the higher rank going to the lower.
 
-    rank r                                 rank r + 1
+    rank r                                 rank q < r
        │ (1) hello, ring ───────────────────► │     through its entrance (cluster/entrance.py): who I am, which ring
        │ ◄──────────────────────── welcome (2) │     transport, and its mailbox; or: refused, and why
        │ (3) confirm ───────────────────────► │     with my mailbox; or: TCP after all
@@ -8,7 +8,7 @@
        │ (5) hello, data ───────────────────► │     TCP to another host: a second connection
 
 Mailboxes are handed over as descriptors (mailbox.py) between processes of one user on one host, connected by a Unix
-socket. After (4) the control connection, and after (5) the data connection, belong to the native ring.
+socket. After (4) the control connection, and after (5) the data connection, belong to the native code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from tfring import wire
@@ -27,7 +27,7 @@ from tfring.cluster import entrance, secret
 from tfring.cluster.address import parse_address
 from tfring.errors import RendezvousError
 from tfring.ring import mailbox
-from tfring.ring.neighbour import Neighbour, data_connection, take_data_connection
+from tfring.ring.link import Link, data_connection, take_data_connection
 
 _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
@@ -52,30 +52,32 @@ _process = secrets.token_hex(16)  # tells this process from another of the same 
 _told: set[str] = set()  # warnings, once each
 
 
-def connect_ring(
+def connect(
     cluster: Any,
     ring: str,
+    peers: Collection[int],
     *,
     transport: str,
     timeout_seconds: float,
     broken: Callable[[], BaseException | None] | None = None,
-) -> tuple[Neighbour, Neighbour, mailbox.Mailbox | None]:
-    """Connects this rank with its two neighbours.
+) -> dict[int, Link]:
+    """Connects this rank with its peers, each of which asks for the same.
 
     Args:
         cluster: With `rank`, `world_size` above 1, `addresses`, `listen_fd`.
         ring: The ring's name.
+        peers: Other ranks.
         transport: "auto", "tcp" or "shm".
         timeout_seconds: How long to wait.
         broken: Says why there is no use in waiting; None as long as there is.
 
     Returns:
-        The next neighbour, the previous one, and this rank's mailbox if one of the two uses shared memory.
+        A link to each.
 
     Raises:
         RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
-    return _Forming(cluster, ring, transport, timeout_seconds, broken).run()
+    return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
 class _Forming:
@@ -85,12 +87,14 @@ class _Forming:
         self,
         cluster: Any,
         ring: str,
+        peers: Collection[int],
         transport: str,
         timeout_seconds: float,
         broken: Callable[[], BaseException | None] | None,
     ) -> None:
         self.cluster = cluster
         self.ring = ring
+        self.peers = peers
         self.transport = transport
         self.timeout_seconds = timeout_seconds
         self.broken = broken
@@ -99,81 +103,74 @@ class _Forming:
         self.key = secret.of(cluster)
         self.job = entrance.job_id(tuple(cluster.addresses))
         self.network = bool(self.key) or entrance.spans_hosts(tuple(cluster.addresses))
-        self.mailbox, self.why_no_mailbox = _make_mailbox(transport)
-        self.previous_rank = (cluster.rank - 1) % cluster.world_size
-        self.next_rank = (cluster.rank + 1) % cluster.world_size
-        self.previous: Neighbour | None = None
-        # Filled in by the connecting thread.
-        self.next: Neighbour | None = None
+        self.links: dict[int, Link] = {}  # the connecting thread adds to it as well
         self.connect_error: BaseException | None = None
-        self.reason = ""  # why the last attempt to connect failed
+        self.reasons: dict[int, str] = {}  # why the last attempt to connect failed
         self.failure = ""  # why this rank gives up
         self.cancelled = threading.Event()
 
-    def run(self) -> tuple[Neighbour, Neighbour, mailbox.Mailbox | None]:
-        connecting = threading.Thread(target=self._connect_next, name="tfring-connect", daemon=True)
+    def run(self) -> dict[int, Link]:
+        connecting = threading.Thread(target=self._connect_all, name="tfring-connect", daemon=True)
         connecting.start()
         try:
-            while self.previous is None or self.next is None:
+            while len(self.links) < len(self.peers):
                 if time.monotonic() > self.deadline:
                     raise self._nobody()
-                if self.previous is None:
-                    self.previous = self._accept_previous()
+                if any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
+                    self._accept()
                 else:
                     connecting.join(_SLICE_SECONDS)
                 if self.connect_error is not None:
                     raise self.connect_error
                 if self.broken is not None and (failure := self.broken()) is not None:
                     raise RendezvousError(f'Ring "{self.ring}" cannot form, for the one beside it broke: {failure}')
-                for neighbour in (self.previous, self.next):
-                    if neighbour is not None:
-                        neighbour.check_still_there(self.ring)
-            if "shm" not in (self.previous.transport, self.next.transport) and self.mailbox is not None:
-                self.mailbox.close()
-                self.mailbox = None
-            return self.next, self.previous, self.mailbox
+                for link in list(self.links.values()):
+                    link.check_still_there(self.ring)
+            return self.links
         except BaseException as error:
             self.failure = str(error) or f"rank {self.cluster.rank} was interrupted while the ring formed"
             self.cancelled.set()
-            if self.previous is not None:
-                self.previous.part_with(self.cluster.rank, self.failure)
             connecting.join()
-            if self.next is not None:
-                self.next.part_with(self.cluster.rank, self.failure)
-            if self.mailbox is not None:
-                self.mailbox.close()
+            for link in self.links.values():
+                link.part_with(self.cluster.rank, self.failure)
             raise
 
-    # Connecting to the next rank, in a thread of its own.
+    # Connecting to the lower ranks, in a thread of its own.
 
-    def _connect_next(self) -> None:
-        pauses = iter(_PAUSES_SECONDS)
+    def _connect_all(self) -> None:
         try:
-            while not self.cancelled.is_set() and time.monotonic() < self.deadline:
-                try:
-                    self.next = self._attempt()
-                    return
-                except wire.GivenUpError:
-                    return
-                except TimeoutError:
-                    self.reason = "it listens, but did not answer"
-                except wire.NoProofError as error:
-                    self._tell_of_secrets(error)
-                except entrance.RefusedError as error:
-                    if error.final:
-                        raise RendezvousError(str(error)) from None
-                    self.reason = str(error)
-                except (OSError, wire.WireError) as error:
-                    self.reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                self.cancelled.wait(next(pauses, _PAUSES_SECONDS[-1]))
+            for rank in sorted(rank for rank in self.peers if rank < self.cluster.rank):
+                self._connect_to(rank)
         except BaseException as error:
             self.connect_error = error
 
-    def _attempt(self) -> Neighbour:
+    def _connect_to(self, rank: int) -> None:
+        pauses = iter(_PAUSES_SECONDS)
+        while not self.cancelled.is_set() and time.monotonic() < self.deadline:
+            try:
+                self.links[rank] = self._attempt(rank)
+                return
+            except wire.GivenUpError:
+                return
+            except TimeoutError:
+                self.reasons[rank] = "it listens, but did not answer"
+            except wire.NoProofError as error:
+                self._tell_of_secrets(rank, error)
+            except entrance.RefusedError as error:
+                if error.final:
+                    raise RendezvousError(str(error)) from None
+                self.reasons[rank] = str(error)
+            except (OSError, wire.WireError) as error:
+                self.reasons[rank] = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self.cancelled.wait(next(pauses, _PAUSES_SECONDS[-1]))
+
+    def _attempt(self, rank: int) -> Link:
         session = secrets.token_hex(16)
-        channel = self._knock("ring", ring=self.ring, transport=self.transport, process=_process, session=session)
+        channel = self._knock(
+            rank, "ring", ring=self.ring, transport=self.transport, process=_process, session=session
+        )
         # The answer comes when the other rank asks for this ring; that may take its time.
-        neighbour = Neighbour(self.next_rank, channel.socket)
+        link = Link(rank, channel.socket)
         confirmed = False
         fds: list[int] = []
         try:
@@ -184,57 +181,58 @@ class _Forming:
                 raise entrance.RefusedError(welcome.fields["why"], welcome.fields["final"])
             channel.deadline = time.monotonic() + _ANSWER_SECONDS
             if welcome.fields["transport"] == "shm":
-                problem = self.why_no_mailbox or neighbour.take_mailbox(fds)
+                link.own, problem = _make_mailbox(self.transport)
+                problem = problem or link.take_mailbox(fds)
                 if problem is not None:
                     self._do_without(problem, channel, welcome.fields["wanted"])
                 wire.close_all(fds)
-            channel.send("confirm", self._mine_for(neighbour), transport=neighbour.transport)  # (3)
+            channel.send("confirm", _mine_for(link), transport=link.transport)  # (3)
             confirmed = True
             agreed = channel.receive(_AGREED, fds, max_fds=1)  # (4)
             if agreed.kind == "failed":
                 raise RendezvousError(agreed.fields["why"])
             if agreed.fields["transport"] == "tcp":
-                neighbour.drop_mailbox()
-                neighbour.data = take_data_connection(fds) if fds else self._knock("data", session=session).socket
-            elif neighbour.transport == "tcp":
+                link.drop_mailboxes()
+                link.data = take_data_connection(fds) if fds else self._knock(rank, "data", session=session).socket
+            elif link.transport == "tcp":
                 raise wire.WireError("it was told not to use shared memory, and does")
-            return neighbour
+            return link
         except BaseException as error:
             wire.close_all(fds)
             if not confirmed:
-                neighbour.close()
+                link.close()
                 raise
             # The other rank takes this one for connected, so this attempt was the only one.
-            self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {self.next_rank}: {error}"
-            neighbour.part_with(self.cluster.rank, self.failure)
+            self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {rank}: {error}"
+            link.part_with(self.cluster.rank, self.failure)
             if isinstance(error, RendezvousError):
                 raise
             raise RendezvousError(self.failure) from error
 
-    def _knock(self, kind: str, **more: Any) -> wire.Channel:
+    def _knock(self, rank: int, kind: str, **more: Any) -> wire.Channel:
         return entrance.knock(
-            parse_address(self.cluster.addresses[self.next_rank]),
+            parse_address(self.cluster.addresses[rank]),
             self.key,
             kind,
-            {"job": self.job, "rank": self.cluster.rank, "to": self.next_rank, **more},
+            {"job": self.job, "rank": self.cluster.rank, "to": rank, **more},
             network=self.network,
             seconds=max(0.0, self.deadline - time.monotonic()),
             wait_for=lambda: not self.cancelled.is_set(),
         )
 
-    def _tell_of_secrets(self, error: Exception) -> None:
-        self.reason = str(error)
-        where = self.cluster.addresses[self.next_rank]
-        _warn_once(f"Rank {self.cluster.rank} is not let in by rank {self.next_rank} at {where}: {self.reason}.")
+    def _tell_of_secrets(self, rank: int, error: Exception) -> None:
+        self.reasons[rank] = str(error)
+        where = self.cluster.addresses[rank]
+        _warn_once(f"Rank {self.cluster.rank} is not let in by rank {rank} at {where}: {error}.")
 
-    # Answering the previous rank.
+    # Answering the higher ranks.
 
-    def _accept_previous(self) -> Neighbour | None:
-        guest = self.entrance.take(self._is_previous, _SLICE_SECONDS)
+    def _accept(self) -> None:
+        guest = self.entrance.take(self._is_expected, _SLICE_SECONDS)
         if guest is None:
-            return None
+            return
         channel, hello = guest.channel, guest.hello
-        neighbour = Neighbour(self.previous_rank, channel.socket)
+        link = Link(hello["rank"], channel.socket)
         fds: list[int] = []
         try:
             if {self.transport, hello["transport"]} == {"tcp", "shm"}:
@@ -253,50 +251,51 @@ class _Forming:
                             f'transport="shm" needs ranks of one host (and network namespace), and ranks '
                             f'{hello["rank"]} and {self.cluster.rank} share none. Use transport="auto".',
                         )
-                elif self.mailbox is None:
-                    assert self.why_no_mailbox is not None
-                    self._do_without(self.why_no_mailbox, channel, hello["transport"])
                 else:
-                    mine = self.mailbox.for_neighbours
+                    link.own, problem = _make_mailbox(self.transport)
+                    if problem is not None:
+                        self._do_without(problem, channel, hello["transport"])
+                    elif link.own is not None:
+                        mine = link.own.for_peer
             offered = "shm" if mine else "tcp"
             channel.send("welcome", mine, transport=offered, wanted=self.transport)  # (2)
             confirm = channel.receive(_CONFIRMS, fds, max_fds=2)  # (3): a rank that died in the meantime does not
             if confirm.kind == "failed":
                 raise RendezvousError(confirm.fields["why"])
             if mine and confirm.fields["transport"] == "shm":
-                problem = neighbour.take_mailbox(fds)
+                problem = link.take_mailbox(fds)
                 if problem is not None:
                     self._do_without(problem, channel, hello["transport"])
                 wire.close_all(fds)
             theirs = None
-            if neighbour.transport == "tcp" and channel.is_local:
-                neighbour.data, theirs = data_connection()
+            if link.transport == "tcp":
+                link.drop_mailboxes()
+                if channel.is_local:
+                    link.data, theirs = data_connection()
             with theirs or contextlib.nullcontext():
                 handed = () if theirs is None else (theirs.fileno(),)
-                channel.send("agreed", handed, transport=neighbour.transport)  # (4)
-            if neighbour.transport == "tcp" and not channel.is_local:
+                channel.send("agreed", handed, transport=link.transport)  # (4)
+            if link.transport == "tcp" and not channel.is_local:
                 data = self.entrance.take(lambda guest: self._is_data_of(guest, hello), _ANSWER_SECONDS)
                 if data is None:
                     raise ConnectionError("the data connection did not come")
-                neighbour.data = data.channel.socket
-            return neighbour
+                link.data = data.channel.socket
+            self.links[link.rank] = link
         except (OSError, wire.WireError) as error:
-            _log.debug("rank %d connected and went away: %s", self.previous_rank, error)
+            _log.debug("rank %d connected and went away: %s", link.rank, error)
             wire.close_all(fds)
-            neighbour.close()
-            return None
+            link.close()
         except BaseException:
             wire.close_all(fds)
-            neighbour.close()
+            link.close()
             raise
 
-    def _is_previous(self, guest: entrance.Guest) -> bool:
+    def _is_expected(self, guest: entrance.Guest) -> bool:
         hello = guest.hello
-        return guest.kind == "ring" and (hello["job"], hello["ring"], hello["rank"]) == (
-            self.job,
-            self.ring,
-            self.previous_rank,
-        )
+        if guest.kind != "ring" or (hello["job"], hello["ring"]) != (self.job, self.ring):
+            return False
+        rank = hello["rank"]
+        return rank > self.cluster.rank and rank in self.peers and rank not in self.links
 
     def _is_data_of(self, guest: entrance.Guest, ring: dict[str, Any]) -> bool:
         return guest.kind == "data" and all(guest.hello[name] == ring[name] for name in ("job", "rank", "session"))
@@ -306,9 +305,6 @@ class _Forming:
         raise RendezvousError(why)
 
     # Shared memory, and doing without.
-
-    def _mine_for(self, neighbour: Neighbour) -> tuple[int, ...]:
-        return self.mailbox.for_neighbours if self.mailbox is not None and neighbour.transport == "shm" else ()
 
     def _do_without(self, problem: str, channel: wire.Channel, other_wants: str) -> None:
         problem = f"Rank {self.cluster.rank} has no shared memory with a rank of its host: {problem}"
@@ -323,13 +319,10 @@ class _Forming:
         missing = _who_is_missing(self.cluster)
         facts = [f"rank {r} at {self.cluster.addresses[r]} ({why})" for r, why in sorted(missing.items())]
         told = f"never answered: {', '.join(facts)}" if facts else "every rank answers"
-        for neighbour, rank, what in (
-            (self.next, self.next_rank, "did not take rank {me} as its neighbour"),
-            (self.previous, self.previous_rank, "did not connect to rank {me}"),
-        ):
-            if neighbour is None and rank not in missing:
-                told += f"; rank {rank} is there but {what.format(me=self.cluster.rank)}"
-                told += f" ({self.reason})" if rank == self.next_rank and self.reason else ""
+        for rank in sorted(set(self.peers) - set(self.links) - set(missing)):
+            did_not = "take" if rank < self.cluster.rank else "connect to"
+            told += f"; rank {rank} is there but did not {did_not} rank {self.cluster.rank}"
+            told += f" ({self.reasons[rank]})" if rank in self.reasons else ""
         if self.entrance.turned_away:
             told += f". Turned away here: {self.entrance.turned_away}"
         return RendezvousError(
@@ -339,8 +332,12 @@ class _Forming:
         )
 
 
+def _mine_for(link: Link) -> tuple[int, ...]:
+    return link.own.for_peer if link.own is not None and link.transport == "shm" else ()
+
+
 def _make_mailbox(transport: str) -> tuple[mailbox.Mailbox | None, str | None]:
-    """This rank's mailbox, or why there is none."""
+    """A mailbox of this rank's, or why there is none."""
     if transport == "tcp":
         return None, "TFRING_TRANSPORT=tcp"
     try:

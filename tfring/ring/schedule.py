@@ -1,47 +1,94 @@
-"""Who sends what to whom in each step of a ring collective, as pure tables of integers.
+"""Who sends what to whom in each step of a collective, as pure tables of integers.
 
-A ring of N ranks; each only ever sends to the next and receives from the previous:
+The members of a group stand in an order, those of one host side by side (`Layout`), so that as few edges of a ring
+as possible cross the network. A table says, for one position, what it does in each step: which chunk it sends to which
+position, which chunk it receives from which, and whether it adds it to what it has or puts it in its place. A step that
+sends on what an earlier one receives follows it byte by byte, so nothing waits for a whole step.
 
-    rank 0 ──► rank 1 ──► rank 2 ──► ... ──► rank N-1 ──► rank 0
-
-The buffer is cut into N chunks (`chunk_bounds`). In step s every rank sends one chunk and receives another;
-the chunk it sends in step s + 1 is the one it received in step s, so nothing waits for a whole step and the
-bytes stream.
-
-all_reduce of a large buffer, N = 3 (`+` adds what came, `=` copies it; the number is the chunk):
+**Ring**, all_reduce of a large buffer, cut into N chunks (`chunk_bounds`), N = 3 (`+` adds what came, `=` copies it):
 
     step            0        1        2        3
-    rank 0 sends    0        2        1        0
-           gets    +2       +1       =0       =2
-    rank 1 sends    1        0        2        1
-           gets    +0       +2       =1       =0
-    rank 2 sends    2        1        0        2
-           gets    +1       +0       =2       =1
+    0 sends         0        2        1        0       to 1
+      gets         +2       +1       =0       =2       from 2
+    1 sends         1        0        2        1       to 2
+      gets         +0       +2       =1       =0       from 0
+    2 sends         2        1        0        2       to 0
+      gets         +1       +0       =2       =1       from 1
 
-After N - 1 steps rank r holds the sum of chunk r + 1 (reduce-scatter); N - 1 more hand the sums round
-(all-gather). Each rank sends 2 (N - 1) / N of the buffer, the least there is (Patarasuk and Yuan, 2009,
-https://doi.org/10.1016/j.jpdc.2008.09.002).
+After N - 1 steps position p holds the sum of chunk p + 1 (reduce-scatter); N - 1 more hand the sums round (all-gather).
+Each sends 2 (N - 1) / N of the buffer, the least there is (Patarasuk and Yuan, 2009,
+https://doi.org/10.1016/j.jpdc.2008.09.002), and there are 2 (N - 1) delays.
 
-all_reduce of a small buffer: every rank's whole contribution goes round in the N - 1 steps of an all-gather,
-and each rank adds them up in rank order: more bytes, half the steps. Either way all ranks hold the same bits.
+**Two levels**, H hosts of L members: a ring of the L within each host adds up, then L rings of H, one for each local
+member, each with its share of the buffer, and then the rings within the hosts again. 2 (H - 1) delays of the network in
+place of 2 (N - 1), and 2 (H - 1) / H of the buffer through each host's interface in place of 2 (N - 1) / N.
 
-The native code computes the same tables (`native/schedule.h`); the tests compare the two.
+    host 0: 0 - 1      0   1     0 - 1
+                       |   |
+    host 1: 2 - 3      2   3     2 - 3
+
+**Flat**, a small buffer: every member sends its whole contribution to every other, and each adds them up in the order
+of the members: one delay, N - 1 messages.
+
+**Bruck**, a small buffer among many: in round k each sends all it has to the position 2^k further on: log2 N delays
+(Bruck et al., 1997, https://doi.org/10.1109/71.642949). N = 5:
+
+    round           0             1                2
+    0 sends         0 to 1        0, 4 to 2        0 to 4      (then it has all five)
+      gets          4 from 4      3, 2 from 3      1 from 1
+
+Whichever it is, all members hold the same bits. The native code computes the same tables (`native/schedule.cc`); the
+tests compare the two.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 SMALL_BYTES = 64 * 1024
+FLAT_MEMBERS = 16
 
 
 class Step(NamedTuple):
-    """What one rank does in one step. `None` where it does nothing."""
+    """What one member does in one step. `None` where it does nothing."""
 
+    to: int | None
     send: int | None
+    from_: int | None
     recv: int | None
-    reduce: bool
+    reduce: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the members of a group stand.
+
+    Attributes:
+        order: `[position]`: the member there.
+        local_size: Members on each host; 1 where hosts differ in it.
+
+    Example:
+        >>> Layout.of([0, 1, 0, 1])  # dealt round-robin over two hosts
+        Layout(order=(0, 2, 1, 3), local_size=2)
+    """
+
+    order: tuple[int, ...]
+    local_size: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[int]) -> Layout:
+        """The layout of members on these hosts; any numbers that tell hosts apart."""
+        order = tuple(sorted(range(len(hosts)), key=lambda member: hosts[member]))
+        sizes = {len(list(members)) for _, members in itertools.groupby(order, key=lambda member: hosts[member])}
+        return cls(order, sizes.pop() if len(sizes) == 1 else 1)
+
+    def partners(self, member: int) -> list[int]:
+        """The members with which this one exchanges anything in a collective of all of them."""
+        found = partners(self.order.index(member), len(self.order), self.local_size)
+        return sorted(self.order[position] for position in found)
 
 
 def chunk_bounds(count: int, world_size: int) -> list[tuple[int, int]]:
@@ -56,7 +103,7 @@ def chunk_bounds(count: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def is_small(num_bytes: int, world_size: int) -> bool:
-    """Whether an all_reduce of this size goes round whole.
+    """Whether an all_reduce of this size is flat, or Bruck's among many.
 
     >>> is_small(4096, 2), is_small(1 << 20, 2)
     (True, False)
@@ -64,49 +111,137 @@ def is_small(num_bytes: int, world_size: int) -> bool:
     return num_bytes * world_size <= SMALL_BYTES
 
 
-def all_reduce(rank: int, world_size: int) -> list[Step]:
-    """The steps of a large all_reduce: reduce-scatter, then all-gather.
+def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = "auto") -> str:
+    """The algorithm of an all_reduce; `wanted` is TFRING_ALGORITHM, which holds wherever it can be followed.
 
-    >>> [tuple(step) for step in all_reduce(0, 3)]
-    [(0, 2, True), (2, 1, True), (1, 0, False), (0, 2, False)]
+    >>> choose_all_reduce(1 << 20, 8, 8), choose_all_reduce(1 << 20, 8, 4), choose_all_reduce(1000, 8, 4)
+    ('ring', 'two_level', 'flat')
     """
+    two_level = 1 < local_size < size
+    if wanted == "two_level":
+        return wanted if two_level else "ring"
+    if wanted == "ring":
+        return wanted
+    if wanted != "auto" or is_small(num_bytes, size):
+        flat = wanted != "bruck" and size <= FLAT_MEMBERS
+        return "flat" if flat else "bruck"
+    return "two_level" if two_level else "ring"
+
+
+def ring_all_reduce(position: int, size: int) -> list[Step]:
+    """Reduce-scatter, then all-gather.
+
+    >>> [tuple(step) for step in ring_all_reduce(0, 2)]
+    [(1, 0, 1, 1, True), (1, 1, 1, 0, False)]
+    """
+    following, previous = (position + 1) % size, (position - 1) % size
     return [
-        Step((rank - s) % world_size, (rank - s - 1) % world_size, s < world_size - 1)
-        for s in range(2 * (world_size - 1))
+        Step(following, (position - s) % size, previous, (position - s - 1) % size, s < size - 1)
+        for s in range(2 * (size - 1))
     ]
 
 
-def all_gather(rank: int, world_size: int) -> list[Step]:
-    """The steps of an all_gather, and of a small all_reduce; chunk r is what rank r contributes.
-
-    >>> [tuple(step) for step in all_gather(0, 3)]
-    [(0, 2, False), (2, 1, False)]
-    """
-    return [Step((rank - s) % world_size, (rank - s - 1) % world_size, False) for s in range(world_size - 1)]
+def ring_all_gather(position: int, size: int) -> list[Step]:
+    """Chunk p is what position p contributes."""
+    following, previous = (position + 1) % size, (position - 1) % size
+    return [Step(following, (position - s) % size, previous, (position - s - 1) % size) for s in range(size - 1)]
 
 
-def reduce_scatter(rank: int, world_size: int) -> list[Step]:
-    """The steps of a reduce_scatter; rank r ends with the sum of chunk r.
-
-    >>> [tuple(step) for step in reduce_scatter(0, 3)]
-    [(2, 1, True), (1, 0, True)]
-    """
+def ring_reduce_scatter(position: int, size: int) -> list[Step]:
+    """Position p ends with the sum of chunk p."""
+    following, previous = (position + 1) % size, (position - 1) % size
     return [
-        Step((rank - s - 1) % world_size, (rank - s - 2) % world_size, True) for s in range(world_size - 1)
+        Step(following, (position - s - 1) % size, previous, (position - s - 2) % size, True) for s in range(size - 1)
     ]
 
 
-def broadcast(rank: int, world_size: int, root: int) -> list[Step]:
-    """The steps of a broadcast.
+def ring_broadcast(position: int, size: int, root: int) -> list[Step]:
+    """From the root round to the last.
 
-    Chunk 0 is the whole buffer; chunk 1 is the last rank's word to the root that it arrived.
+    Chunk 0 is the whole buffer; chunk 1 is the last one's word to the root that it arrived.
 
-    N = 3, root 0:  rank 0 ──0──► rank 1 ──0──► rank 2 ──1──► rank 0
-
-    >>> [tuple(step) for step in broadcast(1, 3, root=0)]
-    [(None, 0, False), (0, None, False)]
+    N = 3, root 0:  0 ──0──► 1 ──0──► 2 ──1──► 0
     """
-    if rank == root:
-        return [Step(0, None, False), Step(None, 1, False)]
-    is_last = (rank + 1) % world_size == root
-    return [Step(None, 0, False), Step(1 if is_last else 0, None, False)]
+    following, previous = (position + 1) % size, (position - 1) % size
+    if size == 1:
+        return []
+    if position == root:
+        return [Step(following, 0, None, None), Step(None, None, previous, 1)]
+    return [Step(None, None, previous, 0), Step(following, 1 if following == root else 0, None, None)]
+
+
+def ring_reduce(position: int, size: int, root: int) -> list[Step]:
+    """From the one after the root round to the root, which ends with the sum of the one chunk.
+
+    N = 3, root 0:  1 ──► 2 (adds) ──► 0 (adds)
+    """
+    following, previous = (position + 1) % size, (position - 1) % size
+    steps = []
+    if size > 1 and previous != root:
+        steps.append(Step(None, None, previous, 0, True))
+    if size > 1 and position != root:
+        steps.append(Step(following, 0, None, None))
+    return steps
+
+
+def flat_all_gather(position: int, size: int) -> list[Step]:
+    """Each to each; every one begins with another, so that not all send to the same one at once."""
+    return [
+        Step((position + s) % size, position, (position - s) % size, (position - s) % size) for s in range(1, size)
+    ]
+
+
+def flat_broadcast(position: int, size: int, root: int) -> list[Step]:
+    """From the root to each; chunk 1 is each one's word that it arrived."""
+    if position == root:
+        return [Step((position + s) % size, 0, (position + s) % size, 1) for s in range(1, size)]
+    return [Step(None, None, root, 0), Step(root, 1, None, None)]
+
+
+def bruck_all_gather(position: int, size: int) -> list[Step]:
+    """In each round all there is goes twice as far as in the one before."""
+    steps = []
+    distance = 1
+    while distance < size:
+        to, source = (position + distance) % size, (position - distance) % size
+        for j in range(min(distance, size - distance)):
+            steps.append(Step(to, (position - j) % size, source, (position - distance - j) % size))
+        distance *= 2
+    return steps
+
+
+def two_level_all_reduce(position: int, size: int, local_size: int) -> list[Step]:
+    """Chunk l * H + h is piece h of what local member l of each of the H hosts adds up."""
+    hosts = size // local_size
+    host, local = divmod(position, local_size)
+    inside = [host * local_size + (local + step) % local_size for step in (1, -1)]
+    across = [(host + step) % hosts * local_size + local for step in (1, -1)]
+    steps = []
+    for s, h in itertools.product(range(local_size - 1), range(hosts)):
+        send, recv = ((local - s - k) % local_size * hosts + h for k in (1, 2))
+        steps.append(Step(inside[0], send, inside[1], recv, True))
+    for s in range(2 * (hosts - 1)):
+        send, recv = (local * hosts + (host - s - k) % hosts for k in (0, 1))
+        steps.append(Step(across[0], send, across[1], recv, s < hosts - 1))
+    for s, h in itertools.product(range(local_size - 1), range(hosts)):
+        send, recv = ((local - s - k) % local_size * hosts + h for k in (0, 1))
+        steps.append(Step(inside[0], send, inside[1], recv))
+    return steps
+
+
+def partners(position: int, size: int, local_size: int) -> list[int]:
+    """The positions with which this one exchanges anything in a collective of its group.
+
+    >>> partners(0, 3, 1), len(partners(0, 64, 1))
+    ([1, 2], 11)
+    """
+    if size <= FLAT_MEMBERS:
+        return [other for other in range(size) if other != position]
+    distances = list(itertools.takewhile(lambda d: d < size, (2**k for k in itertools.count())))
+    found = {(position + sign * distance) % size for distance in distances for sign in (1, -1)}
+    if local_size > 1:
+        host, local = divmod(position, local_size)
+        for step in (1, -1):
+            found.add(host * local_size + (local + step) % local_size)
+            found.add((host + step) % (size // local_size) * local_size + local)
+    return sorted(found - {position})

@@ -1,4 +1,4 @@
-// One direction of data between neighbours: never blocks, knows no collectives.
+// One direction of data between two ranks: never blocks, knows no collectives.
 #pragma once
 
 #include <sys/uio.h>
@@ -10,7 +10,7 @@
 
 namespace tfring {
 
-constexpr int64_t kGone = -1;  // the neighbour closed its end, or died
+constexpr int64_t kGone = -1;  // the peer closed its end, or died
 
 class Sender {
  public:
@@ -38,14 +38,14 @@ class Receiver {
   virtual int poll_fd() const = 0;
 };
 
-// Both take over the descriptor.
+// The descriptor outlives both.
 std::unique_ptr<Sender> make_tcp_sender(int fd);
 std::unique_ptr<Receiver> make_tcp_receiver(int fd);
 
 constexpr int64_t kMailboxHeaderBytes = 4096;
 struct MailboxHeader;
 
-// A rank's mailbox, seen by its owner or by a neighbour; see shm_channel.cc.
+// One of the two mailboxes of a link, seen by its owner or by the peer; see shm_channel.cc.
 class Mailbox {
  public:
   // Takes over both descriptors. Null where the memory cannot be mapped.
@@ -59,7 +59,7 @@ class Mailbox {
   void wake_up();
   void silence_doorbell();
   int doorbell_fd() const { return doorbell_fd_.get(); }
-  // A neighbour, after changing something the owner may wait for.
+  // The peer, after changing something the owner may wait for.
   void ring_if_asleep();
 
   int64_t capacity() const { return capacity_; }
@@ -80,7 +80,7 @@ class Mailbox {
 };
 
 // The mailboxes outlive both.
-std::unique_ptr<Sender> make_shm_sender(Mailbox* next);
-std::unique_ptr<Receiver> make_shm_receiver(Mailbox* own, Mailbox* previous);
+std::unique_ptr<Sender> make_shm_sender(Mailbox* peers);
+std::unique_ptr<Receiver> make_shm_receiver(Mailbox* own, Mailbox* peers);
 
 }  // namespace tfring

@@ -1,4 +1,4 @@
-// The C interface over Ring: handles, error buffers; what a forked child forgets.
+// The C interface over World and Group: handles, error buffers; what a forked child forgets.
 #include "core.h"
 
 #include <pthread.h>
@@ -11,15 +11,20 @@
 
 #include "fd.h"
 #include "process.h"
-#include "ring.h"
 #include "watcher.h"
+#include "world.h"
 
 namespace tfring {
 namespace {
 
+struct Handle {
+  std::shared_ptr<World> world;
+  std::shared_ptr<Group> group;
+};
+
 struct Registry {
   std::mutex mutex;
-  std::unordered_map<int64_t, std::shared_ptr<Ring>> rings;
+  std::unordered_map<int64_t, Handle> handles;
 };
 // Never destroyed: TensorFlow's threads may still call in while the process exits. A forked child has one of
 // its own and knows none of its parent's rings.
@@ -27,7 +32,7 @@ Registry* registry = new Registry;
 std::atomic<int64_t> last_handle{0};
 std::atomic<int64_t> last_parents_handle{0};
 
-void forget_parents_rings() {
+void forget_parents_worlds() {
   close_fds_in_child();
   forget_watcher_in_child();
   forget_process_in_child();
@@ -36,14 +41,21 @@ void forget_parents_rings() {
 }
 
 void prepare_for_fork() {
-  static const int done = pthread_atfork(hold_fds, release_fds, forget_parents_rings);
+  static const int done = pthread_atfork(hold_fds, release_fds, forget_parents_worlds);
   (void)done;
 }
 
-std::shared_ptr<Ring> find(int64_t handle) {
+Handle find(int64_t handle) {
   std::lock_guard<std::mutex> lock(registry->mutex);
-  const auto found = registry->rings.find(handle);
-  return found == registry->rings.end() ? nullptr : found->second;
+  const auto found = registry->handles.find(handle);
+  return found == registry->handles.end() ? Handle() : found->second;
+}
+
+int64_t keep(Handle kept) {
+  std::lock_guard<std::mutex> lock(registry->mutex);
+  const int64_t handle = ++last_handle;
+  registry->handles.emplace(handle, std::move(kept));
+  return handle;
 }
 
 const char* why_unknown(int64_t handle) {
@@ -62,46 +74,61 @@ int report(const Status& status, tfring_error* error) {
 }
 
 template <typename Body>
-int with_ring(int64_t handle, tfring_error* error, Body body) {
-  const std::shared_ptr<Ring> ring = find(handle);
-  if (ring == nullptr) return report({Code::kInvalid, why_unknown(handle)}, error);
-  return report(body(*ring), error);
+int with(int64_t handle, tfring_error* error, Body body) {
+  const Handle found = find(handle);
+  if (found.world == nullptr) return report({Code::kInvalid, why_unknown(handle)}, error);
+  return report(body(*found.world, found.group.get()), error);
 }
 
 }  // namespace
 }  // namespace tfring
 
-using tfring::Ring;
+using tfring::Group;
+using tfring::Kind;
 using tfring::Status;
+using tfring::World;
 
 int tfring_abi_version(void) { return TFRING_ABI_VERSION; }
 
 int64_t tfring_open(const tfring_options* options, tfring_error* error) {
   tfring::prepare_for_fork();
-  std::shared_ptr<Ring> ring;
-  if (tfring::report(Ring::open(*options, &ring), error) != TFRING_OK) return 0;
-  std::lock_guard<std::mutex> lock(tfring::registry->mutex);
-  const int64_t handle = ++tfring::last_handle;
-  tfring::registry->rings.emplace(handle, std::move(ring));
-  return handle;
+  tfring::Handle opened;
+  if (tfring::report(World::open(*options, &opened.world, &opened.group), error) != TFRING_OK) return 0;
+  return tfring::keep(std::move(opened));
+}
+
+int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, const char* name,
+                     tfring_error* error) {
+  tfring::Handle made;
+  const int code = tfring::with(handle, error, [&](World& world, Group* parent) {
+    return world.make_group(*parent, members, num_members, name, &made.group);
+  });
+  if (code != TFRING_OK) return 0;
+  made.world = tfring::find(handle).world;
+  return tfring::keep(std::move(made));
+}
+
+int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error) {
+  return tfring::with(handle, error,
+                      [&](World& world, Group*) { return world.add_links(links, num_links); });
 }
 
 void tfring_close(int64_t handle) {
-  const std::shared_ptr<Ring> ring = tfring::find(handle);
-  if (ring == nullptr) return;
-  ring->close();
+  const tfring::Handle found = tfring::find(handle);
+  if (found.world == nullptr) return;
+  if (found.group->is_world) found.world->close();
   std::lock_guard<std::mutex> lock(tfring::registry->mutex);
-  tfring::registry->rings.erase(handle);
+  tfring::registry->handles.erase(handle);
 }
 
 int tfring_failure(int64_t handle, tfring_error* error) {
-  const std::shared_ptr<Ring> ring = tfring::find(handle);
-  return tfring::report(ring == nullptr ? Status() : ring->failure(), error);
+  const tfring::Handle found = tfring::find(handle);
+  return tfring::report(found.world == nullptr ? Status() : found.world->failure(), error);
 }
 
 void tfring_abort(int64_t handle, int code, const char* message) {
-  const std::shared_ptr<Ring> ring = tfring::find(handle);
-  if (ring != nullptr) ring->abort({static_cast<tfring::Code>(code), message});
+  const tfring::Handle found = tfring::find(handle);
+  if (found.world != nullptr) found.world->abort({static_cast<tfring::Code>(code), message});
 }
 
 void tfring_next_warning(char* line, int size) {
@@ -109,48 +136,92 @@ void tfring_next_warning(char* line, int size) {
 }
 
 int tfring_get_statistics(int64_t handle, tfring_statistics* statistics) {
-  const std::shared_ptr<Ring> ring = tfring::find(handle);
-  if (ring == nullptr) return TFRING_INVALID;
-  *statistics = ring->statistics();
+  const tfring::Handle found = tfring::find(handle);
+  if (found.world == nullptr) return TFRING_INVALID;
+  *statistics = found.world->statistics();
   return TFRING_OK;
 }
 
 int tfring_rank(int64_t handle) {
-  const std::shared_ptr<Ring> ring = tfring::find(handle);
-  return ring == nullptr ? -1 : ring->rank();
+  const tfring::Handle found = tfring::find(handle);
+  return found.group == nullptr ? -1 : found.group->member;
 }
 
 int tfring_world_size(int64_t handle) {
-  const std::shared_ptr<Ring> ring = tfring::find(handle);
-  return ring == nullptr ? -1 : ring->world_size();
+  const tfring::Handle found = tfring::find(handle);
+  return found.group == nullptr ? -1 : found.group->size();
 }
 
 int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                       tfring_error* error) {
-  return tfring::with_ring(handle, error,
-                           [&](Ring& ring) { return ring.all_reduce(*call, tensors, num_tensors); });
-}
-
-int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                      tfring_place place, void* context, tfring_error* error) {
-  return tfring::with_ring(handle, error, [&](Ring& ring) {
-    return ring.all_gather(*call, tensors, num_tensors, place, context);
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.all_reduce(group, *call, tensors, num_tensors);
   });
 }
 
-int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
-                          tfring_error* error) {
-  return tfring::with_ring(handle, error, [&](Ring& ring) { return ring.reduce_scatter(*call, *tensor); });
+int tfring_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                  tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.reduce(group, *call, tensors, num_tensors);
+  });
+}
+
+int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                          int num_tensors, tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.reduce_scatter(group, *call, tensors, num_tensors);
+  });
 }
 
 int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                      tfring_error* error) {
-  return tfring::with_ring(handle, error,
-                           [&](Ring& ring) { return ring.broadcast(*call, tensors, num_tensors); });
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.broadcast(group, *call, tensors, num_tensors);
+  });
 }
 
 int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error) {
-  return tfring::with_ring(handle, error, [&](Ring& ring) { return ring.barrier(*call); });
+  return tfring::with(handle, error, [&](World& world, Group* group) { return world.barrier(group, *call); });
+}
+
+int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                      tfring_place place, void* context, tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.exchange(group, Kind::kAllGather, *call, tensors, num_tensors, nullptr, place, context);
+  });
+}
+
+int tfring_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                  tfring_place place, void* context, tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.exchange(group, Kind::kGather, *call, tensors, num_tensors, nullptr, place, context);
+  });
+}
+
+int tfring_all_to_all(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                      const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.exchange(group, Kind::kAllToAll, *call, tensors, num_tensors, counts, place, context);
+  });
+}
+
+int tfring_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                   const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.exchange(group, Kind::kScatter, *call, tensors, num_tensors, counts, place, context);
+  });
+}
+
+int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor, tfring_error* error) {
+  return tfring::with(handle, error,
+                      [&](World& world, Group* group) { return world.send(group, *call, *tensor); });
+}
+
+int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place, void* context,
+                   tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.receive(group, *call, {nullptr, nullptr, nullptr, 0, dtype}, place, context);
+  });
 }
 
 void tfring_send_abort(int control_fd, int rank, int code, const char* message) {
@@ -170,23 +241,35 @@ int tfring_is_small(int64_t num_bytes, int world_size) {
   return tfring::is_small(num_bytes, world_size) ? 1 : 0;
 }
 
-int tfring_schedule(const char* which, int rank, int world_size, int root, int32_t (*table)[3],
+int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size) {
+  return static_cast<int>(tfring::choose_all_reduce(static_cast<tfring::Algorithm>(algorithm), num_bytes,
+                                                    size, local_size));
+}
+
+int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5],
                     int max_steps) {
   const std::string name = which;
-  const int num_steps = name == "all_reduce"       ? tfring::num_all_reduce_steps(world_size)
-                        : name == "all_gather"     ? tfring::num_all_gather_steps(world_size)
-                        : name == "reduce_scatter" ? tfring::num_reduce_scatter_steps(world_size)
-                        : name == "broadcast"      ? tfring::num_broadcast_steps()
-                                                   : -1;
+  tfring::Schedule steps;
+  if (name == "ring_all_reduce") tfring::ring_all_reduce(position, size, &steps);
+  if (name == "ring_all_gather") tfring::ring_all_gather(position, size, &steps);
+  if (name == "ring_reduce_scatter") tfring::ring_reduce_scatter(position, size, &steps);
+  if (name == "ring_broadcast") tfring::ring_broadcast(position, size, more, &steps);
+  if (name == "ring_reduce") tfring::ring_reduce(position, size, more, &steps);
+  if (name == "flat_all_gather") tfring::flat_all_gather(position, size, &steps);
+  if (name == "flat_broadcast") tfring::flat_broadcast(position, size, more, &steps);
+  if (name == "bruck_all_gather") tfring::bruck_all_gather(position, size, &steps);
+  if (name == "two_level_all_reduce") tfring::two_level_all_reduce(position, size, more, &steps);
+  const int num_steps = static_cast<int>(steps.size());
   for (int s = 0; s < std::min(num_steps, max_steps); ++s) {
-    const tfring::ScheduleStep step = name == "all_reduce"   ? tfring::all_reduce_step(rank, world_size, s)
-                                      : name == "all_gather" ? tfring::all_gather_step(rank, world_size, s)
-                                      : name == "reduce_scatter"
-                                          ? tfring::reduce_scatter_step(rank, world_size, s)
-                                          : tfring::broadcast_step(rank, world_size, root, s);
-    table[s][0] = step.send;
-    table[s][1] = step.recv;
-    table[s][2] = step.reduce ? 1 : 0;
+    const tfring::ScheduleStep& step = steps[static_cast<size_t>(s)];
+    const int32_t row[5] = {step.to, step.send, step.from, step.recv, step.reduce ? 1 : 0};
+    std::copy(row, row + 5, table[s]);
   }
   return num_steps;
+}
+
+int tfring_partners(int position, int size, int local_size, int32_t* positions) {
+  const std::vector<int> found = tfring::partners(position, size, local_size);
+  std::copy(found.begin(), found.end(), positions);
+  return static_cast<int>(found.size());
 }

@@ -1,4 +1,4 @@
-// The C interface of the ring: what ctypes and the TensorFlow ops call.
+// The C interface of the engine: what ctypes and the TensorFlow ops call.
 #pragma once
 
 #include <stddef.h>
@@ -9,7 +9,8 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 3
+#define TFRING_ABI_VERSION 4
+#define TFRING_NUM_KINDS 11
 
 // Codes of tfring_error; 0 is success.
 enum {
@@ -46,31 +47,34 @@ typedef struct tfring_tensor {
 typedef struct tfring_call {
   const char* name;
   int32_t op;
-  int32_t root;
+  int32_t root;      // a member of the group; of a send or receive, the peer
   int32_t inactive;  // 1: contribute zeros, whatever the inputs hold
   int32_t caller;    // who waits, and so how Ctrl-C is noticed
 } tfring_call;
 
-// How a rank is connected. The descriptors belong to the ring from tfring_open on, whatever it returns.
+// What connects two ranks. The descriptors belong to the world from the call on, whatever it returns.
 typedef struct tfring_link {
+  int32_t rank;
   int32_t control_fd;
-  int32_t data_fd;      // -1 where shared memory carries the data
-  int32_t mailbox_fd;   // the neighbour's mailbox, -1 over TCP
-  int32_t doorbell_fd;  // the neighbour's doorbell, -1 over TCP
-  const char* host;     // where it runs, for messages
+  int32_t data_fd;          // -1 where shared memory carries the data; else the mailboxes are
+  int32_t own_mailbox_fd;   // the peer writes into it,
+  int32_t own_doorbell_fd;  // and rings here
+  int32_t mailbox_fd;       // the peer's,
+  int32_t doorbell_fd;      // to ring at
+  const char* host;         // where the peer runs, for messages
 } tfring_link;
 
 typedef struct tfring_options {
   const char* name;
   const char* host;   // where this rank runs, for messages
-  uint64_t identity;  // of the ring, the same on all its ranks
+  uint64_t identity;  // the same on all ranks
   int32_t rank;
   int32_t world_size;
-  tfring_link next;
-  tfring_link previous;
-  int32_t mailbox_fd;              // this rank's own mailbox, -1 without shared memory
-  int32_t doorbell_fd;             // this rank's own doorbell
-  int32_t num_spins;               // looks at shared memory before a rank goes to sleep
+  const tfring_link* links;
+  int32_t num_links;
+  int32_t algorithm;     // of schedule.h, the same on all ranks
+  const int32_t* hosts;  // [world_size]: a number for the host of each rank, the same on all ranks
+  int32_t num_spins;     // looks at shared memory before a rank goes to sleep
   double timeout_seconds;          // how long a collective waits for a rank that lives and stands still
   double stall_seconds;            // after how long such a wait is warned of
   double lost_seconds;             // how long a rank may give no sign of life
@@ -81,8 +85,8 @@ typedef struct tfring_statistics {
   int64_t bytes_sent;
   int64_t bytes_received;
   double seconds_waited;
-  int64_t collectives[5];  // by kind: all_reduce, all_gather, reduce_scatter, broadcast, barrier
-  int64_t scratch_bytes;   // memory the ring holds beside the caller's
+  int64_t collectives[TFRING_NUM_KINDS];  // by kind, in the order of frame.h
+  int64_t scratch_bytes;                  // memory held beside the caller's
 } tfring_statistics;
 
 TFRING_API int tfring_abi_version(void);
@@ -110,34 +114,64 @@ TFRING_API void tfring_set_pool_size(int num_threads);
 // Waits for the next line the user should read.
 TFRING_API void tfring_next_warning(char* line, int size);
 
-// Returns a handle above 0, or 0 with `error` filled.
+// Returns a handle above 0, or 0 with `error` filled. It stands for the group of all ranks.
 TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* error);
-// Says goodbye to the neighbours and forgets the handle. Collectives still running fail.
+// A handle for some of a group's members, which then count from 0 in this order. Nothing is sent.
+TFRING_API int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, const char* name,
+                                tfring_error* error);
+TFRING_API int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error);
+// Says goodbye to the peers and forgets the handle; of a group only that. Calls still running fail.
 TFRING_API void tfring_close(int64_t handle);
-// Breaks a ring on all ranks for a reason outside it, such as the failure of another ring.
+// Breaks a world on all ranks for a reason outside it, such as the failure of another.
 TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
-// Returns the code of the ring's first failure, after which nothing works; 0 if there was none.
+// Returns the code of the first failure, after which nothing works; 0 if there was none.
 // TFRING_INTERRUPTED is what the others know as a lost peer.
 TFRING_API int tfring_failure(int64_t handle, tfring_error* error);
 TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statistics);
+// In the group.
 TFRING_API int tfring_rank(int64_t handle);
 TFRING_API int tfring_world_size(int64_t handle);
 
 // Tensors share one dtype. Equal shapes on all ranks.
 TFRING_API int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                                  int num_tensors, tfring_error* error);
-// The size of the result is known only on the way: `place` is called once, on this thread, when it is. Tensor
-// t has rows[r * num_tensors + t] rows on rank r; `place` sets outputs[t] to where all of them go, in rank
-// order, and then *placed to 1. Else the collective fails on all ranks, on this one with TFRING_INTERRUPTED.
-typedef void (*tfring_place)(void* context, const int64_t* rows, void** outputs, int32_t* placed);
-TFRING_API int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                 int num_tensors, tfring_place place, void* context, tfring_error* error);
-// The output holds this rank's rows: tfring_chunk of the first dimension.
-TFRING_API int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
-                                     tfring_error* error);
+// Only the root's outputs are written.
+TFRING_API int tfring_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                             int num_tensors, tfring_error* error);
+// The outputs hold this rank's rows: tfring_chunk of the first dimension.
+TFRING_API int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                     int num_tensors, tfring_error* error);
 TFRING_API int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                                 int num_tensors, tfring_error* error);
 TFRING_API int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error);
+
+// Collectives whose sizes are known only on the way: `place` is called once, on this thread, when they are.
+// From rank r come rows[r * num_tensors + t] rows of tensor t; `place` sets outputs[t] to where all of them
+// go, in rank order, and then *placed to 1. Else the collective fails on all ranks, on this one with
+// TFRING_INTERRUPTED.
+typedef void (*tfring_place)(void* context, const int64_t* rows, void** outputs, int32_t* placed);
+TFRING_API int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                 int num_tensors, tfring_place place, void* context, tfring_error* error);
+// Only the root is asked for a place.
+TFRING_API int tfring_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                             int num_tensors, tfring_place place, void* context, tfring_error* error);
+// counts[r * num_tensors + t] rows of tensor t go to rank r, in rank order.
+TFRING_API int tfring_all_to_all(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                 int num_tensors, const int64_t* counts, tfring_place place, void* context,
+                                 tfring_error* error);
+// As tfring_all_to_all, with rows from the root only; the others' counts and rows do not matter.
+TFRING_API int tfring_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                              int num_tensors, const int64_t* counts, tfring_place place, void* context,
+                              tfring_error* error);
+
+// One tensor, to or from call->root.
+TFRING_API int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
+                           tfring_error* error);
+// `place` is told the shape, and sets *output and *placed as above.
+typedef void (*tfring_shape)(void* context, const int64_t* dims, int32_t num_dims, void** output,
+                             int32_t* placed);
+TFRING_API int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place,
+                              void* context, tfring_error* error);
 
 // Tells a neighbour, over a control connection no ring owns yet, that this rank gives up.
 TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char* message);
@@ -145,9 +179,13 @@ TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char
 // What the native code would do, for the tests to hold against schedule.py.
 TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
 TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
-// Fills table[step] = {send, recv, reduce}, -1 for none; returns the number of steps.
-TFRING_API int tfring_schedule(const char* which, int rank, int world_size, int root, int32_t (*table)[3],
+TFRING_API int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size);
+// Fills table[step] = {to, send, from, recv, reduce}, -1 for none; returns the number of steps. `more` is the
+// root, or the number of members on a host.
+TFRING_API int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5],
                                int max_steps);
+// Fills `positions` with those that `position` exchanges anything with; returns how many.
+TFRING_API int tfring_partners(int position, int size, int local_size, int32_t* positions);
 
 #ifdef __cplusplus
 }

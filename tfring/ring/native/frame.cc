@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "dtype.h"
+#include "world.h"
 
 namespace tfring {
 namespace {
@@ -23,9 +24,21 @@ uint64_t hash_text(const char* text) {
   return hash;
 }
 
-bool has_op(Kind kind) { return kind == Kind::kAllReduce || kind == Kind::kReduceScatter; }
-
 }  // namespace
+
+bool reduces(Kind kind) {
+  return kind == Kind::kAllReduce || kind == Kind::kReduceScatter || kind == Kind::kReduce;
+}
+bool learns_rows(Kind kind) {
+  return kind == Kind::kAllGather || kind == Kind::kAllToAll || kind == Kind::kGather ||
+         kind == Kind::kScatter;
+}
+bool by_rows(Kind kind) { return learns_rows(kind) || kind == Kind::kReduceScatter; }
+bool is_pairwise(Kind kind) { return kind == Kind::kSend || kind == Kind::kReceive; }
+bool has_root(Kind kind) {
+  return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather ||
+         kind == Kind::kScatter || is_pairwise(kind);
+}
 
 void copy_text(char* to, size_t size, const char* from) {
   size_t length = std::min(std::strlen(from), size - 1);
@@ -48,22 +61,37 @@ const char* name_of(Kind kind) {
       return "broadcast";
     case Kind::kBarrier:
       return "barrier";
+    case Kind::kAllToAll:
+      return "all_to_all";
+    case Kind::kReduce:
+      return "reduce";
+    case Kind::kGather:
+      return "gather";
+    case Kind::kScatter:
+      return "scatter";
+    case Kind::kSend:
+      return "send";
+    case Kind::kReceive:
+      return "receive";
   }
   return "unknown collective";
 }
 
-CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                       uint64_t sequence) {
+CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
+                       int num_tensors, uint64_t sequence) {
   CallHeader header{};
   header.magic = kCallMagic;
   header.version = kProtocolVersion;
   header.kind = static_cast<uint8_t>(kind);
-  header.op = has_op(kind) ? static_cast<uint8_t>(call.op) : 0;
-  header.root = kind == Kind::kBroadcast ? call.root : -1;
+  header.op = reduces(kind) ? static_cast<uint8_t>(call.op) : 0;
+  // Of a send or receive: where it goes, so that both say the same.
+  header.root = kind == Kind::kReceive ? group.member : has_root(kind) ? call.root : -1;
+  header.group = group.identity;
   header.sequence = sequence;
   header.key_hash = hash_text(call.name);
   header.num_tensors = num_tensors;
   copy_text(header.name, sizeof(header.name), call.name);
+  copy_text(header.group_name, sizeof(header.group_name), group.is_world ? "" : group.name.c_str());
   if (num_tensors > 0) {
     header.dtype = static_cast<uint8_t>(tensors[0].dtype);
     header.num_dims = static_cast<uint8_t>(std::min(tensors[0].num_dims, kMaxDims));
@@ -72,11 +100,12 @@ CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* 
   header.shape_hash = kHashStart;
   for (int t = 0; t < num_tensors; ++t) {
     header.shape_hash = mix(header.shape_hash, static_cast<uint64_t>(tensors[t].dtype));
+    if (is_pairwise(kind)) continue;
     header.shape_hash = mix(header.shape_hash, static_cast<uint64_t>(tensors[t].num_dims));
     int64_t elements = 1;
     for (int i = 0; i < tensors[t].num_dims; ++i) {
       elements *= tensors[t].dims[i];
-      if (kind == Kind::kAllGather && i == 0) continue;
+      if (learns_rows(kind) && i == 0) continue;
       header.shape_hash = mix(header.shape_hash, static_cast<uint64_t>(tensors[t].dims[i]));
     }
     header.num_elements += elements;
@@ -85,11 +114,16 @@ CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* 
 }
 
 bool agree(const CallHeader& mine, const CallHeader& theirs) {
-  return mine.magic == theirs.magic && mine.version == theirs.version && mine.kind == theirs.kind &&
-         mine.op == theirs.op && mine.root == theirs.root && mine.sequence == theirs.sequence &&
-         mine.key_hash == theirs.key_hash && mine.shape_hash == theirs.shape_hash &&
-         mine.num_tensors == theirs.num_tensors &&
-         (mine.kind == static_cast<uint8_t>(Kind::kAllGather) || mine.num_elements == theirs.num_elements);
+  const Kind kind = static_cast<Kind>(mine.kind);
+  const Kind wanted = kind == Kind::kSend      ? Kind::kReceive
+                      : kind == Kind::kReceive ? Kind::kSend
+                                               : kind;
+  return mine.magic == theirs.magic && mine.version == theirs.version &&
+         theirs.kind == static_cast<uint8_t>(wanted) && mine.op == theirs.op && mine.root == theirs.root &&
+         mine.group == theirs.group && mine.sequence == theirs.sequence && mine.key_hash == theirs.key_hash &&
+         mine.shape_hash == theirs.shape_hash && mine.num_tensors == theirs.num_tensors &&
+         mine.algorithm == theirs.algorithm &&
+         (learns_rows(kind) || is_pairwise(kind) || mine.num_elements == theirs.num_elements);
 }
 
 std::string describe(const CallHeader& header) {
@@ -98,16 +132,28 @@ std::string describe(const CallHeader& header) {
                          strnlen(header.name, sizeof(header.name)));  // from a peer, perhaps without its end
   std::string text = std::string(name_of(kind)) + " \"" + name + "\"";
   if (kind == Kind::kBarrier) return text;
-  if (has_op(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
-  if (kind == Kind::kBroadcast) text += " from rank " + std::to_string(header.root);
+  if (reduces(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
+  if (has_root(kind)) {
+    const bool towards = kind == Kind::kReduce || kind == Kind::kGather || is_pairwise(kind);
+    text += (towards ? " to rank " : " from rank ") + std::to_string(header.root);
+  }
   if (header.num_tensors > 1) text += " of " + std::to_string(header.num_tensors) + " tensors, the first";
-  text += std::string(" ") + name_of(static_cast<DType>(header.dtype)) + "[";
+  text += std::string(" ") + name_of(static_cast<DType>(header.dtype));
+  if (kind == Kind::kReceive) return text;  // of whatever shape
+  text += "[";
   for (int i = 0; i < std::min<int>(header.num_dims, kMaxDims); ++i) {
     text += (i > 0 ? ", " : "") + std::to_string(header.dims[i]);
   }
   text += "]";
   if (header.num_tensors > 1) text += ", " + std::to_string(header.num_elements) + " elements in all";
   return text;
+}
+
+std::string describe_place(const CallHeader& header) {
+  const std::string group(header.group_name, strnlen(header.group_name, sizeof(header.group_name)));
+  const bool pairwise = is_pairwise(static_cast<Kind>(header.kind));
+  return (pairwise ? "call " : "collective ") + std::to_string(header.sequence) +
+         (pairwise ? " of the two" : "") + (group.empty() ? "" : " of group \"" + group + "\"");
 }
 
 ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code,

@@ -1,8 +1,8 @@
 // What ranks say to each other beside the data. Little endian, fixed sizes, the formats written down once.
 //
-//   data connection or mailbox, from a rank to the next:
-//       CallHeader | steps of the schedule, raw bytes       one such record for each collective
-//     A step of no bytes sends one filler byte, so that "received" always means "the neighbour got this far".
+//   data connection or mailbox, from a rank to a peer:
+//       CallHeader | transfers of the plan, raw bytes       one such record for each call
+//     A transfer of no bytes sends one filler byte, so that "received" always means "the peer got this far".
 //
 //   control connection, both ways:
 //       ControlFrame ...                                    abort, goodbye, ping, pong
@@ -18,7 +18,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 3;
+constexpr uint16_t kProtocolVersion = 4;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -27,11 +27,24 @@ enum class Kind : uint8_t {
   kReduceScatter = 2,
   kBroadcast = 3,
   kBarrier = 4,
+  kAllToAll = 5,
+  kReduce = 6,
+  kGather = 7,
+  kScatter = 8,
+  kSend = 9,
+  kReceive = 10,
 };
-constexpr int kNumKinds = 5;
+constexpr int kNumKinds = TFRING_NUM_KINDS;
 const char* name_of(Kind kind);
+bool reduces(Kind kind);
+bool by_rows(Kind kind);      // tensors have rows
+bool learns_rows(Kind kind);  // whose number may differ from rank to rank
+bool has_root(Kind kind);     // or a peer
+bool is_pairwise(Kind kind);
 
-// What a rank is about to do; its neighbour must be about to do the same.
+struct Group;
+
+// What a rank is about to do; its peer must be about to do the same.
 struct CallHeader {
   uint32_t magic;
   uint16_t version;
@@ -39,15 +52,18 @@ struct CallHeader {
   uint8_t op;
   uint8_t dtype;     // of the first tensor
   uint8_t num_dims;  // of the first tensor
-  uint16_t reserved;
+  uint8_t algorithm;  // the one asked for
+  uint8_t reserved;
   int32_t root;
-  uint64_t sequence;
-  uint64_t key_hash;    // of the whole name
-  uint64_t shape_hash;  // of every tensor's dtype and shape; without the first dimension for all_gather
+  uint64_t group;     // its identity
+  uint64_t sequence;  // of the collective in its group; of a send or receive, of the calls of the two ranks
+  uint64_t key_hash;  // of the whole name
+  uint64_t shape_hash;  // of every tensor's dtype and shape; without the first dimension where rows may differ
   int64_t num_tensors;
-  int64_t num_elements;  // of all tensors; not compared for all_gather
+  int64_t num_elements;  // of all tensors; not compared where rows may differ
   int64_t dims[kMaxDims];
-  char name[136];  // cut where longer
+  char group_name[24];  // cut where longer; empty for all ranks
+  char name[104];       // cut where longer
 };
 static_assert(sizeof(CallHeader) == 256, "the frame format is fixed");
 
@@ -60,8 +76,8 @@ struct ControlFrame {
   uint8_t code;  // of an abort: tfring::Code
   int32_t rank;  // who wrote it first
   int32_t reserved;
-  // Of an abort: the first collective that fails. Of a goodbye: how many the rank has finished. Of a pong:
-  // how many it has begun.
+  // Counts the calls of the two ranks. Of an abort: the first that fails. Of a goodbye: how many the rank has
+  // finished. Of a pong: how many it has begun.
   uint64_t sequence;
   char message[1000];  // of an abort: why; of a pong: a Pong
 };
@@ -70,7 +86,7 @@ static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 // What a rank says of itself when asked.
 constexpr int kMostWaiting = 16;
 struct Pong {
-  uint32_t in_collective;  // 1: of this ring, perhaps of an earlier one than the asking rank
+  uint32_t in_collective;  // 1: of this ring, perhaps another than the asking rank
   uint32_t num_waiting;    // where no thread of TensorFlow's is left: the rings in which all of them wait,
   struct {
     uint64_t ring;   // its identity,
@@ -80,11 +96,14 @@ struct Pong {
 };
 static_assert(sizeof(Pong) <= sizeof(ControlFrame::message), "a pong fits its frame");
 
-CallHeader make_header(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                       uint64_t sequence);
+CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
+                       int num_tensors, uint64_t sequence);
+// Whether the two fit; a receive fits whatever shape a send of its name and dtype has.
 bool agree(const CallHeader& mine, const CallHeader& theirs);
 // all_reduce "gradients/0" sum float32[1024]
 std::string describe(const CallHeader& header);
+// collective 17, or: collective 17 of group "rows"
+std::string describe_place(const CallHeader& header);
 
 // Copies what fits, never half a UTF-8 character, and ends with a zero.
 void copy_text(char* to, size_t size, const char* from);

@@ -5,8 +5,8 @@
 //   that; which side of the cut is the broken one cannot be known from either gone     its connection closed
 //   without a goodbye
 //
-// The watcher of each rank answers pings of its neighbours, and pings them. Whatever breaks the ring, it
-// passes on to the other side, so that ranks further on learn of it too, and at once.
+// The watcher of each rank answers pings of its peers, and pings them. Whatever breaks the ring, it
+// passes on to the others, so that ranks further on learn of it too, and at once.
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -20,7 +20,7 @@
 
 #include "clock.h"
 #include "process.h"
-#include "ring.h"
+#include "world.h"
 
 namespace tfring {
 namespace {
@@ -64,144 +64,160 @@ void prepare_control(int fd, double lost_seconds) {
 }
 
 // Once the ring is open: before, a neighbour may still be in Python, forming it.
-void Ring::start_asking() {
+void World::start_asking() {
   if (world_size_ == 1) return;
   {
     std::lock_guard<std::mutex> lock(control_mutex_);
-    for (Control& control : controls_) control.heard = now_nanoseconds();
+    for (const auto& link : links_) {
+      if (link != nullptr && link->heard == 0) link->heard = now_nanoseconds();
+    }
   }
   wake_watcher();
 }
 
-int Ring::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
+int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
   std::lock_guard<std::mutex> lock(control_mutex_);
   const double period = std::min(lost_seconds_ / kPingsPerLimit, kMostPingSeconds);
   double wait_seconds = kNoHurryMilliseconds / 1e3;
-  for (Side side : {kPrevious, kNext}) {
-    Control& control = controls_[side];
-    read_control(side, now);
-    if (control.left || control.closed) continue;
-    fds->push_back({control.fd.get(), POLLIN, 0});
-    if (control.heard == 0 || !failure_.ok()) continue;
+  for (const auto& at : links_) {
+    Link* link = at.get();
+    if (link == nullptr) continue;
+    read_control(link, now);
+    if (link->left || link->closed) continue;
+    fds->push_back({link->control_fd.get(), POLLIN, 0});
+    if (link->heard == 0 || !failure_.ok()) continue;
     if (late * 1e-9 > lost_seconds_ / 4) {  // this process was stopped itself: it can blame nobody
-      control.heard = now;
+      link->heard = now;
     }
-    if (seconds_between(control.heard, now) > lost_seconds_) lose(silent(control, now));
-    ask(side, now, period);
-    const double until_lost = std::max(lost_seconds_ - seconds_between(control.heard, now), 0.0);
+    if (seconds_between(link->heard, now) > lost_seconds_) lose(silent(*link, now));
+    ask(link, now, period);
+    const double until_lost = std::max(lost_seconds_ - seconds_between(link->heard, now), 0.0);
     wait_seconds = std::min({wait_seconds, period / 2, until_lost});
   }
   return static_cast<int>(wait_seconds * 1e3) + 1;
 }
 
-void Ring::read_control(Side side, int64_t now) {
-  Control& control = controls_[side];
-  while (!control.left && !control.closed) {
-    char* to = reinterpret_cast<char*>(&control.frame) + control.fill;
-    const ssize_t got = recv(control.fd.get(), to, sizeof(control.frame) - control.fill, MSG_DONTWAIT);
+void World::read_control(Link* link, int64_t now) {
+  while (!link->left && !link->closed) {
+    char* to = reinterpret_cast<char*>(&link->frame) + link->fill;
+    const ssize_t got = recv(link->control_fd.get(), to, sizeof(link->frame) - link->fill, MSG_DONTWAIT);
     if (got < 0 && would_block(errno)) return;
     if (got <= 0) {
       const bool unreachable = got < 0 && errno != ECONNRESET;  // ETIMEDOUT, EHOSTUNREACH
-      control.closed = true;
-      lose(unreachable ? cut_off(control, seconds_between(control.heard, now)) : died(control));
+      link->closed = true;
+      lose(unreachable ? cut_off(*link, seconds_between(link->heard, now)) : died(*link));
       return;
     }
-    if (control.heard != 0) control.heard = now;
-    control.fill += static_cast<size_t>(got);
-    if (control.fill < sizeof(control.frame)) continue;
-    control.fill = 0;
-    take_control(side);
+    if (link->heard != 0) link->heard = now;
+    link->fill += static_cast<size_t>(got);
+    if (link->fill < sizeof(link->frame)) continue;
+    link->fill = 0;
+    take_control(link);
   }
 }
 
-void Ring::take_control(Side side) {
-  Control& control = controls_[side];
-  ControlFrame& frame = control.frame;
+void World::take_control(Link* link) {
+  ControlFrame& frame = link->frame;
   frame.message[sizeof(frame.message) - 1] = '\0';
   if (frame.magic != kControlMagic || frame.version != kProtocolVersion) {
-    control.closed = true;
-    fail_from(current(), {Code::kInternal,
-                          "rank " + std::to_string(control.rank) + " sent a control frame that is none"});
+    link->closed = true;
+    break_up({Code::kInternal, "rank " + std::to_string(link->rank) + " sent a control frame that is none"});
     return;
   }
   switch (static_cast<ControlType>(frame.type)) {
     case ControlType::kAbort: {
-      if (frame.sequence >= fails_from_) return;
+      if (frame.sequence >= link->fails_from) return;
       const bool known =
           frame.code > static_cast<int>(Code::kOk) && frame.code <= static_cast<int>(Code::kInternal);
-      failure_ = Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message);
-      if (failure_.message.empty())
-        failure_.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
-      fails_from_ = frame.sequence;
-      send_control(side == kPrevious ? kNext : kPrevious, frame);
-      announce();
+      link->failure = Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message);
+      if (link->failure.message.empty())
+        link->failure.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
+      link->fails_from = frame.sequence;
+      has_broken();
       return;
     }
     case ControlType::kGoodbye:
-      control.left = true;
-      control.left_finished = frame.sequence;
+      link->left = true;
+      link->left_finished = frame.sequence;
       announce();
       return;
     case ControlType::kPing:
-      answer(side);
+      answer(link);
       return;
     case ControlType::kPong:
-      control.unanswered = 0;
-      control.answered = control.heard;
-      control.begun = frame.sequence;
-      std::memcpy(&control.pong, frame.message, sizeof(control.pong));
-      control.pong.num_waiting = std::min<uint32_t>(control.pong.num_waiting, kMostWaiting);
-      control.pong.last_call[sizeof(control.pong.last_call) - 1] = '\0';
+      link->unanswered = 0;
+      link->answered = link->heard;
+      link->begun = frame.sequence;
+      std::memcpy(&link->pong, frame.message, sizeof(link->pong));
+      link->pong.num_waiting = std::min<uint32_t>(link->pong.num_waiting, kMostWaiting);
+      link->pong.last_call[sizeof(link->pong.last_call) - 1] = '\0';
       return;
   }
 }
 
+// Whether what peers have told of failures concerns this rank already: the call under way, or the next. Where
+// a peer gave up in a later call with this rank than the one under way, that one can still finish.
+bool World::has_broken() {
+  for (const auto& link : links_) {
+    if (!failure_.ok()) return true;
+    if (link == nullptr || link->failure.ok()) continue;
+    const uint64_t calls = common_calls(link->rank);
+    const bool goes_on = running_ && takes_part(link->rank) ? calls < link->fails_from
+                                                            : !running_ && calls + 1 < link->fails_from;
+    if (!goes_on) break_up(link->failure);
+  }
+  return !failure_.ok();
+}
+
 // There is room: few frames are ever on their way.
-void Ring::send_control(Side side, const ControlFrame& frame) {
-  const Control& control = controls_[side];
-  if (control.fd.get() < 0) return;
-  const ssize_t sent = send(control.fd.get(), &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
-  (void)sent;  // a neighbour that is gone needs no telling
+void World::send_control(const Link& link, const ControlFrame& frame) {
+  if (link.control_fd.get() < 0) return;
+  const ssize_t sent = ::send(link.control_fd.get(), &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
+  (void)sent;  // a peer that is gone needs no telling
 }
 
-void Ring::ask(Side side, int64_t now, double period) {
-  Control& control = controls_[side];
-  if (control.heard == 0 || control.left || control.closed) return;
-  if (seconds_between(control.asked, now) < period || control.unanswered >= kMostUnanswered) return;
-  control.asked = now;
-  ++control.unanswered;
-  send_control(side, make_control(ControlType::kPing, rank_, 0));
+void World::ask(Link* link, int64_t now, double period) {
+  if (link->heard == 0 || link->left || link->closed) return;
+  if (seconds_between(link->asked, now) < period || link->unanswered >= kMostUnanswered) return;
+  link->asked = now;
+  ++link->unanswered;
+  send_control(*link, make_control(ControlType::kPing, rank_, 0));
 }
 
-void Ring::answer(Side side) {
-  ControlFrame frame = make_control(ControlType::kPong, rank_, sequence_ + 1);
+void World::answer(Link* link) {
+  ControlFrame frame = make_control(ControlType::kPong, rank_, common_calls(link->rank));
   Pong pong{};
   pong.in_collective = running_ ? 1 : 0;
   tell_waiting(&pong);
   copy_text(pong.last_call, sizeof(pong.last_call), describe(header_).c_str());
   std::memcpy(frame.message, &pong, sizeof(pong));
-  send_control(side, frame);
+  send_control(*link, frame);
 }
 
-// A neighbour is lost. Where the ring has failed in a later collective, that is why.
-Status Ring::lose(const std::string& message) {
-  return fail_from(current(), failure_.ok() ? Status(Code::kPeerLost, message) : failure_);
+// A peer is lost. Where another has told of a failure in a call still to come, that is why.
+Status World::lose(const std::string& message) {
+  for (const auto& link : links_) {
+    if (failure_.ok() && link != nullptr && !link->failure.ok()) return break_up(link->failure);
+  }
+  return break_up({Code::kPeerLost, message});
 }
 
-// Breaks the ring here and, through the neighbours, everywhere. Returns why collective `sequence` fails.
-Status Ring::fail_from(uint64_t sequence, const Status& status) {
-  if (fails_from_ <= sequence) return failure_;
+// Breaks the world here and, through the peers, everywhere. Returns why calls fail from now on.
+Status World::break_up(const Status& status) {
+  if (!failure_.ok()) return failure_;
   failure_ = status;
-  fails_from_ = sequence;
-  const ControlFrame frame = make_control(ControlType::kAbort, rank_, sequence, status.code, status.message);
-  send_control(kPrevious, frame);
-  send_control(kNext, frame);
+  for (const auto& link : links_) {
+    if (link == nullptr) continue;
+    const bool current = running_ && takes_part(link->rank);
+    const uint64_t first = common_calls(link->rank) + (current ? 0 : 1);
+    send_control(*link, make_control(ControlType::kAbort, rank_, first, status.code, status.message));
+  }
   announce();
   return failure_;
 }
 
 // Wakes a collective.
-void Ring::announce() {
+void World::announce() {
   const uint64_t one = 1;
   const ssize_t written = write(news_fd_.get(), &one, sizeof(one));
   (void)written;
@@ -209,38 +225,38 @@ void Ring::announce() {
 
 // In words.
 
-std::string Ring::here() const {
-  return describe(header_) + ", collective " + std::to_string(sequence_) + " of ring \"" + name_ + "\"";
+std::string World::here() const {
+  return describe(header_) + ", " + describe_place(header_) + " of ring \"" + name_ + "\"";
 }
 
-std::string Ring::during() const {
-  if (sequence_ == UINT64_MAX) return "while ring \"" + name_ + "\" was opened";
+std::string World::during() const {
+  if (!begun_any_) return "while ring \"" + name_ + "\" was opened";
   return (running_ ? "during " : "after ") + here();
 }
 
-std::string Ring::name_of_peer(const Control& control) const {
-  return "rank " + std::to_string(control.rank) + " on " + control.host;
+std::string World::name_of_peer(const Link& link) const {
+  return "rank " + std::to_string(link.rank) + " on " + link.host;
 }
 
-std::string Ring::died(const Control& control) const {
-  return "rank " + std::to_string(control.rank) + " died: its process on " + control.host +
+std::string World::died(const Link& link) const {
+  return "rank " + std::to_string(link.rank) + " died: its process on " + link.host +
          " is gone, and its connection to rank " + std::to_string(rank_) + " closed " + during();
 }
 
-std::string Ring::cut_off(const Control& control, double seconds) const {
-  const bool smaller = rank_ < control.rank;
+std::string World::cut_off(const Link& link, double seconds) const {
+  const bool smaller = rank_ < link.rank;
   const std::string mine = "rank " + std::to_string(rank_) + " on " + host_;
-  const std::string theirs = name_of_peer(control);
+  const std::string theirs = name_of_peer(link);
   return (smaller ? mine : theirs) + " and " + (smaller ? theirs : mine) + " cannot reach each other since " +
          seconds_text(seconds) +
          ": the link between them is cut, or one of the two hosts is down; seen by rank " +
          std::to_string(rank_) + " " + during();
 }
 
-std::string Ring::silent(const Control& control, int64_t now) const {
-  const double seconds = seconds_between(control.heard, now);
-  if (!is_acknowledged(control.fd.get())) return cut_off(control, seconds);
-  return name_of_peer(control) +
+std::string World::silent(const Link& link, int64_t now) const {
+  const double seconds = seconds_between(link.heard, now);
+  if (!is_acknowledged(link.control_fd.get())) return cut_off(link, seconds);
+  return name_of_peer(link) +
          " is stopped (by a signal, a debugger, or its machine): its host answers, but its process "
          "has not for " +
          seconds_text(seconds) + "; seen by rank " + std::to_string(rank_) + " " + during();

@@ -263,7 +263,7 @@ void reduce_scatter(void* state, TF_OpKernelContext* context) {
   const tfring_tensor tensor{tf.TF_TensorData(input), output, dims.data(), static_cast<int32_t>(dims.size()),
                              tf.TF_TensorType(input)};
   invocation.check(
-      tfring_reduce_scatter(invocation.handle(), &invocation.call(), &tensor, invocation.error()));
+      tfring_reduce_scatter(invocation.handle(), &invocation.call(), &tensor, 1, invocation.error()));
 }
 
 void barrier(void* state, TF_OpKernelContext* context) {

@@ -1,7 +1,8 @@
-// Who sends what when: the integers of schedule.py, as the ring executes them.
+// Who sends what to whom when: the integers of schedule.py, as the world executes them.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace tfring {
 
@@ -11,51 +12,51 @@ struct Range {
   int64_t end() const { return begin + size; }
 };
 
-// One step of a rank: which chunk it sends on, which it receives, and whether it adds to what it has.
+// One step of a member of a group, at a position in its order: which chunk it sends to which position, which
+// chunk it receives from which, and whether it adds to what it has. -1 where it does neither.
 struct ScheduleStep {
-  int send;  // -1: nothing
-  int recv;  // -1: nothing
+  int to;
+  int send;
+  int from;
+  int recv;
   bool reduce;
 };
+using Schedule = std::vector<ScheduleStep>;
 
-// Chunk `index` of `count` things shared among `world_size` ranks; the first count % world_size hold one
-// more.
-inline Range chunk_of(int64_t count, int world_size, int index) {
-  const int64_t base = count / world_size;
-  const int64_t extra = count % world_size;
+// Chunk `index` of `count` things shared among `size` members; the first count % size hold one more.
+inline Range chunk_of(int64_t count, int size, int index) {
+  const int64_t base = count / size;
+  const int64_t extra = count % size;
   return {index * base + (index < extra ? index : extra), base + (index < extra ? 1 : 0)};
 }
 
-// Below this many bytes every rank's whole contribution goes round, in N - 1 steps instead of 2 (N - 1).
+// Up to this many bytes in all, every member's whole contribution goes to every other.
 constexpr int64_t kSmallBytes = 64 * 1024;
+// Up to this many members send a small contribution to each other straight.
+constexpr int kFlatMembers = 16;
 
-inline bool is_small(int64_t num_bytes, int world_size) { return num_bytes * world_size <= kSmallBytes; }
+inline bool is_small(int64_t num_bytes, int size) { return num_bytes * size <= kSmallBytes; }
 
-inline int wrap(int value, int world_size) { return ((value % world_size) + world_size) % world_size; }
+enum class Algorithm : int32_t { kAuto = 0, kFlat = 1, kBruck = 2, kRing = 3, kTwoLevel = 4 };
 
-inline int num_all_reduce_steps(int world_size) { return 2 * (world_size - 1); }
-inline ScheduleStep all_reduce_step(int rank, int world_size, int step) {
-  return {wrap(rank - step, world_size), wrap(rank - step - 1, world_size), step < world_size - 1};
-}
+// Which algorithm an all_reduce of so many bytes takes; `local_size` is the number of members on each host,
+// 1 where hosts differ in it.
+Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size);
+// Those by which small contributions are gathered.
+Algorithm choose_small(Algorithm wanted, int size);
 
-inline int num_all_gather_steps(int world_size) { return world_size - 1; }
-inline ScheduleStep all_gather_step(int rank, int world_size, int step) {
-  return {wrap(rank - step, world_size), wrap(rank - step - 1, world_size), false};
-}
+// All clear `steps` first.
+void ring_all_reduce(int position, int size, Schedule* steps);
+void ring_all_gather(int position, int size, Schedule* steps);
+void ring_reduce_scatter(int position, int size, Schedule* steps);
+void ring_broadcast(int position, int size, int root, Schedule* steps);
+void ring_reduce(int position, int size, int root, Schedule* steps);
+void flat_all_gather(int position, int size, Schedule* steps);
+void flat_broadcast(int position, int size, int root, Schedule* steps);
+void bruck_all_gather(int position, int size, Schedule* steps);
+void two_level_all_reduce(int position, int size, int local_size, Schedule* steps);
 
-inline int num_reduce_scatter_steps(int world_size) { return world_size - 1; }
-inline ScheduleStep reduce_scatter_step(int rank, int world_size, int step) {
-  return {wrap(rank - step - 1, world_size), wrap(rank - step - 2, world_size), true};
-}
-
-// Chunk 0 is the whole buffer, chunk 1 the word of the last rank to the root that it arrived.
-inline int num_broadcast_steps() { return 2; }
-inline ScheduleStep broadcast_step(int rank, int world_size, int root, int step) {
-  const bool is_root = rank == root;
-  const bool is_last = wrap(rank + 1, world_size) == root;
-  if (step == 0) return is_root ? ScheduleStep{0, -1, false} : ScheduleStep{-1, 0, false};
-  if (is_root) return {-1, 1, false};
-  return {is_last ? 1 : 0, -1, false};
-}
+// The positions with which this one may exchange anything in a collective of its group.
+std::vector<int> partners(int position, int size, int local_size);
 
 }  // namespace tfring

@@ -1,12 +1,12 @@
 // Data through memory shared by two ranks of a host.
 //
-// Every rank owns a mailbox: an anonymous memory file with one ring of bytes in it, written by the previous
-// rank and read by the owner. The bytes are mapped twice in a row, so that whatever is readable, or free, is
+// Each of the two owns a mailbox: an anonymous memory file with one ring of bytes in it, written by the peer
+// and read by the owner. The bytes are mapped twice in a row, so that whatever is readable, or free, is
 // contiguous.
 //
 //     page 0: MailboxHeader | bytes | the same bytes again
 //
-// A rank with nothing to do marks itself asleep in its own mailbox and polls its doorbell, a pipe. Whoever
+// A rank with nothing to do marks itself asleep in its own mailboxes and polls their doorbells, pipes. Whoever
 // puts bytes into a mailbox, or takes bytes out of one, rings the bell of the rank on the other side if it
 // sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the process ends.
 #include <errno.h>
@@ -28,14 +28,14 @@
 namespace tfring {
 
 // The first page of a mailbox; rendezvous.py writes the first 16 bytes and reads them back through the
-// neighbour's descriptor to be sure it has the right file. Each counter has a cache line to itself.
+// peer's descriptor to be sure it has the right file. Each counter has a cache line to itself.
 //
 // Sleeping and ringing are a Dekker handshake: the sleeper sets `asleep` and then looks at the counters, the
 // other side moves a counter and then looks at `asleep`. All of that is sequentially consistent, so that one
 // sees the other.
 struct MailboxHeader {
   char nonce[16];
-  alignas(64) std::atomic<uint64_t> written;  // bytes ever put in, by the previous rank
+  alignas(64) std::atomic<uint64_t> written;  // bytes ever put in, by the peer
   alignas(64) std::atomic<uint64_t> read;     // bytes ever taken out, by the owner
   alignas(64) std::atomic<uint32_t> asleep;   // 1 while the owner waits for its doorbell
 };
@@ -98,7 +98,7 @@ void Mailbox::silence_doorbell() {
   }
 }
 
-// The counters are the neighbour's to write as well: whatever they hold, nothing beyond the mailbox is
+// The counters are the peer's to write as well: whatever they hold, nothing beyond the mailbox is
 // touched.
 int64_t Mailbox::readable() const {
   const uint64_t written = header_->written.load();
@@ -178,12 +178,12 @@ class StreamingChoice {
 
 class ShmSender final : public Sender {
  public:
-  explicit ShmSender(Mailbox* next) : next_(next) {}
+  explicit ShmSender(Mailbox* peers) : peers_(peers) {}
 
   int64_t send(const iovec* parts, int num_parts) override {
-    const int64_t room = next_->writable();
+    const int64_t room = peers_->writable();
     if (room == 0) return 0;
-    char* to = next_->write_position();
+    char* to = peers_->write_position();
     int64_t taken = 0;
     for (int i = 0; i < num_parts && taken < room; ++i) {
       const int64_t size = std::min<int64_t>(static_cast<int64_t>(parts[i].iov_len), room - taken);
@@ -195,23 +195,23 @@ class ShmSender final : public Sender {
       }
       taken += size;
     }
-    next_->did_write(taken);
-    next_->ring_if_asleep();
+    peers_->did_write(taken);
+    peers_->ring_if_asleep();
     return taken;
   }
 
-  bool ready() const override { return next_->writable() > 0; }
+  bool ready() const override { return peers_->writable() > 0; }
   int poll_fd() const override { return -1; }
   void learn(double seconds) override { choice_.learn(seconds); }
 
  private:
-  Mailbox* const next_;
+  Mailbox* const peers_;
   StreamingChoice choice_;
 };
 
 class ShmReceiver final : public Receiver {
  public:
-  ShmReceiver(Mailbox* own, Mailbox* previous) : own_(own), previous_(previous) {}
+  ShmReceiver(Mailbox* own, Mailbox* peers) : own_(own), peers_(peers) {}
 
   int64_t peek(int64_t, const char** data) override {
     *data = own_->read_position();
@@ -222,7 +222,7 @@ class ShmReceiver final : public Receiver {
   // bytes.
   void consume(int64_t num_bytes) override {
     own_->did_read(num_bytes);
-    if (2 * own_->readable() <= own_->capacity()) previous_->ring_if_asleep();
+    if (2 * own_->readable() <= own_->capacity()) peers_->ring_if_asleep();
   }
 
   int64_t receive(const iovec* parts, int num_parts) override {
@@ -244,14 +244,14 @@ class ShmReceiver final : public Receiver {
 
  private:
   Mailbox* const own_;
-  Mailbox* const previous_;
+  Mailbox* const peers_;
 };
 
 }  // namespace
 
-std::unique_ptr<Sender> make_shm_sender(Mailbox* next) { return std::make_unique<ShmSender>(next); }
-std::unique_ptr<Receiver> make_shm_receiver(Mailbox* own, Mailbox* previous) {
-  return std::make_unique<ShmReceiver>(own, previous);
+std::unique_ptr<Sender> make_shm_sender(Mailbox* peers) { return std::make_unique<ShmSender>(peers); }
+std::unique_ptr<Receiver> make_shm_receiver(Mailbox* own, Mailbox* peers) {
+  return std::make_unique<ShmReceiver>(own, peers);
 }
 
 }  // namespace tfring

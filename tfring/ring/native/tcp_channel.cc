@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "channel.h"
-#include "fd.h"
 
 namespace tfring {
 namespace {
@@ -67,16 +66,16 @@ class TcpSender final : public Sender {
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = static_cast<size_t>(num_parts);
-    const ssize_t sent = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent >= 0) return sent;
     return would_block(errno) ? 0 : kGone;
   }
 
   bool ready() const override { return false; }
-  int poll_fd() const override { return fd_.get(); }
+  int poll_fd() const override { return fd_; }
 
  private:
-  const Fd fd_;
+  const int fd_;
 };
 
 class TcpReceiver final : public Receiver {
@@ -115,19 +114,19 @@ class TcpReceiver final : public Receiver {
   }
 
   bool ready(int64_t wanted) const override { return end_ - begin_ >= wanted; }
-  int poll_fd() const override { return fd_.get(); }
+  int poll_fd() const override { return fd_; }
 
  private:
   int64_t receive_now(const iovec* parts, int num_parts) {
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = static_cast<size_t>(num_parts);
-    const ssize_t got = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+    const ssize_t got = recvmsg(fd_, &message, MSG_DONTWAIT);
     if (got > 0) return got;
     return got < 0 && would_block(errno) ? 0 : kGone;
   }
 
-  const Fd fd_;
+  const int fd_;
   std::vector<char> window_;
   int64_t begin_ = 0;
   int64_t end_ = 0;

@@ -1,4 +1,4 @@
-"""A rank next to this one in a ring that forms: what connects the two, until the native ring takes it over."""
+"""What connects this rank with another while a ring forms, until the native code takes it over."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _CONNECT_SECONDS = 5.0
 
 
 @dataclasses.dataclass
-class Neighbour:
-    """What connects this rank with a neighbour. The descriptors belong to whoever holds it; -1 for none."""
+class Link:
+    """What connects this rank with rank `rank`. The descriptors belong to whoever holds it; -1 for none."""
 
     rank: int
     control: socket.socket
     data: socket.socket | None = None
+    own: mailbox.Mailbox | None = None  # which the peer writes into
     mailbox_fd: int = -1
     doorbell_fd: int = -1
 
@@ -34,7 +35,7 @@ class Neighbour:
         return "shm" if self.mailbox_fd >= 0 else "tcp"
 
     def take_mailbox(self, fds: list[int]) -> str | None:
-        """Uses what the neighbour handed over, which leaves the list; or says why that cannot be."""
+        """Uses the peer's mailbox it handed over, which leaves the list; or says why that cannot be."""
         try:
             mailbox.check(fds)
         except (OSError, ValueError) as error:
@@ -43,17 +44,23 @@ class Neighbour:
         fds.clear()
         return None
 
-    def drop_mailbox(self) -> None:
+    def drop_mailboxes(self) -> None:
         wire.close_all([fd for fd in (self.mailbox_fd, self.doorbell_fd) if fd >= 0])
         self.mailbox_fd = self.doorbell_fd = -1
+        if self.own is not None:
+            self.own.close()
+            self.own = None
 
-    def detach(self) -> library.Link:
-        """Hands the descriptors over to the native ring."""
+    def detach(self, host: bytes) -> library.Link:
+        """Hands the descriptors over to the native code."""
         data_fd = -1 if self.data is None else self.data.detach()
-        return library.Link(self.control.detach(), data_fd, self.mailbox_fd, self.doorbell_fd)
+        own = (-1, -1) if self.own is None else self.own.detach()
+        return library.Link(
+            self.rank, self.control.detach(), data_fd, *own, self.mailbox_fd, self.doorbell_fd, host
+        )
 
     def part_with(self, rank: int, why: str) -> None:
-        """Tells a neighbour, who tells its own, why `rank` gives up; nobody waits for a ring that cannot form."""
+        """Tells the peer, who tells others, why `rank` gives up; nobody waits for a ring that cannot form."""
         library.core().tfring_send_abort(self.control.fileno(), rank, library.PEER_LOST, why.encode())
         self.close()
 
@@ -61,10 +68,10 @@ class Neighbour:
         self.control.close()
         if self.data is not None:
             self.data.close()
-        self.drop_mailbox()
+        self.drop_mailboxes()
 
     def check_still_there(self, ring: str) -> None:
-        """Raises if the neighbour has given up.
+        """Raises if the peer has given up.
 
         Raises:
             RendezvousError: With its reason.

@@ -1,0 +1,226 @@
+"""The collectives on NumPy arrays; `tfring.ring.ops` has the same for TensorFlow's tensors.
+
+`tfring.ring.communicator.Communicator` says what each does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfring.errors import MismatchError
+from tfring.ring import library
+from tfring.ring.schedule import chunk_bounds
+
+
+def all_reduce(communicator: Any, value: Any, op: str = "sum", *, name: str = "all_reduce") -> Any:
+    many, values = _as_list(value)
+    results = [np.empty_like(value) for value in values]
+    _run("all_reduce", communicator, name, values, results, op=op)
+    return results if many else results[0]
+
+
+def reduce(communicator: Any, value: Any, root: int = 0, op: str = "sum", *, name: str = "reduce") -> Any:
+    many, values = _as_list(value)
+    make = np.empty_like if communicator.rank == root else np.zeros_like
+    results = [make(value) for value in values]
+    _run("reduce", communicator, name, values, results, op=op, root=root)
+    return results if many else results[0]
+
+
+def reduce_scatter(communicator: Any, value: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
+    many, values = _as_list(value)
+    results = []
+    for each in values:
+        begin, end = chunk_bounds(each.shape[0] if each.ndim else 0, communicator.world_size)[communicator.rank]
+        results.append(np.empty((end - begin, *each.shape[1:]), each.dtype))
+    _run("reduce_scatter", communicator, name, values, results, op=op)
+    return results if many else results[0]
+
+
+def broadcast(communicator: Any, value: Any, root: int = 0, *, name: str = "broadcast") -> Any:
+    many, values = _as_list(value)
+    results = [np.empty_like(value) for value in values]
+    _run("broadcast", communicator, name, values, results, root=root)
+    return results if many else results[0]
+
+
+def barrier(communicator: Any, *, name: str = "barrier") -> None:
+    call, _ = _prepare("barrier", name, [], [])
+    _check(library.core().tfring_barrier, communicator.handle, call)
+
+
+def all_gather(communicator: Any, value: Any, *, name: str = "all_gather") -> Any:
+    many, values = _as_list(value)
+    results, _ = _exchange("all_gather", communicator, name, values, None)
+    return results if many else results[0]
+
+
+def gather(communicator: Any, value: Any, root: int = 0, *, name: str = "gather") -> Any:
+    many, values = _as_list(value)
+    results, _ = _exchange("gather", communicator, name, values, None, root)
+    return results if many else results[0]
+
+
+def scatter(
+    communicator: Any, value: Any, counts: Any = None, root: int = 0, *, name: str = "scatter"
+) -> Any:
+    many, values = _as_list(value)
+    results, _ = _exchange("scatter", communicator, name, values, _counts(communicator, values, counts, many), root)
+    return results if many else results[0]
+
+
+def all_to_all(communicator: Any, value: Any, counts: Any = None, *, name: str = "all_to_all") -> Any:
+    many, values = _as_list(value)
+    results, rows = _exchange("all_to_all", communicator, name, values, _counts(communicator, values, counts, many))
+    return (results, list(rows.T.copy())) if many else (results[0], rows[:, 0].copy())
+
+
+def send(communicator: Any, value: Any, to: int, *, name: str = "send") -> None:
+    value = _as_array(value)
+    call, tensors = _prepare("send", name, [value], [None], root=to)
+    _check(library.core().tfring_send, communicator.handle, call, tensors)
+
+
+def receive(
+    communicator: Any, source: int, dtype: Any, shape: Any = None, *, name: str = "receive"
+) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    results: list[np.ndarray] = []
+    raised: list[BaseException] = []
+
+    @library.Shape
+    def place(_: Any, dims: Any, num_dims: int, output: Any, placed: Any) -> None:
+        try:
+            received = tuple(dims[:num_dims])
+            check_shape(name, source, shape, received)
+            results.append(np.empty(received, dtype))
+            output[0] = results[0].ctypes.data
+            placed[0] = 1
+        except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
+            raised.append(error)
+
+    call, _ = _prepare("receive", name, [np.empty(0, dtype)], [None], root=source)
+    arguments = (communicator.handle, call, library.DTYPES[dtype.name], place, None)
+    _check(library.core().tfring_receive, *arguments, raised=raised)
+    return results[0]
+
+
+def check_shape(name: str, source: int, wanted: Any, received: tuple[int, ...]) -> None:
+    """Raises MismatchError where what comes is not of the shape it should have; None stands for any size."""
+    if wanted is None:
+        return
+    wanted = tuple(wanted)
+    if len(wanted) != len(received) or any(w not in (None, r) for w, r in zip(wanted, received, strict=True)):
+        raise MismatchError(
+            f'receive "{name}" wants shape {list(wanted)}, and rank {source} sends {list(received)}. '
+            "Send and receive the same, or leave `shape` out."
+        )
+
+
+def _exchange(
+    kind: str, communicator: Any, name: str, values: list[np.ndarray], counts: Any, root: int = 0
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The rows that come to this rank, and `[rank, tensor]` how many from each."""
+    size, num_tensors = communicator.world_size, len(values)
+    results: list[np.ndarray] = [np.empty((0, *value.shape[1:]), value.dtype) for value in values]
+    received = np.zeros((size, num_tensors), np.int64)
+    raised: list[BaseException] = []
+
+    @library.Place
+    def place(_: Any, rows: Any, outputs: Any, placed: Any) -> None:
+        try:
+            received[:] = np.ctypeslib.as_array(rows, (size, num_tensors))
+            for t, value in enumerate(values):
+                results[t] = np.empty((int(received[:, t].sum()), *value.shape[1:]), value.dtype)
+                outputs[t] = results[t].ctypes.data
+            placed[0] = 1
+        except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
+            raised.append(error)
+
+    call, tensors = _prepare(kind, name, values, [None] * num_tensors, root=root)
+    numbers = () if counts is None else (counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int64)),)
+    function = getattr(library.core(), f"tfring_{kind}")
+    _check(function, communicator.handle, call, tensors, num_tensors, *numbers, place, None, raised=raised)
+    return results, received
+
+
+def _counts(communicator: Any, values: list[np.ndarray], counts: Any, many: bool) -> np.ndarray:
+    """`[rank, tensor]`: how many rows of each tensor go to each rank."""
+    size = communicator.world_size
+    if counts is None:
+        columns: Sequence[Any] = [
+            [end - begin for begin, end in chunk_bounds(value.shape[0] if value.ndim else 0, size)] for value in values
+        ]
+    else:
+        columns = counts if many else [counts]
+    if len(columns) != len(values):
+        raise ValueError(
+            f"`counts` has one entry for each of {len(values)} tensors. Received: {len(columns)} entries"
+        )
+    for value, column in zip(values, columns, strict=True):
+        column = np.asarray(column)
+        if column.shape != (size,) or not np.issubdtype(column.dtype, np.integer) or (column < 0).any():
+            raise ValueError(f"`counts` holds a number of rows for each of {size} ranks. Received: {column.tolist()}")
+        if value.ndim and column.sum() != value.shape[0]:
+            raise ValueError(
+                f"`counts` add up to the rows there are. Received: counts={column.tolist()}, shape={value.shape}"
+            )
+    return np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+
+
+def _run(
+    kind: str, communicator: Any, name: str, inputs: list[np.ndarray], outputs: list[Any], **settings: Any
+) -> None:
+    call, tensors = _prepare(kind, name, inputs, outputs, **settings)
+    _check(getattr(library.core(), f"tfring_{kind}"), communicator.handle, call, tensors, len(inputs))
+
+
+def _check(function: Callable[..., int], *arguments: Any, raised: Sequence[BaseException] = ()) -> None:
+    error = library.Error()
+    if function(*arguments, error):
+        if raised:
+            raise raised[0]
+        library.raise_error(error)
+
+
+def _prepare(
+    kind: str, name: str, inputs: list[np.ndarray], outputs: list[Any], op: str = "sum", root: int = 0
+) -> tuple[Any, Any]:
+    """What the native call is given; the arrays are the caller's to hold."""
+    if op not in library.OPERATIONS:
+        raise ValueError(f"`op` is {', '.join(library.OPERATIONS)}. Received: op={op!r}")
+    main = threading.current_thread() is threading.main_thread()
+    caller = library.PYTHON_MAIN_THREAD if main else library.ANY_THREAD
+    call = library.Call(name.encode(), library.OPERATIONS[op], root, 0, caller)
+    tensors = (library.Tensor * len(inputs))()
+    for tensor, source, target in zip(tensors, inputs, outputs, strict=True):
+        dtype = library.DTYPES.get(source.dtype.name)
+        if dtype is None:
+            raise ValueError(
+                f'{kind} "{name}" carries {", ".join(sorted(library.DTYPES))}. Received: dtype={source.dtype}'
+            )
+        tensor.input = source.ctypes.data
+        tensor.output = None if target is None else target.ctypes.data
+        tensor.dims = (ctypes.c_int64 * source.ndim)(*source.shape)
+        tensor.num_dims = source.ndim
+        tensor.dtype = dtype
+    return call, tensors
+
+
+def _as_list(value: Any) -> tuple[bool, list[np.ndarray]]:
+    """A list of arrays is several values; one of numbers is one."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
+        return True, [_as_array(each) for each in value]
+    return False, [_as_array(value)]
+
+
+def _as_array(value: Any) -> np.ndarray:
+    value = np.asarray(value)
+    # Not ascontiguousarray: it makes a scalar one-dimensional.
+    value = value if value.flags.c_contiguous else value.copy()
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))

@@ -1,0 +1,217 @@
+// What each collective plans before it runs.
+#include <algorithm>
+#include <cstring>
+
+#include "tensor.h"
+#include "world.h"
+
+namespace tfring {
+namespace {
+
+// What this rank adds: zeros where it is inactive.
+const void* contribution(const tfring_call& call, const tfring_tensor& tensor) {
+  return call.inactive ? nullptr : tensor.input;
+}
+
+void put_together(char* to, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  for (int t = 0; t < num_tensors; ++t) {
+    copy(to, contribution(call, tensors[t]), num_bytes(tensors[t]));
+    to += num_bytes(tensors[t]);
+  }
+}
+
+void take_apart(const char* from, const tfring_tensor* tensors, int num_tensors) {
+  for (int t = 0; t < num_tensors; ++t) {
+    copy(tensors[t].output, from, num_bytes(tensors[t]));
+    from += num_bytes(tensors[t]);
+  }
+}
+
+// Pieces of equal size, as far as whole items allow.
+void cut(int64_t num_bytes, int64_t item, int num_pieces, std::vector<Range>* chunks) {
+  chunks->clear();
+  for (int c = 0; c < num_pieces; ++c) {
+    const Range range = chunk_of(num_bytes / item, num_pieces, c);
+    chunks->push_back({range.begin * item, range.size * item});
+  }
+}
+
+}  // namespace
+
+Status World::all_reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors,
+                         int num_tensors) {
+  return run(group, Kind::kAllReduce, call, tensors, num_tensors, [&] {
+    const Algorithm algorithm =
+        choose_all_reduce(algorithm_, num_bytes(tensors, num_tensors), group->size(), group->local_size);
+    return algorithm == Algorithm::kFlat || algorithm == Algorithm::kBruck
+               ? small_all_reduce(call, tensors, num_tensors)
+               : large_all_reduce(algorithm, call, tensors, num_tensors);
+  });
+}
+Status World::reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  return run(group, Kind::kReduce, call, tensors, num_tensors,
+             [&] { return run_reduce(call, tensors, num_tensors); });
+}
+Status World::reduce_scatter(Group* group, const tfring_call& call, const tfring_tensor* tensors,
+                             int num_tensors) {
+  return run(group, Kind::kReduceScatter, call, tensors, num_tensors,
+             [&] { return run_reduce_scatter(call, tensors, num_tensors); });
+}
+Status World::broadcast(Group* group, const tfring_call& call, const tfring_tensor* tensors,
+                        int num_tensors) {
+  return run(group, Kind::kBroadcast, call, tensors, num_tensors,
+             [&] { return run_broadcast(call, tensors, num_tensors); });
+}
+Status World::barrier(Group* group, const tfring_call& call) {
+  return run(group, Kind::kBarrier, call, nullptr, 0, [&] { return small_all_reduce(call, nullptr, 0); });
+}
+
+// Every member's slot of the scratch goes to every other. Slots lie in the order of the members.
+Status World::gather_slots(int64_t slot) {
+  const int size = group_->size();
+  const int64_t begin = plan_.spans.size();
+  plan_.spans.add(scratch_.get(), scratch_.get(), slot * size);
+  chunks_.clear();
+  for (int member : group_->member_at) chunks_.push_back({begin + member * slot, slot});
+  if (choose_small(algorithm_, size) == Algorithm::kFlat) {
+    flat_all_gather(group_->position, size, &schedule_);
+  } else {
+    bruck_all_gather(group_->position, size, &schedule_);
+  }
+  plan_.add(schedule_, group_->order, chunks_);
+  return execute(kDone);
+}
+
+// Each member adds all contributions up, in the order of the members.
+Status World::small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const int64_t slot = num_bytes(tensors, num_tensors);
+  TFRING_TRY(need_scratch(slot * group_->size()));
+  char* const all = scratch_.get();
+  put_together(all + group_->member * slot, call, tensors, num_tensors);
+  TFRING_TRY(gather_slots(slot));
+  for (int m = 1; m < group_->size(); ++m) {
+    tfring::reduce(plan_.dtype, plan_.op, all, all, all + m * slot, slot / size_of(plan_.dtype));
+  }
+  take_apart(all, tensors, num_tensors);
+  return {};
+}
+
+// Reduce-scatter, then all-gather, as one stream. Each chunk is added up on its way, one member after the
+// other, and the sum is passed on, so all hold the same bits. The input is read where it lies: the addition
+// writes the output.
+Status World::large_all_reduce(Algorithm algorithm, const tfring_call& call, const tfring_tensor* tensors,
+                               int num_tensors) {
+  const int size = group_->size();
+  for (int t = 0; t < num_tensors; ++t) {
+    const void* input = contribution(call, tensors[t]);
+    if (size == 1) copy(tensors[t].output, input, num_bytes(tensors[t]));
+    plan_.spans.add(input, tensors[t].output, num_bytes(tensors[t]));
+  }
+  cut(plan_.spans.size(), size_of(plan_.dtype), size, &chunks_);
+  if (algorithm == Algorithm::kTwoLevel) {
+    two_level_all_reduce(group_->position, size, group_->local_size, &schedule_);
+  } else {
+    ring_all_reduce(group_->position, size, &schedule_);
+  }
+  plan_.add(schedule_, group_->order, chunks_);
+  return execute(kDone);
+}
+
+// Small contributions go to the root, which adds them up in the order of the members; a large sum is made on
+// its way round to the root.
+Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const int size = group_->size();
+  const bool is_root = group_->member == call.root;
+  const int root = group_->ranks[static_cast<size_t>(call.root)];
+  const int64_t slot = num_bytes(tensors, num_tensors);
+  if (is_small(slot, size) && size <= kFlatMembers) {
+    TFRING_TRY(need_scratch(slot * size));
+    char* const all = scratch_.get();
+    put_together(all + group_->member * slot, call, tensors, num_tensors);
+    plan_.spans.add(all, all, slot * size);
+    if (!is_root) plan_.add_send(root, {group_->member * slot, slot});
+    for (int m = 0; m < size && is_root; ++m) {
+      if (m != call.root) plan_.add_recv(group_->ranks[static_cast<size_t>(m)], {m * slot, slot});
+    }
+    TFRING_TRY(execute(kDone));
+    if (!is_root) return {};
+    for (int m = 1; m < size; ++m) {
+      tfring::reduce(plan_.dtype, plan_.op, all, all, all + m * slot, slot / size_of(plan_.dtype));
+    }
+    take_apart(all, tensors, num_tensors);
+    return {};
+  }
+  if (!is_root) TFRING_TRY(need_scratch(slot));
+  char* partial = scratch_.get();
+  for (int t = 0; t < num_tensors; ++t) {
+    const void* input = contribution(call, tensors[t]);
+    if (size == 1) copy(tensors[t].output, input, num_bytes(tensors[t]));
+    plan_.spans.add(input, is_root ? tensors[t].output : partial, num_bytes(tensors[t]));
+    partial += num_bytes(tensors[t]);
+  }
+  chunks_.assign(1, {0, plan_.spans.size()});
+  ring_reduce(group_->position, size, group_->position_of(call.root), &schedule_);
+  plan_.add(schedule_, group_->order, chunks_);
+  return execute(kDone);
+}
+
+// As the first half of an all_reduce, one chunk further on, so that each member ends with its own. Partial
+// sums live in two pieces of scratch used in turn.
+Status World::run_reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const int size = group_->size();
+  const auto rows_of = [&](const tfring_tensor& tensor, int member) {
+    const int64_t row = row_bytes(tensor);
+    const Range range = chunk_of(tensor.dims[0], size, member);
+    return Range{range.begin * row, range.size * row};
+  };
+  int64_t largest = 0;  // the first member has most of every tensor
+  for (int t = 0; t < num_tensors; ++t) largest += rows_of(tensors[t], 0).size;
+  if (size > 2) TFRING_TRY(need_scratch(2 * largest));
+  chunks_.clear();
+  for (int p = 0; p < size; ++p) {
+    const int member = group_->member_at[static_cast<size_t>(p)];
+    const int step = (group_->position - p - 2 + 2 * size) % size;  // in which this chunk comes
+    const int64_t begin = plan_.spans.size();
+    char* partial = size > 2 ? scratch_.get() + (step % 2) * largest : nullptr;
+    for (int t = 0; t < num_tensors; ++t) {
+      const Range range = rows_of(tensors[t], member);
+      const char* input = static_cast<const char*>(contribution(call, tensors[t]));
+      if (input != nullptr) input += range.begin;
+      const bool mine = p == group_->position;
+      if (mine && size == 1) copy(tensors[t].output, input, range.size);
+      plan_.spans.add(input, mine ? tensors[t].output : partial, range.size);
+      if (partial != nullptr) partial += range.size;
+    }
+    chunks_.push_back({begin, plan_.spans.size() - begin});
+  }
+  ring_reduce_scatter(group_->position, size, &schedule_);
+  plan_.add(schedule_, group_->order, chunks_, true);
+  return execute(kDone);
+}
+
+// Small values go from the root to each; large ones stream from one to the next. The root hears that they
+// have arrived, so that a rank that disagrees is known to it.
+Status World::run_broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const int size = group_->size();
+  const bool is_root = group_->member == call.root;
+  for (int t = 0; t < num_tensors; ++t) {
+    plan_.spans.add(tensors[t].input, tensors[t].output, num_bytes(tensors[t]));
+  }
+  const int64_t total = plan_.spans.size();
+  chunks_.assign({{0, total}, {0, 0}});
+  const int root = group_->position_of(call.root);
+  if (is_small(total, size) && size <= kFlatMembers) {
+    flat_broadcast(group_->position, size, root, &schedule_);
+  } else {
+    ring_broadcast(group_->position, size, root, &schedule_);
+  }
+  plan_.add(schedule_, group_->order, chunks_);
+  for (Transfer& send : plan_.sends) send.after = is_root ? -1 : 0;  // the word follows what it tells of
+  TFRING_TRY(execute(kDone));
+  for (int t = 0; t < num_tensors && is_root; ++t) {
+    copy(tensors[t].output, tensors[t].input, num_bytes(tensors[t]));
+  }
+  return {};
+}
+
+}  // namespace tfring

@@ -1,0 +1,157 @@
+// The tables of schedule.py; the tests hold the two against each other.
+#include "schedule.h"
+
+#include <algorithm>
+
+namespace tfring {
+namespace {
+
+int wrap(int value, int size) { return ((value % size) + size) % size; }
+
+}  // namespace
+
+Algorithm choose_small(Algorithm wanted, int size) {
+  if (wanted == Algorithm::kBruck || wanted == Algorithm::kFlat) {
+    if (wanted == Algorithm::kBruck || size <= kFlatMembers) return wanted;
+  }
+  return size <= kFlatMembers ? Algorithm::kFlat : Algorithm::kBruck;
+}
+
+Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size) {
+  const bool two_level = local_size > 1 && local_size < size;
+  if (wanted == Algorithm::kTwoLevel) return two_level ? wanted : Algorithm::kRing;
+  if (wanted == Algorithm::kRing) return wanted;
+  if (wanted != Algorithm::kAuto || is_small(num_bytes, size)) return choose_small(wanted, size);
+  return two_level ? Algorithm::kTwoLevel : Algorithm::kRing;
+}
+
+void ring_all_reduce(int position, int size, Schedule* steps) {
+  steps->clear();
+  for (int s = 0; s < 2 * (size - 1); ++s) {
+    steps->push_back({wrap(position + 1, size), wrap(position - s, size), wrap(position - 1, size),
+                      wrap(position - s - 1, size), s < size - 1});
+  }
+}
+
+void ring_all_gather(int position, int size, Schedule* steps) {
+  steps->clear();
+  for (int s = 0; s < size - 1; ++s) {
+    steps->push_back({wrap(position + 1, size), wrap(position - s, size), wrap(position - 1, size),
+                      wrap(position - s - 1, size), false});
+  }
+}
+
+void ring_reduce_scatter(int position, int size, Schedule* steps) {
+  steps->clear();
+  for (int s = 0; s < size - 1; ++s) {
+    steps->push_back({wrap(position + 1, size), wrap(position - s - 1, size), wrap(position - 1, size),
+                      wrap(position - s - 2, size), true});
+  }
+}
+
+// Chunk 0 is the whole buffer, chunk 1 the word of the last member to the root that it arrived.
+void ring_broadcast(int position, int size, int root, Schedule* steps) {
+  steps->clear();
+  const int next = wrap(position + 1, size);
+  const int previous = wrap(position - 1, size);
+  if (size == 1) return;
+  if (position == root) {
+    steps->push_back({next, 0, -1, -1, false});
+    steps->push_back({-1, -1, previous, 1, false});
+  } else {
+    steps->push_back({-1, -1, previous, 0, false});
+    steps->push_back({next, next == root ? 1 : 0, -1, -1, false});
+  }
+}
+
+void ring_reduce(int position, int size, int root, Schedule* steps) {
+  steps->clear();
+  const int next = wrap(position + 1, size);
+  const int previous = wrap(position - 1, size);
+  if (size > 1 && previous != root) steps->push_back({-1, -1, previous, 0, true});
+  if (size > 1 && position != root) steps->push_back({next, 0, -1, -1, false});
+}
+
+void flat_all_gather(int position, int size, Schedule* steps) {
+  steps->clear();
+  for (int s = 1; s < size; ++s) {
+    const int from = wrap(position - s, size);
+    steps->push_back({wrap(position + s, size), position, from, from, false});
+  }
+}
+
+void flat_broadcast(int position, int size, int root, Schedule* steps) {
+  steps->clear();
+  for (int s = 1; s < size && position == root; ++s) {
+    const int other = wrap(position + s, size);
+    steps->push_back({other, 0, other, 1, false});
+  }
+  if (position == root) return;
+  steps->push_back({-1, -1, root, 0, false});
+  steps->push_back({root, 1, -1, -1, false});
+}
+
+void bruck_all_gather(int position, int size, Schedule* steps) {
+  steps->clear();
+  for (int distance = 1; distance < size; distance *= 2) {
+    for (int j = 0; j < std::min(distance, size - distance); ++j) {
+      steps->push_back({wrap(position + distance, size), wrap(position - j, size),
+                        wrap(position - distance, size), wrap(position - distance - j, size), false});
+    }
+  }
+}
+
+// Chunk l * hosts + h is piece h of what member l of each host adds up.
+void two_level_all_reduce(int position, int size, int local_size, Schedule* steps) {
+  const int num_hosts = size / local_size;
+  const int host = position / local_size;
+  const int local = position % local_size;
+  const int next = host * local_size + wrap(local + 1, local_size);
+  const int previous = host * local_size + wrap(local - 1, local_size);
+  steps->clear();
+  for (int s = 0; s < local_size - 1; ++s) {
+    for (int h = 0; h < num_hosts; ++h) {
+      steps->push_back({next, wrap(local - s - 1, local_size) * num_hosts + h, previous,
+                        wrap(local - s - 2, local_size) * num_hosts + h, true});
+    }
+  }
+  for (int s = 0; s < 2 * (num_hosts - 1); ++s) {
+    steps->push_back({wrap(host + 1, num_hosts) * local_size + local,
+                      local * num_hosts + wrap(host - s, num_hosts),
+                      wrap(host - 1, num_hosts) * local_size + local,
+                      local * num_hosts + wrap(host - s - 1, num_hosts), s < num_hosts - 1});
+  }
+  for (int s = 0; s < local_size - 1; ++s) {
+    for (int h = 0; h < num_hosts; ++h) {
+      steps->push_back({next, wrap(local - s, local_size) * num_hosts + h, previous,
+                        wrap(local - s - 1, local_size) * num_hosts + h, false});
+    }
+  }
+}
+
+std::vector<int> partners(int position, int size, int local_size) {
+  std::vector<int> found;
+  for (int other = 0; other < size; ++other) {
+    if (other != position && size <= kFlatMembers) found.push_back(other);
+  }
+  if (size <= kFlatMembers) return found;
+  for (int distance = 1; distance < size; distance *= 2) {
+    found.push_back(wrap(position + distance, size));
+    found.push_back(wrap(position - distance, size));
+  }
+  if (local_size > 1) {
+    const int host = position / local_size;
+    const int local = position % local_size;
+    const int num_hosts = size / local_size;
+    for (int step : {1, -1}) {
+      found.push_back(host * local_size + wrap(local + step, local_size));
+      found.push_back(wrap(host + step, num_hosts) * local_size + local);
+    }
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  found.erase(std::remove(found.begin(), found.end(), position), found.end());
+  return found;
+}
+
+}  // namespace tfring
