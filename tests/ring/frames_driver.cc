@@ -20,6 +20,7 @@
 
 #include "core.h"
 #include "frame.h"
+#include "world.h"
 
 #define CHECK(condition, what)                                         \
   do {                                                                 \
@@ -74,13 +75,13 @@ void read_frames(Random* random, int64_t count) {
   const int64_t dims[3] = {5, 7, 11};
   const tfring_tensor tensor{nullptr, nullptr, dims, 3, kFloat32};
   const tfring_call call{"a name of some length", 0, 0, 0, 0};
-  const tfring::Kind kinds[] = {tfring::Kind::kAllReduce, tfring::Kind::kAllGather,
-                                tfring::Kind::kReduceScatter, tfring::Kind::kBroadcast,
-                                tfring::Kind::kBarrier};
+  tfring::Group group;
+  group.name = "a group";
   size_t length = 0;
   for (int64_t i = 0; i < count; ++i) {
     const tfring::CallHeader mine =
-        tfring::make_header(kinds[i % 5], call, &tensor, 1, static_cast<uint64_t>(i));
+        tfring::make_header(group, static_cast<tfring::Kind>(i % tfring::kNumKinds), call, &tensor, 1,
+                            static_cast<uint64_t>(i));
     // On the heap, where the sanitizer sees a step beyond the end.
     const std::unique_ptr<tfring::CallHeader> theirs(new tfring::CallHeader(mine));
     if (i % 16 == 15) {
@@ -91,7 +92,7 @@ void read_frames(Random* random, int64_t count) {
     } else {
       mutate(random, reinterpret_cast<char*>(theirs.get()), sizeof(*theirs));
     }
-    if (!tfring::agree(mine, *theirs)) length += tfring::describe(*theirs).size();
+    if (!tfring::agree(mine, *theirs)) length += (tfring::describe(*theirs) + tfring::describe_place(*theirs)).size();
   }
   if (length == 1) std::puts("");  // it is used
 }
@@ -99,14 +100,13 @@ void read_frames(Random* random, int64_t count) {
 // Sends back what comes, some of it changed, until the other side closes.
 class Mirror {
  public:
-  Mirror(int data_in, int data_out, int control_a, int control_b, uint64_t seed)
-      : data_in_(data_in), data_out_(data_out), controls_{control_a, control_b}, random_(seed) {
+  Mirror(int data, int control, uint64_t seed) : data_(data), control_(control), random_(seed) {
     thread_ = std::thread([this] { run(); });
   }
   ~Mirror() {
     done_ = true;
     thread_.join();
-    for (int fd : {data_in_, data_out_, controls_[0], controls_[1]}) close(fd);
+    for (int fd : {data_, control_}) close(fd);
   }
   void begin_to_lie() { lying_ = true; }
 
@@ -116,22 +116,20 @@ class Mirror {
     bool lied = false;
     int idle = 0;
     while (!done_) {
-      pollfd fds[3] = {{data_in_, POLLIN, 0}, {controls_[0], POLLIN, 0}, {controls_[1], POLLIN, 0}};
-      if (poll(fds, 3, 1) == 0) {
+      pollfd fds[2] = {{data_, POLLIN, 0}, {control_, POLLIN, 0}};
+      if (poll(fds, 2, 1) == 0) {
         if (!lied || ++idle < 3) continue;
-        for (int fd : {data_out_, controls_[0], controls_[1]})
-          shutdown(fd, SHUT_RDWR);  // it waits for what was cut out
+        for (int fd : {data_, control_}) shutdown(fd, SHUT_RDWR);  // it waits for what was cut out
         return;
       }
       idle = 0;
-      for (int i = 0; i < 2; ++i) {  // pings, goodbyes, aborts
-        if (fds[i + 1].revents == 0) continue;
-        const ssize_t got = recv(controls_[i], piece.data(), piece.size(), MSG_DONTWAIT);
+      if (fds[1].revents != 0) {  // pings, goodbyes, aborts
+        const ssize_t got = recv(control_, piece.data(), piece.size(), MSG_DONTWAIT);
         if (got <= 0) return;
-        answer(piece.data(), static_cast<size_t>(got), controls_[i]);
+        answer(piece.data(), static_cast<size_t>(got), control_);
       }
       if (fds[0].revents == 0) continue;
-      const ssize_t got = recv(data_in_, piece.data(), piece.size(), MSG_DONTWAIT);
+      const ssize_t got = recv(data_, piece.data(), piece.size(), MSG_DONTWAIT);
       if (got <= 0) return;
       size_t size = static_cast<size_t>(got);
       if (lying_ && below(&random_, 2) == 0) {
@@ -141,16 +139,16 @@ class Mirror {
             size = below(&random_, size + 1);
             break;
           case 1:
-            send(data_out_, piece.data(), size, MSG_NOSIGNAL);
+            send(data_, piece.data(), size, MSG_NOSIGNAL);
             break;
           default:
             // Behind the first header too, where the numbers of rows stand.
             mutate(&random_, piece.data() + (size > 256 ? below(&random_, 2) * 256 : 0),
                    size > 256 ? 64 : size);
         }
-        if (below(&random_, 4) == 0) make_up_control(controls_[below(&random_, 2)]);
+        if (below(&random_, 4) == 0) make_up_control(control_);
       }
-      send(data_out_, piece.data(), size, MSG_NOSIGNAL);
+      send(data_, piece.data(), size, MSG_NOSIGNAL);
     }
   }
 
@@ -178,9 +176,8 @@ class Mirror {
          MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
-  const int data_in_;
-  const int data_out_;
-  const int controls_[2];
+  const int data_;
+  const int control_;
   Random random_;
   std::atomic<bool> done_{false};
   std::atomic<bool> lying_{false};
@@ -209,17 +206,16 @@ void take_rows(void* context, const int64_t* rows, void** outputs, int32_t* plac
 
 void live_through_one(uint64_t seed, int64_t* failed) {
   Random random(seed);
-  const Pair to_next = connect_pair(), from_previous = connect_pair();
-  const Pair next = connect_pair(), previous = connect_pair();
-  Mirror mirror(to_next.theirs, from_previous.theirs, next.theirs, previous.theirs, seed + 1);
+  const Pair data = connect_pair(), control = connect_pair();
+  Mirror mirror(data.theirs, control.theirs, seed + 1);
+  const tfring_link link{1, control.ours, data.ours, -1, -1, -1, -1, "there"};
   tfring_options options{};
   options.name = "driver";
   options.host = "here";
   options.identity = 1;
   options.world_size = 2;
-  options.next = {next.ours, to_next.ours, -1, -1, "there"};
-  options.previous = {previous.ours, from_previous.ours, -1, -1, "there"};
-  options.mailbox_fd = options.doorbell_fd = -1;
+  options.links = &link;
+  options.num_links = 1;
   options.timeout_seconds = options.stall_seconds = options.lost_seconds = 5;
   options.opening_timeout_seconds = 30;
   tfring_error error{};
@@ -232,15 +228,19 @@ void live_through_one(uint64_t seed, int64_t* failed) {
   int code = TFRING_OK;
   for (int i = 0; i < 20 && code == TFRING_OK; ++i) {
     const tfring_call call{"mirrored", 0, static_cast<int32_t>(below(&random, 2)), 0, 0};
-    switch (below(&random, 5)) {
+    const int64_t counts[2] = {dims[0] / 3, dims[0] - dims[0] / 3};
+    switch (below(&random, 6)) {
       case 0:
         code = tfring_all_reduce(ring, &call, &tensor, 1, &error);
         break;
       case 1:
-        code = tfring_reduce_scatter(ring, &call, &tensor, &error);
+        code = tfring_reduce_scatter(ring, &call, &tensor, 1, &error);
         break;
       case 2:
         code = tfring_barrier(ring, &call, &error);
+        break;
+      case 3:
+        code = tfring_all_to_all(ring, &call, &tensor, 1, counts, take_rows, &memory, &error);
         break;
       default:
         code = tfring_all_gather(ring, &call, &tensor, 1, take_rows, &memory, &error);

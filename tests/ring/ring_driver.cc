@@ -35,7 +35,7 @@ constexpr int kInt64 = 9;
 constexpr int kFloat16 = 19;
 
 struct Pair {
-  int a;  // the earlier rank's end
+  int a;
   int b;
 };
 
@@ -45,53 +45,45 @@ Pair connect_pair() {
   return {fds[0], fds[1]};
 }
 
-// A ring of threads. Edge r goes from rank r to rank r + 1.
+// A mailbox and its doorbell, written by one rank and read by another.
+struct Box {
+  int memory = -1;
+  int bell_read = -1;
+  int bell_write = -1;
+
+  static Box make() {
+    Box box;
+    box.memory = memfd_create("mailbox", MFD_CLOEXEC);
+    CHECK(ftruncate(box.memory, 4096 + 64 * 4096) == 0, "ftruncate");
+    int ends[2];
+    CHECK(pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "pipe");
+    box.bell_read = ends[0];
+    box.bell_write = ends[1];
+    return box;
+  }
+};
+
+// Threads as ranks, each linked to each. `num_hosts` they are dealt to round-robin.
 class World {
  public:
-  World(int size, bool shared, double timeout_seconds) : size_(size) {
-    for (int r = 0; r < size; ++r) {
-      control_.push_back(connect_pair());
-      data_.push_back(shared ? Pair{-1, -1} : connect_pair());
-      memory_.push_back(shared ? memfd_create("mailbox", MFD_CLOEXEC) : -1);
-      if (shared) CHECK(ftruncate(memory_.back(), 4096 + 64 * 4096) == 0, "ftruncate");
-      int ends[2] = {-1, -1};
-      if (shared) CHECK(pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "pipe");
-      bell_read_.push_back(ends[0]);
-      bell_write_.push_back(ends[1]);
+  World(int size, bool shared, double timeout_seconds, int algorithm = 0, int num_hosts = 1)
+      : size_(size), timeout_(timeout_seconds), algorithm_(algorithm), links_(static_cast<size_t>(size)) {
+    for (int r = 0; r < size; ++r) hosts_.push_back(r % num_hosts);
+    for (int a = 0; a < size; ++a) {
+      for (int b = a + 1; b < size; ++b) {
+        const Pair control = connect_pair();
+        const Pair data = shared ? Pair{-1, -1} : connect_pair();
+        const Box to_a = shared ? Box::make() : Box();
+        const Box to_b = shared ? Box::make() : Box();
+        add(a, {b, control.a, data.a, copy(to_a.memory), to_a.bell_read, copy(to_b.memory), to_b.bell_write,
+                "there"});
+        add(b, {a, control.b, data.b, copy(to_b.memory), to_b.bell_read, copy(to_a.memory), to_a.bell_write,
+                "there"});
+        for (int fd : {to_a.memory, to_b.memory}) {
+          if (fd >= 0) close(fd);
+        }
+      }
     }
-    shared_ = shared;
-    timeout_ = timeout_seconds;
-  }
-
-  ~World() {
-    for (int fd : memory_) {
-      if (fd >= 0) close(fd);
-    }
-    for (int fd : bell_write_) {
-      if (fd >= 0) close(fd);
-    }
-  }
-
-  tfring_options options(int r) const {
-    const int next = (r + 1) % size_;
-    const int previous = (r + size_ - 1) % size_;
-    tfring_options options{};
-    options.name = "driver";
-    options.rank = r;
-    options.world_size = size_;
-    options.host = "here";
-    options.identity = 1;
-    options.next = {control_[r].a, data_[r].a, copy(memory_[next]), copy(bell_write_[next]), "there"};
-    options.previous = {control_[previous].b, data_[previous].b, copy(memory_[previous]),
-                        copy(bell_write_[previous]), "there"};
-    options.mailbox_fd = copy(memory_[r]);
-    options.doorbell_fd = bell_read_[r];
-    options.num_spins = r % 2 == 0 ? 100 : 0;
-    options.timeout_seconds = timeout_;
-    options.stall_seconds = 30;
-    options.lost_seconds = 15;
-    options.opening_timeout_seconds = 30;
-    return options;
   }
 
   void run(const std::function<void(int rank, int64_t ring)>& body) const {
@@ -99,7 +91,22 @@ class World {
     for (int r = 0; r < size_; ++r) {
       threads.emplace_back([this, r, &body] {
         tfring_error error{};
-        const tfring_options mine = options(r);
+        const std::vector<tfring_link>& links = links_[static_cast<size_t>(r)];
+        tfring_options mine{};
+        mine.name = "driver";
+        mine.rank = r;
+        mine.world_size = size_;
+        mine.host = "here";
+        mine.identity = 1;
+        mine.links = links.data();
+        mine.num_links = static_cast<int>(links.size());
+        mine.algorithm = algorithm_;
+        mine.hosts = hosts_.data();
+        mine.num_spins = r % 2 == 0 ? 100 : 0;
+        mine.timeout_seconds = timeout_;
+        mine.stall_seconds = 30;
+        mine.lost_seconds = 15;
+        mine.opening_timeout_seconds = 30;
         const int64_t ring = tfring_open(&mine, &error);
         CHECK(ring > 0, "%s", error.message);
         body(r, ring);
@@ -111,15 +118,13 @@ class World {
 
  private:
   static int copy(int fd) { return fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0); }
+  void add(int rank, const tfring_link& link) { links_[static_cast<size_t>(rank)].push_back(link); }
 
   int size_;
-  bool shared_ = false;
-  double timeout_ = 0;
-  std::vector<Pair> control_;
-  std::vector<Pair> data_;
-  std::vector<int> memory_;
-  std::vector<int> bell_read_;
-  std::vector<int> bell_write_;
+  double timeout_;
+  int algorithm_;
+  std::vector<int32_t> hosts_;
+  std::vector<std::vector<tfring_link>> links_;
 };
 
 tfring_call named(const char* name, int op = 0, int root = 0) { return {name, op, root, 0, 0}; }
@@ -139,7 +144,7 @@ void reduce_in_pieces(int rank, int64_t ring, int size, int64_t count) {
   const tfring_call call = named("pieces");
   CHECK(tfring_all_reduce(ring, &call, tensors, 3, &error) == TFRING_OK, "%s", error.message);
   const float ranks = static_cast<float>(size * (size - 1) / 2);
-  for (float value : a_out) CHECK(value == ranks + size, "%g", value);
+  for (float value : a_out) CHECK(value == ranks + size, "%g at rank %d of %d, %ld", value, rank, size, long(count));
   for (float value : b) CHECK(value == 2.0f * size, "%g", value);
   for (float value : c_out) CHECK(value == ranks, "%g", value);
 }
@@ -192,7 +197,7 @@ void scatter_and_send(int rank, int64_t ring, int size, int64_t rows) {
   const tfring_tensor tensor{input.data(), output.data(), dims, 2, kFloat32};
   tfring_error error{};
   tfring_call call = named("scatter");
-  CHECK(tfring_reduce_scatter(ring, &call, &tensor, &error) == TFRING_OK, "%s", error.message);
+  CHECK(tfring_reduce_scatter(ring, &call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
   for (size_t i = 0; i < output.size(); ++i) {
     CHECK(output[i] == size * input[static_cast<size_t>(begin * 7) + i], "%g", output[i]);
   }
@@ -204,6 +209,97 @@ void scatter_and_send(int rank, int64_t ring, int size, int64_t rows) {
     CHECK(tfring_broadcast(ring, &call, &copied, 1, &error) == TFRING_OK, "%s", error.message);
     for (float value : sent) CHECK(value == static_cast<float>(root), "%g", value);
   }
+}
+
+void total_at_each(int rank, int64_t ring, int size, int64_t count) {
+  std::vector<float> input(static_cast<size_t>(count), static_cast<float>(rank));
+  std::vector<float> output(input.size(), -1.0f);
+  const tfring_tensor tensor{input.data(), output.data(), &count, 1, kFloat32};
+  for (int root = 0; root < size; ++root) {
+    tfring_error error{};
+    const tfring_call call = named("total", 0, root);
+    CHECK(tfring_reduce(ring, &call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
+    const float want = rank == root ? static_cast<float>(size * (size - 1) / 2) : -1.0f;
+    for (float value : output) CHECK(value == want, "%g", value);
+    output.assign(output.size(), -1.0f);
+  }
+}
+
+// Rank r sends r + d rows, times `rows_each`, to rank d.
+void rows_to_each(int rank, int64_t ring, int size, int64_t rows_each) {
+  std::vector<int64_t> counts;
+  std::vector<int64_t> rows;
+  for (int d = 0; d < size; ++d) {
+    counts.push_back((rank + d) * rows_each);
+    for (int64_t i = 0; i < counts.back(); ++i) rows.push_back(rank * 100 + d);
+  }
+  struct Result {
+    int rank, size;
+    int64_t rows_each;
+    std::vector<int64_t> rows;
+  } result{rank, size, rows_each, {}};
+  const auto place = [](void* context, const int64_t* from, void** outputs, int32_t* placed) {
+    Result& to = *static_cast<Result*>(context);
+    int64_t total = 0;
+    for (int r = 0; r < to.size; ++r) {
+      CHECK(from[r] == (r + to.rank) * to.rows_each, "from rank %d", r);
+      total += from[r];
+    }
+    to.rows.assign(static_cast<size_t>(total), -1);
+    outputs[0] = to.rows.data();
+    *placed = 1;
+  };
+  const int64_t dims[1] = {static_cast<int64_t>(rows.size())};
+  const tfring_tensor tensor{rows.data(), nullptr, dims, 1, kInt64};
+  tfring_error error{};
+  const tfring_call call = named("to each");
+  CHECK(tfring_all_to_all(ring, &call, &tensor, 1, counts.data(), place, &result, &error) == TFRING_OK, "%s",
+        error.message);
+  size_t at = 0;
+  for (int r = 0; r < size; ++r) {
+    for (int64_t i = 0; i < (r + rank) * rows_each; ++i)
+      CHECK(result.rows[at++] == r * 100 + rank, "rank %d", r);
+  }
+}
+
+// Round the ranks, each passing on what it got.
+void pass_on(int rank, int64_t ring, int size, int64_t count) {
+  if (size == 1) return;
+  std::vector<float> values(static_cast<size_t>(count), 1.0f);
+  const auto place = [](void* context, const int64_t* dims, int32_t num_dims, void** output, int32_t* placed) {
+    auto* to = static_cast<std::vector<float>*>(context);
+    CHECK(num_dims == 1 && dims[0] == static_cast<int64_t>(to->size()), "another shape");
+    *output = to->data();
+    *placed = 1;
+  };
+  tfring_error error{};
+  const tfring_call from = named("pass", 0, (rank + size - 1) % size);
+  const tfring_call to = named("pass", 0, (rank + 1) % size);
+  if (rank > 0)
+    CHECK(tfring_receive(ring, &from, kFloat32, place, &values, &error) == TFRING_OK, "%s", error.message);
+  for (float& value : values) value += 1.0f;
+  const tfring_tensor tensor{values.data(), nullptr, &count, 1, kFloat32};
+  CHECK(tfring_send(ring, &to, &tensor, &error) == TFRING_OK, "%s", error.message);
+  if (rank == 0)
+    CHECK(tfring_receive(ring, &from, kFloat32, place, &values, &error) == TFRING_OK, "%s", error.message);
+  for (float value : values) CHECK(value == (rank == 0 ? size + 1 : rank + 2), "%g", value);
+}
+
+// Even and odd ranks by themselves, and then all again.
+void in_groups(int rank, int64_t ring, int size) {
+  std::vector<int32_t> members;
+  for (int r = rank % 2; r < size; r += 2) members.push_back(r);
+  tfring_error error{};
+  const int64_t group =
+      tfring_group(ring, members.data(), static_cast<int>(members.size()), rank % 2 == 0 ? "even" : "odd", &error);
+  CHECK(group > 0, "%s", error.message);
+  const int in_group = static_cast<int>(members.size());
+  for (int64_t count : {3, 30000}) {
+    reduce_in_pieces(rank / 2, group, in_group, count);
+    rows_to_each(rank / 2, group, in_group, count / 3);
+    reduce_in_pieces(rank, ring, size, count);
+  }
+  tfring_close(group);
 }
 
 // All 65536 halves, against a conversion written another way.
@@ -232,17 +328,21 @@ void halves(int rank, int64_t ring) {
   }
 }
 
-void everything(int size, bool shared) {
-  World(size, shared, 30).run([size](int rank, int64_t ring) {
+void everything(int size, bool shared, int algorithm = 0, int num_hosts = 1) {
+  World(size, shared, 30, algorithm, num_hosts).run([size](int rank, int64_t ring) {
     tfring_error error{};
     for (int64_t count : {0, 1, 10, 4000, 40000, 150001}) {
       reduce_in_pieces(rank, ring, size, count);
       gather_uneven(rank, ring, size, count / 20);
       scatter_and_send(rank, ring, size, count / 20);
+      total_at_each(rank, ring, size, count);
+      rows_to_each(rank, ring, size, count / 20);
+      pass_on(rank, ring, size, count);
       const tfring_call call = named("wait");
       CHECK(tfring_barrier(ring, &call, &error) == TFRING_OK, "%s", error.message);
     }
     halves(rank, ring);
+    in_groups(rank, ring, size);
     tfring_statistics statistics{};
     CHECK(tfring_get_statistics(ring, &statistics) == TFRING_OK, "statistics");
     CHECK(size == 1 || statistics.bytes_sent > 0, "statistics");
@@ -353,9 +453,28 @@ static void waiting_for_each_other() {
   tfring::leave_ring(mine);
 }
 
+// A group's call where the others call another's: named, on every rank.
+static void crossed_groups(bool shared) {
+  World(3, shared, 30).run([](int rank, int64_t ring) {
+    tfring_error error{};
+    const int32_t pair[2] = {0, 1};
+    const int64_t group = tfring_group(ring, pair, 2, "pair", &error);
+    CHECK(group > 0, "%s", error.message);
+    const tfring_call call = named("crossed");
+    const int code = rank == 0 ? tfring_barrier(group, &call, &error) : tfring_barrier(ring, &call, &error);
+    CHECK(code == TFRING_MISMATCH, "%s", error.message);
+    CHECK(std::strstr(error.message, "of group \"pair\"") != nullptr, "%s", error.message);
+    tfring_close(group);
+  });
+}
+
 int main() {
   for (bool shared : {false, true}) {
     for (int size : {1, 2, 3, 5}) everything(size, shared);
+    everything(5, shared, 2);     // Bruck
+    everything(6, shared, 0, 3);  // two levels
+    everything(18, shared);       // more than are flat
+    crossed_groups(shared);
     for (int size : {2, 4}) {
       disagreement(size, shared);
       leaving(size, shared);

@@ -216,13 +216,8 @@ def count_bytes(cluster, transport):
 def test_statistics_count_what_the_schedule_says(transport):
     world_size = 3
     for statistics in ranks.run(world_size, count_bytes, transport):
-        assert statistics["collectives"] == {
-            "all_reduce": 1,
-            "all_gather": 0,
-            "reduce_scatter": 0,
-            "broadcast": 1,
-            "barrier": 1,
-        }
+        called = {kind: number for kind, number in statistics["collectives"].items() if number}
+        assert called == {"all_reduce": 1, "broadcast": 1, "barrier": 1}
         least = 2 * (world_size - 1) * 1_200_000 // world_size
         assert least < statistics["bytes_sent"] < least + 2000
         assert least < statistics["bytes_received"] < least + 2000

@@ -147,7 +147,7 @@ def test_transports():
 def test_transports_that_exclude_each_other():
     for failed in ranks.try_run(3, want, ["shm", "tcp", "auto"]):
         assert failed.kind == "RendezvousError"
-        assert 'rank 0 "shm", rank 1 "tcp"' in failed.message and "TFRING_TRANSPORT" in failed.message
+        assert 'rank 1 "tcp", rank 0 "shm"' in failed.message and "TFRING_TRANSPORT" in failed.message
 
 
 def hide_memory(cluster, transport, how):
@@ -157,7 +157,7 @@ def hide_memory(cluster, transport, how):
         elif how == "not sealed":
             mailbox._SEALS = 0
     if cluster.rank == 0 and how == "handed over wrongly":
-        mailbox.Mailbox.for_neighbours = property(lambda self: (self.memory_fd, self.doorbell_fd))
+        mailbox.Mailbox.for_peer = property(lambda self: (self.memory_fd, self.doorbell_fd))
     warnings = logging.Handler(logging.WARNING)
     told = []
     warnings.emit = lambda record: told.append(record.getMessage())

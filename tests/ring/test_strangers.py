@@ -23,7 +23,7 @@ from tfring import wire
 from tfring.cluster import entrance, parse_address, secret
 from tfring.cluster.address import Address
 from tfring.errors import ConfigurationError, RendezvousError
-from tfring.ring import mailbox, neighbour
+from tfring.ring import link, mailbox
 from tfring.ring.communicator import Communicator
 
 SECRET = "a secret of these tests, and no other's"
@@ -429,9 +429,9 @@ def test_another_user_that_takes_the_name_is_told_of():
 
 
 def handed(**changes):
-    """What a neighbour hands over, one thing wrong with it."""
+    """What a peer hands over, one thing wrong with it."""
     box = mailbox.Mailbox()
-    fds = {"memory": os.dup(box.for_neighbours[0]), "doorbell": os.dup(box.for_neighbours[1]), **changes}
+    fds = {"memory": os.dup(box.for_peer[0]), "doorbell": os.dup(box.for_peer[1]), **changes}
     box.close()
     return list(fds.values())
 
@@ -460,14 +460,14 @@ def test_what_is_handed_over_is_looked_at(tmp_path):
         (handed()[:1], "1 descriptors"),
         ([*handed(), writer], "3 descriptors"),
     ):
-        other = neighbour.Neighbour(1, socket.socket())
+        other = link.Link(1, socket.socket())
         assert why in other.take_mailbox(fds), why
         assert other.transport == "tcp" and fds
         wire.close_all(fds)
         other.close()
     os.close(of)
     good = handed()
-    one = neighbour.Neighbour(1, socket.socket())
+    one = link.Link(1, socket.socket())
     assert one.take_mailbox(good) is None and one.transport == "shm" and not good
     assert stat.S_ISFIFO(os.fstat(one.doorbell_fd).st_mode)
     with pytest.raises(OSError):  # so no bus error later

@@ -62,20 +62,38 @@ def all_reduce(
     return list(results) if many else results[0]
 
 
-def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> tf.Tensor:
+def reduce(
+    communicator: Any, tensors: Any, root: int = 0, op: str = "sum", *, name: str = "reduce"
+) -> Any:
+    """As `all_reduce`, for one rank only: zeros on the others.
+
+    Differentiable for "sum": every rank's gradient is the root's.
+    """
+    many, tensors = _as_list(tensors)
+    if not tensors:
+        return []
+    results = _call("reduce", communicator, name, tensors=tensors, op=_operation(op), root=root)
+    return list(results) if many else results[0]
+
+
+def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> Any:
     """The rows of all ranks, in rank order.
 
     Differentiable: a rank's gradient is the sum over all ranks of the gradient of its own rows.
 
     Args:
         communicator: A `Communicator`.
-        tensor: `[rows, ...]`; the number of rows may differ from rank to rank.
+        tensor: `[rows, ...]`, or a list of such; the number of rows may differ from rank to rank.
         name: What to call the collective in errors.
 
     Returns:
-        `[rows of all ranks, ...]`, the first dimension unknown while tracing.
+        `[rows of all ranks, ...]`, the first dimension unknown while tracing; or a list.
     """
-    return _gather(communicator, [tf.convert_to_tensor(tensor)], [-1], name)[0]
+    many, tensors = _as_list(tensor)
+    if not tensors:
+        return []
+    results = _gather(communicator, tensors, [-1] * len(tensors), name)
+    return results if many else results[0]
 
 
 def all_gather_rows(
@@ -109,29 +127,105 @@ def all_gather_rows(
     return pairs if many else pairs[0]
 
 
-def reduce_scatter(
-    communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter"
-) -> tf.Tensor:
+def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
     """This rank's share of the rows of the sum, maximum or minimum over all ranks.
 
     Differentiable for "sum": the gradient is gathered.
 
     Args:
         communicator: A `Communicator`.
-        tensor: `[rows, ...]` of the same shape on all ranks. `schedule.chunk_bounds(rows, world_size)` says
-            who gets which rows.
+        tensor: `[rows, ...]` of the same shape on all ranks, or a list of such of one dtype.
+            `schedule.chunk_bounds(rows, world_size)` says who gets which rows.
         op: "sum", "max" or "min".
         name: What to call the collective in errors.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    result = _call("reduce_scatter", communicator, name, tensor=tensor, op=_operation(op))
-    if tensor.shape.rank:
-        rows = tensor.shape[0]
+    many, tensors = _as_list(tensor)
+    if not tensors:
+        return []
+    results = _call("reduce_scatter", communicator, name, tensors=tensors, op=_operation(op))
+    for result, each in zip(results, tensors, strict=True):
+        if not each.shape.rank:
+            continue
+        rows = each.shape[0]
         if rows is not None:
             begin, end = chunk_bounds(rows, communicator.world_size)[communicator.rank]
             rows = end - begin
-        result.set_shape([rows, *tensor.shape[1:]])
-    return result
+        result.set_shape([rows, *each.shape[1:]])
+    return list(results) if many else results[0]
+
+
+def gather(communicator: Any, tensor: Any, root: int = 0, *, name: str = "gather") -> Any:
+    """As `all_gather`, for one rank only: no rows on the others. Differentiable: the gradient is scattered."""
+    results, _ = _exchange(communicator, tensor, None, _GATHER, name, root)
+    return results
+
+
+def scatter(communicator: Any, tensor: Any, counts: Any = None, root: int = 0, *, name: str = "scatter") -> Any:
+    """Some of the root's rows to each rank; see `Communicator.scatter`. Differentiable: the gradient is gathered."""
+    results, _ = _exchange(communicator, tensor, counts, _SCATTER, name, root)
+    return results
+
+
+def all_to_all(communicator: Any, tensor: Any, counts: Any = None, *, name: str = "all_to_all") -> tuple[Any, Any]:
+    """Some rows of every rank to every rank.
+
+    Differentiable: the gradient goes the same way back.
+
+    Args:
+        communicator: A `Communicator`.
+        tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
+        counts: Integers `[world_size]`, how many of the rows go to each rank; for a list, a list of such. Default:
+            as `reduce_scatter`.
+        name: What to call the collective in errors.
+
+    Returns:
+        The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a list,
+        two lists.
+    """
+    return _exchange(communicator, tensor, counts, _ALL_TO_ALL, name)
+
+
+def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.Tensor:
+    """Sends a tensor to one rank, which calls `receive`; see `Communicator.send`.
+
+    Differentiable through what it returns: where that is part of a loss, the gradient of `tensor` is received from
+    the rank it was sent to, which sends it as the gradient of its `receive`.
+
+    Returns:
+        A receipt: float32 scalar 0.
+
+    Example:
+        Rank 0 has the first half of a model, rank 1 the second and the loss:
+
+            rank 0:  loss = ring.send(communicator, first(x), to=1)
+            rank 1:  loss = second(ring.receive(communicator, 0, tf.float32, anchor=anchor))
+
+        where `anchor` is any float32 scalar that the tape watches; both then ask the tape for their gradients.
+    """
+    communicator._need([to])
+    return _call("send", communicator, name, tensor=tf.convert_to_tensor(tensor), root=to)
+
+
+def receive(
+    communicator: Any, source: int, dtype: Any, shape: Any = None, *, anchor: Any = 0.0, name: str = "send"
+) -> tf.Tensor:
+    """What rank `source` sends to this one.
+
+    Args:
+        communicator: A `Communicator`.
+        source: The rank that calls `send`.
+        dtype: Of what it sends.
+        shape: What it should be; None for any, as is None for one of its dimensions.
+        anchor: A float32 scalar. Where a gradient tape watches it, the gradient of what is received is sent back.
+        name: As of the `send`.
+    """
+    communicator._need([source])
+    dtype = tf.as_dtype(dtype)
+    anchor = tf.convert_to_tensor(anchor, tf.float32)
+    received = _call(
+        "receive", communicator, name, anchor=anchor, root=source, which=dtype.as_datatype_enum, T=dtype
+    )
+    return received if shape is None else tf.ensure_shape(received, shape)
 
 
 def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "broadcast") -> Any:
@@ -155,6 +249,36 @@ def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "br
 def barrier(communicator: Any, *, name: str = "barrier") -> Any:
     """Waits until all ranks have come here. Returns the operation inside a graph, None eagerly."""
     return _call("barrier", communicator, name)
+
+
+_ALL_TO_ALL, _GATHER, _SCATTER = range(3)
+
+
+def _exchange(
+    communicator: Any, tensor: Any, counts: Any, which: int, name: str, root: int = 0
+) -> tuple[Any, Any]:
+    communicator._need(range(communicator.world_size)) if which == _ALL_TO_ALL else communicator._need_root(root)
+    many, tensors = _as_list(tensor)
+    if not tensors:
+        return [], []
+    size = communicator.world_size
+    if which == _GATHER:
+        numbers = tf.zeros([size, len(tensors)], tf.int64)
+    elif counts is None:
+        numbers = tf.stack([_shares(tf.shape(each, tf.int64)[0], size) for each in tensors], axis=1)
+    else:
+        numbers = tf.stack([tf.cast(column, tf.int64) for column in (counts if many else [counts])], axis=1)
+    results, rows = _call("exchange", communicator, name, counts=numbers, tensors=tensors, which=which, root=root)
+    for result, each in zip(results, tensors, strict=True):
+        if each.shape.rank:
+            result.set_shape([None, *each.shape[1:]])
+    rows.set_shape([size, len(tensors)])
+    return (list(results), tf.unstack(rows, axis=1)) if many else (results[0], rows[:, 0])
+
+
+def _shares(rows: tf.Tensor, size: int) -> tf.Tensor:
+    """As `schedule.chunk_bounds`, of a number known when the op runs."""
+    return rows // size + tf.cast(tf.range(size, dtype=tf.int64) < rows % size, tf.int64)
 
 
 def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], name: str) -> list[tf.Tensor]:
@@ -304,14 +428,67 @@ def _all_gather_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
 
 
 @tf.RegisterGradient("TfringReduceScatter")
-def _reduce_scatter_gradient(op: tf.Operation, gradient: tf.Tensor) -> list[Any]:
+def _reduce_scatter_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
     with tf.device("CPU:0"):
         gathered, _ = _ops().tfring_all_gather_rows(
-            num_rows=tf.constant([-1], tf.int64), tensors=[gradient], **_again(op)
+            num_rows=tf.fill([len(gradients)], tf.constant(-1, tf.int64)), tensors=list(gradients), **_again(op)
         )
-    gathered[0].set_shape(op.inputs[1].shape)
-    return [None, gathered[0]]
+    for result, tensor in zip(gathered, op.inputs[1:], strict=True):
+        result.set_shape(tensor.shape)
+    return [None, *gathered]
+
+
+@tf.RegisterGradient("TfringReduce")
+def _reduce_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+    _only_sums(op)
+    with tf.device("CPU:0"):
+        return [None, *_ops().tfring_broadcast(tensors=list(gradients), root=op.get_attr("root"), **_again(op))]
+
+
+@tf.RegisterGradient("TfringExchange")
+def _exchange_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+    which, root = op.get_attr("which"), op.get_attr("root")
+    tensors, rows = op.inputs[2:], op.outputs[-1]
+    floats = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating or tensor.dtype.is_complex]
+    results: list[Any] = [None] * len(op.inputs)
+    if not floats:
+        return results
+    with tf.device("CPU:0"):
+        back, _ = _ops().tfring_exchange(
+            counts=tf.gather(rows, floats, axis=1),
+            tensors=[gradients[i] for i in floats],
+            which={_GATHER: _SCATTER, _SCATTER: _GATHER}.get(which, which),
+            root=root,
+            **_again(op),
+        )
+    ignored = which == _SCATTER and library.core().tfring_rank(op.get_attr("handle")) != root
+    for i, result in zip(floats, back, strict=True):
+        result.set_shape([None, *tensors[i].shape[1:]])
+        results[i + 2] = tf.zeros_like(tensors[i]) if ignored else result
+    return results
+
+
+@tf.RegisterGradient("TfringSend")
+def _send_gradient(op: tf.Operation, gradient: tf.Tensor) -> list[Any]:
+    tensor = op.inputs[1]
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return [None, None]
+    with tf.device("CPU:0"):
+        received = _ops().tfring_receive(
+            anchor=gradient,
+            root=op.get_attr("root"),
+            which=tensor.dtype.as_datatype_enum,
+            T=tensor.dtype,
+            **_again(op),
+        )
+    return [None, tf.ensure_shape(received, tensor.shape)]
+
+
+@tf.RegisterGradient("TfringReceive")
+def _receive_gradient(op: tf.Operation, gradient: tf.Tensor) -> list[Any]:
+    with tf.device("CPU:0"):
+        return [None, _ops().tfring_send(tensor=gradient, root=op.get_attr("root"), **_again(op))]
 
 
 @tf.RegisterGradient("TfringBroadcast")

@@ -129,9 +129,14 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
     char* const all = scratch_.get();
     put_together(all + group_->member * slot, call, tensors, num_tensors);
     plan_.spans.add(all, all, slot * size);
-    if (!is_root) plan_.add_send(root, {group_->member * slot, slot});
+    if (!is_root) {
+      plan_.add_send(root, {group_->member * slot, slot});
+      plan_.add_recv(root, {});  // its word that it does the same
+    }
     for (int m = 0; m < size && is_root; ++m) {
-      if (m != call.root) plan_.add_recv(group_->ranks[static_cast<size_t>(m)], {m * slot, slot});
+      if (m == call.root) continue;
+      plan_.add_recv(group_->ranks[static_cast<size_t>(m)], {m * slot, slot});
+      plan_.add_send(group_->ranks[static_cast<size_t>(m)], {});
     }
     TFRING_TRY(execute(kDone));
     if (!is_root) return {};
@@ -150,6 +155,12 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
     partial += num_bytes(tensors[t]);
   }
   chunks_.assign(1, {0, plan_.spans.size()});
+  for (int step : {1, size - 1}) {  // the word of those beside this one that they do the same
+    const int beside = group_->order[static_cast<size_t>((group_->position + step) % size)];
+    if (size == 1) break;
+    plan_.add_send(beside, {});
+    plan_.add_recv(beside, {});
+  }
   ring_reduce(group_->position, size, group_->position_of(call.root), &schedule_);
   plan_.add(schedule_, group_->order, chunks_);
   return execute(kDone);

@@ -110,11 +110,17 @@ Status World::announce_rows(Rows* rows) {
   for (int s = 1; s < rows->size; ++s) {
     const int sends_to = (rows->member + s) % rows->size;
     const int takes_from = (rows->member - s + rows->size) % rows->size;
-    if (rows->gives(takes_from, rows->member)) {
-      plan_.add_recv(group_->ranks[static_cast<size_t>(takes_from)], {from + takes_from * numbers, numbers});
-    }
-    if (!rows->gives(rows->member, sends_to)) continue;
+    const int source = group_->ranks[static_cast<size_t>(takes_from)];
     const int rank = group_->ranks[static_cast<size_t>(sends_to)];
+    if (rows->gives(takes_from, rows->member)) {
+      plan_.add_recv(source, {from + takes_from * numbers, numbers});
+    } else if (rows->gives(rows->member, takes_from)) {
+      plan_.add_recv(source, {});  // its word that it does the same
+    }
+    if (!rows->gives(rows->member, sends_to)) {
+      if (rows->gives(sends_to, rows->member)) plan_.add_send(rank, {});
+      continue;
+    }
     plan_.add_send(rank, {to + sends_to * numbers, numbers});
     if (rows->goes_round(rows->member)) continue;
     for (size_t t = 0; t < rows->count; ++t) {

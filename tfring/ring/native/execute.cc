@@ -89,8 +89,16 @@ int64_t World::sendable(const Queue& queue) const {
 bool World::may_receive(const Queue& queue) const {
   if (!queue.header_received) return queue.expects;
   if (queue.recv < 0) return false;
-  const int after = plan_.recvs[static_cast<size_t>(queue.recv)].after;
-  return after < 0 || plan_.sends[static_cast<size_t>(after)].over();
+  const Transfer& recv = plan_.recvs[static_cast<size_t>(queue.recv)];
+  if (recv.after >= 0 && !plan_.sends[static_cast<size_t>(recv.after)].over()) return false;
+  return receivable(recv) >= (recv.reduce && recv.range.size > 0 ? size_of(plan_.dtype) : 1);
+}
+
+// Bytes of a receive that there is use for.
+int64_t World::receivable(const Transfer& recv) const {
+  if (recv.onto < 0) return recv.wire_size() - recv.moved;
+  const Transfer& below = plan_.recvs[static_cast<size_t>(recv.onto)];
+  return (below.over() ? recv.wire_size() : std::min(recv.range.size, below.moved)) - recv.moved;
 }
 
 // Fewer bytes than this are of no use now.
@@ -191,7 +199,7 @@ Status World::receive_header(Queue* queue, bool* moved) {
 // Receives what is there of a transfer, at most a segment, and adds it or puts it in place.
 Status World::receive_bytes(const Transfer& transfer, Link* link, int64_t* got) {
   Receiver* receiver = link->receiver.get();
-  int64_t left = std::min(transfer.wire_size() - transfer.moved, kSegmentBytes);
+  int64_t left = std::min(receivable(transfer), kSegmentBytes);
   int64_t position = transfer.range.begin + transfer.moved;
   if (transfer.range.size == 0 || transfer.reduce) {
     const int64_t item = transfer.reduce ? size_of(plan_.dtype) : 1;

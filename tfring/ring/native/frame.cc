@@ -151,9 +151,10 @@ std::string describe(const CallHeader& header) {
 
 std::string describe_place(const CallHeader& header) {
   const std::string group(header.group_name, strnlen(header.group_name, sizeof(header.group_name)));
-  const bool pairwise = is_pairwise(static_cast<Kind>(header.kind));
-  return (pairwise ? "call " : "collective ") + std::to_string(header.sequence) +
-         (pairwise ? " of the two" : "") + (group.empty() ? "" : " of group \"" + group + "\"");
+  const char* what = static_cast<Kind>(header.kind) == Kind::kSend      ? "send "
+                     : static_cast<Kind>(header.kind) == Kind::kReceive ? "receive "
+                                                                        : "collective ";
+  return what + std::to_string(header.sequence) + (group.empty() ? "" : " of group \"" + group + "\"");
 }
 
 ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code,

@@ -56,7 +56,7 @@ struct CallHeader {
   uint8_t reserved;
   int32_t root;
   uint64_t group;     // its identity
-  uint64_t sequence;  // of the collective in its group; of a send or receive, of the calls of the two ranks
+  uint64_t sequence;  // of the collective in its group; of a send, among those to that rank
   uint64_t key_hash;  // of the whole name
   uint64_t shape_hash;  // of every tensor's dtype and shape; without the first dimension where rows may differ
   int64_t num_tensors;

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "core.h"
-#include "dtype.h"
-#include "tf_api.h"
+#include "exchange_ops.h"
+#include "invocation.h"
+#include "tensor.h"
 
 namespace tfring {
 namespace {
@@ -18,148 +18,6 @@ namespace {
 constexpr char kTypes[] =
     "{float, double, half, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, complex64, "
     "complex128, bool}";
-
-class ScopedStatus {
- public:
-  ScopedStatus() : status_(tf.TF_NewStatus()) {}
-  ~ScopedStatus() { tf.TF_DeleteStatus(status_); }
-  ScopedStatus(const ScopedStatus&) = delete;
-  ScopedStatus& operator=(const ScopedStatus&) = delete;
-  TF_Status* get() { return status_; }
-  bool ok() const { return tf.TF_GetCode(status_) == kTfOk; }
-
- private:
-  TF_Status* status_;
-};
-
-// What a node was built with.
-struct Attributes {
-  int64_t handle = 0;
-  int64_t op = 0;
-  int64_t root = 0;
-  std::string key;
-};
-
-// One call of a kernel: collects tensors, remembers the first failure, reports it at the end.
-class Invocation {
- public:
-  Invocation(const Attributes& attributes, TF_OpKernelContext* context)
-      : attributes_(attributes), context_(context) {
-    call_.name = attributes.key.c_str();
-    call_.op = static_cast<int32_t>(attributes.op);
-    call_.root = static_cast<int32_t>(attributes.root);
-    call_.caller = TFRING_TENSORFLOW_OP;
-  }
-  ~Invocation() {
-    for (TF_Tensor* tensor : held_) tf.TF_DeleteTensor(tensor);
-    if (!status_.ok()) tf.TF_OpKernelContext_Failure(context_, status_.get());
-  }
-  Invocation(const Invocation&) = delete;
-  Invocation& operator=(const Invocation&) = delete;
-
-  bool ok() const { return status_.ok(); }
-  tfring_call& call() { return call_; }
-  tfring_error* error() { return &error_; }
-
-  // Held until the end of the call. Null after a failure.
-  TF_Tensor* input(int index) {
-    TF_Tensor* tensor = nullptr;
-    tf.TF_GetInput(context_, index, &tensor, status_.get());
-    return hold(tensor);
-  }
-
-  std::vector<int64_t> input_dims(int index, TfDataType* dtype) {
-    TF_Tensor* tensor = nullptr;
-    tf.TF_GetInput(context_, index, &tensor, status_.get());
-    std::vector<int64_t> dims;
-    if (!ok()) return dims;
-    for (int i = 0; i < tf.TF_NumDims(tensor); ++i) dims.push_back(tf.TF_Dim(tensor, i));
-    *dtype = tf.TF_TensorType(tensor);
-    tf.TF_DeleteTensor(tensor);
-    return dims;
-  }
-
-  // Output `output` of the shape of input `index`, in that input's memory where nobody else needs it.
-  void in_place(int index, int output, tfring_tensor* tensor, std::vector<int64_t>* dims) {
-    TfDataType dtype = 0;
-    *dims = input_dims(index, &dtype);
-    if (!ok()) return;
-    int forwarded = -1;
-    TF_Tensor* result =
-        hold(tf.TF_ForwardInputOrAllocateOutput(context_, &index, 1, output, dims->data(),
-                                                static_cast<int>(dims->size()), &forwarded, status_.get()));
-    if (!ok()) return;
-    const TF_Tensor* source = forwarded < 0 ? input(index) : result;
-    if (!ok()) return;
-    *tensor = {tf.TF_TensorData(source), tf.TF_TensorData(result), dims->data(),
-               static_cast<int32_t>(dims->size()), dtype};
-  }
-
-  void* allocate(int output, TfDataType dtype, const std::vector<int64_t>& dims) {
-    size_t length = static_cast<size_t>(size_of(static_cast<DType>(dtype)));
-    for (int64_t dim : dims) length *= static_cast<size_t>(dim);
-    TF_Tensor* result = hold(tf.TF_AllocateOutput(context_, output, dtype, dims.data(),
-                                                  static_cast<int>(dims.size()), length, status_.get()));
-    return ok() ? tf.TF_TensorData(result) : nullptr;
-  }
-
-  void fail(int code, const std::string& message) { tf.TF_SetStatus(status_.get(), code, message.c_str()); }
-
-  // Turns the core's answer into a status.
-  void check(int code) {
-    switch (code) {
-      case TFRING_OK:
-        return;
-      case TFRING_MISMATCH:
-      case TFRING_INVALID:
-        return fail(kTfInvalidArgument, error_.message);
-      case TFRING_PEER_LOST:
-        return fail(kTfAborted, error_.message);
-      case TFRING_TIMEOUT:
-        return fail(kTfDeadlineExceeded, error_.message);
-      case TFRING_INTERRUPTED:  // KeyboardInterrupt follows as soon as Python goes on
-        return fail(kTfCancelled, error_.message);
-      default:
-        return fail(kTfInternal, error_.message);
-    }
-  }
-
-  int64_t handle() const { return attributes_.handle; }
-  TF_OpKernelContext* context() { return context_; }
-
- private:
-  TF_Tensor* hold(TF_Tensor* tensor) {
-    if (tensor != nullptr) held_.push_back(tensor);
-    return tensor;
-  }
-
-  const Attributes& attributes_;
-  TF_OpKernelContext* context_;
-  ScopedStatus status_;
-  tfring_call call_{};
-  tfring_error error_{};
-  std::vector<TF_Tensor*> held_;
-};
-
-// All inputs from `first` on, each with an output of its shape.
-class InPlaceTensors {
- public:
-  InPlaceTensors(Invocation* invocation, int first)
-      : tensors_(static_cast<size_t>(tf.TF_NumInputs(invocation->context()) - first)),
-        dims_(tensors_.size()) {
-    for (int i = 0; i < count() && invocation->ok(); ++i) {
-      const size_t at = static_cast<size_t>(i);
-      invocation->in_place(first + i, i, &tensors_[at], &dims_[at]);
-    }
-  }
-
-  const tfring_tensor* data() const { return tensors_.data(); }
-  int count() const { return static_cast<int>(tensors_.size()); }
-
- private:
-  std::vector<tfring_tensor> tensors_;
-  std::vector<std::vector<int64_t>> dims_;  // to which the tensors point
-};
 
 void all_reduce(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
@@ -180,95 +38,82 @@ void broadcast(void* state, TF_OpKernelContext* context) {
                                     invocation.error()));
 }
 
-// The tensors of a gather, and where their rows go once the ring knows how many there are.
-struct GatheredRows {
-  Invocation* invocation;
-  int world_size;
-  int64_t* all_rows;  // the last output
-  std::vector<tfring_tensor> tensors;
-  std::vector<std::vector<int64_t>> dims;  // to which the tensors point
-
-  static void place(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
-    GatheredRows& self = *static_cast<GatheredRows*>(context);
-    const size_t count = self.tensors.size();
-    std::memcpy(self.all_rows, rows, static_cast<size_t>(self.world_size) * count * sizeof(int64_t));
-    for (size_t i = 0; i < count; ++i) {
-      std::vector<int64_t> dims = self.dims[i];
-      dims[0] = 0;
-      for (int r = 0; r < self.world_size; ++r) dims[0] += rows[static_cast<size_t>(r) * count + i];
-      outputs[i] = self.invocation->allocate(static_cast<int>(i), self.tensors[i].dtype, dims);
-      if (!self.invocation->ok()) return;
-    }
-    *placed = 1;
-  }
-};
-
-void all_gather_rows(void* state, TF_OpKernelContext* context) {
-  constexpr int kFirst = 2;  // after token and num_rows
-  Invocation invocation(*static_cast<Attributes*>(state), context);
-  const TF_Tensor* num_rows = invocation.input(1);
-  if (!invocation.ok()) return;
-  const int count = tf.TF_NumInputs(context) - kFirst;
-  const int world_size = tfring_world_size(invocation.handle());
-  if (world_size < 0) return invocation.fail(kTfInvalidArgument, "this communicator is closed");
-  if (tf.TF_NumDims(num_rows) != 1 || tf.TF_Dim(num_rows, 0) != count) {
-    return invocation.fail(kTfInvalidArgument, "num_rows holds one number a tensor");
-  }
-  GatheredRows gathered{&invocation, world_size, nullptr, {}, {}};
-  gathered.tensors.resize(static_cast<size_t>(count));
-  gathered.dims.resize(static_cast<size_t>(count));
-  for (int i = 0; i < count; ++i) {
-    std::vector<int64_t>& dims = gathered.dims[static_cast<size_t>(i)];
-    const TF_Tensor* tensor = invocation.input(kFirst + i);
-    if (!invocation.ok()) return;
-    for (int d = 0; d < tf.TF_NumDims(tensor); ++d) dims.push_back(tf.TF_Dim(tensor, d));
-    const int64_t rows = static_cast<const int64_t*>(tf.TF_TensorData(num_rows))[i];
-    if (rows >= 0 && !dims.empty()) {
-      if (rows > dims[0]) {
-        return invocation.fail(kTfInvalidArgument,
-                               std::string("all_gather_rows \"") + invocation.call().name + "\": tensor " +
-                                   std::to_string(i) + " has capacity for " + std::to_string(dims[0]) +
-                                   " rows, but num_rows is " + std::to_string(rows));
-      }
-      dims[0] = rows;
-    }
-    gathered.tensors[static_cast<size_t>(i)] = {tf.TF_TensorData(tensor), nullptr, dims.data(),
-                                                static_cast<int32_t>(dims.size()), tf.TF_TensorType(tensor)};
-  }
-  gathered.all_rows = static_cast<int64_t*>(
-      invocation.allocate(count, static_cast<TfDataType>(DType::kInt64), {world_size, count}));
-  if (!invocation.ok()) return;
-  const int code = tfring_all_gather(invocation.handle(), &invocation.call(), gathered.tensors.data(), count,
-                                     &GatheredRows::place, &gathered, invocation.error());
-  if (invocation.ok()) invocation.check(code);  // else memory was short
-}
-
+// This rank's share of each tensor's rows, in outputs of that shape.
 void reduce_scatter(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
-  const TF_Tensor* input = invocation.input(1);
-  if (!invocation.ok()) return;
   const int world_size = tfring_world_size(invocation.handle());
   if (world_size < 0) return invocation.fail(kTfInvalidArgument, "this communicator is closed");
-  std::vector<int64_t> dims;
-  for (int d = 0; d < tf.TF_NumDims(input); ++d) dims.push_back(tf.TF_Dim(input, d));
-  std::vector<int64_t> out_dims = dims;
-  if (!dims.empty()) {
-    int64_t begin = 0;
-    int64_t end = 0;
-    tfring_chunk(dims[0], world_size, tfring_rank(invocation.handle()), &begin, &end);
-    out_dims[0] = end - begin;
+  const size_t count = static_cast<size_t>(tf.TF_NumInputs(context) - 1);  // after token
+  std::vector<tfring_tensor> tensors(count);
+  std::vector<std::vector<int64_t>> dims(count);  // to which the tensors point
+  for (size_t i = 0; i < count; ++i) {
+    const TF_Tensor* input = invocation.input(static_cast<int>(i) + 1);
+    if (!invocation.ok()) return;
+    for (int d = 0; d < tf.TF_NumDims(input); ++d) dims[i].push_back(tf.TF_Dim(input, d));
+    std::vector<int64_t> out_dims = dims[i];
+    if (!out_dims.empty()) {
+      int64_t begin = 0;
+      int64_t end = 0;
+      tfring_chunk(out_dims[0], world_size, tfring_rank(invocation.handle()), &begin, &end);
+      out_dims[0] = end - begin;
+    }
+    void* output = invocation.allocate(static_cast<int>(i), tf.TF_TensorType(input), out_dims);
+    if (!invocation.ok()) return;
+    tensors[i] = {tf.TF_TensorData(input), output, dims[i].data(), static_cast<int32_t>(dims[i].size()),
+                  tf.TF_TensorType(input)};
   }
-  void* output = invocation.allocate(0, tf.TF_TensorType(input), out_dims);
+  invocation.check(tfring_reduce_scatter(invocation.handle(), &invocation.call(), tensors.data(),
+                                         static_cast<int>(count), invocation.error()));
+}
+
+// Zeros but at the root.
+void reduce(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  const InPlaceTensors tensors(&invocation, 1);  // after token
   if (!invocation.ok()) return;
-  const tfring_tensor tensor{tf.TF_TensorData(input), output, dims.data(), static_cast<int32_t>(dims.size()),
-                             tf.TF_TensorType(input)};
-  invocation.check(
-      tfring_reduce_scatter(invocation.handle(), &invocation.call(), &tensor, 1, invocation.error()));
+  const int code = tfring_reduce(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
+                                 invocation.error());
+  invocation.check(code);
+  if (code != TFRING_OK || tfring_rank(invocation.handle()) == invocation.call().root) return;
+  for (int t = 0; t < tensors.count(); ++t) {
+    std::memset(tensors.data()[t].output, 0, static_cast<size_t>(num_bytes(tensors.data()[t])));
+  }
 }
 
 void barrier(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   invocation.check(tfring_barrier(invocation.handle(), &invocation.call(), invocation.error()));
+}
+
+void send(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  const TF_Tensor* input = invocation.input(1);  // after token
+  if (!invocation.ok()) return;
+  std::vector<int64_t> dims;
+  for (int d = 0; d < tf.TF_NumDims(input); ++d) dims.push_back(tf.TF_Dim(input, d));
+  auto* receipt = static_cast<float*>(invocation.allocate(0, static_cast<TfDataType>(DType::kFloat32), {}));
+  if (!invocation.ok()) return;
+  *receipt = 0;
+  const tfring_tensor tensor{tf.TF_TensorData(input), nullptr, dims.data(), static_cast<int32_t>(dims.size()),
+                             tf.TF_TensorType(input)};
+  invocation.check(tfring_send(invocation.handle(), &invocation.call(), &tensor, invocation.error()));
+}
+
+void receive(void* state, TF_OpKernelContext* context) {
+  const Attributes& attributes = *static_cast<Attributes*>(state);
+  Invocation invocation(attributes, context);
+  struct Output {
+    Invocation* invocation;
+    TfDataType dtype;
+  } output{&invocation, static_cast<TfDataType>(attributes.which)};
+  const auto place = [](void* to, const int64_t* dims, int32_t num_dims, void** memory, int32_t* placed) {
+    const Output& self = *static_cast<Output*>(to);
+    *memory = self.invocation->allocate(0, self.dtype, std::vector<int64_t>(dims, dims + num_dims));
+    if (self.invocation->ok()) *placed = 1;
+  };
+  const int code = tfring_receive(invocation.handle(), &invocation.call(), static_cast<int32_t>(attributes.which),
+                                  place, &output, invocation.error());
+  if (invocation.ok()) invocation.check(code);  // else memory was short
 }
 
 void* create(TF_OpKernelConstruction* construction) {
@@ -280,6 +125,8 @@ void* create(TF_OpKernelConstruction* construction) {
   if (status.ok()) tf.TF_OpKernelConstruction_GetAttrInt64(construction, "op", &attributes->op, status.get());
   if (status.ok())
     tf.TF_OpKernelConstruction_GetAttrInt64(construction, "root", &attributes->root, status.get());
+  if (status.ok())
+    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "which", &attributes->which, status.get());
   if (status.ok())
     tf.TF_OpKernelConstruction_GetAttrSize(construction, "key", &list_size, &length, status.get());
   if (status.ok()) {
@@ -327,7 +174,7 @@ std::string register_op(const OpSpec& spec) {
   for (const std::string& output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(builder, output.c_str());
   for (const std::string& attribute : spec.attributes)
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute.c_str());
-  for (const char* attribute : {"handle: int", "key: string", "op: int = 0", "root: int = 0"}) {
+  for (const char* attribute : {"handle: int", "key: string", "op: int = 0", "root: int = 0", "which: int = 0"}) {
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute);
   }
   tf.TF_OpDefinitionBuilderSetIsStateful(builder, true);
@@ -362,7 +209,26 @@ __attribute__((constructor)) void register_ops() {
        {types},
        unknown_shapes,
        all_gather_rows},
-      {"TfringReduceScatter", {"tensor: T"}, {"result: T"}, {one_type}, unknown_shapes, reduce_scatter},
+      {"TfringExchange",
+       {"counts: int64", "tensors: T"},
+       {"results: T", "rows: int64"},
+       {types},
+       unknown_shapes,
+       exchange_rows},
+      {"TfringReduceScatter",
+       {"tensors: N * T"},
+       {"results: N * T"},
+       {one_type, "N: int >= 1"},
+       unknown_shapes,
+       reduce_scatter},
+      {"TfringReduce",
+       {"tensors: N * T"},
+       {"results: N * T"},
+       {one_type, "N: int >= 1"},
+       same_shapes<1>,
+       reduce},
+      {"TfringSend", {"tensor: T"}, {"receipt: float"}, {one_type}, unknown_shapes, send},
+      {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, receive},
       {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, broadcast},
       {"TfringBarrier", {}, {}, {}, unknown_shapes, barrier},
   };

@@ -47,7 +47,7 @@ Queue& Plan::queue(int rank) {
 int Plan::add_send(int rank, const Range& range, int after) {
   Queue& to = queue(rank);
   const int index = static_cast<int>(sends.size());
-  sends.push_back({range, after, after < 0, false, -1, 0});
+  sends.push_back({range, after, -1, after < 0, false, -1, 0});
   if (to.send < 0) {
     to.send = index;
   } else {
@@ -59,10 +59,10 @@ int Plan::add_send(int rank, const Range& range, int after) {
   return index;
 }
 
-int Plan::add_recv(int rank, const Range& range, bool reduce, int after, bool input) {
+int Plan::add_recv(int rank, const Range& range, bool reduce, int after, int onto) {
   Queue& from = queue(rank);
   const int index = static_cast<int>(recvs.size());
-  recvs.push_back({range, after, input, reduce, -1, 0});
+  recvs.push_back({range, after, onto, onto < 0, reduce, -1, 0});
   if (from.recv < 0) {
     from.recv = index;
   } else {
@@ -86,7 +86,7 @@ void Plan::add(const Schedule& steps, const std::vector<int>& order, const std::
     if (step.from >= 0) {
       const size_t chunk = static_cast<size_t>(step.recv);
       brought_by_[chunk] = add_recv(order[static_cast<size_t>(step.from)], chunks[chunk], step.reduce, sent,
-                                    brought_by_[chunk] < 0);
+                                    step.reduce ? brought_by_[chunk] : -1);
     }
   }
 }

@@ -37,7 +37,8 @@ struct Transfer {
   // A send passes on what this receive brings, as its bytes come; a receive waits until this send is over,
   // for both use the same memory. -1: neither.
   int after;
-  bool input;   // a send takes, a reduction starts from, the spans' `in`; else `out`
+  int onto;     // a reduction adds to what this receive brings, as its bytes come; -1: to what was there before
+  bool input;   // a send takes, a reduction adds to, the spans' `in`; else `out`
   bool reduce;  // of a receive: out = in or out, op received; else out = received
   int next;     // the next with the same peer, -1 if it is the last
   int64_t moved;
@@ -73,7 +74,7 @@ struct Plan {
   void clear(int world_size);
   // Return the index of the transfer. `rank` is one of the world's.
   int add_send(int rank, const Range& range, int after = -1);
-  int add_recv(int rank, const Range& range, bool reduce = false, int after = -1, bool input = true);
+  int add_recv(int rank, const Range& range, bool reduce = false, int after = -1, int onto = -1);
   // What a header from this peer says is wanted, though no bytes yet.
   void expect(int rank) { queue(rank).expects = true; }
   // Turns a table into transfers. Position p of the table is rank order[p]; chunk c is bytes chunks[c]. With

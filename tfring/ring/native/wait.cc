@@ -35,6 +35,7 @@ Status World::wait() {
   if (num_idle_ == spins_ + 1) idle_since_ = start;
   TFRING_TRY(check_news());
   const double idle_seconds = seconds_between(idle_since_, start);
+  if (idle_seconds > kLastWordsSeconds) TFRING_TRY(give_in());
   TFRING_TRY(ask_why(start, idle_seconds));
   const double until_timeout = std::max(timeout_seconds_ - idle_seconds, 0.01);
   sleep(static_cast<int>(std::min<double>(kSliceMilliseconds, until_timeout * 1e3)) + 1);
@@ -112,6 +113,15 @@ Status World::check_news() {
     return break_up({Code::kPeerLost, "rank " + std::to_string(link->rank) +
                                           " left the ring (its script ended?) while rank " +
                                           std::to_string(rank_) + " called " + here()});
+  }
+  return {};
+}
+
+// A peer gave up in a later call than this one, which could still have been finished; but nothing moves.
+Status World::give_in() {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  for (const auto& link : links_) {
+    if (link != nullptr && !link->failure.ok()) return break_up(link->failure);
   }
   return {};
 }

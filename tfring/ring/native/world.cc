@@ -47,6 +47,8 @@ World::World(const tfring_options& options)
       hosts_(static_cast<size_t>(options.world_size)),
       links_(static_cast<size_t>(options.world_size)),
       counts_(static_cast<size_t>(options.world_size)),
+      num_sent_(static_cast<size_t>(options.world_size)),
+      num_received_(static_cast<size_t>(options.world_size)),
       in_call_(static_cast<size_t>(options.world_size)) {
   if (options.hosts != nullptr) hosts_.assign(options.hosts, options.hosts + options.world_size);
 }
@@ -327,7 +329,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   if (is_pairwise(kind)) {
     const int peer = group->ranks[static_cast<size_t>(call.root)];
     count(peer);
-    sequence = common_calls(peer);
+    sequence = ++(kind == Kind::kSend ? num_sent_ : num_received_)[static_cast<size_t>(peer)];
   } else {
     for (int rank : group->ranks) count(rank);
     sequence = ++group->sequence;

@@ -162,6 +162,7 @@ class World final : private Watched {
   bool done(Until until) const;
   int64_t sendable(const Queue& queue) const;
   bool may_receive(const Queue& queue) const;
+  int64_t receivable(const Transfer& recv) const;
   int64_t least_receivable(const Queue& queue) const;
   Status send_some(Queue* queue, bool* moved);
   Status receive_some(Queue* queue, bool* moved);
@@ -177,6 +178,7 @@ class World final : private Watched {
   Status look_up(int64_t now);
   Status interruption();
   Status check_news();
+  Status give_in();
   void stand_still(bool stands);
   Status ask_why(int64_t now, double idle_seconds);
   Link* needed(bool* for_data) const;
@@ -233,6 +235,8 @@ class World final : private Watched {
   // How many calls each rank and this one have begun together: the two count alike. A rank that gives up in
   // a later one than this rank's has sent all that this rank needs to finish those before.
   std::vector<uint64_t> counts_;    // [rank]
+  std::vector<uint64_t> num_sent_;  // [rank]: of these the sends to it, and the receives from it
+  std::vector<uint64_t> num_received_;
   std::vector<uint8_t> in_call_;    // [rank]: it takes part in the call begun last
   std::atomic<uint64_t> begun_{0};  // collectives of all ranks, for the process's other worlds to read
   bool begun_any_ = false;

@@ -1,0 +1,479 @@
+"""Groups, all_to_all, gather, scatter, reduce, send and receive: on arrays, on tensors, with gradients, and refused."""
+
+import numpy as np
+import pytest
+import ranks
+from harness import workers
+from test_ring_ops import join, run
+
+from tfring.ring.schedule import chunk_bounds
+
+TRANSPORTS = ("tcp", "shm")
+# [rank][to]: rows each rank sends to each: none, one, few and, from rank 1 on, more than are small.
+COUNTS = [[(3 * source + 5 * to) % 7 + (20_000 * source * (to == 0)) for to in range(8)] for source in range(8)]
+
+
+def rows_of(source, to, width, dtype):
+    """What `source` sends to `to`."""
+    generator = np.random.default_rng([source, to, width])
+    return generator.integers(0, 100, (COUNTS[source][to], width)).astype(dtype)
+
+
+def exchange(cluster, transport, algorithm):
+    import os
+
+    if algorithm:
+        os.environ["TFRING_ALGORITHM"] = algorithm
+    with ranks.join(cluster, transport=transport) as ring:
+        os.environ.pop("TFRING_ALGORITHM", None)
+        rank, size = ring.rank, ring.world_size
+        everyone = range(size)
+        counts = COUNTS[rank][:size]
+        wide = np.concatenate([rows_of(rank, to, 3, np.float64) for to in everyone])
+        narrow = np.concatenate([rows_of(rank, to, 1, np.int8) for to in everyone])
+        got, received = ring.all_to_all(wide, counts)
+        np.testing.assert_array_equal(got, np.concatenate([rows_of(r, rank, 3, np.float64) for r in everyone]))
+        assert received.tolist() == [COUNTS[r][rank] for r in everyone]
+        both, numbers = ring.all_to_all([wide, narrow], [counts, counts])
+        np.testing.assert_array_equal(both[0], got)
+        np.testing.assert_array_equal(both[1], np.concatenate([rows_of(r, rank, 1, np.int8) for r in everyone]))
+        assert all(each.tolist() == received.tolist() for each in numbers)
+        shares, _ = ring.all_to_all(np.arange(10.0))
+        begin, end = chunk_bounds(10, size)[rank]
+        np.testing.assert_array_equal(shares, np.tile(np.arange(10.0)[begin:end], size))
+        for root in everyone:
+            gathered = ring.gather(wide, root)
+            expected = ring.all_gather(wide)
+            np.testing.assert_array_equal(gathered, expected if rank == root else expected[:0])
+            scattered = ring.scatter(wide, counts if rank == root else None, root)
+            np.testing.assert_array_equal(scattered, rows_of(root, rank, 3, np.float64))
+            for elements in (5, 70_000):
+                mine = np.full(elements, rank + 1.0)
+                total = ring.reduce(mine, root)
+                assert (total == (size * (size + 1) / 2 if rank == root else 0)).all()
+        # Two lists at once.
+        one, two = ring.reduce_scatter([np.arange(12.0).reshape(6, 2), np.arange(9.0)])
+        begin, end = chunk_bounds(6, size)[rank]
+        np.testing.assert_array_equal(one, size * np.arange(12.0).reshape(6, 2)[begin:end])
+        begin, end = chunk_bounds(9, size)[rank]
+        np.testing.assert_array_equal(two, size * np.arange(9.0)[begin:end])
+        # From each to the next but one, of any shape; the first send may be over before it is received.
+        to, source = (rank + 2) % size, (rank - 2) % size
+        if to != rank:
+            for shape in ((), (0, 4), (2, 3, 1)):
+                ring.send(np.full(shape, rank, np.uint16), to, name="few")
+                came = ring.receive(source, np.uint16, name="few")
+                assert came.shape == shape and (came == source).all()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "transport", "algorithm"),
+    [(2, "shm", ""), (3, "tcp", ""), (4, "shm", "ring"), (5, "shm", ""), (5, "tcp", "bruck")],
+)
+def test_rows_arrive_where_they_should(world_size, transport, algorithm):
+    ranks.run(world_size, exchange, transport, algorithm)
+
+
+def sums_of_every_kind(cluster, dtypes):
+    """Every algorithm, on hosts dealt round-robin, against NumPy."""
+    import os
+
+    import ml_dtypes
+
+    names = {"bfloat16": ml_dtypes.bfloat16}
+    hosts = ("127.0.0.1", "localhost")
+    addresses = tuple(f"{hosts[r % 2]}:{address.rpartition(':')[2]}" for r, address in enumerate(cluster.addresses))
+    cluster.addresses = addresses
+    bits = {}
+    for algorithm in ("auto", "flat", "bruck", "ring", "two_level"):
+        os.environ["TFRING_ALGORITHM"] = algorithm
+        with ranks.join(cluster, name=f"{cluster.ring} {algorithm}") as ring:
+            for dtype in dtypes:
+                for count in (0, 1, 7, 5_001, 60_013):
+                    generator = np.random.default_rng([count, cluster.rank])
+                    value = generator.integers(0, 9, count).astype(names.get(dtype, dtype))
+                    total = ring.all_reduce(value)
+                    bits[algorithm, dtype, count] = total.tobytes()
+                    expected = sum(
+                        np.random.default_rng([count, r]).integers(0, 9, count) for r in range(cluster.world_size)
+                    )
+                    np.testing.assert_array_equal(total.astype(np.int64), expected)
+    del os.environ["TFRING_ALGORITHM"]
+    return bits
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_every_algorithm_gives_the_sum(world_size):
+    dtypes = ("float32", "float16", "int8", "complex128", "bfloat16")
+    results = ranks.run(world_size, sums_of_every_kind, dtypes, seconds=60)
+    assert all(result == results[0] for result in results), "all ranks hold the same bits"
+
+
+def different_algorithms(cluster):
+    import os
+
+    os.environ["TFRING_ALGORITHM"] = "ring" if cluster.rank == 1 else "auto"
+    try:
+        ranks.join(cluster, connect_timeout_seconds=5)
+    finally:
+        del os.environ["TFRING_ALGORITHM"]
+
+
+def test_ranks_with_different_algorithms_are_told_so():
+    for failed in ranks.try_run(3, different_algorithms):
+        assert "TFRING_ALGORITHM alike" in failed.message, failed
+
+
+def in_groups(cluster, transport):
+    with ranks.join(cluster, transport=transport) as ring:
+        rank, size = ring.rank, ring.world_size
+        row = ring.group([r for r in range(size) if r // 2 == rank // 2], "row")
+        column = ring.group([r for r in range(size) if r % 2 == rank % 2], "column")
+        backwards = ring.group(list(reversed(range(size))), "backwards")
+        assert (row.rank, row.world_size, row.ranks[row.rank]) == (rank % 2, 2, rank)
+        for elements in (3, 100_000):
+            value = np.full(elements, 10.0**rank)
+            assert (row.all_reduce(value) == sum(10.0**r for r in row.ranks)).all()
+            assert (column.all_reduce(value) == sum(10.0**r for r in column.ranks)).all()
+            assert (ring.all_reduce(value) == sum(10.0**r for r in range(size))).all()
+        np.testing.assert_array_equal(backwards.all_gather([rank]), list(reversed(range(size))))
+        assert backwards.rank == size - 1 - rank
+        np.testing.assert_array_equal(backwards.broadcast(np.array([rank]), root=0), [size - 1])
+        halves = ring.split(rank % 2, key=-rank)
+        np.testing.assert_array_equal(halves.all_gather([rank]), sorted(column.ranks, reverse=True))
+        again = ring.split(None if rank == 0 else 7)
+        assert (again is None) == (rank == 0)
+        if again is not None:
+            np.testing.assert_array_equal(again.all_gather([rank]), range(1, size))
+        within = row.group([1, 0], "within")
+        np.testing.assert_array_equal(within.all_gather([rank]), [row.ranks[1], row.ranks[0]])
+        alone = ring.group([rank], "alone")
+        assert alone.all_reduce(5) == 5 and alone.all_to_all(np.arange(3))[0].tolist() == [0, 1, 2]
+        if rank == 0:
+            others = ring.group([1, 2], "others")
+            with pytest.raises(ValueError, match='rank 0 is not in group "others"'):
+                others.barrier()
+        for wrong in ([], [0, 0], [size], [-1]):
+            with pytest.raises(ValueError, match=r"one or more different ranks from 0 to"):
+                ring.group(wrong, "wrong")
+        row.close()
+        ring.barrier()
+        with pytest.raises(ValueError, match="closed"):
+            row.barrier()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_groups(transport):
+    ranks.run(4, in_groups, transport)
+
+
+def many_ranks(cluster):
+    """More than are linked each to each: some links are made when they are first needed."""
+    with ranks.join(cluster, connect_timeout_seconds=60) as ring:
+        rank, size = ring.rank, ring.world_size
+        linked = len(ring._world.transports)
+        assert linked < size - 1
+        for elements in (2, 5_000):
+            assert (ring.all_reduce(np.full(elements, rank)) == size * (size - 1) // 2).all()
+        np.testing.assert_array_equal(
+            ring.all_gather(np.arange(rank % 3)), np.concatenate([np.arange(r % 3) for r in range(size)])
+        )
+        far = ring.group([0, 7, 10], "far") if rank in (0, 7, 10) else None
+        if far is not None:
+            assert far.all_reduce(1) == 3
+        np.testing.assert_array_equal(ring.all_to_all(np.full(size, rank))[0], range(size))
+        assert len(ring._world.transports) == size - 1
+        return linked
+
+
+def test_more_ranks_than_are_linked_each_to_each():
+    with ranks.Group(18) as group:
+        group.start(18, many_ranks)
+        assert all(isinstance(linked, int) for linked in group.outcomes(90)), group.logs()
+
+
+# Of two ranks: what rank 0 and what rank 1 call, and what both are told.
+CROSSED = {
+    "another name": (
+        lambda ring: ring.send(np.ones(3), 1, name="a"),
+        lambda ring: ring.receive(0, np.float64, name="b"),
+        ['send "a" to rank 1 float64[3]', 'receive "b" to rank 1 float64'],
+    ),
+    "another dtype": (
+        lambda ring: ring.send(np.ones(3), 1),
+        lambda ring: ring.receive(0, np.float32),
+        ['send "send" to rank 1 float64[3]', 'receive "send" to rank 1 float32'],
+    ),
+    "both receive": (
+        lambda ring: ring.receive(1, np.float32),
+        lambda ring: ring.all_reduce(np.ones(3)),
+        ['receive "send" to rank 0 float32', 'all_reduce "all_reduce" sum float64[3]'],
+    ),
+    "a group": (
+        lambda ring: ring.group([0, 1], "pair").all_reduce(np.ones(3)),
+        lambda ring: ring.all_reduce(np.ones(3)),
+        ['as collective 1 of group "pair"', "as collective 1 of ring"],
+    ),
+    "another group": (
+        lambda ring: ring.group([0, 1], "pair").barrier(),
+        lambda ring: ring.group([0, 1], "couple").barrier(),
+        ['as collective 1 of group "pair"', 'as collective 1 of group "couple"'],
+    ),
+    "another root": (
+        lambda ring: ring.gather(np.ones((2, 2)), 0),
+        lambda ring: ring.gather(np.ones((2, 2)), 1),
+        ['gather "gather" to rank 0', 'gather "gather" to rank 1'],
+    ),
+    "another root of a scatter": (
+        lambda ring: ring.scatter(np.ones((2, 2)), root=0),
+        lambda ring: ring.scatter(np.ones((2, 2)), root=1),
+        ['scatter "scatter" from rank 0', 'scatter "scatter" from rank 1'],
+    ),
+    "another root of a sum": (
+        lambda ring: ring.reduce(np.ones(2), 0),
+        lambda ring: ring.reduce(np.ones(2), 1),
+        ['reduce "reduce" sum to rank 0', 'reduce "reduce" sum to rank 1'],
+    ),
+    "another root of a large sum": (
+        lambda ring: ring.reduce(np.ones(100_000), 0),
+        lambda ring: ring.reduce(np.ones(100_000), 1),
+        ['reduce "reduce" sum to rank 0', 'reduce "reduce" sum to rank 1'],
+    ),
+    "rows of another width": (
+        lambda ring: ring.all_to_all(np.ones((2, 3))),
+        lambda ring: ring.all_to_all(np.ones((2, 4))),
+        ["float64[2, 3]", "float64[2, 4]"],
+    ),
+}
+
+
+def cross(cluster, which):
+    ring = ranks.join(cluster)
+    try:
+        CROSSED[which][cluster.rank](ring)
+        ring.barrier()  # who only sends may be through
+        return "no error"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("which", list(CROSSED))
+def test_ranks_that_disagree_are_told(which):
+    first, second = ranks.run(2, cross, which)
+    for words in CROSSED[which][2]:
+        assert words in first and words in second, (first, second)
+    assert first.startswith("MismatchError: ranks disagree")
+
+
+def wrong_shape(cluster):
+    ring = ranks.join(cluster)
+    if cluster.rank == 0:
+        ring.send(np.ones((2, 3)), 1)
+        ring.send(np.ones((2, 3)), 1)
+        ring.barrier()
+    else:
+        assert ring.receive(0, np.float64, (2, None)).shape == (2, 3)
+        ring.receive(0, np.float64, (3, 2))
+
+
+def test_a_shape_that_was_not_asked_for():
+    sender, receiver = ranks.try_run(2, wrong_shape)
+    assert receiver.kind == "MismatchError", receiver
+    assert "wants shape [3, 2], and rank 0 sends [2, 3]" in receiver.message
+    assert sender.kind == "PeerLostError", sender
+
+
+def refusals(cluster):
+    found = []
+    with ranks.join(cluster) as ring:
+        for call in (
+            lambda: ring.all_to_all(np.ones(3), [1, 1]),
+            lambda: ring.all_to_all(np.ones(3), [1, 1, 1]),
+            lambda: ring.all_to_all(np.ones(3), [-1, 4]),
+            lambda: ring.all_to_all([np.ones(3), np.ones(3)], [[1, 2]]),
+            lambda: ring.all_to_all(np.float32(1)),
+            lambda: ring.send(np.ones(3), cluster.rank),
+            lambda: ring.send(np.ones(3), 2),
+            lambda: ring.receive(-1, np.float32),
+            lambda: ring.scatter(np.ones(3), [2, 2], cluster.rank),
+            lambda: ring.gather(np.ones(3), 5),
+            lambda: ring.reduce(np.ones(3), 2),
+        ):
+            with pytest.raises(ValueError) as caught:
+                call()
+            found.append(str(caught.value))
+        assert ring.all_reduce(1) == 2, "what is refused does no harm"
+    return found
+
+
+def test_what_cannot_be_is_refused_on_the_spot():
+    words = [
+        "add up to the rows there are. Received: counts=[1, 1], shape=(3,)",
+        "a number of rows for each of 2 ranks. Received: [1, 1, 1]",
+        "Received: [-1, 4]",
+        "one entry for each of 2 tensors. Received: 1",
+        "works on rows",
+        "the peer is another rank",
+        "to runs from 0 to 1. Received: to=2",
+        "source runs from 0 to 1. Received: source=-1",
+        "add up to the rows there are",
+        "root runs from 0 to 1. Received: root=5",
+        "root runs from 0 to 1. Received: root=2",
+    ]
+    for found in ranks.run(2, refusals):
+        for message, expected in zip(found, words, strict=True):
+            assert expected in message
+
+
+def lost_in(cluster, what):
+    """Rank 1 leaves; the others find out in a call that needs it, or not at all."""
+    with ranks.join(cluster) as ring:
+        pair = ring.group([0, 2], "pair") if cluster.rank != 1 else None
+        ring.barrier()
+        if cluster.rank == 1:
+            return "left"
+        if what == "a group without it":
+            return int(pair.all_reduce(1))
+        try:
+            if what == "all_to_all":
+                ring.all_to_all(np.ones((6, 1 << 18)))
+            elif what == "receive" and cluster.rank == 0:
+                ring.receive(1, np.float32)
+            else:
+                ring.gather(np.ones(3), 1)
+                ring.barrier()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("what", ["all_to_all", "receive", "gather"])
+def test_a_rank_that_left_is_named(what):
+    outcomes = ranks.run(3, lost_in, what)
+    for rank in (0, 2):
+        assert "PeerLostError: rank 1 left the ring" in outcomes[rank], outcomes
+
+
+def test_a_rank_that_left_harms_no_group_without_it():
+    assert ranks.run(3, lost_in, "a group without it") == [2, "left", 2]
+
+
+def as_ops(name):
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    with join(name) as ring:
+        rank, size = ring.rank, ring.world_size
+        group = ring.group([r for r in range(size) if r % 2 == rank % 2], "parity")
+        counts = COUNTS[rank][:size]
+        wide = np.concatenate([rows_of(rank, to, 3, np.float32) for to in range(size)])
+
+        def compute(x):
+            rows, received = ops.all_to_all(ring, x, counts)
+            everything = ops.gather(ring, x, root=1)
+            mine = ops.scatter(ring, x, counts, root=1)
+            total = ops.reduce(ring, x[:1], root=0)
+            in_group = ops.all_reduce(group, tf.constant([10.0**rank]))
+            receipt = ops.send(ring, x[:2], (rank + 1) % size)
+            came = ops.receive(ring, (rank - 1) % size, tf.float32, [None, 3])
+            halves = ops.reduce_scatter(ring, [x[:4], tf.ones([5])])
+            return rows, received, everything, mine, total, in_group, receipt, came, *halves
+
+        for function in (compute, tf.function(compute)):
+            results = function(tf.constant(wide))
+            rows, received, everything, mine, _, in_group, receipt, came, _, ones = (r.numpy() for r in results)
+            np.testing.assert_array_equal(rows, np.concatenate([rows_of(r, rank, 3, np.float32) for r in range(size)]))
+            assert received.tolist() == [COUNTS[r][rank] for r in range(size)]
+            assert everything.shape == ((sum(sum(c[:size]) for c in COUNTS[:size]) if rank == 1 else 0), 3)
+            np.testing.assert_array_equal(mine, rows_of(1, rank, 3, np.float32))
+            assert in_group[0] == sum(10.0**r for r in group.ranks) and receipt == 0
+            sender = (rank - 1) % size
+            sent = np.concatenate([rows_of(sender, to, 3, np.float32) for to in range(size)])[:2]
+            np.testing.assert_array_equal(came, sent)
+            assert (ones == size).all()
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="add up"):
+            ops.all_to_all(ring, tf.ones([3]), [1] * (size - 1) + [2 if size > 1 else 3])
+        assert ops.all_reduce(ring, tf.constant(1)).numpy() == size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_as_ops(world_size):
+    run(world_size, as_ops)
+
+
+def gradients(name, in_function):
+    """Each rank's gradient of the sum over ranks of a loss, against the same computed where all is at hand."""
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    with join(name) as ring:
+        rank, size = ring.rank, ring.world_size
+        rows = [2 + r for r in range(size)]
+        inputs = [np.random.default_rng(r).normal(size=(sum(range(1, size + 1)) + r, 2)) for r in range(size)]
+        counts = [[1 + to + (source if to == 0 else 0) for to in range(size)] for source in range(size)]
+        weights = [tf.constant(np.random.default_rng(100 + r).normal(size=(200, 2))) for r in range(size)]
+
+        def weighted(y, r):
+            return tf.reduce_sum(y * y * weights[r][: tf.shape(y)[0]])
+
+        def measure(x, anchor):
+            swapped, _ = ops.all_to_all(ring, x, counts[rank])
+            gathered = ops.gather(ring, x, root=size - 1)
+            scattered = ops.scatter(ring, x, counts[rank], root=0)
+            total = ops.reduce(ring, x[: rows[0]], root=1)
+            loss = weighted(swapped, rank) + weighted(scattered, rank)
+            loss += weighted(gathered, rank) if rank == size - 1 else 0.0 * tf.reduce_sum(gathered)
+            loss += weighted(total, rank) if rank == 1 else 0.0 * tf.reduce_sum(total)
+            if rank == 0:
+                return loss + tf.cast(ops.send(ring, x, 1, name="half"), tf.float64)
+            if rank == 1:
+                loss += weighted(ops.receive(ring, 0, tf.float64, anchor=anchor, name="half"), 1)
+            return loss
+
+        def differentiate(x):
+            anchor = tf.constant(0.0)
+            with tf.GradientTape() as tape:
+                tape.watch([x, anchor])
+                loss = measure(x, anchor)
+            return tape.gradient(loss, [x, anchor])[0]
+
+        mine = (tf.function(differentiate) if in_function else differentiate)(tf.constant(inputs[rank]))
+
+        # The same, where all is at hand.
+        xs = [tf.constant(x) for x in inputs]
+        with tf.GradientTape() as tape:
+            tape.watch(xs)
+            pieces = [tf.split(x, c) for x, c in zip(xs, counts, strict=True)]
+            loss = weighted(tf.concat(xs, 0), size - 1) + weighted(sum(x[: rows[0]] for x in xs), 1)
+            loss += weighted(xs[0], 1)
+            for r in range(size):
+                loss += weighted(tf.concat([p[r] for p in pieces], 0), r) + weighted(pieces[0][r], r)
+        np.testing.assert_allclose(mine, tape.gradient(loss, xs)[rank], rtol=1e-12)
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_gradients(in_function):
+    run(3, gradients, in_function)
+
+
+def without_gradient(name):
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    with join(name) as ring:
+        x = tf.ones([2, 2])
+        for call in (
+            lambda: ops.reduce(ring, x, op="max"),
+            lambda: ops.reduce_scatter(ring, x, "max"),
+        ):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = call()
+            with pytest.raises(LookupError, match="only sums"):
+                tape.gradient(y, x)
+
+
+def test_only_sums_have_gradients():
+    workers(2).run(without_gradient, "only sums")

@@ -1,0 +1,138 @@
+// Outputs are allocated where the engine knows how many rows come.
+#include "exchange_ops.h"
+
+#include <cstring>
+
+#include "invocation.h"
+
+namespace tfring {
+namespace {
+
+enum Which { kAllToAll = 0, kGather = 1, kScatter = 2 };  // as in ops.py
+
+// The tensors of an exchange, and where their rows go once it is known how many there are.
+struct Exchanged {
+  Invocation* invocation;
+  int world_size;
+  int64_t* all_rows;  // the last output: [rank][tensor]
+  std::vector<tfring_tensor> tensors;
+  std::vector<std::vector<int64_t>> dims;  // to which the tensors point
+
+  int count() const { return static_cast<int>(tensors.size()); }
+
+  // Takes the inputs from `first` on, and makes room for the numbers of rows.
+  bool take(TF_OpKernelContext* context, int first) {
+    world_size = tfring_world_size(invocation->handle());
+    if (world_size < 0) {
+      invocation->fail(kTfInvalidArgument, "this communicator is closed");
+      return false;
+    }
+    const size_t num_tensors = static_cast<size_t>(tf.TF_NumInputs(context) - first);
+    tensors.resize(num_tensors);
+    dims.resize(num_tensors);
+    for (size_t i = 0; i < num_tensors; ++i) {
+      const TF_Tensor* tensor = invocation->input(first + static_cast<int>(i));
+      if (!invocation->ok()) return false;
+      for (int d = 0; d < tf.TF_NumDims(tensor); ++d) dims[i].push_back(tf.TF_Dim(tensor, d));
+      tensors[i] = {tf.TF_TensorData(tensor), nullptr, dims[i].data(), static_cast<int32_t>(dims[i].size()),
+                    tf.TF_TensorType(tensor)};
+    }
+    all_rows = static_cast<int64_t*>(
+        invocation->allocate(count(), static_cast<TfDataType>(DType::kInt64), {world_size, count()}));
+    return invocation->ok();
+  }
+
+  // Outputs of so many rows.
+  bool allocate(const int64_t* rows, void** outputs) {
+    std::memcpy(all_rows, rows, static_cast<size_t>(world_size) * tensors.size() * sizeof(int64_t));
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      std::vector<int64_t> out = dims[i];
+      if (out.empty()) out.push_back(0);
+      out[0] = 0;
+      for (int r = 0; r < world_size; ++r) out[0] += rows[static_cast<size_t>(r) * tensors.size() + i];
+      void* memory = invocation->allocate(static_cast<int>(i), tensors[i].dtype, out);
+      if (!invocation->ok()) return false;
+      if (outputs != nullptr) outputs[i] = memory;
+    }
+    return true;
+  }
+
+  static void place(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+    if (static_cast<Exchanged*>(context)->allocate(rows, outputs)) *placed = 1;
+  }
+};
+
+}  // namespace
+
+void all_gather_rows(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  const TF_Tensor* num_rows = invocation.input(1);  // after token
+  Exchanged exchanged{&invocation, 0, nullptr, {}, {}};
+  if (!invocation.ok() || !exchanged.take(context, 2)) return;
+  if (tf.TF_NumDims(num_rows) != 1 || tf.TF_Dim(num_rows, 0) != exchanged.count()) {
+    return invocation.fail(kTfInvalidArgument, "num_rows holds one number a tensor");
+  }
+  for (int i = 0; i < exchanged.count(); ++i) {
+    std::vector<int64_t>& dims = exchanged.dims[static_cast<size_t>(i)];
+    const int64_t rows = static_cast<const int64_t*>(tf.TF_TensorData(num_rows))[i];
+    if (rows < 0 || dims.empty()) continue;
+    if (rows > dims[0]) {
+      return invocation.fail(kTfInvalidArgument,
+                             std::string("all_gather_rows \"") + invocation.call().name + "\": tensor " +
+                                 std::to_string(i) + " has capacity for " + std::to_string(dims[0]) +
+                                 " rows, but num_rows is " + std::to_string(rows));
+    }
+    dims[0] = rows;
+  }
+  const int code =
+      tfring_all_gather(invocation.handle(), &invocation.call(), exchanged.tensors.data(), exchanged.count(),
+                        &Exchanged::place, &exchanged, invocation.error());
+  if (invocation.ok()) invocation.check(code);  // else memory was short
+}
+
+void exchange_rows(void* state, TF_OpKernelContext* context) {
+  const Attributes& attributes = *static_cast<Attributes*>(state);
+  Invocation invocation(attributes, context);
+  const TF_Tensor* counts = invocation.input(1);  // after token: [rank][tensor]
+  Exchanged exchanged{&invocation, 0, nullptr, {}, {}};
+  if (!invocation.ok() || !exchanged.take(context, 2)) return;
+  const auto* numbers = static_cast<const int64_t*>(tf.TF_TensorData(counts));
+  const int size = exchanged.world_size;
+  const int num_tensors = exchanged.count();
+  const bool counted =
+      attributes.which == kAllToAll ||
+      (attributes.which == kScatter && tfring_rank(invocation.handle()) == invocation.call().root);
+  if (tf.TF_NumDims(counts) != 2 || tf.TF_Dim(counts, 0) != size || tf.TF_Dim(counts, 1) != num_tensors) {
+    return invocation.fail(kTfInvalidArgument, "counts holds one number a rank and tensor");
+  }
+  for (int t = 0; t < num_tensors && counted; ++t) {
+    const std::vector<int64_t>& dims = exchanged.dims[static_cast<size_t>(t)];
+    int64_t total = 0;
+    bool legal = !dims.empty();
+    for (int r = 0; r < size && legal; ++r) {
+      const int64_t number = numbers[r * num_tensors + t];
+      legal = number >= 0 && number <= dims[0] - total;
+      total += number;
+    }
+    if (!legal || total != dims[0]) {
+      return invocation.fail(kTfInvalidArgument, std::string("\"") + invocation.call().name +
+                                                     "\": `counts` add up to the rows there are. Received: " +
+                                                     std::to_string(total) + " and more or less than tensor " +
+                                                     std::to_string(t) + " has");
+    }
+  }
+  const tfring_call* call = &invocation.call();
+  const tfring_tensor* tensors = exchanged.tensors.data();
+  const int code =
+      attributes.which == kGather    ? tfring_gather(invocation.handle(), call, tensors, num_tensors,
+                                                     &Exchanged::place, &exchanged, invocation.error())
+      : attributes.which == kScatter ? tfring_scatter(invocation.handle(), call, tensors, num_tensors, numbers,
+                                                      &Exchanged::place, &exchanged, invocation.error())
+                                     : tfring_all_to_all(invocation.handle(), call, tensors, num_tensors, numbers,
+                                                         &Exchanged::place, &exchanged, invocation.error());
+  if (invocation.ok()) invocation.check(code);
+  if (!invocation.ok() || attributes.which != kGather || tfring_rank(invocation.handle()) == call->root) return;
+  exchanged.allocate(std::vector<int64_t>(static_cast<size_t>(size * num_tensors)).data(), nullptr);
+}
+
+}  // namespace tfring

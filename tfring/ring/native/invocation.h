@@ -1,0 +1,156 @@
+// One call of an op's kernel: its tensors, its first failure.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core.h"
+#include "dtype.h"
+#include "tf_api.h"
+
+namespace tfring {
+
+class ScopedStatus {
+ public:
+  ScopedStatus() : status_(tf.TF_NewStatus()) {}
+  ~ScopedStatus() { tf.TF_DeleteStatus(status_); }
+  ScopedStatus(const ScopedStatus&) = delete;
+  ScopedStatus& operator=(const ScopedStatus&) = delete;
+  TF_Status* get() { return status_; }
+  bool ok() const { return tf.TF_GetCode(status_) == kTfOk; }
+
+ private:
+  TF_Status* status_;
+};
+
+// What a node was built with.
+struct Attributes {
+  int64_t handle = 0;
+  int64_t op = 0;
+  int64_t root = 0;
+  int64_t which = 0;  // of the exchanges; of a receive, the number of the dtype
+  std::string key;
+};
+
+// One call of a kernel: collects tensors, remembers the first failure, reports it at the end.
+class Invocation {
+ public:
+  Invocation(const Attributes& attributes, TF_OpKernelContext* context)
+      : attributes_(attributes), context_(context) {
+    call_.name = attributes.key.c_str();
+    call_.op = static_cast<int32_t>(attributes.op);
+    call_.root = static_cast<int32_t>(attributes.root);
+    call_.caller = TFRING_TENSORFLOW_OP;
+  }
+  ~Invocation() {
+    for (TF_Tensor* tensor : held_) tf.TF_DeleteTensor(tensor);
+    if (!status_.ok()) tf.TF_OpKernelContext_Failure(context_, status_.get());
+  }
+  Invocation(const Invocation&) = delete;
+  Invocation& operator=(const Invocation&) = delete;
+
+  bool ok() const { return status_.ok(); }
+  tfring_call& call() { return call_; }
+  tfring_error* error() { return &error_; }
+
+  // Held until the end of the call. Null after a failure.
+  TF_Tensor* input(int index) {
+    TF_Tensor* tensor = nullptr;
+    tf.TF_GetInput(context_, index, &tensor, status_.get());
+    return hold(tensor);
+  }
+
+  std::vector<int64_t> input_dims(int index, TfDataType* dtype) {
+    TF_Tensor* tensor = nullptr;
+    tf.TF_GetInput(context_, index, &tensor, status_.get());
+    std::vector<int64_t> dims;
+    if (!ok()) return dims;
+    for (int i = 0; i < tf.TF_NumDims(tensor); ++i) dims.push_back(tf.TF_Dim(tensor, i));
+    *dtype = tf.TF_TensorType(tensor);
+    tf.TF_DeleteTensor(tensor);
+    return dims;
+  }
+
+  // Output `output` of the shape of input `index`, in that input's memory where nobody else needs it.
+  void in_place(int index, int output, tfring_tensor* tensor, std::vector<int64_t>* dims) {
+    TfDataType dtype = 0;
+    *dims = input_dims(index, &dtype);
+    if (!ok()) return;
+    int forwarded = -1;
+    TF_Tensor* result =
+        hold(tf.TF_ForwardInputOrAllocateOutput(context_, &index, 1, output, dims->data(),
+                                                static_cast<int>(dims->size()), &forwarded, status_.get()));
+    if (!ok()) return;
+    const TF_Tensor* source = forwarded < 0 ? input(index) : result;
+    if (!ok()) return;
+    *tensor = {tf.TF_TensorData(source), tf.TF_TensorData(result), dims->data(),
+               static_cast<int32_t>(dims->size()), dtype};
+  }
+
+  void* allocate(int output, TfDataType dtype, const std::vector<int64_t>& dims) {
+    size_t length = static_cast<size_t>(size_of(static_cast<DType>(dtype)));
+    for (int64_t dim : dims) length *= static_cast<size_t>(dim);
+    TF_Tensor* result = hold(tf.TF_AllocateOutput(context_, output, dtype, dims.data(),
+                                                  static_cast<int>(dims.size()), length, status_.get()));
+    return ok() ? tf.TF_TensorData(result) : nullptr;
+  }
+
+  void fail(int code, const std::string& message) { tf.TF_SetStatus(status_.get(), code, message.c_str()); }
+
+  // Turns the core's answer into a status.
+  void check(int code) {
+    switch (code) {
+      case TFRING_OK:
+        return;
+      case TFRING_MISMATCH:
+      case TFRING_INVALID:
+        return fail(kTfInvalidArgument, error_.message);
+      case TFRING_PEER_LOST:
+        return fail(kTfAborted, error_.message);
+      case TFRING_TIMEOUT:
+        return fail(kTfDeadlineExceeded, error_.message);
+      case TFRING_INTERRUPTED:  // KeyboardInterrupt follows as soon as Python goes on
+        return fail(kTfCancelled, error_.message);
+      default:
+        return fail(kTfInternal, error_.message);
+    }
+  }
+
+  int64_t handle() const { return attributes_.handle; }
+  TF_OpKernelContext* context() { return context_; }
+
+ private:
+  TF_Tensor* hold(TF_Tensor* tensor) {
+    if (tensor != nullptr) held_.push_back(tensor);
+    return tensor;
+  }
+
+  const Attributes& attributes_;
+  TF_OpKernelContext* context_;
+  ScopedStatus status_;
+  tfring_call call_{};
+  tfring_error error_{};
+  std::vector<TF_Tensor*> held_;
+};
+
+// All inputs from `first` on, each with an output of its shape.
+class InPlaceTensors {
+ public:
+  InPlaceTensors(Invocation* invocation, int first)
+      : tensors_(static_cast<size_t>(tf.TF_NumInputs(invocation->context()) - first)),
+        dims_(tensors_.size()) {
+    for (int i = 0; i < count() && invocation->ok(); ++i) {
+      const size_t at = static_cast<size_t>(i);
+      invocation->in_place(first + i, i, &tensors_[at], &dims_[at]);
+    }
+  }
+
+  const tfring_tensor* data() const { return tensors_.data(); }
+  int count() const { return static_cast<int>(tensors_.size()); }
+
+ private:
+  std::vector<tfring_tensor> tensors_;
+  std::vector<std::vector<int64_t>> dims_;  // to which the tensors point
+};
+
+}  // namespace tfring
