@@ -17,6 +17,10 @@ CORE_SOURCES = (
     "fd.cc",
     "frame.cc",
     "gather.cc",
+    "kernels.cc",
+    "kernels_avx2.cc",
+    "kernels_avx512.cc",
+    "kernels_plain.cc",
     "liveness.cc",
     "plan.cc",
     "process.cc",
@@ -30,6 +34,7 @@ OPS_SOURCES = ("ops.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (
     "-std=c++17",
     "-O3",
+    "-ffp-contract=off",
     "-g0",
     "-fPIC",
     "-fvisibility=hidden",

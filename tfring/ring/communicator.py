@@ -155,13 +155,14 @@ class Communicator:
         return cls(handle, name, cluster.rank, cluster.world_size, links)
 
     def all_reduce(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """The element-wise sum, maximum or minimum over all ranks; bitwise the same on every rank.
+        """The element-wise sum, maximum, minimum or product over all ranks; bitwise the same on every rank.
 
         Args:
             value: Array or tensor of the same shape and dtype on all ranks, or a list of tensors of one
-                dtype. bool has max (any) and min (all) only. Integers wrap round; float16 and bfloat16 are
-                added in float32 and rounded after each addition; NaN wins over any number.
-            op: "sum", "max" or "min".
+                dtype. bool has max (any) and min (all) only, complex numbers have sum and product. Integers
+                wrap round. float16 and bfloat16 are computed in float32 and rounded at most once for each
+                rank after the first (small arrays once in all). NaN wins over any number.
+            op: "sum", "max", "min" or "product".
             name: What to call it in errors; the same on all ranks. Default: "all_reduce".
 
         Returns:
@@ -214,13 +215,13 @@ class Communicator:
         return results[0]
 
     def reduce_scatter(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """This rank's share of the rows of the sum, maximum or minimum over all ranks.
+        """This rank's share of the rows of the sum, maximum, minimum or product over all ranks.
 
         Args:
             value: `[rows, ...]` of the same shape and dtype on all ranks. `schedule.chunk_bounds(rows,
                 world_size)` says who gets which rows; where `world_size` does not divide them, the first
                 ranks get one more.
-            op: "sum", "max" or "min".
+            op: "sum", "max", "min" or "product".
             name: What to call it in errors. Default: "reduce_scatter".
 
         Returns:
@@ -330,7 +331,7 @@ class Communicator:
         root: int = 0,
     ) -> tuple[Any, Any, Any]:
         if op not in library.OPERATIONS:
-            raise ValueError(f"{kind} has op sum, max or min. Received: op={op!r}")
+            raise ValueError(f"{kind} has op {library.OPERATION_NAMES}. Received: op={op!r}")
         main = threading.current_thread() is threading.main_thread()
         caller = library.PYTHON_MAIN_THREAD if main else library.ANY_THREAD
         call = library.Call((name or kind).encode(), library.OPERATIONS[op], root, 0, caller)

@@ -9,7 +9,7 @@ import signal
 
 from tfring import errors
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 DIRECTORY = pathlib.Path(__file__).parent / "native"
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
@@ -18,7 +18,8 @@ ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a colle
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
-OPERATIONS = {"sum": 0, "max": 1, "min": 2}
+OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
+OPERATION_NAMES = "sum, max, min or product"  # in errors
 # The numbers of TensorFlow's TF_DataType.
 DTYPES = {
     "float32": 1,
@@ -160,6 +161,7 @@ def core() -> ctypes.CDLL:
 def _declare(library: ctypes.CDLL) -> None:
     handle, size, error = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(Error)
     call, tensors, rows = ctypes.POINTER(Call), ctypes.POINTER(Tensor), ctypes.POINTER(ctypes.c_int64)
+    address = ctypes.c_void_p
     signatures = {
         "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
         "tfring_close": (None, handle),
@@ -177,6 +179,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_send_abort": (None, size, size, size, ctypes.c_char_p),
         "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
+        "tfring_use_instructions": (size, ctypes.c_char_p),
+        "tfring_reduce": (None, size, size, address, address, address, ctypes.c_int64),
+        "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_schedule": (
             ctypes.c_int,
             ctypes.c_char_p,

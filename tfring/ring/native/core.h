@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 3
+#define TFRING_ABI_VERSION 4
 
 // Codes of tfring_error; 0 is success.
 enum {
@@ -148,6 +148,13 @@ TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
 // Fills table[step] = {send, recv, reduce}, -1 for none; returns the number of steps.
 TFRING_API int tfring_schedule(const char* which, int rank, int world_size, int root, int32_t (*table)[3],
                                int max_steps);
+
+// The arithmetic alone (kernels.h), for tests and benchmarks. Instructions are "plain", "avx2" or "avx512";
+// returns 0 where this processor has them not.
+TFRING_API int tfring_use_instructions(const char* name);
+TFRING_API void tfring_reduce(int dtype, int op, void* out, const void* a, const void* b, int64_t count);
+TFRING_API void tfring_reduce_many(int dtype, int op, void* out, const void* const* parts, int num_parts,
+                                   int64_t count);
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <new>
 
+#include "kernels.h"
 #include "process.h"
 #include "tensor.h"
 
@@ -191,7 +192,7 @@ Status Ring::check(Kind kind, const tfring_call& call, const tfring_tensor* tens
       if (dtype != DType::kBool)
         return invalid(std::string("numbers of ") + name_of(dtype) + " have no order");
       return invalid(
-          "bool has no sum. Use op=\"max\" for any, op=\"min\" for all, or cast to an integer to count");
+          "bool has no sum and no product. Use op=\"max\" for any, op=\"min\" for all, or cast to an integer to count");
     }
     if (reduces(kind) && tensors[t].dtype != tensors[0].dtype) {
       return invalid(std::string("tensors reduced together share one dtype. Received: ") +
@@ -285,7 +286,9 @@ Status Ring::small_all_reduce(const tfring_call& call, const tfring_tensor* tens
   }
   TFRING_TRY(execute(kWithHeader));
   const int64_t count = size / size_of(plan_.dtype);
-  for (int r = 1; r < world_size_; ++r) reduce(plan_.dtype, plan_.op, all, all, all + r * size, count);
+  std::vector<const void*> parts(static_cast<size_t>(world_size_));
+  for (int r = 0; r < world_size_; ++r) parts[static_cast<size_t>(r)] = all + r * size;
+  reduce_many(plan_.dtype, plan_.op, all, parts.data(), world_size_, count);
   const char* sum = all;
   for (int t = 0; t < num_tensors; ++t) {
     copy(tensors[t].output, sum, num_bytes(tensors[t]));
