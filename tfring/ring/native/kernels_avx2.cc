@@ -33,6 +33,7 @@ inline void narrow_lanes(void* to, __m256 values) {
 #include "kernels_f16c.h"
 
 bool supported() {
+  __builtin_cpu_init();
   unsigned a = 0, b = 0, c = 0, d = 0;  // not every compiler's __builtin_cpu_supports knows f16c
   return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }

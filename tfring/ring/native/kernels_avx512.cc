@@ -41,6 +41,7 @@ void reduce_unfused(DType dtype, Op op, void* out, const void* a, const void* b,
 }
 
 bool supported() {
+  __builtin_cpu_init();
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
