@@ -115,7 +115,8 @@ def test_many_at_once(name, op, instructions):
             contributions = [numbers(name, count, 10 + p) for p in range(num_parts)]
             want = total(op, contributions)
             memory = [np.zeros(2 * GUARD + 8 + want.nbytes, np.uint8) for _ in contributions]
-            pointers = [place(m, p % 8, c.tobytes()) for p, (m, c) in enumerate(zip(memory, contributions, strict=True))]
+            data = [contribution.tobytes() for contribution in contributions]
+            pointers = [place(m, p % 8, d) for p, (m, d) in enumerate(zip(memory, data, strict=True))]
             out = np.full(GUARD + want.nbytes, 0xA5, np.uint8)
             for target in (out.ctypes.data, pointers[0]):
                 core.tfring_reduce_many(
