@@ -18,6 +18,10 @@ CORE_SOURCES = (
     "execute.cc",
     "fd.cc",
     "frame.cc",
+    "kernels.cc",
+    "kernels_avx2.cc",
+    "kernels_avx512.cc",
+    "kernels_plain.cc",
     "liveness.cc",
     "plan.cc",
     "process.cc",
@@ -32,6 +36,7 @@ OPS_SOURCES = ("ops.cc", "exchange_ops.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (
     "-std=c++17",
     "-O3",
+    "-ffp-contract=off",
     "-g0",
     "-fPIC",
     "-fvisibility=hidden",

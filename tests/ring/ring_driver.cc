@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "core.h"
+#include "dtype.h"
 #include "process.h"
 
 #define CHECK(condition, ...)                                             \
@@ -349,6 +350,45 @@ void everything(int size, bool shared, int algorithm = 0, int num_hosts = 1) {
   });
 }
 
+// All instructions give the same bits, at any alignment, and touch nothing outside: memory ends where the
+// numbers do.
+void arithmetic() {
+  constexpr int kDtypes[] = {1, 2, 3, 4, 5, 6, 8, 9, 10, 14, 17, 18, 19, 22, 23};
+  for (const char* instructions : {"plain", "avx2", "avx512"}) {
+    if (tfring_use_instructions(instructions) == 0) continue;
+    for (int dtype : kDtypes) {
+      const size_t item = static_cast<size_t>(tfring::size_of(static_cast<tfring::DType>(dtype)));
+      for (int op = 0; op < 4; ++op) {
+        if (!tfring::can_reduce(static_cast<tfring::DType>(dtype), static_cast<tfring::Op>(op))) continue;
+        for (size_t count : {0, 1, 7, 33, 2049}) {
+          const size_t offset = count % 8;
+          const size_t size = count * item;
+          std::vector<std::vector<char>> memory(5, std::vector<char>(offset + size));
+          uint32_t random = 1;
+          for (size_t i = offset; i < offset + size; ++i) {
+            for (int m = 0; m < 3; ++m) {
+              random = random * 1664525 + 1013904223;
+              memory[m][i] = static_cast<char>(dtype == 10 ? random >> 31 : random >> 24);
+            }
+          }
+          void* at[5];
+          for (int m = 0; m < 5; ++m) at[m] = memory[m].data() + offset;
+          const int64_t n = static_cast<int64_t>(count);
+          tfring_use_instructions(instructions);
+          tfring_reduce_two(dtype, op, at[3], at[0], at[1], n);
+          tfring_use_instructions("plain");
+          tfring_reduce_two(dtype, op, at[4], at[0], at[1], n);
+          CHECK(memory[3] == memory[4], "%s: dtype %d, op %d, %zu", instructions, dtype, op, count);
+          tfring_reduce_many(dtype, op, at[4], at, 3, n);
+          tfring_use_instructions(instructions);
+          tfring_reduce_many(dtype, op, at[0], at, 3, n);
+          CHECK(memory[0] == memory[4], "%s: three of dtype %d, op %d, %zu", instructions, dtype, op, count);
+        }
+      }
+    }
+  }
+}
+
 void disagreement(int size, bool shared) {
   World(size, shared, 30).run([](int rank, int64_t ring) {
     const int64_t dims[1] = {rank == 1 ? 9 : 100000};
@@ -469,6 +509,7 @@ static void crossed_groups(bool shared) {
 }
 
 int main() {
+  arithmetic();
   for (bool shared : {false, true}) {
     for (int size : {1, 2, 3, 5}) everything(size, shared);
     everything(5, shared, 2);     // Bruck

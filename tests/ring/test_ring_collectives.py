@@ -11,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import ranks
+from arithmetic import combine, is_reducible, total
 
+from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds, is_small
 
 DTYPES = [
@@ -33,7 +35,6 @@ DTYPES = [
 ]
 # Around the chunks of 8 ranks, small and large algorithm, several segments.
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (0, 4), (8191,), (16385,), (331, 401), (300_011,)]
-OPERATIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 TRANSPORTS = ("tcp", "shm")
 
 
@@ -54,31 +55,19 @@ def contribution(shape, dtype, rank):
     return values.astype(dtype)
 
 
-def is_reducible(dtype, op):
-    """Booleans have no sum, complex numbers no order."""
-    if op == "sum":
-        return np.dtype(dtype) != np.bool_
-    return not np.issubdtype(np.dtype(dtype), np.complexfloating)
-
-
 def add_like_the_ring(inputs, op):
     """The reduction in the very order of the schedule, rounded where the ring rounds."""
-    combine = OPERATIONS[op]
     world_size = len(inputs)
     flat = [value.ravel() for value in inputs]
-    with np.errstate(over="ignore", invalid="ignore"):
-        if is_small(flat[0].nbytes, world_size):
-            total = flat[0]
-            for value in flat[1:]:
-                total = combine(total, value)
-        else:
-            total = np.empty_like(flat[0])
-            for chunk, (begin, end) in enumerate(chunk_bounds(total.size, world_size)):
-                partial = flat[chunk][begin:end]
-                for distance in range(1, world_size):
-                    partial = combine(flat[(chunk + distance) % world_size][begin:end], partial)
-                total[begin:end] = partial
-    return total.reshape(inputs[0].shape)
+    if is_small(flat[0].nbytes, world_size):
+        return total(op, flat).reshape(inputs[0].shape)
+    result = np.empty_like(flat[0])
+    for chunk, (begin, end) in enumerate(chunk_bounds(result.size, world_size)):
+        partial = flat[chunk][begin:end]
+        for distance in range(1, world_size):
+            partial = combine(op, flat[(chunk + distance) % world_size][begin:end], partial)
+        result[begin:end] = partial
+    return result.reshape(inputs[0].shape)
 
 
 def check(got, want, what):
@@ -99,7 +88,7 @@ def sweep(cluster, transport, shapes):
                 inputs = [contribution(shape, dtype, r) for r in range(world_size)]
                 mine = inputs[rank].copy()
                 what = (np.dtype(dtype).name, shape)
-                for op in OPERATIONS:
+                for op in library.OPERATIONS:
                     if not is_reducible(dtype, op):
                         continue
                     want = add_like_the_ring(inputs, op)
@@ -179,6 +168,7 @@ def refused_arguments(cluster):
         for call in (
             lambda: ring.all_reduce(np.array([True, False])),
             lambda: ring.all_reduce(np.zeros(3, "S4")),
+            lambda: ring.all_reduce(np.array([True, False]), "product"),
             lambda: ring.all_reduce(np.zeros(3, np.complex64), "max"),
             lambda: ring.all_reduce(np.zeros(3), "mean"),
             lambda: ring.broadcast(np.zeros(3), root=2),
@@ -197,7 +187,17 @@ def test_what_cannot_be_is_refused_on_the_spot():
     messages, _ = ranks.run(2, refused_arguments)
     for message, words in zip(
         messages,
-        ['op="max"', "dtype=|S4", "complex64 have no order", "op='mean'", "root=2", "root=-1", "scalar", "scalar"],
+        [
+            'op="max"',
+            "dtype=|S4",
+            'no product. Use op="max"',
+            "complex64 have no order",
+            "sum, max, min or product. Received: op='mean'",
+            "root=2",
+            "root=-1",
+            "scalar",
+            "scalar",
+        ],
         strict=True,
     ):
         assert words in message, message

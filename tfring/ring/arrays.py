@@ -193,7 +193,7 @@ def _prepare(
 ) -> tuple[Any, Any]:
     """What the native call is given; the arrays are the caller's to hold."""
     if op not in library.OPERATIONS:
-        raise ValueError(f"`op` is {', '.join(library.OPERATIONS)}. Received: op={op!r}")
+        raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
     main = threading.current_thread() is threading.main_thread()
     caller = library.PYTHON_MAIN_THREAD if main else library.ANY_THREAD
     call = library.Call(name.encode(), library.OPERATIONS[op], root, 0, caller)

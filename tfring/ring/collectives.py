@@ -1,7 +1,7 @@
 """The engines behind one interface: the compiled ring, TensorFlow's collective runtime, and no peers at all.
 
 Everything above `ring/` speaks to an engine through the methods of `Collectives`, on TensorFlow tensors,
-eagerly or inside a `tf.function`. `op` is "sum", "max" or "min"; `name` says what is sent, for errors.
+eagerly or inside a `tf.function`. `op` is "sum", "max", "min" or "product"; `name` says what is sent, for errors.
 """
 
 from __future__ import annotations

@@ -215,13 +215,14 @@ class Communicator:
         return self.group(ranks, f"{name} {number}: {color}")
 
     def all_reduce(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """The element-wise sum, product, maximum or minimum over all ranks; bitwise the same on every rank.
+        """The element-wise sum, maximum, minimum or product over all ranks; bitwise the same on every rank.
 
         Args:
             value: Array or tensor of the same shape and dtype on all ranks, or a list of them of one
-                dtype. bool has max (any) and min (all) only. Integers wrap round; float16 and bfloat16 are
-                added in float32 and rounded after each addition; NaN wins over any number.
-            op: "sum", "max" or "min".
+                dtype. bool has max (any) and min (all) only, complex numbers have sum and product. Integers
+                wrap round. float16 and bfloat16 are computed in float32 and rounded at most once for each
+                rank after the first (small arrays once in all). NaN wins over any number.
+            op: "sum", "max", "min" or "product".
             name: What to call it in errors; the same on all ranks. Default: "all_reduce".
 
         Returns:
@@ -243,7 +244,7 @@ class Communicator:
             value: `[rows, ...]` of the same shape and dtype on all ranks, or a list of such. `schedule.chunk_bounds(
                 rows, world_size)` says who gets which rows; where `world_size` does not divide them, the first
                 ranks get one more.
-            op: "sum", "max" or "min".
+            op: "sum", "max", "min" or "product".
             name: What to call it in errors. Default: "reduce_scatter".
 
         Returns:

@@ -31,7 +31,8 @@ KINDS = (
     "receive",
 )
 ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4}
-OPERATIONS = {"sum": 0, "max": 1, "min": 2}
+OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
+OPERATION_NAMES = "sum, max, min or product"  # in errors
 # The numbers of TensorFlow's TF_DataType.
 DTYPES = {
     "float32": 1,
@@ -185,6 +186,7 @@ def core() -> ctypes.CDLL:
 def _declare(library: ctypes.CDLL) -> None:
     handle, size, error = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(Error)
     call, tensors, rows = ctypes.POINTER(Call), ctypes.POINTER(Tensor), ctypes.POINTER(ctypes.c_int64)
+    address = ctypes.c_void_p
     signatures = {
         "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
         "tfring_close": (None, handle),
@@ -211,6 +213,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_send_abort": (None, size, size, size, ctypes.c_char_p),
         "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
+        "tfring_use_instructions": (size, ctypes.c_char_p),
+        "tfring_reduce_two": (None, size, size, address, address, address, ctypes.c_int64),
+        "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
         "tfring_schedule": (
             ctypes.c_int,

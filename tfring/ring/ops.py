@@ -32,14 +32,14 @@ _users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 def all_reduce(
     communicator: Any, tensors: Any, op: str = "sum", *, name: str = "all_reduce", active: Any = None
 ) -> Any:
-    """The element-wise sum, maximum or minimum over all ranks; a list goes round as one.
+    """The element-wise sum, maximum, minimum or product over all ranks; a list goes round as one.
 
     Differentiable for "sum": the gradient is summed over the ranks as well.
 
     Args:
         communicator: A `tfring.ring.communicator.Communicator`.
         tensors: A tensor, or a list of tensors of one dtype, of the same shapes on all ranks.
-        op: "sum", "max" or "min".
+        op: "sum", "max", "min" or "product".
         name: What to call the collective in errors; the same on all ranks.
         active: A bool scalar; where it is False this rank contributes zeros, whatever `tensors` hold (NaN
             included).
@@ -128,7 +128,7 @@ def all_gather_rows(
 
 
 def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
-    """This rank's share of the rows of the sum, maximum or minimum over all ranks.
+    """This rank's share of the rows of the sum, maximum, minimum or product over all ranks.
 
     Differentiable for "sum": the gradient is gathered.
 
@@ -136,7 +136,7 @@ def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str
         communicator: A `Communicator`.
         tensor: `[rows, ...]` of the same shape on all ranks, or a list of such of one dtype.
             `schedule.chunk_bounds(rows, world_size)` says who gets which rows.
-        op: "sum", "max" or "min".
+        op: "sum", "max", "min" or "product".
         name: What to call the collective in errors.
     """
     many, tensors = _as_list(tensor)
@@ -313,7 +313,7 @@ def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:
 
 def _operation(op: str) -> int:
     if op not in library.OPERATIONS:
-        raise ValueError(f"`op` is sum, max or min. Received: op={op!r}")
+        raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
     return library.OPERATIONS[op]
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfring import _tf
 from tfring.ring.collectives import Collectives, zeros_unless
 
-_MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
+_MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min", "product": "Mul"}
 # The runtime gathers float16/32/64 and int32/64 only.
 _GATHERED_AS = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32) | {
     tf.uint32: tf.int64,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels.h"
 #include "tensor.h"
 #include "world.h"
 
@@ -89,11 +90,16 @@ Status World::small_all_reduce(const tfring_call& call, const tfring_tensor* ten
   char* const all = scratch_.get();
   put_together(all + group_->member * slot, call, tensors, num_tensors);
   TFRING_TRY(gather_slots(slot));
-  for (int m = 1; m < group_->size(); ++m) {
-    tfring::reduce(plan_.dtype, plan_.op, all, all, all + m * slot, slot / size_of(plan_.dtype));
-  }
+  add_slots_up(slot);
   take_apart(all, tensors, num_tensors);
   return {};
+}
+
+void World::add_slots_up(int64_t slot) {
+  slots_.clear();
+  for (int m = 0; m < group_->size(); ++m) slots_.push_back(scratch_.get() + m * slot);
+  reduce_many(plan_.dtype, plan_.op, scratch_.get(), slots_.data(), group_->size(),
+              slot / size_of(plan_.dtype));
 }
 
 // Reduce-scatter, then all-gather, as one stream. Each chunk is added up on its way, one member after the
@@ -140,9 +146,7 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
     }
     TFRING_TRY(execute(kDone));
     if (!is_root) return {};
-    for (int m = 1; m < size; ++m) {
-      tfring::reduce(plan_.dtype, plan_.op, all, all, all + m * slot, slot / size_of(plan_.dtype));
-    }
+    add_slots_up(slot);
     take_apart(all, tensors, num_tensors);
     return {};
   }

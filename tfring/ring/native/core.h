@@ -187,6 +187,13 @@ TFRING_API int tfring_schedule(const char* which, int position, int size, int mo
 // Fills `positions` with those that `position` exchanges anything with; returns how many.
 TFRING_API int tfring_partners(int position, int size, int local_size, int32_t* positions);
 
+// The arithmetic alone (kernels.h), for tests and benchmarks. Instructions are "plain", "avx2" or "avx512";
+// returns 0 where this processor has them not.
+TFRING_API int tfring_use_instructions(const char* name);
+TFRING_API void tfring_reduce_two(int dtype, int op, void* out, const void* a, const void* b, int64_t count);
+TFRING_API void tfring_reduce_many(int dtype, int op, void* out, const void* const* parts, int num_parts,
+                                   int64_t count);
+
 #ifdef __cplusplus
 }
 #endif

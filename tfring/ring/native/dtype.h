@@ -1,4 +1,4 @@
-// Element types and reductions. The numbers of DType are those of TensorFlow's TF_DataType.
+// Element types, and what can be done with them. The numbers of DType are those of TensorFlow's TF_DataType.
 #pragma once
 
 #include <cstdint>
@@ -23,17 +23,15 @@ enum class DType : int32_t {
   kUint64 = 23,
 };
 
-enum class Op : int32_t { kSum = 0, kMax = 1, kMin = 2 };
+enum class Op : int32_t { kSum = 0, kMax = 1, kMin = 2, kProduct = 3 };
 
 // 0 for a type the ring does not carry.
 int64_t size_of(DType dtype);
 const char* name_of(DType dtype);
 const char* name_of(Op op);
 
-// bool has no sum: whether it should count or saturate is the caller's to say. Complex numbers have no order.
+// bool has no sum and no product: whether a sum should count or saturate is the caller's to say. Complex
+// numbers have no order.
 bool can_reduce(DType dtype, Op op);
-
-// out[i] = a[i] op b[i]. `out` may be `a`. No alignment is asked for.
-void reduce(DType dtype, Op op, void* out, const void* a, const void* b, int64_t count);
 
 }  // namespace tfring

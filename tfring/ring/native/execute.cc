@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "clock.h"
+#include "kernels.h"
 #include "process.h"
 #include "world.h"
 

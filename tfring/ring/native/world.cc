@@ -275,7 +275,8 @@ Status World::check(const Group& group, Kind kind, const tfring_call& call, cons
       if (dtype != DType::kBool)
         return invalid(std::string("numbers of ") + name_of(dtype) + " have no order");
       return invalid(
-          "bool has no sum. Use op=\"max\" for any, op=\"min\" for all, or cast to an integer to count");
+          "bool has no sum and no product. Use op=\"max\" for any, op=\"min\" for all, or cast to an integer "
+          "to count");
     }
     if (reduces(kind) && tensors[t].dtype != tensors[0].dtype) {
       return invalid(std::string("tensors reduced together share one dtype. Received: ") +

@@ -141,6 +141,7 @@ class World final : private Watched {
 
   // collectives.cc
   Status gather_slots(int64_t slot);
+  void add_slots_up(int64_t slot);
   Status small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status large_all_reduce(Algorithm algorithm, const tfring_call& call, const tfring_tensor* tensors,
                           int num_tensors);
@@ -249,6 +250,7 @@ class World final : private Watched {
   Plan plan_;
   Schedule schedule_;
   std::vector<Range> chunks_;
+  std::vector<const void*> slots_;
   int32_t caller_ = TFRING_ANY_THREAD;
   bool on_pool_thread_ = false;
   std::unique_ptr<char[]> scratch_;

@@ -1,0 +1,40 @@
+// Element-wise arithmetic, in the widest instructions the processor has.
+//
+// Whatever the instructions, the result is the same bits: 16-bit floats are computed in float32 and rounded
+// to nearest even, subnormals stay what they are, no product is fused with a sum, and a NaN in a result is
+// always the same one (NumPy's np.nan). So ranks that compute the same sum agree, on whatever machines they
+// run.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace tfring {
+
+// out[i] = a[i] op b[i]. `out` may be `a`, and overlaps nothing else. No alignment is asked for.
+void reduce(DType dtype, Op op, void* out, const void* a, const void* b, int64_t count);
+
+// out[i] = parts[0][i] op parts[1][i] op ..., in this order; 16-bit floats are rounded once, at the end.
+// `out` may be parts[0]. A single part is copied.
+void reduce_many(DType dtype, Op op, void* out, const void* const* parts, int num_parts, int64_t count);
+
+// Between float32 and a 16-bit float.
+void widen(DType dtype, float* out, const void* in, int64_t count);
+void narrow(DType dtype, void* out, const float* in, int64_t count);
+
+// One set of instructions; each has a file.
+struct Kernels {
+  const char* name;
+  bool (*supported)();
+  void (*reduce)(DType, Op, void*, const void*, const void*, int64_t);
+  void (*widen)(DType, float*, const void*, int64_t);
+  void (*narrow)(DType, void*, const float*, int64_t);
+};
+extern const Kernels kPlain;  // what the compiler may assume of any processor of this kind
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace tfring
