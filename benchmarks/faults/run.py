@@ -52,6 +52,7 @@ TRANSPORTS = {
 }
 START_SECONDS = 60
 MOST_CHARACTERS = 500
+EXIT_SECONDS = 15  # TensorFlow's own takes two on a core
 LIMIT_SECONDS = 45  # for survivors to learn of a fault
 LOSS_RATE = 0.05
 LOSS = "5 % packet loss"
@@ -167,10 +168,10 @@ class Rank:
             time.sleep(0.01)
         return None
 
-    def end(self) -> bool:
+    def end(self, seconds: float) -> bool:
         """Whether it ended by itself; else, and with what it has forked, it is killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(3)
+            self.process.wait(seconds)
         ended = self.process.poll() is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -223,9 +224,9 @@ def run_once(scenario: Scenario, folder: str = "") -> Outcome:
                 strike(scenario, ranks[scenario.victim], hosts[scenario.victim], lossy)
             outcome = ask(scenario, ranks, struck)
         finally:
-            ended = [rank.end() for r, rank in enumerate(ranks) if r != scenario.victim]
+            ended = [rank.end(EXIT_SECONDS) for r, rank in enumerate(ranks) if r != scenario.victim]
             if scenario.victim is not None:
-                ranks[scenario.victim].end()
+                ranks[scenario.victim].end(0)
         left = set(os.listdir("/dev/shm")) - shared_before
         if left or not all(ended):
             outcome = outcome._replace(left=f"{outcome.left}; {len(left)} files, {ended.count(False)} processes")
