@@ -1,10 +1,12 @@
 """Makes the fault matrix: what the ranks of a job see of a fault, and how soon. Writes docs/faults.md.
 
-    python benchmarks/faults/run.py                 # all of it, some twelve minutes; as root also between hosts
-    python benchmarks/faults/run.py --only SIGSTOP  # the faults whose name holds this, on the screen only
+    python benchmarks/faults/run.py                 # all of it, some fifteen minutes; as root also between hosts
+    python benchmarks/faults/run.py --only SIGSTOP  # the rows that hold this, on the screen only
 
 A rank loops over all-reduces of 1 MB, or waits in Python between two; one rank is struck by a fault. Hosts are network
-namespaces. "Knew after" is the time until the last survivor had its exception.
+namespaces. "Knew after" is the time until the last survivor had its exception. While saving the ranks are in `fit` with
+a Backup of 32 MB: rank 0 is killed once half a file is there, or its disk has room for one file and no second; then the
+job is started again.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,6 +42,7 @@ import tfring  # noqa: E402
 from tfring.cluster import Cluster, launch_variables  # noqa: E402
 
 VICTIM = 1
+SAVING, SAVED_STEPS, DISK_SIZE = "while saving", 12, "48m"  # worker.py saves 32 MB at each step
 TRANSPORTS = {
     "shm": "shared memory",
     "tcp": "TCP",
@@ -47,9 +52,11 @@ TRANSPORTS = {
 }
 START_SECONDS = 60
 MOST_CHARACTERS = 500
+EXIT_SECONDS = 15  # TensorFlow's own takes two on a core
 LIMIT_SECONDS = 45  # for survivors to learn of a fault
 LOSS_RATE = 0.05
 LOSS = "5 % packet loss"
+WARNINGS = re.compile("is slow|could not save")
 HANDSHAKES = ("in the handshake", "in the handshake, one rank not yet started")
 AT_ONCE = ("kill -9", "kill -9, a forked child lives on", "exit", "exception")
 
@@ -62,6 +69,13 @@ class Scenario(NamedTuple):
     lost_seconds: float = 2.0
     slow_seconds: float = 0.0
 
+    @property
+    def victim(self) -> int | None:
+        """The rank that is struck; while saving the one that writes, if it is killed."""
+        if self.moment == SAVING:
+            return 0 if self.fault == "kill -9" else None
+        return VICTIM
+
 
 class Outcome(NamedTuple):
     seconds: float | None  # None: nobody failed
@@ -69,7 +83,7 @@ class Outcome(NamedTuple):
     left: str
 
 
-def scenarios(slow_seconds: float, hosts: bool) -> list[Scenario]:
+def scenarios(slow_seconds: float, hosts: bool, disks: bool) -> list[Scenario]:
     """Those that make sense: a link can be cut between hosts only."""
     found = []
     transports = ["shm", "tcp", *(["hosts"] if hosts else [])]
@@ -82,6 +96,8 @@ def scenarios(slow_seconds: float, hosts: bool) -> list[Scenario]:
                 found.append(Scenario("link cut", moment, transport, ranks))
             found.append(Scenario("link cut", "in a step", transport, ranks, lost_seconds=15.0))
             found.append(Scenario(LOSS, "in a step", transport, ranks, slow_seconds=20))
+        else:
+            found += [Scenario(fault, SAVING, transport, ranks) for fault in ("kill -9", *["disk full"] * disks)]
         found.append(Scenario("slow", "in a step", transport, ranks, slow_seconds=slow_seconds))
     found += [Scenario("kill -9", moment, transport, 4) for transport in transports for moment in HANDSHAKES]
     found += [Scenario(fault, "in a step", "peer", 2) for fault in ("kill -9", "exit", "SIGSTOP")]
@@ -93,7 +109,9 @@ def scenarios(slow_seconds: float, hosts: bool) -> list[Scenario]:
 class Rank:
     """A process, and what it has said so far."""
 
-    def __init__(self, scenario: Scenario, rank: int, addresses: tuple[str, ...], host: namespaces.Host | None) -> None:
+    def __init__(
+        self, scenario: Scenario, rank: int, addresses: tuple[str, ...], host: namespaces.Host | None, folder: str
+    ) -> None:
         local = (rank, len(addresses)) if host is None else (0, 1)
         cluster = Cluster(rank, len(addresses), *local, len(addresses) // local[1], addresses, "faults", None)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TFRING_")}
@@ -101,6 +119,7 @@ class Rank:
             launch_variables.write(cluster),
             PYTHONPATH=str(pathlib.Path(tfring.__file__).parents[1]),  # the one that this script has found
             OMP_NUM_THREADS="1",
+            FAULT_FOLDER=folder,
             FAULT_ENGINE="tensorflow" if "peer" in scenario.transport else "ring",
             CUDA_VISIBLE_DEVICES="-1",
             TF_CPP_MIN_LOG_LEVEL="3",
@@ -149,10 +168,10 @@ class Rank:
             time.sleep(0.01)
         return None
 
-    def end(self) -> bool:
+    def end(self, seconds: float) -> bool:
         """Whether it ended by itself; else, and with what it has forked, it is killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(3)
+            self.process.wait(seconds)
         ended = self.process.poll() is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -161,7 +180,24 @@ class Rank:
 
 
 def run(scenario: Scenario) -> Outcome:
-    """Starts the ranks, strikes one, asks the others."""
+    """Starts the ranks, strikes one, asks the others; while saving, starts all again."""
+    if scenario.moment != SAVING:
+        return run_once(scenario)
+    disk = small_disk if scenario.fault == "disk full" else contextlib.nullcontext
+    with tempfile.TemporaryDirectory() as folder, disk(folder):
+        outcome = run_once(scenario, folder)
+        half = len(list(pathlib.Path(folder).glob("*.part")))
+        assert half == (scenario.victim is not None), "it was not struck in the middle"
+        for path in pathlib.Path(folder).glob("*.npz"):
+            assert zipfile.ZipFile(path).testzip() is None, path
+        again = run_once(scenario._replace(fault="none"), folder)
+        assert again.told.startswith(f"{SAVED_STEPS} steps;") and not list(pathlib.Path(folder).glob("*.part")), again
+        told = f"{outcome.told}; started again: {again.told}".replace(folder, "folder")
+        left = outcome.left + (f"; {half} half-written file, which the next save removed" if half else "")
+        return outcome._replace(told=told, left=left)
+
+
+def run_once(scenario: Scenario, folder: str = "") -> Outcome:
     with contextlib.ExitStack() as stack:
         hosts: list[namespaces.Host | None] = [None] * scenario.ranks
         names = ["127.0.0.1"] * scenario.ranks
@@ -172,7 +208,7 @@ def run(scenario: Scenario) -> Outcome:
         lossy = stack.enter_context(lossy_link(hosts[VICTIM])) if scenario.fault == LOSS else None
         shared_before = set(os.listdir("/dev/shm"))
         started = scenario.ranks - (scenario.moment == HANDSHAKES[1])
-        ranks = [Rank(scenario, r, addresses, hosts[r]) for r in range(started)]
+        ranks = [Rank(scenario, r, addresses, hosts[r], folder) for r in range(started)]
         try:
             if scenario.moment in HANDSHAKES:
                 for rank in ranks:
@@ -181,13 +217,16 @@ def run(scenario: Scenario) -> Outcome:
             else:
                 for rank in ranks:
                     rank.wait_for("under way")
-                time.sleep(0.2)
+                if scenario.victim is not None:
+                    time.sleep(0.2) if not folder else wait_for_half_a_file(pathlib.Path(folder))
             struck = time.time()
-            strike(scenario, ranks[VICTIM], hosts[VICTIM], lossy)
+            if scenario.victim is not None:
+                strike(scenario, ranks[scenario.victim], hosts[scenario.victim], lossy)
             outcome = ask(scenario, ranks, struck)
         finally:
-            ended = [rank.end() for r, rank in enumerate(ranks) if r != VICTIM]
-            ranks[VICTIM].end()
+            ended = [rank.end(EXIT_SECONDS) for r, rank in enumerate(ranks) if r != scenario.victim]
+            if scenario.victim is not None:
+                ranks[scenario.victim].end(0)
         left = set(os.listdir("/dev/shm")) - shared_before
         if left or not all(ended):
             outcome = outcome._replace(left=f"{outcome.left}; {len(left)} files, {ended.count(False)} processes")
@@ -206,6 +245,34 @@ def strike(
         return
     number = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}.get(scenario.fault.partition(",")[0])
     os.kill(victim.process.pid, number or signal.SIGUSR1)
+
+
+def wait_for_half_a_file(folder: pathlib.Path) -> None:
+    """Until a file is being written, and one before it is whole."""
+    deadline = time.monotonic() + START_SECONDS
+    while not (any(folder.glob("*.npz")) and any(path.stat().st_size for path in folder.glob("*.part"))):
+        assert time.monotonic() < deadline, os.listdir(folder)
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def small_disk(folder: str) -> Iterator[None]:
+    """In place of the folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tfring-faults", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def why_no_disk() -> str | None:
+    """What is missing for a small disk, if something is."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with small_disk(folder):
+                return None
+        except subprocess.CalledProcessError:
+            return "no disk can be mounted"
 
 
 @contextlib.contextmanager
@@ -241,7 +308,7 @@ def ip(*arguments: str) -> None:
 
 
 def ask(scenario: Scenario, ranks: list[Rank], struck: float) -> Outcome:
-    survivors = [rank for r, rank in enumerate(ranks) if r != VICTIM]
+    survivors = [rank for r, rank in enumerate(ranks) if r != scenario.victim]
     reports = [rank.report(LIMIT_SECONDS + scenario.slow_seconds) for rank in survivors]
     if None in reports:
         return Outcome(None, f"a survivor knew nothing after {LIMIT_SECONDS} s", "?")
@@ -250,8 +317,13 @@ def ask(scenario: Scenario, ranks: list[Rank], struck: float) -> Outcome:
     text = "nothing" if left == 0 else f"{left} descriptors"
     errors = {report["error"] for report in known}
     if errors == {None}:
-        warnings = [line for rank in ranks for line in rank.lines if "is slow" in line]
-        told = f"{known[0]['steps']} steps" + (f"; {len(warnings)} warning: {warnings[0]}" if warnings else "")
+        assert scenario.moment != SAVING or len({report["steps"] for report in known}) == 1, known
+        told = f"{known[0]['steps']} steps"
+        said = [line for rank in ranks for line in rank.lines]
+        told += "".join(f"; {line}" for line in said if "training goes on from" in line)
+        warnings = [line.partition("Warning: ")[2] or line for line in said if WARNINGS.search(line)]
+        if warnings:
+            told += f"; {len(warnings)} warning{'s' * (len(warnings) > 1)}: {warnings[0]}"
         return Outcome(None, told, text)
     # Whoever was late for the handshake knows when it asks.
     seconds = max(report["when"] - max(struck, report.get("asked", struck)) for report in known)
@@ -286,19 +358,21 @@ def row(scenario: Scenario, outcome: Outcome) -> str:
     knew = "nobody failed" if outcome.seconds is None else f"{outcome.seconds:.2f} s"
     if len(outcome.told) > MOST_CHARACTERS:
         outcome = outcome._replace(told=f"{outcome.told[:MOST_CHARACTERS]} ...")
-    told = re.sub(r"\d+(\.\d+)?(?= steps)", "n", outcome.told).replace("|", "\\|")
+    told = outcome.told if scenario.moment == SAVING else re.sub(r"\d+(\.\d+)?(?= steps)", "n", outcome.told)
+    told = told.replace("|", "\\|")
     cells = (fault, scenario.moment, TRANSPORTS[scenario.transport], str(scenario.ranks), knew, told, outcome.left)
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--only", default="", help="rows that hold this: a fault, a moment, a transport (shm, tcp)")
     parser.add_argument("--slow-seconds", type=float, default=120)
     arguments = parser.parse_args()
     no_hosts = namespaces.why_not()
     no_loss = why_no_loss()
-    wanted = [s for s in scenarios(arguments.slow_seconds, not no_hosts) if arguments.only in s.fault]
+    no_disk = why_no_disk()
+    wanted = [s for s in scenarios(arguments.slow_seconds, not no_hosts, not no_disk) if arguments.only in str(s)]
     wanted = [s for s in wanted if not no_loss or s.fault != LOSS]
     rows = []
     for number, (scenario, outcome) in enumerate(outcomes(wanted), 1):
@@ -319,6 +393,8 @@ def main() -> None:
         table += f"\n\nWithout hosts of their own: {no_hosts}."
     if no_loss:
         table += f"\n\nWithout loss of packets: {no_loss}."
+    if no_disk:
+        table += f"\n\nWithout a full disk: {no_disk}."
     begin, end = "<!-- made by benchmarks/faults/run.py -->\n", "\n<!-- end -->"
     page = PAGE.read_text()
     before, _, rest = page.partition(begin)

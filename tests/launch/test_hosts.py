@@ -81,8 +81,9 @@ def test_allocation():
     st.sampled_from([b"", b"Welcome to host1!\n", b"TFRING TFRIN"]),
 )
 def test_messages_of_an_agent_however_they_are_cut(messages, size, noise):
-    stream = noise + b"".join(wire.pack("output", data, rank=rank, stream="out") for rank, data in messages)
-    agent = frames.FromAgent()
+    stream = noise + frames.greeting("agent")
+    stream += b"".join(wire.pack("output", data, rank=rank, stream="out") for rank, data in messages)
+    agent = frames.Reader("agent", frames.TO_LAUNCHER)
     received = []
     for start in range(0, len(stream), size):
         received += agent.feed(stream[start : start + size])
@@ -101,5 +102,7 @@ def test_messages_of_an_agent_however_they_are_cut(messages, size, noise):
     ],
 )
 def test_what_is_no_message_of_an_agent(data):
+    agent = frames.Reader("agent", frames.TO_LAUNCHER)
+    assert list(agent.feed(frames.greeting("agent"))) == []
     with pytest.raises(wire.WireError):
-        list(frames.FromAgent().feed(data))
+        list(agent.feed(data))

@@ -7,6 +7,7 @@ import pathlib
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,9 @@ import threading
 import time
 
 import pytest
+
+import tfring
+from tfring.launch import frames
 
 LAUNCH = [sys.executable, "-m", "tfring.launch"]
 TIMEOUT = 60
@@ -805,15 +809,20 @@ print(secret, "on a command line:", any(secret.encode() in word for word in word
 """
 
 
+def stand_in_for_ssh(folder):
+    """An environment whose ssh runs here what it is to run elsewhere; it notes all it is given in `folder/ssh`."""
+    ssh = folder / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\n(echo "$@"; env) >> {folder}/ssh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o755)
+    return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+
+
 @pytest.mark.parametrize("options", [("-n", "2"), ("--hosts", "node1:1,node2:1")])
 def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monkeypatch, options):
-    """Nor in the environment of what leads to other hosts; a stand-in for ssh runs here what it is to run there."""
+    """Nor in the environment of what leads to other hosts."""
     monkeypatch.delenv("TFRING_SECRET", raising=False)
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(f'#!/bin/sh\n(echo "$@"; env) >> {tmp_path}/ssh\nfor last; do :; done\nexec sh -c "$last"\n')
-    ssh.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+    environ = stand_in_for_ssh(tmp_path)
     found = []
     for given in ({}, {}, {"TFRING_SECRET": "chosen for this very run"}):
         done = subprocess.run(
@@ -835,3 +844,73 @@ def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monk
             assert secret not in (tmp_path / "ssh").read_text()
     assert len(set(found)) == 3 and [len(secret) for secret in found[:2]] == [64, 64]
     assert found[2] == "chosen for this very run"
+
+
+# What agents of other versions of tfring say first, and do with what they do not know: 1 and 2 end, with exit code 70.
+AGENTS = {
+    "protocol 1": "say(b'tfring agent 1\\n'); json.loads(sys.stdin.buffer.readline()); time.sleep(600)",
+    "protocol 1, deaf": "say(b'tfring agent 1\\n'); time.sleep(600)",
+    "protocol 2": "assert sys.stdin.buffer.read(8) == b'TFRING\\x00\\x02'; time.sleep(600)",
+    "protocol 2, deaf": "say(b'TFRING\\x00\\x02'); time.sleep(600)",
+    "a later one": "say(b'tfring agent 99 7.8.9\\n'); time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize(
+    ("agent", "received"),
+    [
+        ("protocol 1", "an older tfring (protocol 1)"),
+        ("protocol 1, deaf", "an older tfring (protocol 1)"),
+        ("protocol 2", "an older tfring (it ended at the launcher's first words)"),
+        ("protocol 2, deaf", "an older tfring (protocol 2)"),
+        ("a later one", "tfring 7.8.9 (protocol 99)"),
+    ],
+)
+def test_an_agent_of_another_tfring(tmp_path, agent, received):
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys, time\n"
+        "def say(data): os.write(1, b'Welcome to node2!\\n' + data)\n"
+        f"try: {AGENTS[agent]}\nexcept Exception: os._exit(70)\n"
+    )
+    python.chmod(0o755)
+    options = ["--hosts", "node2:1", "--python", str(python)]
+    done = subprocess.run(
+        [*LAUNCH, *options, write(tmp_path, "")],
+        env=stand_in_for_ssh(tmp_path),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 71, done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tfring launch: node2: A launcher and its agents are of the same tfring."), line
+    ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
+    assert f"Received: an agent of {received}, and a launcher of {ours}. Install the same tfring on all hosts." in line
+
+
+@pytest.mark.parametrize(
+    ("says", "received"),
+    [
+        (b'{"ranks": [0], "command": ["train.py"]}\n', "an older tfring, or none (it says b'{\"ranks\": "),
+        (b"TFRING\x00\x02\x0f\x00", "an older tfring (protocol 2)"),
+        (b"tfring launcher 99 7.8.9\n", "tfring 7.8.9 (protocol 99)"),
+    ],
+)
+def test_a_launcher_of_another_tfring(says, received):
+    """Its agent is not asked to end, and does."""
+    command = [sys.executable, "-m", "tfring.launch.agent"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as agent:
+        os.write(agent.stdin.fileno(), says)
+        try:
+            assert agent.wait(TIMEOUT) == frames.REFUSES_LAUNCHER
+        finally:
+            agent.kill()
+        assert agent.stdout.read() == frames.greeting("agent")
+        (line,) = agent.stderr.read().decode().splitlines()
+    assert line.startswith(f"tfring launch, on {socket.gethostname()}: A launcher and its agents are of the same tfr")
+    ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
+    assert f"Received: an agent of {ours}, and a launcher of {received}" in line
+    assert line.endswith("Install the same tfring on all hosts.")

@@ -210,9 +210,12 @@ def at_the_launcher(fuzz: Fuzz, messages: int) -> None:
     }
     for number in range(messages):
         kinds = to_agent if number % 2 else to_launcher
-        reader = wire.Decoder(frames.TO_AGENT) if number % 2 else frames.FromAgent()
+        role, expected = ("launcher", frames.TO_AGENT) if number % 2 else ("agent", frames.TO_LAUNCHER)
+        reader = frames.Reader(role, expected)
         kind = fuzz.random.choice(list(kinds))
-        data = fuzz.bytes(fuzz.message(kind, fuzz.random.randbytes(5), fuzz.fields(kinds[kind])))
+        message = fuzz.message(kind, fuzz.random.randbytes(5), fuzz.fields(kinds[kind]))
+        greeting = frames.greeting(role)
+        data = fuzz.bytes(greeting + message) if number % 8 < 2 else greeting + fuzz.bytes(message)
         cut = fuzz.random.randrange(len(data) + 1)
         with contextlib.suppress(wire.WireError):
             for piece in (data[:cut], data[cut:]):

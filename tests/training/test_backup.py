@@ -105,7 +105,7 @@ def case(name):
             lambda: model(lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.01), dynamic_growth_steps=2)),
             arrays,
             {"every_seconds": 1e-6},
-            {"step": 9},
+            {"step": 9, "disk full after": 5},
         ),
         "in the validation": (
             model, {**arrays, "validation_data": (x, y)}, {"every_steps": 5}, {"validation": 2}
@@ -152,10 +152,13 @@ def train(names, folder, kind):
                 if kind == "cut" and seen[what] == interruption.get(what):
                     raise InterruptedError
 
-            def on_train_batch_end(self, batch, logs=None, seen=seen, interruption=interruption):
+            def on_train_batch_end(self, batch, logs=None, seen=seen, interruption=interruption, name=name):
                 self.count("step")
                 if kind == "cut" and seen["step"] == 8 and interruption == {"sigterm": 8} and ring.cluster.rank == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
+                if kind == "cut" and seen["step"] > interruption.get("disk full after", 99) and ring.cluster.is_chief:
+                    part = f"epoch-{seen['step'] // 5:05}-step-{seen['step'] % 5:08}.part"
+                    pathlib.Path(folder, name, part).symlink_to("/dev/full")
 
             def on_test_batch_end(self, batch, logs=None):
                 self.count("validation")
@@ -190,6 +193,8 @@ def test_the_same_end_bit_for_bit(tmp_path):
     whole = workers(2).run(train, ALL, folder, "whole", timeout=300)
     cut = workers(2).run(train, ALL, folder, "cut", timeout=300)
     assert cut == [{name: 75 if name == "SIGTERM" else "interrupted" for name in ALL}] * 2
+    full = "loss scale"  # its disk takes no more after the first epoch; training goes on
+    assert max(path.name for path in (tmp_path / full).iterdir()) < "epoch-00001-step-00000001.npz"
     resumed = workers(2).run(train, ALL, folder, "resumed", timeout=300)
     assert_same_end(whole, resumed, ALL)
     for name in ALL:

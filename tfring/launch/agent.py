@@ -12,6 +12,7 @@ import os
 import queue
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,8 +46,9 @@ class _Agent:
         for signum in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        decoder = wire.Decoder(frames.TO_AGENT)
-        self._watch(_STDIN, lambda: self._on_input(decoder))
+        _tell(frames.greeting("agent"))
+        reader = frames.Reader("launcher", frames.TO_AGENT)
+        self._watch(_STDIN, lambda: self._on_input(reader))
         self._watch(parent_gone, lambda: self._on_gone(parent_gone))
         self._watch(children, lambda: self._on_signals(children))
         self._setup: dict[str, Any] | None = None
@@ -59,6 +61,9 @@ class _Agent:
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     self._kill_at = None
                     self._signal(signal.SIGKILL)
+        except frames.OtherProtocolError as error:
+            print(f"tfring launch, on {socket.gethostname()}: {error}", file=sys.stderr)
+            return frames.REFUSES_LAUNCHER
         finally:
             processes.end_descendants()
         return 0
@@ -66,12 +71,12 @@ class _Agent:
     def _is_done(self) -> bool:
         return not self._processes and not self._open
 
-    def _on_input(self, decoder: wire.Decoder) -> None:
+    def _on_input(self, reader: frames.Reader) -> None:
         data = os.read(_STDIN, 1 << 16)
         if not data:
             self._on_gone(_STDIN)
             return
-        for kind, message, content in decoder.feed(data):
+        for kind, message, content in reader.feed(data):
             if kind == "start":
                 self._prepare(message)
             elif kind == "addresses":

@@ -1,6 +1,8 @@
 """What a launcher and its agent on another host say to each other, over the standard streams of ssh or srun.
 
     launcher                                          agent (agent.py)
+       │ tfring launcher 3 0.1.0 ─────────────────────────► │     a line each: the protocol, and the version to be told;
+       │ ◄──────────────────────────── tfring agent 3 0.1.0 │     another protocol ends the run at once
        │ start: ranks, command, environment ──────────────► │     (1) and the secret: all that is on no command line
        │ ◄─────────────────────── listening: address, ports │     (2) a port for each rank; or: problem
        │ addresses ───────────────────────────────────────► │     (3) of all ranks; the workers start
@@ -10,15 +12,26 @@
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
 The messages are those of tfring/wire.py. They have no tags: ssh has proved who is there, and nobody else is on the way.
+The first lines stay as they are in every later protocol. Protocol 1 had "tfring agent 1"; 2 had none, and is known by
+the first bytes of its messages, or by how it ends at a line.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from tfring import wire
+from tfring._version import __version__
 from tfring.cluster import entrance
+
+PROTOCOL = 3  # another number with every change to what is said here
+_GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9})(?: ([0-9A-Za-z.+!-]{1,64}))?\n")
+_MAX_GREETING_BYTES = 128
+REFUSES_LAUNCHER = 76  # EX_PROTOCOL, the exit code of an agent whose launcher is of another protocol
+ENDS_AT_GREETING = 70  # EX_SOFTWARE, that of an agent of protocol 1 or 2, which knows no greeting
+_PROTOCOL_2 = b"TFRING\x00"
 
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command
 _MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a piece at a time
@@ -54,26 +67,68 @@ TO_LAUNCHER = wire.Format(
 )
 
 
-class FromAgent:
-    """Cuts messages out of what an agent sends; what a login shell prints comes before the first."""
+class OtherProtocolError(wire.WireError):
+    """The other side is of another tfring.
 
-    def __init__(self) -> None:
-        self._decoder = wire.Decoder(TO_LAUNCHER)
-        self._noise: bytes | None = b""  # None once it has ended
+    >>> str(OtherProtocolError("agent", "tfring 7.8.9 (protocol 99)"))
+    'A launcher and its agents are of the same tfring. Received: an agent of tfring 7.8.9 (protocol 99), and a ...'
+    """
+
+    def __init__(self, role: str, theirs: str) -> None:
+        ours = f"tfring {__version__} (protocol {PROTOCOL})"
+        agent, launcher = (theirs, ours) if role == "agent" else (ours, theirs)
+        super().__init__(
+            f"A launcher and its agents are of the same tfring. Received: an agent of {agent}, and a launcher of "
+            f"{launcher}. Install the same tfring on all hosts."
+        )
+
+
+def greeting(role: str) -> bytes:
+    """The first line that the "launcher" or the "agent" says."""
+    return f"tfring {role} {PROTOCOL} {__version__}\n".encode()
+
+
+class Reader:
+    """Cuts messages out of what the other side sends after its greeting.
+
+    Args:
+        role: Of the other side: "agent" or "launcher". What a login shell prints comes before an agent's greeting.
+        expected: What may come.
+    """
+
+    def __init__(self, role: str, expected: wire.Format) -> None:
+        self._role = role
+        self._decoder = wire.Decoder(expected)
+        self._unread = b""
+        self.greeted = False
 
     def feed(self, data: bytes) -> Iterator[wire.Message]:
         """The messages that are complete.
 
         Raises:
-            WireError: This is none.
+            OtherProtocolError: The other side is of another tfring.
+            WireError: This is no message.
         """
-        if self._noise is not None:
-            noise, found, rest = (self._noise + data).partition(wire.MAGIC)
-            if not found:
-                self._noise = noise[1 - len(wire.MAGIC) :]  # half of it may have come
+        if not self.greeted:
+            self._unread += data
+            found = _GREETING.search(self._unread)
+            if found is None or found[1].decode() != self._role:
+                self._look_for_others()
                 return
-            self._noise, data = None, found + rest
+            if int(found[2]) != PROTOCOL:
+                version = f"tfring {found[3].decode()}" if found[3] else "an older tfring"
+                raise OtherProtocolError(self._role, f"{version} (protocol {int(found[2])})")
+            self.greeted, data = True, self._unread[found.end() :]
         yield from self._decoder.feed(data)
+
+    def _look_for_others(self) -> None:
+        if _PROTOCOL_2 in self._unread:
+            raise OtherProtocolError(self._role, "an older tfring (protocol 2)")
+        start = f"tfring {self._role} ".encode()
+        if self._role == "agent":
+            self._unread = self._unread[-_MAX_GREETING_BYTES:]
+        elif not start.startswith(self._unread[: len(start)]) or len(self._unread) > _MAX_GREETING_BYTES:
+            raise OtherProtocolError(self._role, f"an older tfring, or none (it says {self._unread[:40]!r})")
 
 
 def write(fd: int, data: bytes) -> None:

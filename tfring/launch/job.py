@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from tfring.cluster import Address, Cluster, launch_variables, secret
-from tfring.launch import processes
+from tfring.launch import frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
 from tfring.launch.output import Shown, Stream, prefix, surfaces, without_graph
@@ -224,6 +224,8 @@ class Job:
     def _on_host(self, host: RemoteHost) -> None:
         try:
             received = host.read()
+        except frames.OtherProtocolError as error:
+            raise _CannotStartError(f"{host.name}: {error}") from error
         except ValueError as error:
             host.kill()
             received = None
@@ -266,6 +268,9 @@ class Job:
         left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
         if left:
             self.lost_hosts.append(host.name)
+        if code == frames.ENDS_AT_GREETING and not host.has_greeted and self._stop_code is None:
+            older = frames.OtherProtocolError("agent", "an older tfring (it ended at the launcher's first words)")
+            raise _CannotStartError(f"{host.name}: {older}")
         if host.listening is None and self._stop_code is None:
             raise _CannotStartError(f"no workers on {host.name}: {text}; its reason is above.")
         if left and self._stop_code is None:

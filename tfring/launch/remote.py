@@ -84,7 +84,7 @@ class RemoteHost:
         self.listening: list[int] | None = None
         self.address = ""
         self._way = way
-        self._messages = frames.FromAgent()
+        self._reader = frames.Reader("agent", frames.TO_LAUNCHER)
         self._writing = threading.Lock()
 
     def start(self, command: Sequence[str], num_nodes: int) -> None:
@@ -100,6 +100,7 @@ class RemoteHost:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self.fd = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self._write(frames.greeting("launcher"))
         self.tell(
             "start",
             ranks=list(self.ranks),
@@ -111,13 +112,21 @@ class RemoteHost:
 
     def tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
         """Sends a message; nowhere, if the way there is gone."""
+        self._write(wire.pack(kind, data, **fields))
+
+    def _write(self, data: bytes) -> None:
         with self._writing, contextlib.suppress(OSError):
-            frames.write(self._stdin, wire.pack(kind, data, **fields))
+            frames.write(self._stdin, data)
 
     def read(self) -> list[wire.Message] | None:
         """The messages that have come; None once the way there is closed."""
         data = os.read(self.fd, 1 << 18)
-        return list(self._messages.feed(data)) if data else None
+        return list(self._reader.feed(data)) if data else None
+
+    @property
+    def has_greeted(self) -> bool:
+        """Whether the agent has said that it is one."""
+        return self._reader.greeted
 
     def forward_stdin(self) -> None:
         """Passes this process's standard input on, from a thread of its own: it may be a file, a terminal, a pipe."""
