@@ -79,9 +79,8 @@ void read_frames(Random* random, int64_t count) {
   group.name = "a group";
   size_t length = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const tfring::CallHeader mine =
-        tfring::make_header(group, static_cast<tfring::Kind>(i % tfring::kNumKinds), call, &tensor, 1,
-                            static_cast<uint64_t>(i));
+    const tfring::CallHeader mine = tfring::make_header(
+        group, static_cast<tfring::Kind>(i % tfring::kNumKinds), call, &tensor, 1, static_cast<uint64_t>(i));
     // On the heap, where the sanitizer sees a step beyond the end.
     const std::unique_ptr<tfring::CallHeader> theirs(new tfring::CallHeader(mine));
     if (i % 16 == 15) {
@@ -92,7 +91,8 @@ void read_frames(Random* random, int64_t count) {
     } else {
       mutate(random, reinterpret_cast<char*>(theirs.get()), sizeof(*theirs));
     }
-    if (!tfring::agree(mine, *theirs)) length += (tfring::describe(*theirs) + tfring::describe_place(*theirs)).size();
+    if (!tfring::agree(mine, *theirs))
+      length += (tfring::describe(*theirs) + tfring::describe_place(*theirs)).size();
   }
   if (length == 1) std::puts("");  // it is used
 }

@@ -145,7 +145,8 @@ void reduce_in_pieces(int rank, int64_t ring, int size, int64_t count) {
   const tfring_call call = named("pieces");
   CHECK(tfring_all_reduce(ring, &call, tensors, 3, &error) == TFRING_OK, "%s", error.message);
   const float ranks = static_cast<float>(size * (size - 1) / 2);
-  for (float value : a_out) CHECK(value == ranks + size, "%g at rank %d of %d, %ld", value, rank, size, long(count));
+  for (float value : a_out)
+    CHECK(value == ranks + size, "%g at rank %d of %d, %ld", value, rank, size, long(count));
   for (float value : b) CHECK(value == 2.0f * size, "%g", value);
   for (float value : c_out) CHECK(value == ranks, "%g", value);
 }
@@ -267,7 +268,8 @@ void rows_to_each(int rank, int64_t ring, int size, int64_t rows_each) {
 void pass_on(int rank, int64_t ring, int size, int64_t count) {
   if (size == 1) return;
   std::vector<float> values(static_cast<size_t>(count), 1.0f);
-  const auto place = [](void* context, const int64_t* dims, int32_t num_dims, void** output, int32_t* placed) {
+  const auto place = [](void* context, const int64_t* dims, int32_t num_dims, void** output,
+                        int32_t* placed) {
     auto* to = static_cast<std::vector<float>*>(context);
     CHECK(num_dims == 1 && dims[0] == static_cast<int64_t>(to->size()), "another shape");
     *output = to->data();
@@ -291,8 +293,8 @@ void in_groups(int rank, int64_t ring, int size) {
   std::vector<int32_t> members;
   for (int r = rank % 2; r < size; r += 2) members.push_back(r);
   tfring_error error{};
-  const int64_t group =
-      tfring_group(ring, members.data(), static_cast<int>(members.size()), rank % 2 == 0 ? "even" : "odd", &error);
+  const int64_t group = tfring_group(ring, members.data(), static_cast<int>(members.size()),
+                                     rank % 2 == 0 ? "even" : "odd", &error);
   CHECK(group > 0, "%s", error.message);
   const int in_group = static_cast<int>(members.size());
   for (int64_t count : {3, 30000}) {

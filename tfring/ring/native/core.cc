@@ -109,8 +109,7 @@ int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, co
 }
 
 int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error) {
-  return tfring::with(handle, error,
-                      [&](World& world, Group*) { return world.add_links(links, num_links); });
+  return tfring::with(handle, error, [&](World& world, Group*) { return world.add_links(links, num_links); });
 }
 
 void tfring_close(int64_t handle) {
@@ -242,12 +241,11 @@ int tfring_is_small(int64_t num_bytes, int world_size) {
 }
 
 int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size) {
-  return static_cast<int>(tfring::choose_all_reduce(static_cast<tfring::Algorithm>(algorithm), num_bytes,
-                                                    size, local_size));
+  return static_cast<int>(
+      tfring::choose_all_reduce(static_cast<tfring::Algorithm>(algorithm), num_bytes, size, local_size));
 }
 
-int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5],
-                    int max_steps) {
+int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5], int max_steps) {
   const std::string name = which;
   tfring::Schedule steps;
   if (name == "ring_all_reduce") tfring::ring_all_reduce(position, size, &steps);

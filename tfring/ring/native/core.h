@@ -72,9 +72,9 @@ typedef struct tfring_options {
   int32_t world_size;
   const tfring_link* links;
   int32_t num_links;
-  int32_t algorithm;     // of schedule.h, the same on all ranks
-  const int32_t* hosts;  // [world_size]: a number for the host of each rank, the same on all ranks
-  int32_t num_spins;     // looks at shared memory before a rank goes to sleep
+  int32_t algorithm;               // of schedule.h, the same on all ranks
+  const int32_t* hosts;            // [world_size]: a number for the host of each rank, the same on all ranks
+  int32_t num_spins;               // looks at shared memory before a rank goes to sleep
   double timeout_seconds;          // how long a collective waits for a rank that lives and stands still
   double stall_seconds;            // after how long such a wait is warned of
   double lost_seconds;             // how long a rank may give no sign of life

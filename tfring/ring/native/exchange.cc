@@ -43,8 +43,14 @@ struct World::Rows {
 Status World::exchange(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                        int num_tensors, const int64_t* counts, tfring_place place, void* context) {
   return run(group, kind, call, tensors, num_tensors, [&] {
-    Rows rows{kind,    has_root(kind) ? call.root : -1, group->member, group->size(),
-              tensors, static_cast<size_t>(num_tensors), {},            {},
+    Rows rows{kind,
+              has_root(kind) ? call.root : -1,
+              group->member,
+              group->size(),
+              tensors,
+              static_cast<size_t>(num_tensors),
+              {},
+              {},
               {}};
     const size_t size = static_cast<size_t>(rows.size);
     rows.mine.assign(size * rows.count, 0);
@@ -161,7 +167,7 @@ Status World::ask_for_place(const Rows& rows, tfring_place place, void* context,
 
 // Where the rows of each member go.
 void World::take_rows(const Rows& rows, void* const* outputs) {
-  std::vector<int64_t> filled(rows.count, 0);               // [tensor]: bytes of the output spoken for
+  std::vector<int64_t> filled(rows.count, 0);          // [tensor]: bytes of the output spoken for
   chunks_.assign(static_cast<size_t>(rows.size), {});  // [position]: what goes round of it
   bool rounds = false;
   std::vector<Range> blocks(static_cast<size_t>(rows.size));  // [member]
@@ -218,7 +224,8 @@ Status World::receive(Group* group, const tfring_call& call, const tfring_tensor
       if (theirs.dims[i] > 0) left /= theirs.dims[i];
     }
     if (theirs.num_dims > kMaxDims || left <= 0) {
-      return fail(Code::kInternal, "rank " + std::to_string(rank) + " announced a shape that cannot be in " + here());
+      return fail(Code::kInternal,
+                  "rank " + std::to_string(rank) + " announced a shape that cannot be in " + here());
     }
     looked_up_ = 0;
     TFRING_TRY(look_up(now_nanoseconds()));

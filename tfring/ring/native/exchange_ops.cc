@@ -77,16 +77,15 @@ void all_gather_rows(void* state, TF_OpKernelContext* context) {
     const int64_t rows = static_cast<const int64_t*>(tf.TF_TensorData(num_rows))[i];
     if (rows < 0 || dims.empty()) continue;
     if (rows > dims[0]) {
-      return invocation.fail(kTfInvalidArgument,
-                             std::string("all_gather_rows \"") + invocation.call().name + "\": tensor " +
-                                 std::to_string(i) + " has capacity for " + std::to_string(dims[0]) +
-                                 " rows, but num_rows is " + std::to_string(rows));
+      return invocation.fail(kTfInvalidArgument, std::string("all_gather_rows \"") + invocation.call().name +
+                                                     "\": tensor " + std::to_string(i) +
+                                                     " has capacity for " + std::to_string(dims[0]) +
+                                                     " rows, but num_rows is " + std::to_string(rows));
     }
     dims[0] = rows;
   }
-  const int code =
-      tfring_all_gather(invocation.handle(), &invocation.call(), exchanged.tensors.data(), exchanged.count(),
-                        &Exchanged::place, &exchanged, invocation.error());
+  const int code = tfring_all_gather(invocation.handle(), &invocation.call(), exchanged.tensors.data(),
+                                     exchanged.count(), &Exchanged::place, &exchanged, invocation.error());
   if (invocation.ok()) invocation.check(code);  // else memory was short
 }
 
@@ -115,23 +114,26 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
       total += number;
     }
     if (!legal || total != dims[0]) {
-      return invocation.fail(kTfInvalidArgument, std::string("\"") + invocation.call().name +
-                                                     "\": `counts` add up to the rows there are. Received: " +
-                                                     std::to_string(total) + " and more or less than tensor " +
-                                                     std::to_string(t) + " has");
+      return invocation.fail(
+          kTfInvalidArgument,
+          std::string("\"") + invocation.call().name +
+              "\": `counts` add up to the rows there are. Received: " + std::to_string(total) +
+              " and more or less than tensor " + std::to_string(t) + " has");
     }
   }
   const tfring_call* call = &invocation.call();
   const tfring_tensor* tensors = exchanged.tensors.data();
-  const int code =
-      attributes.which == kGather    ? tfring_gather(invocation.handle(), call, tensors, num_tensors,
-                                                     &Exchanged::place, &exchanged, invocation.error())
-      : attributes.which == kScatter ? tfring_scatter(invocation.handle(), call, tensors, num_tensors, numbers,
-                                                      &Exchanged::place, &exchanged, invocation.error())
-                                     : tfring_all_to_all(invocation.handle(), call, tensors, num_tensors, numbers,
-                                                         &Exchanged::place, &exchanged, invocation.error());
+  const int code = attributes.which == kGather
+                       ? tfring_gather(invocation.handle(), call, tensors, num_tensors, &Exchanged::place,
+                                       &exchanged, invocation.error())
+                   : attributes.which == kScatter
+                       ? tfring_scatter(invocation.handle(), call, tensors, num_tensors, numbers,
+                                        &Exchanged::place, &exchanged, invocation.error())
+                       : tfring_all_to_all(invocation.handle(), call, tensors, num_tensors, numbers,
+                                           &Exchanged::place, &exchanged, invocation.error());
   if (invocation.ok()) invocation.check(code);
-  if (!invocation.ok() || attributes.which != kGather || tfring_rank(invocation.handle()) == call->root) return;
+  if (!invocation.ok() || attributes.which != kGather || tfring_rank(invocation.handle()) == call->root)
+    return;
   exchanged.allocate(std::vector<int64_t>(static_cast<size_t>(size * num_tensors)).data(), nullptr);
 }
 

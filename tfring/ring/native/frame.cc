@@ -115,9 +115,7 @@ CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, c
 
 bool agree(const CallHeader& mine, const CallHeader& theirs) {
   const Kind kind = static_cast<Kind>(mine.kind);
-  const Kind wanted = kind == Kind::kSend      ? Kind::kReceive
-                      : kind == Kind::kReceive ? Kind::kSend
-                                               : kind;
+  const Kind wanted = kind == Kind::kSend ? Kind::kReceive : kind == Kind::kReceive ? Kind::kSend : kind;
   return mine.magic == theirs.magic && mine.version == theirs.version &&
          theirs.kind == static_cast<uint8_t>(wanted) && mine.op == theirs.op && mine.root == theirs.root &&
          mine.group == theirs.group && mine.sequence == theirs.sequence && mine.key_hash == theirs.key_hash &&

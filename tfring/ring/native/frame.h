@@ -50,15 +50,16 @@ struct CallHeader {
   uint16_t version;
   uint8_t kind;
   uint8_t op;
-  uint8_t dtype;     // of the first tensor
-  uint8_t num_dims;  // of the first tensor
+  uint8_t dtype;      // of the first tensor
+  uint8_t num_dims;   // of the first tensor
   uint8_t algorithm;  // the one asked for
   uint8_t reserved;
   int32_t root;
   uint64_t group;     // its identity
   uint64_t sequence;  // of the collective in its group; of a send, among those to that rank
   uint64_t key_hash;  // of the whole name
-  uint64_t shape_hash;  // of every tensor's dtype and shape; without the first dimension where rows may differ
+  uint64_t
+      shape_hash;  // of every tensor's dtype and shape; without the first dimension where rows may differ
   int64_t num_tensors;
   int64_t num_elements;  // of all tensors; not compared where rows may differ
   int64_t dims[kMaxDims];

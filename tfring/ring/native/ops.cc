@@ -111,8 +111,8 @@ void receive(void* state, TF_OpKernelContext* context) {
     *memory = self.invocation->allocate(0, self.dtype, std::vector<int64_t>(dims, dims + num_dims));
     if (self.invocation->ok()) *placed = 1;
   };
-  const int code = tfring_receive(invocation.handle(), &invocation.call(), static_cast<int32_t>(attributes.which),
-                                  place, &output, invocation.error());
+  const int code = tfring_receive(invocation.handle(), &invocation.call(),
+                                  static_cast<int32_t>(attributes.which), place, &output, invocation.error());
   if (invocation.ok()) invocation.check(code);  // else memory was short
 }
 
@@ -174,7 +174,8 @@ std::string register_op(const OpSpec& spec) {
   for (const std::string& output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(builder, output.c_str());
   for (const std::string& attribute : spec.attributes)
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute.c_str());
-  for (const char* attribute : {"handle: int", "key: string", "op: int = 0", "root: int = 0", "which: int = 0"}) {
+  for (const char* attribute :
+       {"handle: int", "key: string", "op: int = 0", "root: int = 0", "which: int = 0"}) {
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute);
   }
   tf.TF_OpDefinitionBuilderSetIsStateful(builder, true);

@@ -37,7 +37,7 @@ struct Transfer {
   // A send passes on what this receive brings, as its bytes come; a receive waits until this send is over,
   // for both use the same memory. -1: neither.
   int after;
-  int onto;     // a reduction adds to what this receive brings, as its bytes come; -1: to what was there before
+  int onto;  // a reduction adds to what this receive brings, as its bytes come; -1: to what was there before
   bool input;   // a send takes, a reduction adds to, the spans' `in`; else `out`
   bool reduce;  // of a receive: out = in or out, op received; else out = received
   int next;     // the next with the same peer, -1 if it is the last
@@ -85,7 +85,7 @@ struct Plan {
  private:
   Queue& queue(int rank);
 
-  std::vector<int> queue_of_;   // [rank]: index, -1 for none
+  std::vector<int> queue_of_;    // [rank]: index, -1 for none
   std::vector<int> brought_by_;  // [chunk]: the receive that brought it last, -1 for none
 };
 

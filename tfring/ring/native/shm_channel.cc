@@ -6,9 +6,10 @@
 //
 //     page 0: MailboxHeader | bytes | the same bytes again
 //
-// A rank with nothing to do marks itself asleep in its own mailboxes and polls their doorbells, pipes. Whoever
-// puts bytes into a mailbox, or takes bytes out of one, rings the bell of the rank on the other side if it
-// sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the process ends.
+// A rank with nothing to do marks itself asleep in its own mailboxes and polls their doorbells, pipes.
+// Whoever puts bytes into a mailbox, or takes bytes out of one, rings the bell of the rank on the other side
+// if it sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the process
+// ends.
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>

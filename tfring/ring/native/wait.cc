@@ -103,7 +103,8 @@ Status World::interruption() {
   return {Code::kInterrupted, status.message};
 }
 
-// What peers have told. One that left after finishing this call has sent all it had to and needs nothing more.
+// What peers have told. One that left after finishing this call has sent all it had to and needs nothing
+// more.
 Status World::check_news() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   if (!failure_.ok()) return failure_;
@@ -167,15 +168,14 @@ Status World::ask_why(int64_t now, double idle_seconds) {
   const bool absent = answers && !waits_too;
 
   if (absent && on_pool_thread_ && age < period && wait_for_each_other(peer->pong)) {
-    return break_up(
-        {Code::kMismatch,
-                    "rank " + std::to_string(rank_) + " and " + who +
-                        " wait for each other in different rings: all inter-op threads of rank " +
-                        std::to_string(rank_) + " wait, one of them in " + here() + ", those of " + who +
-                        " in others (" + peer->pong.last_call +
-                        " is its last call of this ring). Run the rings' collectives in one order: from one "
-                        "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
-                        "tf.config.threading.set_inter_op_parallelism_threads(n)"});
+    return break_up({Code::kMismatch,
+                     "rank " + std::to_string(rank_) + " and " + who +
+                         " wait for each other in different rings: all inter-op threads of rank " +
+                         std::to_string(rank_) + " wait, one of them in " + here() + ", those of " + who +
+                         " in others (" + peer->pong.last_call +
+                         " is its last call of this ring). Run the rings' collectives in one order: from one "
+                         "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
+                         "tf.config.threading.set_inter_op_parallelism_threads(n)"});
   }
   if (absent && for_data && !warned_ && idle_seconds > stall_seconds_) {
     warned_ = true;
@@ -193,7 +193,7 @@ Status World::ask_why(int64_t now, double idle_seconds) {
                                     peer->pong.last_call
                               : who + " takes no part: its process on " + peer->host + " answers nothing";
   return break_up({Code::kTimeout, "nothing moved for " + seconds_text(timeout_seconds_) + " at rank " +
-                                        std::to_string(rank_) + " in " + here() + ": " + why});
+                                       std::to_string(rank_) + " in " + here() + ": " + why});
 }
 
 // The data connection closed. Why, the control connection tells; if it tells nothing, the peer died.

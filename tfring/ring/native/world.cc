@@ -55,7 +55,8 @@ World::World(const tfring_options& options)
 
 World::~World() { close(); }
 
-Status World::open(const tfring_options& options, std::shared_ptr<World>* world, std::shared_ptr<Group>* all) {
+Status World::open(const tfring_options& options, std::shared_ptr<World>* world,
+                   std::shared_ptr<Group>* all) {
   world->reset(new World(options));
   *all = std::make_shared<Group>();
   TFRING_TRY((*world)->connect(options, all->get()));
@@ -292,8 +293,8 @@ Status World::check(const Group& group, Kind kind, const tfring_call& call, cons
   }
   if (has_root(kind) && (call.root < 0 || call.root >= group.size())) {
     const std::string what = kind == Kind::kSend ? "to" : kind == Kind::kReceive ? "source" : "root";
-    return invalid(what + " runs from 0 to " + std::to_string(group.size() - 1) + ". Received: " + what + "=" +
-                   std::to_string(call.root));
+    return invalid(what + " runs from 0 to " + std::to_string(group.size() - 1) + ". Received: " + what +
+                   "=" + std::to_string(call.root));
   }
   if (is_pairwise(kind) && call.root == group.member) {
     return invalid("the peer is another rank. Received: " + std::to_string(call.root) +

@@ -7,7 +7,8 @@
 //   exchange.cc     those whose sizes are learned on the way
 //   execute.cc      the execution of a plan: move bytes while any move
 //   wait.cc         what happens when none move: sleep, and ask why
-//   liveness.cc     peers that leave, die, stop or are cut off; on the watcher's thread, in a collective or not
+//   liveness.cc     peers that leave, die, stop or are cut off; on the watcher's thread, in a collective or
+//   not
 //
 // A plan knows peers and memory, the execution knows plans and links; neither knows collectives. Nothing is
 // allocated while bytes move: plans keep their memory from one collective to the next, and scratch grows
@@ -82,7 +83,8 @@ struct Group {
 class World final : private Watched {
  public:
   // Takes over the descriptors. Returns once all ranks have opened the world.
-  static Status open(const tfring_options& options, std::shared_ptr<World>* world, std::shared_ptr<Group>* all);
+  static Status open(const tfring_options& options, std::shared_ptr<World>* world,
+                     std::shared_ptr<Group>* all);
   ~World() override;
   World(const World&) = delete;
   World& operator=(const World&) = delete;
