@@ -281,3 +281,22 @@ def test_sharding_that_the_user_asked_for_is_left_alone():
     assert sorted(first) == sorted(second) == list(range(24))
     first, second = workers(2).run(unequal_policies, "DATA")
     assert sorted(first + second) == list(range(24)) and len(first) == len(second)
+
+
+def operations():
+    import tensorflow as tf
+
+    ring = ring_strategy()
+    control, rank = ring.extended.control, ring.cluster.rank
+    wanted = {"sum": [5.0, 5.0], "max": [3.0, 4.0], "min": [2.0, 1.0], "product": [6.0, 4.0]}
+    for dtype in ("float32", "bfloat16", "int8", "uint32"):
+        mine = tf.cast(tf.constant([[2.0, 4.0], [3.0, 1.0]][rank]), dtype)
+        for op, want in wanted.items():
+            [got] = control.all_reduce([mine], op, name=op)
+            assert got.dtype == dtype and tf.cast(got, "float32").numpy().tolist() == want, (dtype, op)
+    return True
+
+
+@pytest.mark.parametrize("communication", ["ring", "tensorflow"])
+def test_operations_of_both_engines(communication):
+    assert workers(2, communication).run(operations) == [True] * 2

@@ -34,7 +34,7 @@ struct Float16 {
     const float shifted = float_of(static_cast<uint32_t>(magnitude)) + 0.5f;
     const int32_t subnormal = static_cast<int32_t>(bits_of(shifted)) - 0x3f000000;
     int32_t half = choose(magnitude < (113 << 23), subnormal, normal);
-    half = choose(magnitude < 0x477ff000, half, 0x7c00);
+    half = choose(magnitude < (143 << 23), half, 0x7c00);  // rounding carries into infinity by itself
     half |= static_cast<int32_t>((bits >> 16) & 0x8000u);
     return static_cast<uint16_t>(choose(magnitude > 0x7f800000, 0x7e00, half));
   }
