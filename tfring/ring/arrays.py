@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,7 +182,7 @@ def _run(
 
 
 def _check(function: Callable[..., int], *arguments: Any, raised: Sequence[BaseException] = ()) -> None:
-    error = library.Error()
+    error = _errors.__dict__.get("error") or _errors.__dict__.setdefault("error", library.Error())
     if function(*arguments, error):
         if raised:
             raise raised[0]
@@ -192,24 +193,49 @@ def _prepare(
     kind: str, name: str, inputs: list[np.ndarray], outputs: list[Any], op: str = "sum", root: int = 0
 ) -> tuple[Any, Any]:
     """What the native call is given; the arrays are the caller's to hold."""
-    if op not in library.OPERATIONS:
-        raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
-    main = threading.current_thread() is threading.main_thread()
-    caller = library.PYTHON_MAIN_THREAD if main else library.ANY_THREAD
-    call = library.Call(name.encode(), library.OPERATIONS[op], root, 0, caller)
-    tensors = (library.Tensor * len(inputs))()
-    for tensor, source, target in zip(tensors, inputs, outputs, strict=True):
-        dtype = library.DTYPES.get(source.dtype.name)
+    call = _call(name, op, root, threading.get_ident() == _main_thread)
+    tensors = []
+    for source, target in zip(inputs, outputs, strict=True):
+        dtype = _number(source.dtype)
         if dtype is None:
             raise ValueError(
                 f'{kind} "{name}" carries {", ".join(sorted(library.DTYPES))}. Received: dtype={source.dtype}'
             )
-        tensor.input = source.ctypes.data
-        tensor.output = None if target is None else target.ctypes.data
-        tensor.dims = (ctypes.c_int64 * source.ndim)(*source.shape)
-        tensor.num_dims = source.ndim
-        tensor.dtype = dtype
-    return call, tensors
+        output = None if target is None else target.__array_interface__["data"][0]
+        dims, address = _dims(source.shape)
+        tensor = library.Tensor(source.__array_interface__["data"][0], output, address, source.ndim, dtype)
+        tensor.keep = dims
+        tensors.append(tensor)
+    if len(tensors) == 1:
+        return call, tensors[0]
+    together = (library.Tensor * len(tensors))(*tensors)
+    together.keep = tensors
+    return call, together
+
+
+# A small collective takes a few microseconds, and so would these.
+_errors = threading.local()
+_main_thread = threading.main_thread().ident  # a forked child's has the same
+
+
+@functools.lru_cache(1024)
+def _call(name: str, op: str, root: int, on_main_thread: bool) -> library.Call:
+    if op not in library.OPERATIONS:
+        raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
+    caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
+    return library.Call(name.encode(), library.OPERATIONS[op], root, 0, caller)
+
+
+@functools.lru_cache(4096)
+def _dims(shape: tuple[int, ...]) -> tuple[Any, int]:
+    """The numbers of a shape, and where they lie."""
+    dims = (ctypes.c_int64 * len(shape))(*shape)
+    return dims, ctypes.addressof(dims)
+
+
+@functools.cache
+def _number(dtype: np.dtype) -> int | None:
+    return library.DTYPES.get(dtype.name)
 
 
 def _as_list(value: Any) -> tuple[bool, list[np.ndarray]]:

@@ -61,7 +61,7 @@ class Tensor(ctypes.Structure):
     _fields_ = [
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("dims", ctypes.POINTER(ctypes.c_int64)),
+        ("dims", ctypes.c_void_p),  # of int64
         ("num_dims", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
     ]

@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kSegmentBytes = 256 * 1024;  // moved one way before another gets its turn
 constexpr int64_t kLargeBytes = 1024 * 1024;   // from here on a collective's time tells something
 constexpr int kMovesToLookUp = 64;             // after so many, see to Ctrl-C
+constexpr int kYields = 100;                   // where ranks outnumber the cores; they let each other run
 constexpr int kMaxParts = 16;                  // of one call into a channel
 constexpr int64_t kZeroBytes = 16 * 1024;
 alignas(64) const char kZeros[kZeroBytes] = {};
@@ -35,6 +36,7 @@ Status World::execute(Until until) {
     const bool shared = link_to(queue.rank)->own != nullptr;
     spins_ = std::max(spins_, shared ? num_spins_ : large ? 0 : num_spins_ / 10);
   }
+  yields_ = num_spins_ > 0 ? 0 : kYields;
   int64_t start = 0;
   Status status;
   while (status.ok() && !done(until)) {

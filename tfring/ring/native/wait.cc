@@ -1,6 +1,7 @@
 // What happens when no bytes move: sleep, and ask why.
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -31,8 +32,12 @@ Status World::wait() {
     relax();
     return {};
   }
+  if (num_idle_ <= spins_ + yields_) {
+    sched_yield();
+    return {};
+  }
   const int64_t start = now_nanoseconds();
-  if (num_idle_ == spins_ + 1) idle_since_ = start;
+  if (num_idle_ == spins_ + yields_ + 1) idle_since_ = start;
   TFRING_TRY(check_news());
   const double idle_seconds = seconds_between(idle_since_, start);
   if (idle_seconds > kLastWordsSeconds) TFRING_TRY(give_in());

@@ -261,7 +261,8 @@ class World final : private Watched {
   // How far its execution is.
   int num_moves_ = 0;
   int num_idle_ = 0;        // looks in vain since something moved
-  int spins_ = 0;           // how many of them before it sleeps
+  int spins_ = 0;           // how many of them before it lets others run,
+  int yields_ = 0;          // and after how many more it sleeps
   int64_t idle_since_ = 0;  // nanoseconds
   int64_t looked_up_ = 0;   // when signals and news were looked at last
   bool warned_ = false;     // of this standstill
