@@ -208,7 +208,7 @@ def _prepare(
         tensors.append(tensor)
     if len(tensors) == 1:
         return call, tensors[0]
-    together = (library.Tensor * len(tensors))(*tensors)
+    together: Any = (library.Tensor * len(tensors))(*tensors)
     together.keep = tensors
     return call, together
 
