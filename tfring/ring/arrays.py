@@ -51,7 +51,7 @@ def broadcast(communicator: Any, value: Any, root: int = 0, *, name: str = "broa
 
 
 def barrier(communicator: Any, *, name: str = "barrier") -> None:
-    call, _ = _prepare("barrier", name, [], [])
+    call = _call(name, "sum", 0, threading.get_ident() == _main_thread)
     _check(library.core().tfring_barrier, communicator.handle, call)
 
 
@@ -127,51 +127,76 @@ def _exchange(
     kind: str, communicator: Any, name: str, values: list[np.ndarray], counts: Any, root: int = 0
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The rows that come to this rank, and `[rank, tensor]` how many from each."""
-    size, num_tensors = communicator.world_size, len(values)
-    results: list[np.ndarray] = [np.empty((0, *value.shape[1:]), value.dtype) for value in values]
-    received = np.zeros((size, num_tensors), np.int64)
-    raised: list[BaseException] = []
-
-    @library.Place
-    def place(_: Any, rows: Any, outputs: Any, placed: Any) -> None:
-        try:
-            received[:] = np.ctypeslib.as_array(rows, (size, num_tensors))
-            for t, value in enumerate(values):
-                results[t] = np.empty((int(received[:, t].sum()), *value.shape[1:]), value.dtype)
-                outputs[t] = results[t].ctypes.data
-            placed[0] = 1
-        except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
-            raised.append(error)
-
-    call, tensors = _prepare(kind, name, values, [None] * num_tensors, root=root)
-    numbers = () if counts is None else (counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int64)),)
+    call, tensors = _prepare(kind, name, values, [None] * len(values), root=root)
+    coming = _Coming(values, communicator.world_size)
+    numbers = () if counts is None else (counts.ctypes.data_as(_NUMBERS),)
     function = getattr(library.core(), f"tfring_{kind}")
-    _check(function, communicator.handle, call, tensors, num_tensors, *numbers, place, None, raised=raised)
-    return results, received
+    before, _thread.coming = getattr(_thread, "coming", None), coming  # a signal handler's is inside another's
+    try:
+        _check(
+            function, communicator.handle, call, tensors, len(values), *numbers, _place, None, raised=coming.raised
+        )
+    finally:
+        _thread.coming = before
+    return coming.results, coming.received
+
+
+class _Coming:
+    """What comes to this rank in an exchange."""
+
+    def __init__(self, values: list[np.ndarray], size: int) -> None:
+        self.results = [value[:0].copy() for value in values] if all(v.ndim for v in values) else []
+        self.received = np.zeros((size, len(values)), np.int64)
+        self.raised: list[BaseException] = []
+
+    def place(self, rows: Any, outputs: Any) -> None:
+        ctypes.memmove(self.received.__array_interface__["data"][0], rows, self.received.nbytes)
+        for t, total in enumerate(self.received.sum(axis=0).tolist()):
+            result = np.empty((total, *self.results[t].shape[1:]), self.results[t].dtype)
+            outputs[t] = result.__array_interface__["data"][0]
+            self.results[t] = result
+
+
+_NUMBERS = ctypes.POINTER(ctypes.c_int64)
+
+
+@library.Place  # one for all exchanges: to make one takes longer than a small exchange
+def _place(_: Any, rows: Any, outputs: Any, placed: Any) -> None:
+    coming: _Coming = _thread.coming
+    try:
+        coming.place(rows, outputs)
+        placed[0] = 1
+    except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
+        coming.raised.append(error)
 
 
 def _counts(communicator: Any, values: list[np.ndarray], counts: Any, many: bool) -> np.ndarray:
     """`[rank, tensor]`: how many rows of each tensor go to each rank."""
     size = communicator.world_size
     if counts is None:
-        columns: Sequence[Any] = [
-            [end - begin for begin, end in chunk_bounds(value.shape[0] if value.ndim else 0, size)] for value in values
-        ]
-    else:
-        columns = counts if many else [counts]
+        return _shares(tuple(value.shape[0] if value.ndim else 0 for value in values), size)
+    columns: Sequence[Any] = counts if many else [counts]
     if len(columns) != len(values):
         raise ValueError(
             f"`counts` has one entry for each of {len(values)} tensors. Received: {len(columns)} entries"
         )
-    for value, column in zip(values, columns, strict=True):
+    numbers = np.empty((size, len(values)), np.int64)
+    for t, (value, column) in enumerate(zip(values, columns, strict=True)):
         column = np.asarray(column)
-        if column.shape != (size,) or not np.issubdtype(column.dtype, np.integer) or (column < 0).any():
+        if column.shape != (size,) or column.dtype.kind not in "iu" or column.min() < 0:
             raise ValueError(f"`counts` holds a number of rows for each of {size} ranks. Received: {column.tolist()}")
         if value.ndim and column.sum() != value.shape[0]:
             raise ValueError(
                 f"`counts` add up to the rows there are. Received: counts={column.tolist()}, shape={value.shape}"
             )
-    return np.stack([np.asarray(column, np.int64) for column in columns], axis=1)
+        numbers[:, t] = column
+    return numbers
+
+
+@functools.lru_cache(1024)
+def _shares(rows: tuple[int, ...], size: int) -> np.ndarray:
+    columns = [[end - begin for begin, end in chunk_bounds(count, size)] for count in rows]
+    return np.array(columns, np.int64).T.copy()
 
 
 def _run(
@@ -182,7 +207,7 @@ def _run(
 
 
 def _check(function: Callable[..., int], *arguments: Any, raised: Sequence[BaseException] = ()) -> None:
-    error = _errors.__dict__.get("error") or _errors.__dict__.setdefault("error", library.Error())
+    error: library.Error = getattr(_thread, "error", None) or _thread.__dict__.setdefault("error", library.Error())
     if function(*arguments, error):
         if raised:
             raise raised[0]
@@ -214,7 +239,7 @@ def _prepare(
 
 
 # A small collective takes a few microseconds, and so would these.
-_errors = threading.local()
+_thread = threading.local()
 _main_thread = threading.main_thread().ident  # a forked child's has the same
 
 
