@@ -1,4 +1,7 @@
-"""Imports point down the rows of docs/architecture.md, in no circle; TensorFlow and Keras have a door each."""
+"""Imports point down the rows of docs/architecture.md, in no circle; TensorFlow and Keras have a door each.
+
+And the C++ stays readable: no file is long, and world.h names those that make up the engine.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,14 @@ WITHOUT_TENSORFLOW = (
     "doctor.__main__",
     "config",
     "errors",
+    "ring.arrays",
     "ring.communicator",
     "ring.rendezvous",
     "ring.schedule",
 )
 TENSORFLOW = ("tensorflow", "keras")
+
+MOST_LINES = 400  # of a file of C++
 
 
 class Import(NamedTuple):
@@ -189,6 +195,32 @@ def tensorflow_at_once(module: str, root: pathlib.Path = ROOT) -> list[str]:
     ]
 
 
+def files_of_native_code(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    return sorted(file for file in (root / "tfring").rglob("*") if file.suffix in (".cc", ".h"))
+
+
+def long_files(root: pathlib.Path = ROOT) -> list[str]:
+    lengths = {file: len(file.read_text().splitlines()) for file in files_of_native_code(root)}
+    return [
+        f"{file.relative_to(root)}: {length} lines" for file, length in lengths.items() if length > MOST_LINES
+    ]
+
+
+def unnamed_files(root: pathlib.Path = ROOT) -> list[str]:
+    """Files of the ring that its row of docs/architecture.md, or of world.h, does not name, or that are not there."""
+    ring = root / "tfring" / "ring"
+    document = (root / "docs" / "architecture.md").read_text()
+    [cell] = re.findall(r"^\| \d \| `ring/` \| (.*) \|$", document, re.MULTILINE)
+    modules = {file.name for file in ring.glob("*.py")} - {"__init__.py"}
+    head = "\n".join(re.findall(r"^//.*$", (ring / "native" / "world.h").read_text(), re.MULTILINE))
+    engine = {
+        file.name
+        for file in (ring / "native").glob("*.cc")
+        if re.search(r"^\S.* World::\w+\(", file.read_text(), re.MULTILINE)
+    }
+    return sorted(set(re.findall(r"`(\w+\.py)`", cell)) ^ modules | set(re.findall(r"\b\w+\.cc\b", head)) ^ engine)
+
+
 def test_every_file_has_a_row():
     rooms = {path.stem for path in (ROOT / "tfring").iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))}
     assert rooms <= set(ROW_OF), "give it a row here and in docs/architecture.md"
@@ -199,6 +231,15 @@ def test_rows_are_those_of_the_document():
     for row, rooms in table:
         named = {re.sub(r"\.py$|/$", "", room) for room in re.findall(r"`([^`]+)`", rooms)}
         assert named <= set(ROWS[int(row)]), f"row {row} of docs/architecture.md"
+
+
+def test_files_of_the_ring_are_those_the_documents_name():
+    assert unnamed_files() == []
+
+
+def test_no_file_of_native_code_is_long():
+    assert len(files_of_native_code()) > 20
+    assert long_files() == [], f"more than {MOST_LINES} lines: find the parts it has"
 
 
 def test_imports_point_down():
@@ -256,6 +297,11 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         "tfring/layers/a.py": "from tfring.layers import b\n",
         "tfring/layers/b.py": "def f():\n    from tfring.layers.c import x\n",
         "tfring/layers/c.py": "from tfring.layers.a import y\n",
+        "tfring/ring/native/world.h": "//   world.cc   opening\n//   gone.cc   what is no more\n#pragma once\n",
+        "tfring/ring/native/world.cc": "Status World::open() {\n" + "  f();\n" * 399 + "}\n",
+        "tfring/ring/native/new.cc": "bool World::is_new() { return true; }\n",
+        "tfring/ring/native/other.cc": "// Of no World::\n" * 400,
+        "docs/architecture.md": "| 1 | `ring/` | `ops.py` (ops), `schedule.py`, `neighbour.py` |\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -269,5 +315,7 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
     assert len(imports_outside("tensorflow.python", "_tf", tmp_path)) == 1
     assert len(imports_outside("keras.src", "_keras", tmp_path)) == 1
     assert len(tensorflow_at_once("tfring.ring.rendezvous", tmp_path)) == 2
+    assert long_files(tmp_path) == ["tfring/ring/native/world.cc: 401 lines"]
+    assert unnamed_files(tmp_path) == ["gone.cc", "neighbour.py", "new.cc", "rendezvous.py"]
     for module in ("config", "launch", "ring.schedule"):
         assert tensorflow_at_once(f"tfring.{module}", tmp_path) == []

@@ -168,11 +168,15 @@ def test_groups(transport):
 
 
 def many_ranks(cluster):
-    """More than are linked each to each: some links are made when they are first needed."""
+    """More than are linked each to each, round-robin on three hosts: some links are made when they are first needed."""
+    hosts = ("127.0.0.1", "127.0.0.2", "localhost")
+    ports = [address.rpartition(":")[2] for address in cluster.addresses]
+    cluster.addresses = tuple(f"{hosts[rank % 3]}:{port}" for rank, port in enumerate(ports))
     with ranks.join(cluster, connect_timeout_seconds=60) as ring:
         rank, size = ring.rank, ring.world_size
         linked = len(ring._world.transports)
         assert linked < size - 1
+        assert len(ring.transport) == 2
         for elements in (2, 5_000):
             assert (ring.all_reduce(np.full(elements, rank)) == size * (size - 1) // 2).all()
         np.testing.assert_array_equal(
@@ -181,6 +185,9 @@ def many_ranks(cluster):
         far = ring.group([0, 7, 10], "far") if rank in (0, 7, 10) else None
         if far is not None:
             assert far.all_reduce(1) == 3
+        if rank == 4:  # which waits for no link to those who are in it
+            with pytest.raises(ValueError, match="rank 4 is not in group"):
+                ring.group([0, 10], "others").all_to_all(np.ones(2))
         np.testing.assert_array_equal(ring.all_to_all(np.full(size, rank))[0], range(size))
         assert len(ring._world.transports) == size - 1
         return linked

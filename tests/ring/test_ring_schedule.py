@@ -1,43 +1,100 @@
-"""The schedules: each is right as a table, and the native code computes the same table."""
+"""The schedules: each is right as a table, the native code computes the same, and partners name all they need."""
 
+import collections
 import ctypes
 import itertools
+import math
+import random
 
 import pytest
 
 from tfring.ring import library, schedule
+from tfring.ring.schedule import Layout, Step
 
-WORLD_SIZES = (1, 2, 3, 4, 5, 8, 13)
-
-
-def native_table(which, rank, world_size, root=0):
-    table = (ctypes.c_int32 * 3 * 64)()
-    count = library.core().tfring_schedule(which.encode(), rank, world_size, root, table, 64)
-    none = {-1: None}
-    return [(none.get(send, send), none.get(recv, recv), bool(add)) for send, recv, add in table[:count]]
+SIZES = (*range(1, 21), 33)
+MAX_STEPS = 256
+EACH = ("ring_all_reduce", "ring_all_gather", "ring_reduce_scatter", "flat_all_gather", "bruck_all_gather")
+ROOTED = ("ring_broadcast", "ring_reduce", "flat_broadcast")
 
 
-@pytest.mark.parametrize("which", ["all_reduce", "all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_native_code_follows_the_table(which, world_size):
-    for rank in range(world_size):
-        assert native_table(which, rank, world_size) == getattr(schedule, which)(rank, world_size)
+def local_sizes(size):
+    """Of hosts with as many members each."""
+    return [local for local in range(1, size + 1) if size % local == 0]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_native_broadcast_follows_the_table(world_size):
-    for root in range(world_size):
-        for rank in range(world_size):
-            assert native_table("broadcast", rank, world_size, root) == schedule.broadcast(rank, world_size, root)
+def native_table(which, position, size, more=0):
+    table = (ctypes.c_int32 * 5 * MAX_STEPS)()
+    count = library.core().tfring_schedule(which.encode(), position, size, more, table, MAX_STEPS)
+    assert count <= MAX_STEPS
+    return [Step(*(None if each < 0 else each for each in row[:4]), bool(row[4])) for row in table[:count]]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("which", EACH)
+@pytest.mark.parametrize("size", SIZES)
+def test_native_code_follows_the_table(which, size):
+    for position in range(size):
+        assert native_table(which, position, size) == getattr(schedule, which)(position, size)
+
+
+@pytest.mark.parametrize("which", ROOTED)
+@pytest.mark.parametrize("size", SIZES)
+def test_native_code_follows_the_table_of_each_root(which, size):
+    for position, root in itertools.product(range(size), range(size)):
+        assert native_table(which, position, size, root) == getattr(schedule, which)(position, size, root)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_native_code_follows_the_table_of_two_levels(size):
+    for local in local_sizes(size):
+        for position in range(size):
+            expected = schedule.two_level_all_reduce(position, size, local)
+            assert native_table("two_level_all_reduce", position, size, local) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_native_code_has_the_same_partners(size):
+    for local, position in itertools.product(local_sizes(size), range(size)):
+        found = (ctypes.c_int32 * size)()
+        count = library.core().tfring_partners(position, size, local, found)
+        assert found[:count] == schedule.partners(position, size, local)
+
+
+@pytest.mark.parametrize("wanted", library.ALGORITHMS)
+def test_native_code_makes_the_same_choice(wanted):
+    names = {number: name for name, number in library.ALGORITHMS.items()}
+    for size in SIZES:
+        limit = schedule.SMALL_BYTES // size
+        for local, num_bytes in itertools.product(local_sizes(size), (0, 1, limit, limit + 1, 1 << 30, 1 << 40)):
+            native = library.core().tfring_choose(library.ALGORITHMS[wanted], num_bytes, size, local)
+            assert names[native] == schedule.choose_all_reduce(num_bytes, size, local, wanted)
+
+
+@pytest.mark.parametrize("wanted", library.ALGORITHMS)
+def test_what_is_wanted_is_what_is_chosen_where_it_can_be(wanted):
+    def chosen(num_bytes, size, local):
+        return schedule.choose_all_reduce(num_bytes, size, local, wanted)
+
+    small, large = 8, 1 << 26
+    expected = {
+        #            8 on 2 hosts         8 on 1 host     32 on 4 hosts
+        "auto": (("flat", "two_level"), ("flat", "ring"), ("bruck", "two_level")),
+        "flat": (("flat", "flat"), ("flat", "flat"), ("bruck", "bruck")),
+        "bruck": (("bruck", "bruck"), ("bruck", "bruck"), ("bruck", "bruck")),
+        "ring": (("ring", "ring"), ("ring", "ring"), ("ring", "ring")),
+        "two_level": (("two_level", "two_level"), ("ring", "ring"), ("two_level", "two_level")),
+    }[wanted]
+    for (size, local), pair in zip(((8, 4), (8, 8), (32, 8)), expected, strict=True):
+        assert (chosen(small, size, local), chosen(large, size, local)) == pair
+    assert chosen(large, 6, 1) != "two_level"  # as many hosts as members, or hosts that differ
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1000, 2**33 + 5])
-def test_chunks_are_a_partition_and_native_cuts_alike(world_size, count):
-    bounds = schedule.chunk_bounds(count, world_size)
+def test_chunks_are_a_partition_and_native_cuts_alike(size, count):
+    bounds = schedule.chunk_bounds(count, size)
     begin, end = ctypes.c_int64(), ctypes.c_int64()
     for index, bound in enumerate(bounds):
-        library.core().tfring_chunk(count, world_size, index, begin, end)
+        library.core().tfring_chunk(count, size, index, begin, end)
         assert (begin.value, end.value) == bound
     assert bounds[0][0] == 0 and bounds[-1][1] == count
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
@@ -46,56 +103,237 @@ def test_chunks_are_a_partition_and_native_cuts_alike(world_size, count):
 
 
 def test_small_is_small_on_both_sides():
-    for world_size in WORLD_SIZES:
-        limit = schedule.SMALL_BYTES // world_size
+    for size in SIZES:
+        limit = schedule.SMALL_BYTES // size
         for num_bytes in (0, 1, limit - 1, limit, limit + 1, 10 * limit):
-            native = bool(library.core().tfring_is_small(num_bytes, world_size))
-            assert native == schedule.is_small(num_bytes, world_size)
+            native = bool(library.core().tfring_is_small(num_bytes, size))
+            assert native == schedule.is_small(num_bytes, size)
 
 
-def play(tables, held):
-    """Runs tables on sets of contributions: held[rank][chunk]. Every rank sends before any receives."""
-    for steps in zip(*tables, strict=True):
-        sent = [None if step.send is None else held[rank][step.send] for rank, step in enumerate(steps)]
-        for rank, step in enumerate(steps):
-            if step.recv is None:
-                continue
-            previous = (rank - 1) % len(steps)
-            assert steps[previous].send == step.recv, "a rank receives what its neighbour sends"
-            if step.reduce:
-                assert not held[rank][step.recv] & sent[previous], "nothing is added twice"
-                held[rank][step.recv] = held[rank][step.recv] | sent[previous]
-            else:
-                held[rank][step.recv] = sent[previous]
-    return held
+class Message:
+    """A step's send or receive, the receive whose bytes it needs, and how many delays it ends."""
+
+    def __init__(self, peer, chunk, reduce=False, needs=None):
+        self.peer, self.chunk, self.reduce, self.needs = peer, chunk, reduce, needs
+        self.over = False
+        self.depth = 0
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_reduce_adds_every_contribution_once(world_size):
-    ranks = range(world_size)
-    held = play([schedule.all_reduce(r, world_size) for r in ranks], [[{r} for _ in ranks] for r in ranks])
-    assert all(chunk == set(ranks) for row in held for chunk in row)
+def plan(steps):
+    """As the native code: sends and receives by peer, each in its order; a send needs what last brought its chunk."""
+    sends, recvs = collections.defaultdict(collections.deque), collections.defaultdict(collections.deque)
+    brought_by = {}
+    for step in steps:
+        if step.to is not None:
+            sends[step.to].append(Message(step.to, step.send, needs=brought_by.get(step.send)))
+        if step.from_ is not None:
+            recv = Message(step.from_, step.recv, step.reduce, brought_by.get(step.recv) if step.reduce else None)
+            recvs[step.from_].append(recv)
+            brought_by[step.recv] = recv
+    return sends, recvs
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_reduce_scatter_leaves_rank_r_with_chunk_r(world_size):
-    ranks = range(world_size)
-    held = play([schedule.reduce_scatter(r, world_size) for r in ranks], [[{r} for _ in ranks] for r in ranks])
-    assert all(held[r][r] == set(ranks) for r in ranks)
+def play(tables, held, delay=lambda position, peer: 1, seed=None):
+    """Runs tables on sets of contributions, held[position][chunk], until nothing moves; then nothing may be left.
+
+    Each pair of positions has a queue each way. Whoever can move does, in an order drawn from `seed`: None lets all
+    send as early as they can. Returns what is held, and the longest chain of messages each of which needs the one
+    before, where a message from a position to a peer counts as `delay` says.
+    """
+    plans = [plan(steps) for steps in tables]
+    wires = collections.defaultdict(collections.deque)
+    longest = 0
+
+    def send(position, peer):
+        queue = plans[position][0][peer]
+        if not queue or (queue[0].needs is not None and not queue[0].needs.over):
+            return False
+        message = queue.popleft()
+        depth = delay(position, peer) + (message.needs.depth if message.needs else 0)
+        wires[position, peer].append((message.chunk, held[position][message.chunk], depth))
+        return True
+
+    def receive(position, peer):
+        nonlocal longest
+        queue = plans[position][1][peer]
+        if not queue or not wires[peer, position] or (queue[0].needs is not None and not queue[0].needs.over):
+            return False
+        message = queue.popleft()
+        chunk, came, depth = wires[peer, position].popleft()
+        assert chunk == message.chunk, "each receives what the other sends, in its order"
+        if message.reduce:
+            assert not held[position][chunk] & came, "nothing is added twice"
+            came = held[position][chunk] | came
+        held[position][chunk] = came
+        message.over = True
+        message.depth = max(depth, message.needs.depth if message.needs else 0)
+        longest = max(longest, message.depth)
+        return True
+
+    moves = [(send, p, peer) for p, (sends, _) in enumerate(plans) for peer in sends]
+    moves += [(receive, p, peer) for p, (_, recvs) in enumerate(plans) for peer in recvs]
+    shuffle = (lambda _: None) if seed is None else random.Random(seed).shuffle
+    moved = True
+    while moved:
+        shuffle(moves)
+        moved = any([move(position, peer) for move, position, peer in moves])
+    left = [queue for sides in plans for side in sides for queue in side.values() if queue]
+    assert not left, "all wait for each other"
+    assert not any(wires.values()), "all that is sent is received"
+    return held, longest
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_all_gather_brings_every_chunk_everywhere(world_size):
-    ranks = range(world_size)
-    held = [[{c} if c == r else set() for c in ranks] for r in ranks]
-    play([schedule.all_gather(r, world_size) for r in ranks], held)
-    assert all(held[r][c] == {c} for r in ranks for c in ranks)
+def contributions(size, num_chunks):
+    """Every position's own to every chunk."""
+    return [[frozenset({p})] * num_chunks for p in range(size)]
 
 
-@pytest.mark.parametrize("which", ["all_reduce", "all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_what_is_sent_is_what_came_last(which, world_size):
-    """The native code streams on this: step s + 1 sends the chunk step s received."""
-    for rank in range(world_size):
-        steps = getattr(schedule, which)(rank, world_size)
-        assert all(b.send == a.recv for a, b in itertools.pairwise(steps))
+def blocks(size):
+    """Chunk p at position p."""
+    return [[frozenset({c}) if c == p else frozenset() for c in range(size)] for p in range(size)]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_adds_every_contribution_once(size, seed):
+    held, delays = play(
+        [schedule.ring_all_reduce(p, size) for p in range(size)], contributions(size, size), seed=seed
+    )
+    assert all(chunk == set(range(size)) for row in held for chunk in row)
+    assert delays == 2 * (size - 1)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_two_levels_add_every_contribution_once(size, seed):
+    for local in local_sizes(size):
+        tables = [schedule.two_level_all_reduce(p, size, local) for p in range(size)]
+        network = play(
+            tables,
+            contributions(size, size),
+            lambda p, peer, local=local: int(p // local != peer // local),
+            seed,
+        )
+        held, delays = network
+        assert all(chunk == set(range(size)) for row in held for chunk in row)
+        assert delays == 2 * (size // local - 1), "of the network"
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_scatter_leaves_position_p_with_chunk_p(size, seed):
+    tables = [schedule.ring_reduce_scatter(p, size) for p in range(size)]
+    held, _ = play(tables, contributions(size, size), seed=seed)
+    assert all(held[p][p] == set(range(size)) for p in range(size))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("which", ["ring_all_gather", "flat_all_gather", "bruck_all_gather"])
+@pytest.mark.parametrize("size", SIZES)
+def test_all_gather_brings_every_chunk_everywhere(which, size, seed):
+    tables = [getattr(schedule, which)(p, size) for p in range(size)]
+    held, delays = play(tables, blocks(size), seed=seed)
+    assert all(held[p][c] == {c} for p in range(size) for c in range(size))
+    rounds = math.ceil(math.log2(size))
+    most = {"ring_all_gather": size - 1, "flat_all_gather": min(1, size - 1), "bruck_all_gather": rounds}[which]
+    assert delays <= most
+    for steps in tables:
+        assert len(steps) == size - 1, "each chunk comes once"
+        if which == "bruck_all_gather":
+            assert len({step.to for step in steps}) == len({step.from_ for step in steps}) == rounds
+
+
+@pytest.mark.parametrize("which", ["ring_broadcast", "flat_broadcast"])
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_brings_the_roots_everywhere_and_word_back(which, size):
+    for root in range(size):
+        tables = [getattr(schedule, which)(p, size, root) for p in range(size)]
+        held = [[frozenset({"value"}) if p == root else frozenset(), frozenset({p})] for p in range(size)]
+        held, _ = play(tables, held)
+        assert all(chunk == {"value"} for chunk, _ in held)
+        words = [step.from_ for step in tables[root] if step.recv == 1]
+        # Round the ring the last one's word is enough: all others have passed the value on.
+        expected = {(root - 1) % size} if which == "ring_broadcast" else set(range(size)) - {root}
+        assert sorted(words) == sorted(expected if size > 1 else ())
+        for p in set(range(size)) - {root}:
+            assert tables[p][0] == (None, None, tables[p][0].from_, 0, False), "it comes before it is passed on"
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_brings_every_contribution_to_each_root_once(size, seed):
+    for root in range(size):
+        tables = [schedule.ring_reduce(p, size, root) for p in range(size)]
+        held, _ = play(tables, contributions(size, 1), seed=seed)
+        assert held[root][0] == set(range(size))
+        assert sum(step.to is not None for steps in tables for step in steps) == size - 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_partners_name_all_that_a_collective_needs(size):
+    """And each other: a link has two ends."""
+    for local in local_sizes(size):
+        named = [set(schedule.partners(p, size, local)) for p in range(size)]
+        for p in range(size):
+            assert p not in named[p] and all(p in named[other] for other in named[p])
+            tables = [getattr(schedule, which)(p, size) for which in EACH if "flat" not in which]
+            tables += [getattr(schedule, which)(p, size, root) for which in ROOTED[:2] for root in range(size)]
+            tables += [schedule.two_level_all_reduce(p, size, local)] if local > 1 else []
+            if size <= schedule.FLAT_MEMBERS:  # the engine takes no flat table among more
+                tables += [schedule.flat_all_gather(p, size)]
+                tables += [schedule.flat_broadcast(p, size, root) for root in range(size)]
+            needed = {peer for steps in tables for step in steps for peer in (step.to, step.from_)} - {None}
+            assert needed <= named[p]
+    if size > 16:
+        assert len(schedule.partners(0, size, 1)) <= 2 * math.ceil(math.log2(size))
+
+
+def through_interfaces(tables, host_of):
+    """What each host sends to others, in buffers, where each chunk is one `size`-th."""
+    sent = collections.Counter()
+    for p, steps in enumerate(tables):
+        for step in steps:
+            if step.to is not None and host_of(p) != host_of(step.to):
+                sent[host_of(p)] += 1
+    return {host: number / len(tables) for host, number in sent.items()}
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 8), (3, 5), (4, 2), (4, 4), (8, 2)])
+def test_two_levels_send_less_through_each_interface(hosts, local):
+    size = hosts * local
+    ring = [schedule.ring_all_reduce(p, size) for p in range(size)]
+    two_level = [schedule.two_level_all_reduce(p, size, local) for p in range(size)]
+    expected = dict.fromkeys(range(hosts), 2 * (hosts - 1) / hosts)
+    assert through_interfaces(two_level, lambda p: p // local) == pytest.approx(expected)
+    expected = dict.fromkeys(range(hosts), 2 * (size - 1) / size)
+    assert through_interfaces(ring, lambda p: p // local) == pytest.approx(expected)
+    # Had the ring gone from rank to rank, dealt round-robin, every one of its edges would cross the network.
+    expected = dict.fromkeys(range(hosts), local * 2 * (size - 1) / size)
+    assert through_interfaces(ring, lambda p: p % hosts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "order", "local_size"),
+    [
+        ([0], (0,), 1),
+        ([7, 7, 7], (0, 1, 2), 3),  # one host
+        ([0, 1, 0, 1, 0, 1], (0, 2, 4, 1, 3, 5), 3),  # dealt round-robin
+        ([0, 0, 1, 1], (0, 1, 2, 3), 2),  # in blocks
+        ([1, 0, 2], (1, 0, 2), 1),  # a host each
+        ([0, 1, 1], (0, 1, 2), 1),  # hosts that differ
+        ([1, 0, 1, 0, 1], (1, 3, 0, 2, 4), 1),
+    ],
+)
+def test_layout_puts_those_of_a_host_side_by_side(hosts, order, local_size):
+    assert Layout.of(hosts) == Layout(order, local_size)
+
+
+def test_partners_of_members_are_those_of_their_positions():
+    hosts = [member % 4 for member in range(32)]  # round-robin over four
+    layout = Layout.of(hosts)
+    assert layout.local_size == 8
+    for member in range(32):
+        position = layout.order.index(member)
+        expected = sorted(layout.order[other] for other in schedule.partners(position, 32, 8))
+        assert layout.partners(member) == expected
+        assert all(member in layout.partners(other) for other in expected)

@@ -64,6 +64,63 @@ class Collectives(abc.ABC):
         """The tensors of rank `root`, on every rank; shapes and dtypes must agree."""
 
     @abc.abstractmethod
+    def reduce(
+        self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str
+    ) -> list[tf.Tensor]:
+        """As `all_reduce`, for rank `root` only: zeros on the others."""
+
+    @abc.abstractmethod
+    def all_to_all(
+        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Some rows of every rank to every rank.
+
+        Args:
+            tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on.
+            counts: Integers `[world_size]`, how many go to each rank. Default: as `reduce_scatter`.
+            name: What is sent, for errors.
+
+        Returns:
+            The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each.
+        """
+
+    @abc.abstractmethod
+    def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
+        """As `all_gather`, for rank `root` only: no rows on the others."""
+
+    @abc.abstractmethod
+    def scatter(
+        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str
+    ) -> tf.Tensor:
+        """Rank `root`'s rows, shared out by its `counts` (as of `all_to_all`); the others' rows do not matter."""
+
+    @abc.abstractmethod
+    def group(self, ranks: Sequence[int], name: str) -> Collectives:
+        """Some of the ranks, which call this alike, as an engine of its own.
+
+        Raises:
+            ConfigurationError: The engine has no groups.
+        """
+
+    @abc.abstractmethod
+    def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Tensor:
+        """Sends to one rank, which calls `receive` with this name. Returns a receipt, float32 0.
+
+        Raises:
+            ConfigurationError: The engine passes nothing between two ranks.
+        """
+
+    @abc.abstractmethod
+    def receive(
+        self, source: int, dtype: tf.DType, shape: Sequence[int | None] | None = None, *, anchor=0.0, name: str
+    ) -> tf.Tensor:
+        """What rank `source` sends; see `tfring.ring.ops.receive`.
+
+        Raises:
+            ConfigurationError: The engine passes nothing between two ranks.
+        """
+
+    @abc.abstractmethod
     def barrier(self, *, name: str) -> None:
         """Returns once every rank has called it."""
 
@@ -109,6 +166,29 @@ class LocalCollectives(Collectives):
     def broadcast(self, tensors, root=0, *, name):
         return [tf.identity(t) for t in tensors]
 
+    def reduce(self, tensors, root=0, op="sum", *, name):
+        return [tf.identity(t) for t in tensors]
+
+    def all_to_all(self, tensor, counts=None, *, name):
+        return tf.identity(tensor), tf.shape(tensor, tf.int64)[:1]
+
+    def gather(self, tensor, root=0, *, name):
+        return tf.identity(tensor)
+
+    def scatter(self, tensor, counts=None, root=0, *, name):
+        return tf.identity(tensor)
+
+    def group(self, ranks, name):
+        if list(ranks) != [0]:
+            raise ValueError(f"a group has one or more different ranks from 0 to 0. Received: {list(ranks)}")
+        return self
+
+    def send(self, tensor, to, *, name):
+        raise ValueError(f'send "{name}": the peer is another rank, and there is none. Received: to={to}')
+
+    def receive(self, source, dtype, shape=None, *, anchor=0.0, name):
+        raise ValueError(f'receive "{name}": the peer is another rank, and there is none. Received: source={source}')
+
     def barrier(self, *, name):
         pass
 
@@ -147,6 +227,27 @@ class RingCollectives(Collectives):
 
     def broadcast(self, tensors, root=0, *, name):
         return self._ops.broadcast(self.communicator, list(tensors), root, name=name)
+
+    def reduce(self, tensors, root=0, op="sum", *, name):
+        return self._ops.reduce(self.communicator, list(tensors), root, op, name=name)
+
+    def all_to_all(self, tensor, counts=None, *, name):
+        return self._ops.all_to_all(self.communicator, tensor, counts, name=name)
+
+    def gather(self, tensor, root=0, *, name):
+        return self._ops.gather(self.communicator, tensor, root, name=name)
+
+    def scatter(self, tensor, counts=None, root=0, *, name):
+        return self._ops.scatter(self.communicator, tensor, counts, root, name=name)
+
+    def group(self, ranks, name):
+        return RingCollectives(self.communicator.group(ranks, name))
+
+    def send(self, tensor, to, *, name):
+        return self._ops.send(self.communicator, tensor, to, name=name)
+
+    def receive(self, source, dtype, shape=None, *, anchor=0.0, name):
+        return self._ops.receive(self.communicator, source, dtype, shape, anchor=anchor, name=name)
 
     def barrier(self, *, name):
         self._ops.barrier(self.communicator, name=name)

@@ -72,10 +72,12 @@ class Communicator:
 
     @property
     def transport(self) -> tuple[str, ...]:
-        """How the next and the previous rank are reached, e.g. `("shm", "tcp")`; empty if alone."""
+        """How those after and before this rank in the ring are reached, e.g. `("shm", "tcp")`; empty if alone."""
         if self.world_size < 2 or self.rank < 0:
             return ()
-        beside = (self.ranks[(self.rank + step) % self.world_size] for step in (1, -1))
+        order = self._layout().order
+        position = order.index(self.rank)
+        beside = (self.ranks[order[(position + step) % self.world_size]] for step in (1, -1))
         return tuple(self._world.transports[rank] for rank in beside)
 
     @classmethod
@@ -124,11 +126,11 @@ class Communicator:
         ):
             if not seconds > 0:
                 raise ConfigurationError(f"`{argument}` is above 0. Received: {argument}={seconds!r}")
-        hosts = [parse_address(address).host for address in cluster.addresses]
+        hosts = [parse_address(address).host for address in cluster.addresses] or ["this host"]  # alone
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         options = library.Options(
             name=name.encode(),
-            host=hosts[cluster.rank].encode() if hosts else b"this host",
+            host=hosts[cluster.rank].encode(),
             identity=_identity(cluster, name),
             rank=cluster.rank,
             world_size=cluster.world_size,
@@ -190,8 +192,7 @@ class Communicator:
         rank = ranks.index(self.rank) if self.rank in ranks else -1
         made = Communicator(handle, name, rank, len(ranks), self._world, [self.ranks[r] for r in ranks])
         if rank >= 0:
-            layout = schedule.Layout.of([self._world.hosts[r] for r in made.ranks])
-            made._need(layout.partners(rank))
+            made._need(made._layout().partners(rank))
         return made
 
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
@@ -400,11 +401,16 @@ class Communicator:
 
         return ops
 
+    def _layout(self) -> schedule.Layout:
+        return schedule.Layout.of([self._world.hosts[rank] for rank in self.ranks])
+
     def _need_root(self, root: int) -> None:
         self._need(range(self.world_size) if root == self.rank else [root])
 
     def _need(self, members: Iterable[int]) -> None:
         """Connects this rank with others of the group, where it is not yet; they call this as well."""
+        if self.rank < 0:
+            return  # the call will be refused
         wanted = {self.ranks[m] for m in members if 0 <= m < self.world_size}
         self._world.connect(wanted - {self._world.rank}, self._core)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.errors import ConfigurationError
 from tfring.ring.collectives import Collectives, zeros_unless
+from tfring.ring.schedule import chunk_bounds
 
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min", "product": "Mul"}
 # The runtime gathers float16/32/64 and int32/64 only.
@@ -101,8 +103,6 @@ class TensorFlowCollectives(Collectives):
 
     def reduce_scatter(self, tensor, op="sum", *, name):
         [reduced] = self.all_reduce([tensor], op, name=name)
-        from tfring.ring.schedule import chunk_bounds
-
         begin, end = chunk_bounds(tensor.shape[0], self.world_size)[self.rank]
         return reduced[begin:end]
 
@@ -113,11 +113,80 @@ class TensorFlowCollectives(Collectives):
             results += self.all_reduce([t], name=name, active=mine)
         return results
 
+    def reduce(self, tensors, root=0, op="sum", *, name):
+        self._check_rank("root", root)
+        reduced = self.all_reduce(tensors, op, name=name)
+        return reduced if self.rank == root else [tf.zeros_like(each) for each in reduced]
+
+    def all_to_all(self, tensor, counts=None, *, name):
+        rows = tf.shape(tensor, tf.int64)[0]
+        if counts is None:
+            numbers = tf.range(self.world_size, dtype=tf.int64)
+            counts = rows // self.world_size + tf.cast(numbers < rows % self.world_size, tf.int64)
+        counts = tf.ensure_shape(tf.cast(counts, tf.int64), [self.world_size])
+        rule = f'all_to_all "{name}": `counts` add up to the rows there are'
+        right = tf.debugging.assert_equal(tf.reduce_sum(counts), rows, rule)
+        with tf.control_dependencies([] if right is None else [right]):  # None eagerly
+            counts = tf.identity(counts)
+
+        @tf.custom_gradient
+        def exchange(tensor):
+            rows, received = self._exchange(tensor, counts)
+            return (rows, received), lambda gradient, _: self._exchange(gradient, received)[0]
+
+        return exchange(tensor)
+
+    def _exchange(self, tensor, counts):
+        # The runtime exchanges blocks of one size: pad to the largest of any rank, cut the padding.
+        everyones = tf.reshape(self._all_gather(counts), [self.world_size, self.world_size])
+        received = everyones[:, self.rank]
+        dtype, tensor = tensor.dtype, _to_wire(tensor)
+        wire = _GATHERED_AS.get(tensor.dtype, tensor.dtype)
+        place = tf.range(tf.maximum(tf.reduce_max(everyones), 1))[None, :]
+        begins, end = tf.cumsum(counts, exclusive=True), tf.reduce_sum(counts)
+        taken = tf.where(place < counts[:, None], begins[:, None] + place, end)  # a row of padding lies at the end
+        blocks = tf.gather(_pad(tf.cast(tensor, wire), tf.shape(tensor)[0] + 1), taken)
+        with tf.device(self._device):
+            blocks = _tf.collective_ops.all_to_all_v2(blocks, **self._arguments())
+        blocks = tf.cast(tf.ensure_shape(blocks, [self.world_size, None, *tensor.shape[1:]]), tensor.dtype)
+        return _from_wire(tf.boolean_mask(blocks, place < received[:, None]), dtype), received
+
+    def gather(self, tensor, root=0, *, name):
+        self._check_rank("root", root)
+        rows = tf.shape(tensor, tf.int64)[0]
+        return self.all_to_all(tensor, rows * tf.one_hot(root, self.world_size, dtype=tf.int64), name=name)[0]
+
+    def scatter(self, tensor, counts=None, root=0, *, name):
+        self._check_rank("root", root)
+        if self.rank != root:
+            tensor, counts = tensor[:0], None
+        return self.all_to_all(tensor, counts, name=name)[0]
+
+    def group(self, ranks, name):
+        raise _not_here(f'group "{name}"', "its collectives are of all workers")
+
+    def send(self, tensor, to, *, name):
+        raise _not_here(f'send "{name}"', "it passes nothing between two workers alone")
+
+    def receive(self, source, dtype, shape=None, *, anchor=0.0, name):
+        raise _not_here(f'receive "{name}"', "it passes nothing between two workers alone")
+
+    def _check_rank(self, what, rank):
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{what} runs from 0 to {self.world_size - 1}. Received: {what}={rank}")
+
     def barrier(self, *, name):
         self._all_reduce(tf.zeros([1], tf.int32), "sum")
 
     def close(self):
         pass  # TensorFlow's runtime cannot be left
+
+
+def _not_here(what, why):
+    return ConfigurationError(
+        f"{what} is not to be had of TensorFlow's collective runtime: {why}. Use the compiled ring, "
+        'RingStrategy(communication="ring").'
+    )
 
 
 # TensorFlow's runtime carries float16/32/64, bfloat16 and int32/64 only.
