@@ -19,7 +19,7 @@ How it is laid out:
 
 Over the ring engine a process is a rank of any world size, because its place in the ring comes with each
 task; so `workers(2)`, `workers(3)` and `workers(4)` share four processes. TensorFlow's own runtime is wired
-up once in a process's life, so over it each world size has its own processes. Three such pools live at a time.
+up once in a process's life, so over it each world size has its own processes. Five such pools live at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 from tfring.cluster import Cluster, launch_variables
 
 COMMUNICATIONS = ("ring", "tensorflow")
-_MAX_POOLS = 3
+_MAX_POOLS = 5
 _MAX_WORLD_SIZE = 8  # over the ring engine
 _START_SECONDS = 180
 _CLEAN_UP_SECONDS = 60

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import harness
 import numpy as np
+
+_references: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # how many each strategy was compared with
 
 
 def devices():
@@ -52,11 +56,20 @@ def history_error(got, want):
     return relative_error([got[k] for k in sorted(got)], [want[k] for k in sorted(want)])
 
 
+def is_reference(strategy):
+    """Whether this rank is the one to train the next model alone too: in turns, for the others go on meanwhile.
+
+    One is enough, for the ranks' bits are compared.
+    """
+    turn = _references[strategy] = _references.get(strategy, -1) + 1
+    return strategy.cluster.rank == turn % strategy.cluster.world_size
+
+
 def train_both(strategy, make_model, *args, evaluate=None, predict=None, **kwargs):
-    """Trains `make_model()` under the strategy, and on rank 0 alone too; `fit(*args, **kwargs)` on both.
+    """Trains `make_model()` under the strategy, and on one rank alone too; `fit(*args, **kwargs)` on both.
 
     Returns:
-      The bits of the weights, and on rank 0 a dict of relative errors besides (weights, history, evaluate, predict).
+      The bits of the weights, and on that rank a dict of relative errors besides (weights, history, evaluate, predict).
     """
     import keras
 
@@ -77,7 +90,7 @@ def train_both(strategy, make_model, *args, evaluate=None, predict=None, **kwarg
     start = model.get_weights()
     got = outcome(model)
     errors = {"bits": b"".join(np.ascontiguousarray(w).tobytes() for w in got["weights"])}
-    if strategy.cluster.is_chief:
+    if is_reference(strategy):
         keras.utils.set_random_seed(1)
         alone = make_model()
         alone.set_weights(start)
