@@ -25,7 +25,10 @@ ROWS = {
     3: ("cross_device_ops",),
     2: ("reduction",),
     1: ("ring",),
-    0: ("cluster", "wire", "config", "errors", "step", "recognition", "_requirements", "_tf", "_build", "_version"),
+    0: (
+        *("cluster", "wire", "config", "cpus", "errors", "step", "recognition"),
+        *("_requirements", "_tf", "_build", "_version"),
+    ),
 }
 ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}
 
@@ -36,6 +39,7 @@ WITHOUT_TENSORFLOW = (
     "launch",
     "doctor.__main__",
     "config",
+    "cpus",
     "errors",
     "ring.arrays",
     "ring.communicator",

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tfring.launch.cpus import available_cpus, thread_variables
+from tfring.cpus import available_cpus, thread_variables
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from typing import Any
 
 from tfring._version import __version__
 from tfring.cluster import Cluster, parse_address, ports
+from tfring.cpus import available_cpus
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
-from tfring.launch.cpus import available_cpus
 from tfring.ring import library, mailbox
 
 _NAMES = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu", "tensorflow-rocm", "intel-tensorflow")

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tfring.cluster import Cluster, launch_variables
+from tfring.cpus import available_cpus, thread_variables
 from tfring.launch import processes
-from tfring.launch.cpus import available_cpus, thread_variables
 
 
 class Started(NamedTuple):

@@ -20,6 +20,7 @@ import numpy as np
 
 from tfring import config
 from tfring.cluster.address import parse_address
+from tfring.cpus import available_cpus
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import arrays, library, rendezvous, schedule
 
@@ -45,7 +46,6 @@ class Communicator:
         name: Tells apart rings of the same processes.
         ranks: The ranks of a group, as the communicator it comes from at first counts them.
         handle: The number by which native ops know this communicator.
-        order: Counts the communicators of this process; see `tfring.ring.ops`.
 
     Example:
         >>> from tfring.cluster.cluster import Cluster
@@ -63,12 +63,21 @@ class Communicator:
         self.rank = rank
         self.world_size = world_size
         self.ranks = tuple(ranks)
-        self.order = world.order
         self._world = world
         self._num_splits = itertools.count()
         self._core = library.core()
-        # At the latest when nothing refers to this communicator any more, or the process ends.
-        self._close = weakref.finalize(self, self._core.tfring_close, handle)
+        # At the latest when nothing refers to this communicator or one of its groups any more, or the process ends.
+        owner = world if world.handle == handle else self
+        self._close = weakref.finalize(owner, self._core.tfring_close, handle)
+
+    @property
+    def order(self) -> int:
+        """Counts the communicators of this process, a group as the one it comes from; see `tfring.ring.ops`."""
+        return self._world.order
+
+    @order.setter
+    def order(self, number: int) -> None:
+        self._world.order = number
 
     @property
     def transport(self) -> tuple[str, ...]:
@@ -367,7 +376,8 @@ class Communicator:
     def close(self) -> None:
         """Leaves the ring. Others still in a collective that needs this rank get a `PeerLostError`.
 
-        A communicator that nothing refers to any more is closed as well.
+        A communicator that nothing refers to any more, and none of its groups, is closed as well. Of a group only
+        that is closed, not the communicator it comes from.
         """
         self._close()
 
@@ -412,7 +422,7 @@ class Communicator:
         if self.rank < 0:
             return  # the call will be refused
         wanted = {self.ranks[m] for m in members if 0 <= m < self.world_size}
-        self._world.connect(wanted - {self._world.rank}, self._core)
+        self._world.connect(wanted - {self._world.rank}, self.failure)
 
 
 @dataclasses.dataclass
@@ -449,21 +459,21 @@ class _World:
         detached = [link.detach(self.host_names[rank].encode()) for rank, link in formed.items()]
         return (library.Link * len(detached))(*detached)
 
-    def connect(self, ranks: set[int], core: ctypes.CDLL) -> None:
+    def connect(self, ranks: set[int], broken: Callable[[], BaseException | None]) -> None:
         """Adds links to those of these ranks to which there is none."""
         missing = ranks - set(self.transports)
         if not missing:
             return
-        links = self.form(missing)
+        links = self.form(missing, broken)
         error = library.Error()
-        if core.tfring_add_links(self.handle, links, len(links), error):
+        if library.core().tfring_add_links(self.handle, links, len(links), error):
             library.raise_error(error)
 
 
 def _num_spins(cluster: Any) -> int:
     """How often to look at shared memory before going to sleep: never where ranks of this host share cores."""
     ranks = getattr(cluster, "local_world_size", cluster.world_size)
-    return 1000 if ranks <= len(os.sched_getaffinity(0)) else 0
+    return 1000 if ranks <= available_cpus() else 0
 
 
 def _is_tensorflow(value: Any) -> bool:
