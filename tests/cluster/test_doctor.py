@@ -91,6 +91,7 @@ def test_three_on_this_machine(start):
     assert "6 of 6 ordered pairs" in out and "never came" not in out
     assert out.endswith("Ready: 3 workers on 1 host can train.\n")
     assert out.count("one host, shared memory, latency") == 3
+    assert "\n              all_reduce: flat up to 21.8 kB, ring beyond\n" in out
 
 
 def test_the_document(start):
@@ -106,19 +107,25 @@ def test_the_document(start):
     assert [each["ranks"] for each in found["neighbours"]] == [[0, 1], [1, 2], [2, 0]]
     for each in [found["ring"], *found["neighbours"]]:
         assert each["gigabytes_per_second"] > 0 and each["all_reduce_bytes"] >= 1 << 16
+    assert found["ring"]["algorithms"] == [
+        {"up_to_bytes": 65536 // 3, "algorithm": "flat"},
+        {"up_to_bytes": None, "algorithm": "ring"},
+    ]
     for each in found["neighbours"]:
         assert each["same_host"] and each["transport"] == "shm" and 0 < each["latency_seconds"] < 0.5
     for rank, each in enumerate(found["ranks"]):
         assert each["rank"] == rank and each["used_interface"] == "lo" and each["cpus"] >= 1
         assert each["shared_memory"]["problem"] is None and each["library"]["problem"] is None
+        assert each["shared_memory"]["needed_bytes"] == 2 * 2 * (4096 + 1024 * 1024)  # two rings, two others
         clock = each["clock"] or {"offset_seconds": 0.0, "uncertainty_seconds": 0.0}
         assert abs(clock["offset_seconds"]) <= clock["uncertainty_seconds"] + 1e-4
     assert len({each["pid"] for each in found["ranks"]}) == 3
 
 
 def test_two_over_tcp(start):
-    found = document(start([*DOCTOR, "-n", "2", "--json"], TFRING_TRANSPORT="tcp"))
+    found = document(start([*DOCTOR, "-n", "2", "--json"], TFRING_TRANSPORT="tcp", TFRING_ALGORITHM="ring"))
     assert found["ready"] and [each["ranks"] for each in found["neighbours"]] == [[0, 1]]
+    assert found["ring"]["algorithms"] == [{"up_to_bytes": None, "algorithm": "ring"}]
     assert "use TCP, which is slower" in "\n".join(each["what"] for each in found["warnings"])
 
 

@@ -1,5 +1,7 @@
 """Groups, all_to_all, gather, scatter, reduce, send and receive: on arrays, on tensors, with gradients, and refused."""
 
+import gc
+
 import numpy as np
 import pytest
 import ranks
@@ -167,6 +169,18 @@ def test_groups(transport):
     ranks.run(4, in_groups, transport)
 
 
+def only_the_group_is_kept(cluster):
+    group = ranks.join(cluster).group([1, 0], "both").split(0)
+    gc.collect()
+    total = group.all_reduce(group.rank)
+    group.close()
+    return int(total)
+
+
+def test_a_group_keeps_what_it_comes_from():
+    assert ranks.run(2, only_the_group_is_kept) == [1, 1]
+
+
 def many_ranks(cluster):
     """More than are linked each to each, round-robin on three hosts: some links are made when they are first needed."""
     hosts = ("127.0.0.1", "127.0.0.2", "localhost")
@@ -177,6 +191,7 @@ def many_ranks(cluster):
         linked = len(ring._world.transports)
         assert linked < size - 1
         assert len(ring.transport) == 2
+        assert ring.algorithms == [(65536 // size, "bruck"), (None, "two_level")]
         for elements in (2, 5_000):
             assert (ring.all_reduce(np.full(elements, rank)) == size * (size - 1) // 2).all()
         np.testing.assert_array_equal(

@@ -70,6 +70,15 @@ def test_native_code_makes_the_same_choice(wanted):
 
 
 @pytest.mark.parametrize("wanted", library.ALGORITHMS)
+def test_choices_in_words_are_those_made(wanted):
+    for size, num_bytes in itertools.product(SIZES, (0, 100, 3000, 20_000, 65_536, 65_537, 1 << 40)):
+        for local in local_sizes(size):
+            choices = schedule.all_reduce_choices(size, local, wanted)
+            said = next(algorithm for limit, algorithm in choices if limit is None or num_bytes <= limit)
+            assert said == schedule.choose_all_reduce(num_bytes, size, local, wanted)
+
+
+@pytest.mark.parametrize("wanted", library.ALGORITHMS)
 def test_what_is_wanted_is_what_is_chosen_where_it_can_be(wanted):
     def chosen(num_bytes, size, local):
         return schedule.choose_all_reduce(num_bytes, size, local, wanted)

@@ -19,9 +19,10 @@ from tfring.cpus import available_cpus
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
 from tfring.ring import library, mailbox
+from tfring.ring.schedule import Layout
 
 _NAMES = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu", "tensorflow-rocm", "intel-tensorflow")
-_RINGS = 2  # control and gradients: a mailbox each
+_RINGS = 2  # control and gradients
 _RESOLVE_SECONDS = 10.0
 _MAX_INTERFACES = 64
 
@@ -44,7 +45,7 @@ def facts(cluster: Cluster) -> dict[str, Any]:
         "cpus": available_cpus(),
         "cpu_ids": sorted(os.sched_getaffinity(0)),
         "interfaces": interfaces(),
-        "shared_memory": _shared_memory(),
+        "shared_memory": _shared_memory(cluster),
         "unresolved": unresolved(cluster),
     }
 
@@ -114,7 +115,7 @@ def _library() -> dict[str, Any]:
     return {"path": str(library.CORE), "interface": library.ABI_VERSION, "problem": problem}
 
 
-def _shared_memory() -> dict[str, Any]:
+def _shared_memory(cluster: Cluster) -> dict[str, Any]:
     """The ring's shared memory has no name, so /dev/shm may be as small as it likes; the kernel has to give it."""
     problem = None
     try:
@@ -125,7 +126,7 @@ def _shared_memory() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         about = os.statvfs("/dev/shm")
         size, free = about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail
-    needed = _RINGS * (mailbox.HEADER_BYTES + mailbox.CAPACITY_BYTES)
+    needed = _RINGS * _links_within_host(cluster) * (mailbox.HEADER_BYTES + mailbox.CAPACITY_BYTES)
     return {
         "needed_bytes": needed,
         "needed_in_dev_shm_bytes": 0,
@@ -133,6 +134,15 @@ def _shared_memory() -> dict[str, Any]:
         "dev_shm_free_bytes": free,
         "problem": problem,
     }
+
+
+def _links_within_host(cluster: Cluster) -> int:
+    """How many ranks of its host a rank exchanges anything with, for each of which it has a mailbox."""
+    hosts = [parse_address(address).host for address in cluster.addresses]
+    if not hosts:
+        return 0
+    partners = Layout.of([hosts.index(host) for host in hosts]).partners(cluster.rank)
+    return sum(hosts[rank] == hosts[cluster.rank] for rank in partners)
 
 
 def _keras_backend() -> str | None:

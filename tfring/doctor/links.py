@@ -124,7 +124,13 @@ def measure_ring(cluster: Cluster, seconds: float) -> dict[str, Any]:
         expected = ring.world_size * (ring.world_size + 1) / 2
         if float(total[0]) != expected:
             raise ArithmeticError(f"the ring of {ring.world_size} sums to {float(total[0])}, not {expected}")
-        return {"seconds_to_form": formed, "transport": list(ring.transport), **_throughput(ring)}
+        algorithms = [{"up_to_bytes": limit, "algorithm": algorithm} for limit, algorithm in ring.algorithms]
+        return {
+            "seconds_to_form": formed,
+            "transport": list(ring.transport),
+            "algorithms": algorithms,
+            **_throughput(ring),
+        }
 
 
 def measure_pair(cluster: Cluster, pair: list[int], seconds: float) -> dict[str, Any]:

@@ -195,6 +195,7 @@ def _speeds(document: dict[str, Any]) -> list[str]:
     took = f"{size} summed over all ranks in {_seconds(ring['all_reduce_seconds'])}"
     speed = f"each sends {ring['gigabytes_per_second']:.3g} GB/s"
     lines = [_line("Ring", f"formed in {_seconds(ring['seconds_to_form'])}; {took}, {speed}")]
+    lines.append(_line("", f"all_reduce: {_algorithms(ring['algorithms'])}"))
     for number, pair in enumerate(document["neighbours"]):
         first, second = pair["ranks"]
         if "problem" in pair:
@@ -207,6 +208,16 @@ def _speeds(document: dict[str, Any]) -> list[str]:
             words = f"{shares}, {way}, latency {latency}, {speed:.3g} GB/s each way"
         lines.append(_line("" if number else "Neighbours", f"{first} and {second}: {words}"))
     return lines
+
+
+def _algorithms(found: list[dict[str, Any]]) -> str:
+    """
+    >>> _algorithms([{"up_to_bytes": 16384, "algorithm": "flat"}, {"up_to_bytes": None, "algorithm": "ring"}])
+    'flat up to 16.4 kB, ring beyond'
+    """
+    *small, large = found
+    smaller = [f"{each['algorithm']} up to {_bytes(each['up_to_bytes'])}, " for each in small]
+    return "".join(smaller) + large["algorithm"] + (" beyond" if small else "")
 
 
 def _finding(number: int, finding: dict[str, str]) -> list[str]:

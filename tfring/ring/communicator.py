@@ -65,6 +65,7 @@ class Communicator:
         self.ranks = tuple(ranks)
         self._world = world
         self._num_splits = itertools.count()
+        self._parent: Communicator | None = None
         self._core = library.core()
         # At the latest when nothing refers to this communicator or one of its groups any more, or the process ends.
         owner = world if world.handle == handle else self
@@ -88,6 +89,11 @@ class Communicator:
         position = order.index(self.rank)
         beside = (self.ranks[order[(position + step) % self.world_size]] for step in (1, -1))
         return tuple(self._world.transports[rank] for rank in beside)
+
+    @property
+    def algorithms(self) -> list[tuple[int | None, str]]:
+        """Up to how many bytes `all_reduce` takes which algorithm, None for beyond; see `tfring.ring.schedule`."""
+        return schedule.all_reduce_choices(self.world_size, self._layout().local_size, self._world.algorithm)
 
     @classmethod
     def connect(
@@ -136,6 +142,7 @@ class Communicator:
             if not seconds > 0:
                 raise ConfigurationError(f"`{argument}` is above 0. Received: {argument}={seconds!r}")
         hosts = [parse_address(address).host for address in cluster.addresses] or ["this host"]  # alone
+        algorithm = config.read("TFRING_ALGORITHM")
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         options = library.Options(
             name=name.encode(),
@@ -143,7 +150,7 @@ class Communicator:
             identity=_identity(cluster, name),
             rank=cluster.rank,
             world_size=cluster.world_size,
-            algorithm=library.ALGORITHMS[config.read("TFRING_ALGORITHM")],
+            algorithm=library.ALGORITHMS[algorithm],
             num_spins=_num_spins(cluster),
             timeout_seconds=timeout_seconds,
             stall_seconds=config.read("TFRING_STALL_WARNING_SECONDS"),
@@ -151,7 +158,8 @@ class Communicator:
             # Ranks that know who is missing say so when their own time is over.
             opening_timeout_seconds=connect_timeout_seconds + _OPENING_GRACE_SECONDS,
         )
-        world = _World(cluster, name, transport, connect_timeout_seconds, [numbers[host] for host in hosts], hosts)
+        places = [numbers[host] for host in hosts]
+        world = _World(cluster, name, transport, connect_timeout_seconds, places, hosts, algorithm)
         if cluster.world_size > 1:
             partners = schedule.Layout.of(world.hosts).partners(cluster.rank)
             links = world.form(partners, None if beside is None else beside.failure)
@@ -200,6 +208,7 @@ class Communicator:
             library.raise_error(error)
         rank = ranks.index(self.rank) if self.rank in ranks else -1
         made = Communicator(handle, name, rank, len(ranks), self._world, [self.ranks[r] for r in ranks])
+        made._parent = self  # whose links it uses: they last as long as it does
         if rank >= 0:
             made._need(made._layout().partners(rank))
         return made
@@ -435,6 +444,7 @@ class _World:
     timeout_seconds: float
     hosts: list[int]  # [rank]
     host_names: list[str]
+    algorithm: str  # TFRING_ALGORITHM
     handle: int = 0
     order: int = dataclasses.field(default_factory=lambda: next(_numbers))
     transports: dict[int, str] = dataclasses.field(default_factory=dict)  # of the links there are

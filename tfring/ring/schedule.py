@@ -128,6 +128,17 @@ def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = 
     return "two_level" if two_level else "ring"
 
 
+def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list[tuple[int | None, str]]:
+    """Up to how many bytes which algorithm; None: beyond.
+
+    >>> all_reduce_choices(4, 2)
+    [(16384, 'flat'), (None, 'two_level')]
+    """
+    limit = SMALL_BYTES // size
+    small, large = (choose_all_reduce(num_bytes, size, local_size, wanted) for num_bytes in (limit, limit + 1))
+    return [(None, large)] if small == large else [(limit, small), (None, large)]
+
+
 def ring_all_reduce(position: int, size: int) -> list[Step]:
     """Reduce-scatter, then all-gather.
 
