@@ -214,18 +214,6 @@ def test_more_ranks_than_are_linked_each_to_each():
         assert all(isinstance(linked, int) for linked in group.outcomes(90)), group.logs()
 
 
-def keep_a_group_only(cluster):
-    import gc
-
-    group = ranks.join(cluster).group([1, 0], "kept")
-    gc.collect()
-    return group.all_gather([cluster.rank]).tolist()
-
-
-def test_a_group_keeps_what_it_comes_from():
-    assert ranks.run(2, keep_a_group_only) == [[1, 0]] * 2
-
-
 # Of two ranks: what rank 0 and what rank 1 call, and what both are told.
 CROSSED = {
     "another name": (

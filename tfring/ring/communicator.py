@@ -65,7 +65,6 @@ class Communicator:
         self.ranks = tuple(ranks)
         self._world = world
         self._num_splits = itertools.count()
-        self._parent: Communicator | None = None
         self._core = library.core()
         # At the latest when nothing refers to this communicator or one of its groups any more, or the process ends.
         owner = world if world.handle == handle else self
@@ -208,7 +207,6 @@ class Communicator:
             library.raise_error(error)
         rank = ranks.index(self.rank) if self.rank in ranks else -1
         made = Communicator(handle, name, rank, len(ranks), self._world, [self.ranks[r] for r in ranks])
-        made._parent = self  # whose links it uses: they last as long as it does
         if rank >= 0:
             made._need(made._layout().partners(rank))
         return made
