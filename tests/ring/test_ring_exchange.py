@@ -502,3 +502,71 @@ def without_gradient(name):
 
 def test_only_sums_have_gradients():
     workers(2).run(without_gradient, "only sums")
+
+
+def compressed(cluster, transport):
+    """Sums within the error that is promised, the same bits on all ranks, in half the bytes."""
+    bits = []
+    with ranks.join(cluster, transport=transport) as ring:
+        size = ring.world_size
+        for compression, unit in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+            for count in (10, 70_001):
+                inputs = [np.random.default_rng([r, count]).normal(size=count).astype(np.float32) for r in range(size)]
+                before = ring.statistics()["bytes_sent"]
+                one, two = ring.all_reduce(
+                    [inputs[ring.rank], 2 * inputs[ring.rank][:9]], compression=compression, name="compressed"
+                )
+                sent = ring.statistics()["bytes_sent"] - before
+                exact = np.sum(inputs, axis=0, dtype=np.float64)
+                most = unit * (np.abs(exact) + np.sum(np.abs(inputs), axis=0)) + size * 1e-7
+                assert (np.abs(one - exact) <= most).all() and (np.abs(two - 2 * exact[:9]) <= 2 * most[:9]).all()
+                exactly = (np.abs(one - exact) <= 1e-5).all()
+                assert exactly == (count == 10), "what is small travels as it is"
+                if count > 10:
+                    assert sent <= 2 * (size - 1) / size * 2 * (count + 9) + 300 * size
+                bits.append((one.tobytes(), two.tobytes()))
+        for wrong in (np.ones(3), np.ones(3, np.int32)):
+            with pytest.raises(ValueError, match=r"compression is bfloat16 or float16, of a sum of float32. Received"):
+                ring.all_reduce(wrong, compression="bfloat16")
+        with pytest.raises(ValueError, match="of a max of float32"):
+            ring.all_reduce(np.ones(3, np.float32), "max", compression="float16")
+        with pytest.raises(ValueError, match="Received: compression='int8'"):
+            ring.all_reduce(np.ones(3, np.float32), compression="int8")
+        ring.barrier()
+        with pytest.raises(Exception, match="compressed to float16") as caught:
+            ring.all_reduce(np.ones(3, np.float32), compression="float16" if ring.rank == 1 else None)
+        assert type(caught.value).__name__ == "MismatchError"
+    return bits
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), (3, "shm"), (4, "shm")])
+def test_compressed_sums(world_size, transport):
+    results = ranks.run(world_size, compressed, transport)
+    assert all(result == results[0] for result in results)
+
+
+def compressed_gradient(name):
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    with join(name) as ring:
+        inputs = [np.random.default_rng(r).normal(size=40_000).astype(np.float32) for r in range(2)]
+
+        @tf.function
+        def differentiate(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = ops.all_reduce(ring, x, compression="bfloat16")
+                loss = tf.reduce_sum(y * y)
+            return y, tape.gradient(loss, x)
+
+        y, gradient = differentiate(tf.constant(inputs[ring.rank]))
+        np.testing.assert_allclose(y, inputs[0] + inputs[1], atol=0.05)
+        np.testing.assert_allclose(gradient, 4 * y.numpy(), rtol=0.02)
+        return gradient.numpy().tobytes()
+
+
+def test_a_compressed_sum_has_a_gradient():
+    first, second = run(2, compressed_gradient)
+    assert first == second

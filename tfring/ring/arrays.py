@@ -18,10 +18,12 @@ from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds
 
 
-def all_reduce(communicator: Any, value: Any, op: str = "sum", *, name: str = "all_reduce") -> Any:
+def all_reduce(
+    communicator: Any, value: Any, op: str = "sum", *, compression: str | None = None, name: str = "all_reduce"
+) -> Any:
     many, values = _as_list(value)
     results = [np.empty_like(value) for value in values]
-    _run("all_reduce", communicator, name, values, results, op=op)
+    _run("all_reduce", communicator, name, values, results, op=op, compression=compression)
     return results if many else results[0]
 
 
@@ -215,10 +217,16 @@ def _check(function: Callable[..., int], *arguments: Any, raised: Sequence[BaseE
 
 
 def _prepare(
-    kind: str, name: str, inputs: list[np.ndarray], outputs: list[Any], op: str = "sum", root: int = 0
+    kind: str,
+    name: str,
+    inputs: list[np.ndarray],
+    outputs: list[Any],
+    op: str = "sum",
+    root: int = 0,
+    compression: str | None = None,
 ) -> tuple[Any, Any]:
     """What the native call is given; the arrays are the caller's to hold."""
-    call = _call(name, op, root, threading.get_ident() == _main_thread)
+    call = _call(name, op, root, threading.get_ident() == _main_thread, compression)
     tensors = []
     for source, target in zip(inputs, outputs, strict=True):
         dtype = _number(source.dtype)
@@ -244,11 +252,13 @@ _main_thread = threading.main_thread().ident  # a forked child's has the same
 
 
 @functools.lru_cache(1024)
-def _call(name: str, op: str, root: int, on_main_thread: bool) -> library.Call:
+def _call(name: str, op: str, root: int, on_main_thread: bool, compression: str | None = None) -> library.Call:
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
-    return library.Call(name.encode(), library.OPERATIONS[op], root, 0, caller)
+    return library.Call(
+        name.encode(), library.OPERATIONS[op], root, 0, caller, library.compression_number(compression)
+    )
 
 
 @functools.lru_cache(4096)

@@ -53,6 +53,22 @@ DTYPES = {
 }
 
 
+COMPRESSIONS = ("bfloat16", "float16")
+
+
+def compression_number(compression: str | None) -> int:
+    """What the core knows a compression by; 0 for None.
+
+    >>> compression_number("bfloat16")
+    14
+    """
+    if compression is None:
+        return 0
+    if compression not in COMPRESSIONS:
+        raise ValueError(f"`compression` is bfloat16, float16 or None. Received: compression={compression!r}")
+    return DTYPES[compression]
+
+
 class Error(ctypes.Structure):
     _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 2044)]
 
@@ -74,6 +90,7 @@ class Call(ctypes.Structure):
         ("root", ctypes.c_int32),
         ("inactive", ctypes.c_int32),
         ("caller", ctypes.c_int32),
+        ("compression", ctypes.c_int32),
     ]
 
 

@@ -30,7 +30,13 @@ _users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
-    communicator: Any, tensors: Any, op: str = "sum", *, name: str = "all_reduce", active: Any = None
+    communicator: Any,
+    tensors: Any,
+    op: str = "sum",
+    *,
+    name: str = "all_reduce",
+    active: Any = None,
+    compression: str | None = None,
 ) -> Any:
     """The element-wise sum, maximum, minimum or product over all ranks; a list goes round as one.
 
@@ -43,6 +49,8 @@ def all_reduce(
         name: What to call the collective in errors; the same on all ranks.
         active: A bool scalar; where it is False this rank contributes zeros, whatever `tensors` hold (NaN
             included).
+        compression: "bfloat16" or "float16": what float32 travels as; see `Communicator.all_reduce`. The gradient
+            travels alike.
 
     Returns:
         A tensor, or a list of tensors.
@@ -58,7 +66,12 @@ def all_reduce(
     if not tensors:
         return []
     active = True if active is None else active
-    results = _call("all_reduce", communicator, name, active=active, tensors=tensors, op=_operation(op))
+    number = library.compression_number(compression)
+    if number:
+        communicator._need(range(communicator.world_size))
+    results = _call(
+        "all_reduce", communicator, name, active=active, tensors=tensors, op=_operation(op), compression=number
+    )
     return list(results) if many else results[0]
 
 
@@ -402,7 +415,9 @@ def _all_reduce_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
     active = op.inputs[1]
     with tf.device("CPU:0"):
-        sums = _ops().tfring_all_reduce(active=True, tensors=list(gradients), **_again(op))
+        sums = _ops().tfring_all_reduce(
+            active=True, tensors=list(gradients), compression=op.get_attr("compression"), **_again(op)
+        )
     return [None, None, *(tf.where(active, gradient, tf.zeros_like(gradient)) for gradient in sums)]
 
 

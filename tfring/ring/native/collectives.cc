@@ -42,6 +42,10 @@ void cut(int64_t num_bytes, int64_t item, int num_pieces, std::vector<Range>* ch
 Status World::all_reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors,
                          int num_tensors) {
   return run(group, Kind::kAllReduce, call, tensors, num_tensors, [&] {
+    if (call.compression != 0 && group->size() > 1 &&
+        !is_small(num_bytes(tensors, num_tensors), group->size())) {
+      return compressed_all_reduce(call, tensors, num_tensors);
+    }
     const Algorithm algorithm =
         choose_all_reduce(algorithm_, num_bytes(tensors, num_tensors), group->size(), group->local_size);
     return algorithm == Algorithm::kFlat || algorithm == Algorithm::kBruck
@@ -121,6 +125,59 @@ Status World::large_all_reduce(Algorithm algorithm, const tfring_call& call, con
   }
   plan_.add(schedule_, group_->order, chunks_);
   return execute(kDone);
+}
+
+// Each member gets the contributions to one chunk from all others, in 16 bits, adds them up in float32, and
+// sends the sum, rounded once, to all: each number is rounded once on its way there and once on its way back.
+Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  constexpr int64_t kItem = 2;
+  const DType wire = static_cast<DType>(call.compression);
+  const int size = group_->size();
+  const int64_t total = num_bytes(tensors, num_tensors) / static_cast<int64_t>(sizeof(float)) * kItem;
+  cut(total, kItem, size, &chunks_);
+  const Range mine = chunks_[static_cast<size_t>(group_->member)];
+  TFRING_TRY(need_scratch(total + size * mine.size));
+  char* const all = scratch_.get();
+  char* const slots = all + total;  // [member]: its contribution to this one's chunk
+  char* to = all;
+  for (int t = 0; t < num_tensors; ++t) {
+    const int64_t count = num_bytes(tensors[t]) / static_cast<int64_t>(sizeof(float));
+    if (call.inactive) {
+      copy(to, nullptr, count * kItem);
+    } else {
+      narrow(wire, to, static_cast<const float*>(tensors[t].input), count);
+    }
+    to += count * kItem;
+  }
+  plan_.spans.add(all, all, total);
+  plan_.spans.add(slots, slots, size * mine.size);
+  for (int s = 1; s < size; ++s) {
+    const int sends_to = (group_->member + s) % size;
+    const int takes_from = (group_->member - s + size) % size;
+    plan_.add_send(group_->ranks[static_cast<size_t>(sends_to)], chunks_[static_cast<size_t>(sends_to)]);
+    plan_.add_recv(group_->ranks[static_cast<size_t>(takes_from)],
+                   {total + takes_from * mine.size, mine.size});
+  }
+  TFRING_TRY(execute(kReceived));
+  copy(slots + group_->member * mine.size, all + mine.begin, mine.size);
+  slots_.clear();
+  for (int m = 0; m < size; ++m) slots_.push_back(slots + m * mine.size);
+  reduce_many(wire, Op::kSum, all + mine.begin, slots_.data(), size, mine.size / kItem);
+  // A chunk comes back only after it has left, so it may come to where it was.
+  for (int s = 1; s < size; ++s) {
+    const int sends_to = (group_->member + s) % size;
+    const int takes_from = (group_->member - s + size) % size;
+    plan_.add_send(group_->ranks[static_cast<size_t>(sends_to)], mine);
+    plan_.add_recv(group_->ranks[static_cast<size_t>(takes_from)], chunks_[static_cast<size_t>(takes_from)]);
+  }
+  TFRING_TRY(execute(kDone));
+  const char* from = all;
+  for (int t = 0; t < num_tensors; ++t) {
+    const int64_t count = num_bytes(tensors[t]) / static_cast<int64_t>(sizeof(float));
+    widen(wire, static_cast<float*>(tensors[t].output), from, count);
+    from += count * kItem;
+  }
+  return {};
 }
 
 // Small contributions go to the root, which adds them up in the order of the members; a large sum is made on

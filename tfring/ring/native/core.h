@@ -47,9 +47,10 @@ typedef struct tfring_tensor {
 typedef struct tfring_call {
   const char* name;
   int32_t op;
-  int32_t root;      // a member of the group; of a send or receive, the peer
-  int32_t inactive;  // 1: contribute zeros, whatever the inputs hold
-  int32_t caller;    // who waits, and so how Ctrl-C is noticed
+  int32_t root;         // a member of the group; of a send or receive, the peer
+  int32_t inactive;     // 1: contribute zeros, whatever the inputs hold
+  int32_t caller;       // who waits, and so how Ctrl-C is noticed
+  int32_t compression;  // of an all_reduce of float32: the 16-bit dtype that travels, 0 for float32 itself
 } tfring_call;
 
 // What connects two ranks. The descriptors belong to the world from the call on, whatever it returns.

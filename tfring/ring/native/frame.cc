@@ -84,6 +84,7 @@ CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, c
   header.version = kProtocolVersion;
   header.kind = static_cast<uint8_t>(kind);
   header.op = reduces(kind) ? static_cast<uint8_t>(call.op) : 0;
+  header.compression = static_cast<uint8_t>(call.compression);
   // Of a send or receive: where it goes, so that both say the same.
   header.root = kind == Kind::kReceive ? group.member : has_root(kind) ? call.root : -1;
   header.group = group.identity;
@@ -120,7 +121,7 @@ bool agree(const CallHeader& mine, const CallHeader& theirs) {
          theirs.kind == static_cast<uint8_t>(wanted) && mine.op == theirs.op && mine.root == theirs.root &&
          mine.group == theirs.group && mine.sequence == theirs.sequence && mine.key_hash == theirs.key_hash &&
          mine.shape_hash == theirs.shape_hash && mine.num_tensors == theirs.num_tensors &&
-         mine.algorithm == theirs.algorithm &&
+         mine.algorithm == theirs.algorithm && mine.compression == theirs.compression &&
          (learns_rows(kind) || is_pairwise(kind) || mine.num_elements == theirs.num_elements);
 }
 
@@ -131,6 +132,9 @@ std::string describe(const CallHeader& header) {
   std::string text = std::string(name_of(kind)) + " \"" + name + "\"";
   if (kind == Kind::kBarrier) return text;
   if (reduces(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
+  if (header.compression != 0) {
+    text += std::string(" compressed to ") + name_of(static_cast<DType>(header.compression));
+  }
   if (has_root(kind)) {
     const bool towards = kind == Kind::kReduce || kind == Kind::kGather || is_pairwise(kind);
     text += (towards ? " to rank " : " from rank ") + std::to_string(header.root);

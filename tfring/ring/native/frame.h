@@ -50,10 +50,10 @@ struct CallHeader {
   uint16_t version;
   uint8_t kind;
   uint8_t op;
-  uint8_t dtype;      // of the first tensor
-  uint8_t num_dims;   // of the first tensor
-  uint8_t algorithm;  // the one asked for
-  uint8_t reserved;
+  uint8_t dtype;        // of the first tensor
+  uint8_t num_dims;     // of the first tensor
+  uint8_t algorithm;    // the one asked for
+  uint8_t compression;  // the dtype that travels, 0 for the tensors' own
   int32_t root;
   uint64_t group;     // its identity
   uint64_t sequence;  // of the collective in its group; of a send, among those to that rank

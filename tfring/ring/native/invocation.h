@@ -29,6 +29,7 @@ struct Attributes {
   int64_t op = 0;
   int64_t root = 0;
   int64_t which = 0;  // of the exchanges; of a receive, the number of the dtype
+  int64_t compression = 0;
   std::string key;
 };
 
@@ -40,6 +41,7 @@ class Invocation {
     call_.name = attributes.key.c_str();
     call_.op = static_cast<int32_t>(attributes.op);
     call_.root = static_cast<int32_t>(attributes.root);
+    call_.compression = static_cast<int32_t>(attributes.compression);
     call_.caller = TFRING_TENSORFLOW_OP;
   }
   ~Invocation() {

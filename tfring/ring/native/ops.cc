@@ -128,6 +128,9 @@ void* create(TF_OpKernelConstruction* construction) {
   if (status.ok())
     tf.TF_OpKernelConstruction_GetAttrInt64(construction, "which", &attributes->which, status.get());
   if (status.ok())
+    tf.TF_OpKernelConstruction_GetAttrInt64(construction, "compression", &attributes->compression,
+                                            status.get());
+  if (status.ok())
     tf.TF_OpKernelConstruction_GetAttrSize(construction, "key", &list_size, &length, status.get());
   if (status.ok()) {
     attributes->key.resize(static_cast<size_t>(length));
@@ -174,8 +177,8 @@ std::string register_op(const OpSpec& spec) {
   for (const std::string& output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(builder, output.c_str());
   for (const std::string& attribute : spec.attributes)
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute.c_str());
-  for (const char* attribute :
-       {"handle: int", "key: string", "op: int = 0", "root: int = 0", "which: int = 0"}) {
+  for (const char* attribute : {"handle: int", "key: string", "op: int = 0", "root: int = 0",
+                                "which: int = 0", "compression: int = 0"}) {
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute);
   }
   tf.TF_OpDefinitionBuilderSetIsStateful(builder, true);

@@ -60,7 +60,7 @@ Status World::open(const tfring_options& options, std::shared_ptr<World>* world,
   world->reset(new World(options));
   *all = std::make_shared<Group>();
   TFRING_TRY((*world)->connect(options, all->get()));
-  const tfring_call opening{"opening", 0, 0, 0, TFRING_PYTHON_MAIN_THREAD};
+  const tfring_call opening{"opening", 0, 0, 0, TFRING_PYTHON_MAIN_THREAD, 0};
   TFRING_TRY((*world)->barrier(all->get(), opening));
   (*world)->statistics_ = tfring_statistics{};
   (*world)->timeout_seconds_ = options.timeout_seconds;
@@ -112,7 +112,7 @@ Status World::add_link(const tfring_link& from) {
 }
 
 Status World::add_links(const tfring_link* links, int num_links) {
-  const tfring_call call{"links", 0, 0, 0, TFRING_ANY_THREAD};
+  const tfring_call call{"links", 0, 0, 0, TFRING_ANY_THREAD, 0};
   TFRING_TRY(enter(call));
   Status status;
   for (int i = 0; i < num_links; ++i) {
@@ -289,6 +289,16 @@ Status World::check(const Group& group, Kind kind, const tfring_call& call, cons
     if (kind == Kind::kSend && tensors[t].num_dims > kMaxDims) {
       return invalid("tensors sent have at most " + std::to_string(kMaxDims) +
                      " dimensions. Received: " + std::to_string(tensors[t].num_dims));
+    }
+  }
+  if (call.compression != 0) {
+    const DType wire = static_cast<DType>(call.compression);
+    if (kind != Kind::kAllReduce || static_cast<Op>(call.op) != Op::kSum ||
+        tensors[0].dtype != static_cast<int>(DType::kFloat32) ||
+        (wire != DType::kBfloat16 && wire != DType::kFloat16)) {
+      return invalid("compression is bfloat16 or float16, of a sum of float32. Received: " +
+                     std::string(name_of(wire)) + " of a " + name_of(static_cast<Op>(call.op)) + " of " +
+                     name_of(static_cast<DType>(tensors[0].dtype)));
     }
   }
   if (has_root(kind) && (call.root < 0 || call.root >= group.size())) {

@@ -147,6 +147,7 @@ class World final : private Watched {
   Status small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status large_all_reduce(Algorithm algorithm, const tfring_call& call, const tfring_tensor* tensors,
                           int num_tensors);
+  Status compressed_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status run_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status run_reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status run_broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
