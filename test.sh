@@ -13,17 +13,21 @@ if [ -z "$python" ]; then
   if command -v python3.11 >/dev/null && python3.11 -c '' 2>/dev/null; then python=python3.11; fi
 fi
 
-# A venv with TensorFlow $2, Keras $3 and the wheel built from this folder.
+wheel=
+
+# A venv with TensorFlow $2, Keras $3 and the wheel, which the first builds from this folder.
 environment() {
   local folder=$1 tensorflow=$2 keras=$3
   [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
   "$folder/bin/python" -m pip install --quiet --upgrade pip
-  rm -rf build  # where files that are no longer part of the package would find their way into the wheel
-  "$folder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" .
-  "$folder/bin/python" -m pip install --quiet --find-links "$folder/wheels" \
-    "$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)[dev,examples]" "$tensorflow" "$keras"
+  if [ -z "$wheel" ]; then
+    rm -rf build  # where files that are no longer part of the package would find their way into the wheel
+    "$folder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" .
+    wheel=$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)
+  fi
+  "$folder/bin/python" -m pip install --quiet "$wheel[dev,examples]" "$tensorflow" "$keras"
   # Again, for a wheel of the same version is not reinstalled by itself.
-  "$folder/bin/python" -m pip install --quiet --no-deps --force-reinstall "$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)"
+  "$folder/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 }
 
 # Runs tests from their folder, so that the installed package is what is imported and not this folder's.

@@ -102,6 +102,8 @@ def train_both(strategy, make_model, *args, evaluate=None, predict=None, **kwarg
 
 def assert_equal(results, tolerance=1e-5):
     """Every rank within `tolerance` of one process, and all ranks with the same bits."""
+    for case in results[0]:
+        assert any(errors[case].keys() - {"bits"} for errors in results), f"{case} was compared with nothing"
     for rank, cases in enumerate(results):
         for case, errors in cases.items():
             for what, error in errors.items():
