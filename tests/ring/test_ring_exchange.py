@@ -287,6 +287,37 @@ def test_ranks_that_disagree_are_told(which):
     assert first.startswith("MismatchError: ranks disagree")
 
 
+def send_first(cluster, elements):
+    with ranks.join(cluster, timeout_seconds=0.5) as ring:
+        try:
+            ring.send(np.full(elements, ring.rank), 1 - ring.rank)
+            return ring.receive(1 - ring.rank, np.int64).max()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_two_that_send_first_may_wait_for_each_other():
+    assert ranks.run(2, send_first, 1000) == [1, 0]
+    for said in ranks.run(2, send_first, 1_000_000):
+        assert said.startswith("CollectiveTimeoutError")
+        assert 'waits as well, in send "send" to rank' in said
+
+
+def in_a_circle(cluster):
+    with ranks.join(cluster, timeout_seconds=0.5) as ring:
+        pairs = [ring.group([rank, (rank + 1) % 3], f"pair {rank}") for rank in range(3)]
+        try:
+            pairs[ring.rank].barrier()  # each with the next, who is with the one after
+            pairs[ring.rank - 1].barrier()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_groups_called_in_a_circle_time_out():
+    for said in ranks.run(3, in_a_circle):
+        assert said.startswith("CollectiveTimeoutError") and 'of group "pair' in said and "waits as well" in said
+
+
 def wrong_shape(cluster):
     ring = ranks.join(cluster)
     if cluster.rank == 0:

@@ -191,12 +191,12 @@ Status World::ask_why(int64_t now, double idle_seconds) {
   const double grace = std::min(std::max(0.1 * timeout_seconds_, 0.25), 5.0);
   const double over = idle_seconds - timeout_seconds_;
   if (over < (waits_too ? 10 * grace : grace)) return {};
-  const std::string why = waits_too ? who + " waits as well, and no rank says for whom"
-                          : absent
-                              ? who + " takes no part: its process on " + peer->host +
-                                    " is alive but busy elsewhere; the last it called in this ring is " +
-                                    peer->pong.last_call
-                              : who + " takes no part: its process on " + peer->host + " answers nothing";
+  const std::string why =
+      waits_too ? who + " waits as well, in " + peer->pong.last_call + ", and no rank says for whom"
+      : absent
+          ? who + " takes no part: its process on " + peer->host +
+                " is alive but busy elsewhere; the last it called in this ring is " + peer->pong.last_call
+          : who + " takes no part: its process on " + peer->host + " answers nothing";
   return break_up({Code::kTimeout, "nothing moved for " + seconds_text(timeout_seconds_) + " at rank " +
                                        std::to_string(rank_) + " in " + here() + ": " + why});
 }
