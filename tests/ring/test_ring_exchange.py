@@ -1,11 +1,14 @@
 """Groups, all_to_all, gather, scatter, reduce, send and receive: on arrays, on tensors, with gradients, and refused."""
 
 import gc
+import os
 
 import numpy as np
 import pytest
 import ranks
+from arithmetic import is_reducible
 from harness import workers
+from test_ring_collectives import DTYPES
 from test_ring_ops import join, run
 
 from tfring.ring.schedule import chunk_bounds
@@ -22,8 +25,6 @@ def rows_of(source, to, width, dtype):
 
 
 def exchange(cluster, transport, algorithm):
-    import os
-
     if algorithm:
         os.environ["TFRING_ALGORITHM"] = algorithm
     with ranks.join(cluster, transport=transport) as ring:
@@ -76,44 +77,37 @@ def test_rows_arrive_where_they_should(world_size, transport, algorithm):
     ranks.run(world_size, exchange, transport, algorithm)
 
 
-def sums_of_every_kind(cluster, dtypes):
-    """Every algorithm, on hosts dealt round-robin, against NumPy."""
-    import os
-
-    import ml_dtypes
-
-    names = {"bfloat16": ml_dtypes.bfloat16}
+def sums_of_every_kind(cluster, transport):
+    """Every algorithm and dtype, on hosts dealt round-robin, against NumPy."""
     hosts = ("127.0.0.1", "localhost")
-    addresses = tuple(f"{hosts[r % 2]}:{address.rpartition(':')[2]}" for r, address in enumerate(cluster.addresses))
-    cluster.addresses = addresses
+    cluster.addresses = tuple(
+        f"{hosts[r % 2]}:{address.rpartition(':')[2]}" for r, address in enumerate(cluster.addresses)
+    )
     bits = {}
     for algorithm in ("auto", "flat", "bruck", "ring", "two_level"):
         os.environ["TFRING_ALGORITHM"] = algorithm
-        with ranks.join(cluster, name=f"{cluster.ring} {algorithm}") as ring:
-            for dtype in dtypes:
-                for count in (0, 1, 7, 5_001, 60_013):
-                    generator = np.random.default_rng([count, cluster.rank])
-                    value = generator.integers(0, 9, count).astype(names.get(dtype, dtype))
-                    total = ring.all_reduce(value)
-                    bits[algorithm, dtype, count] = total.tobytes()
-                    expected = sum(
-                        np.random.default_rng([count, r]).integers(0, 9, count) for r in range(cluster.world_size)
-                    )
-                    np.testing.assert_array_equal(total.astype(np.int64), expected)
+        with ranks.join(cluster, name=f"{cluster.ring} {algorithm}", transport=transport) as ring:
+            for dtype in DTYPES:
+                op = "sum" if is_reducible(dtype, "sum") else "max"
+                for count in (0, 1, 7, 5_001, 30_011):
+                    # Sums that every dtype holds exactly, in whatever order.
+                    values = [np.random.default_rng([count, r]).integers(0, 2, count) for r in range(ring.world_size)]
+                    result = ring.all_reduce(values[ring.rank].astype(dtype), op)
+                    expected = np.sum(values, axis=0) if op == "sum" else np.max(values, axis=0)
+                    np.testing.assert_array_equal(result, expected.astype(dtype))
+                    bits[algorithm, np.dtype(dtype).name, count] = result.tobytes()
     del os.environ["TFRING_ALGORITHM"]
     return bits
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
-def test_every_algorithm_gives_the_sum(world_size):
-    dtypes = ("float32", "float16", "int8", "complex128", "bfloat16")
-    results = ranks.run(world_size, sums_of_every_kind, dtypes, seconds=60)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+def test_every_algorithm_gives_the_sum(world_size, transport):
+    results = ranks.run(world_size, sums_of_every_kind, transport, seconds=90)
     assert all(result == results[0] for result in results), "all ranks hold the same bits"
 
 
 def different_algorithms(cluster):
-    import os
-
     os.environ["TFRING_ALGORITHM"] = "ring" if cluster.rank == 1 else "auto"
     try:
         ranks.join(cluster, connect_timeout_seconds=5)
