@@ -335,6 +335,7 @@ void everything(int size, bool shared, int algorithm = 0, int num_hosts = 1) {
   World(size, shared, 30, algorithm, num_hosts).run([size](int rank, int64_t ring) {
     tfring_error error{};
     for (int64_t count : {0, 1, 10, 4000, 40000, 150001}) {
+      if (size > 8 && count > 10 && count != 40000) continue;
       reduce_in_pieces(rank, ring, size, count);
       gather_uneven(rank, ring, size, count / 20);
       scatter_and_send(rank, ring, size, count / 20);
