@@ -43,13 +43,12 @@ class Contestant:
       facts: what rank 0 answered to ("facts",).
     """
 
-    def __init__(self, name, worker, python, ranks, listener, hosts=()):
-        """`hosts`: of each rank, if they are namespaces (tests/cluster/engines/namespaces.py)."""
+    def __init__(self, name, worker, python, ranks, listener, hosts=(), realtime=False):
         self.name = name
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
-            _ENTRANCE: f"{listener.address} {_key.hex()}",
+            _ENTRANCE: f"{listener.address} {_key.hex()} {int(realtime)}",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "CUDA_VISIBLE_DEVICES": "-1",
         }
@@ -105,21 +104,23 @@ class Contestant:
 
 
 @contextlib.contextmanager
-def started(worker, wanted, ranks, hosts=()):
+def started(worker, wanted, ranks, hosts=(), realtime=False):
     """The contestants that can start here, and texts on those that cannot.
 
     Args:
       worker: path of worker.py.
       wanted: a `(name, heading, Python, module it needs)` each.
       ranks: number of processes of each.
-      hosts: the host of each rank, if they are namespaces.
+      hosts: the host of each rank, if they are namespaces (tests/cluster/engines/namespaces.py).
+      realtime: whether they are at real-time priority from then on, so that none is late to hear a question, or
+        taken for dead by its peers, while the machine starts others.
     """
     running, missing = [], []
     with connection.Listener(family="AF_UNIX", backlog=64, authkey=_key) as listener:
         try:
             for name, heading, python, module in wanted:
                 if _can_import(python, module):
-                    running.append(Contestant(name, worker, python, ranks, listener, hosts))
+                    running.append(Contestant(name, worker, python, ranks, listener, hosts, realtime))
                 else:
                     missing.append(f"{heading} (no {module} for {python})")
             yield running, missing
@@ -207,7 +208,9 @@ def addresses():
 
 def serve(rank, **answers):
     """Answers run.py's questions, each by the function of its name, until run.py has gone."""
-    path, key = os.environ[_ENTRANCE].rsplit(None, 1)
+    path, key, at_realtime = os.environ[_ENTRANCE].rsplit(None, 2)
+    if at_realtime == "1":
+        to_realtime()
     pipe = connection.Client(path, authkey=bytes.fromhex(key))
     pipe.send(rank)
     while True:
@@ -231,7 +234,7 @@ def realtime(wanted):
 
 
 def to_realtime():
-    """All threads that there are at real-time priority, for good: waiting for a question costs no time then."""
+    """All threads that there are, and those they start, at real-time priority."""
     _schedule(os.SCHED_FIFO, 10)
 
 

@@ -48,15 +48,19 @@ def measure(arguments) -> dict | None:
             with namespaces.hosts(HOSTS) as hosts:
                 for host in hosts:
                     shape(host, rate)
-                with ranks(hosts, places) as contestant:
+                with ranks(hosts, places, arguments.realtime) as contestant:
                     for algorithm in algorithms(len(places)):
-                        seconds = slowest(contestant.ask("repeated", algorithm, size, calls, 1, arguments.realtime))
+                        seconds = slowest(contestant.ask("repeated", algorithm, size, calls, 1))
                         found["shaped"].append([rate, size, placement, len(places), algorithm, seconds])
                         print(f"{rate / 1e6:.0f} Mbit/s, {placement}, {algorithm}: {seconds:.3f} s", file=sys.stderr)
-    with namespaces.hosts(DELAYED_HOSTS) as hosts, delayed(hosts), ranks(hosts, range(DELAYED_HOSTS)) as contestant:
+    with (
+        namespaces.hosts(DELAYED_HOSTS) as hosts,
+        delayed(hosts),
+        ranks(hosts, range(DELAYED_HOSTS), arguments.realtime) as contestant,
+    ):
         found["ping"] = ping(hosts)
         for algorithm in ("auto", "bruck", "ring", "server"):
-            question = ("repeated", algorithm, DELAYED_BYTES, 5, DELAYED_CALLS, arguments.realtime)
+            question = ("repeated", algorithm, DELAYED_BYTES, 5, DELAYED_CALLS)
             seconds = slowest(contestant.ask(*question))
             found["delayed"].append([algorithm, seconds])
             print(f"delay, {algorithm}: {seconds * 1e3:.2f} ms", file=sys.stderr)
@@ -64,10 +68,10 @@ def measure(arguments) -> dict | None:
 
 
 @contextlib.contextmanager
-def ranks(hosts, places) -> Iterator[contest.Contestant]:
+def ranks(hosts, places, realtime) -> Iterator[contest.Contestant]:
     of_ranks = [hosts[place] for place in places]
     wanted = [("network", "tfring", sys.executable, "numpy")]
-    with contest.started(HERE / "worker.py", wanted, len(of_ranks), of_ranks) as ((contestant,), _):
+    with contest.started(HERE / "worker.py", wanted, len(of_ranks), of_ranks, realtime) as ((contestant,), _):
         yield contestant
 
 

@@ -97,24 +97,10 @@ def compare(ranks: int, arguments) -> dict:
         if name in needed
     ]
     conditions = contest.conditions(arguments.realtime)
-    if arguments.realtime:
-        contest.to_realtime()
     times: dict[tuple, list[float]] = {}
-    refused: set[tuple] = set()
-    with contest.started(HERE / "worker.py", wanted, ranks) as (running, missing):
-        for round_number in range(arguments.rounds + 1):
-            for op, dtype, size, whom in cells(ranks):
-                for contestant in running:
-                    cell = (contestant.name, op, dtype, size)
-                    if contestant.name not in whom or cell in refused:
-                        continue
-                    answers = contestant.ask("measure", op, dtype, size, arguments.realtime)
-                    if any(isinstance(answer, str) for answer in answers):
-                        refused.add(cell)
-                        print(f"{cell}: {answers}", file=sys.stderr)
-                    elif round_number > 0:  # the first round warms up; a collective takes as long as its slowest rank
-                        times.setdefault(cell, []).append(max(answers))
-            print(f"{ranks} ranks, round {round_number} of {arguments.rounds}", file=sys.stderr)
+    with contest.started(HERE / "worker.py", wanted, ranks, realtime=arguments.realtime) as (running, missing):
+        with contest.realtime(arguments.realtime):
+            ask_all(ranks, arguments.rounds, running, times)
         versions = sorted({fact for contestant in running for fact in contestant.facts})
     return {
         "conditions": conditions,
@@ -122,6 +108,24 @@ def compare(ranks: int, arguments) -> dict:
         "missing": missing,
         "times": [[*cell, values] for cell, values in times.items()],
     }
+
+
+def ask_all(ranks: int, rounds: int, running: list[contest.Contestant], times: dict[tuple, list[float]]) -> None:
+    """Every contestant, every collective and size, round after round."""
+    refused: set[tuple] = set()
+    for round_number in range(rounds + 1):
+        for op, dtype, size, whom in cells(ranks):
+            for contestant in running:
+                cell = (contestant.name, op, dtype, size)
+                if contestant.name not in whom or cell in refused:
+                    continue
+                answers = contestant.ask("measure", op, dtype, size)
+                if any(isinstance(answer, str) for answer in answers):
+                    refused.add(cell)
+                    print(f"{cell}: {answers}", file=sys.stderr)
+                elif round_number > 0:  # the first round warms up; a collective takes as long as its slowest rank
+                    times.setdefault(cell, []).append(max(answers))
+        print(f"{ranks} ranks, round {round_number} of {rounds}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -155,11 +155,9 @@ class Network(Tfring):
             self.ring.send(total, rank)
         return total
 
-    def repeated(self, algorithm: str, size: int, loops: int, calls: int, at_realtime: bool) -> list[float]:
+    def repeated(self, algorithm: str, size: int, loops: int, calls: int) -> list[float]:
         """Seconds a call takes, on average over those of a loop; of each loop."""
         call = self.of(algorithm, "float32", size)
-        if at_realtime:
-            contest.to_realtime()
         times = []
         for _ in range(loops + 1):
             self.ring.barrier()
@@ -366,13 +364,11 @@ def main() -> None:
     name, *where = contest.place()
     contestant = MAKERS[name](*where)
 
-    def timed(op: str, dtype: str, size: int, at_realtime: bool) -> float | str:
+    def timed(op: str, dtype: str, size: int) -> float | str:
         try:
             contestant.of(op, dtype, size)
         except Exception as error:  # it has no such collective
             return str(error) or type(error).__name__
-        if at_realtime:
-            contest.to_realtime()
         return measure(contestant, op, dtype, size)
 
     repeated = getattr(contestant, "repeated", None)
