@@ -24,9 +24,10 @@ import time
 from multiprocessing import connection
 
 ROOT = pathlib.Path(__file__).parents[1]
-HOROVOD_PYTHON = ROOT / "benchmarks" / "all_reduce" / ".horovod" / "bin" / "python"
+HOROVOD_PYTHON = ROOT / "benchmarks" / "collectives" / ".horovod" / "bin" / "python"
 START_SECONDS = 240
 MEASURE_SECONDS = 180
+IDLE_LOAD = 0.5
 _ENTRANCE = "TFRING_BENCHMARK"  # where a worker finds run.py
 _RANK_VARIABLES = {"mpich": "PMI_RANK", "horovod": "HOROVOD_RANK"}  # of those with a launcher of their own
 
@@ -42,16 +43,19 @@ class Contestant:
       facts: what rank 0 answered to ("facts",).
     """
 
-    def __init__(self, name, worker, python, ranks, listener):
+    def __init__(self, name, worker, python, ranks, listener, hosts=(), realtime=False):
         self.name = name
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
-            _ENTRANCE: f"{listener.address[1]} {_key.hex()}",
+            _ENTRANCE: f"{listener.address} {_key.hex()} {int(realtime)}",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "CUDA_VISIBLE_DEVICES": "-1",
         }
-        command = [python, str(worker), name, str(ranks), ",".join(map(str, free_ports(ranks)))]
+        ports = free_ports(ranks)
+        names = [host.ipv4 for host in hosts] or ["127.0.0.1"] * ranks
+        addresses = ",".join(f"{name}:{port}" for name, port in zip(names, ports))  # noqa: B905 (old Pythons)
+        command = [python, str(worker), name, str(ranks), addresses]
         tools = pathlib.Path(python).parent
         if name == "mpich":
             commands = [[str(tools / "mpiexec"), "-n", str(ranks), *command]]
@@ -59,6 +63,7 @@ class Contestant:
             commands = [[str(tools / "horovodrun"), "-np", str(ranks), "--gloo", *command]]
         else:
             commands = [[*command, str(rank)] for rank in range(ranks)]
+            commands = [hosts[rank].command(*commands[rank]) if hosts else commands[rank] for rank in range(ranks)]
         null = subprocess.DEVNULL
         self.processes = [
             subprocess.Popen(c, env=environment, stdin=null, stdout=null, stderr=subprocess.PIPE) for c in commands
@@ -99,20 +104,23 @@ class Contestant:
 
 
 @contextlib.contextmanager
-def started(worker, wanted, ranks):
+def started(worker, wanted, ranks, hosts=(), realtime=False):
     """The contestants that can start here, and texts on those that cannot.
 
     Args:
       worker: path of worker.py.
       wanted: a `(name, heading, Python, module it needs)` each.
       ranks: number of processes of each.
+      hosts: the host of each rank, if they are namespaces (tests/cluster/engines/namespaces.py).
+      realtime: whether they are at real-time priority from then on, so that none is late to hear a question, or
+        taken for dead by its peers, while the machine starts others.
     """
     running, missing = [], []
-    with connection.Listener(("127.0.0.1", 0), backlog=64, authkey=_key) as listener:
+    with connection.Listener(family="AF_UNIX", backlog=64, authkey=_key) as listener:
         try:
             for name, heading, python, module in wanted:
                 if _can_import(python, module):
-                    running.append(Contestant(name, worker, python, ranks, listener))
+                    running.append(Contestant(name, worker, python, ranks, listener, hosts, realtime))
                 else:
                     missing.append(f"{heading} (no {module} for {python})")
             yield running, missing
@@ -138,13 +146,17 @@ def add_realtime(parser):
     )
 
 
+def conditions(realtime, load_before=None):
+    """Where, when, and what else went on."""
+    load = os.getloadavg()[0] if load_before is None else load_before
+    idle = "" if load < IDLE_LOAD else ": the machine had other things to do"
+    priority = ", measured at real-time priority" if realtime else ""
+    return f"Machine: {_machine()}. Date: {datetime.date.today()}. Load {load:.1f} at the start{idle}{priority}."
+
+
 def print_conditions(realtime, facts=(), missing=(), load_before=None):
     """Where, when, and with what."""
-    print(f"Machine: {_machine()}. Date: {datetime.date.today()}.")
-    load = [] if load_before is None else [f"load {load_before:.1f} at the start"]
-    conditions = ", ".join([*load, *["measured at real-time priority"] * realtime])
-    if conditions:
-        print(f"{conditions[0].upper()}{conditions[1:]}.")
+    print(conditions(realtime, load_before))
     if facts:
         print("Versions: " + ", ".join(sorted(set(facts))) + ".")
     if missing:
@@ -183,15 +195,23 @@ def _machine():
 
 def place():
     """`(name of the contestant, rank, ranks, ports)` of this worker."""
-    name, ranks, ports = sys.argv[1], int(sys.argv[2]), [int(port) for port in sys.argv[3].split(",")]
+    name, ranks = sys.argv[1], int(sys.argv[2])
+    ports = [int(address.rpartition(":")[2]) for address in addresses()]
     rank = int(os.environ[_RANK_VARIABLES[name]] if name in _RANK_VARIABLES else sys.argv[4])
     return name, rank, ranks, ports
 
 
+def addresses():
+    """Of all ranks, `host:port` each."""
+    return tuple(sys.argv[3].split(","))
+
+
 def serve(rank, **answers):
     """Answers run.py's questions, each by the function of its name, until run.py has gone."""
-    port, key = os.environ[_ENTRANCE].split()
-    pipe = connection.Client(("127.0.0.1", int(port)), authkey=bytes.fromhex(key))
+    path, key, at_realtime = os.environ[_ENTRANCE].rsplit(None, 2)
+    if at_realtime == "1":
+        to_realtime()
+    pipe = connection.Client(path, authkey=bytes.fromhex(key))
     pipe.send(rank)
     while True:
         try:
@@ -204,16 +224,21 @@ def serve(rank, **answers):
 @contextlib.contextmanager
 def realtime(wanted):
     """All threads of the process at real-time priority."""
-
-    def schedule(policy, priority):
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
-
     if wanted:
-        schedule(os.SCHED_FIFO, 10)
+        to_realtime()
     try:
         yield
     finally:
         if wanted:
-            schedule(os.SCHED_OTHER, 0)
+            _schedule(os.SCHED_OTHER, 0)
+
+
+def to_realtime():
+    """All threads that there are, and those they start, at real-time priority."""
+    _schedule(os.SCHED_FIFO, 10)
+
+
+def _schedule(policy, priority):
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(int(thread), policy, os.sched_param(priority))

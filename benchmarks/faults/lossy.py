@@ -17,7 +17,7 @@ import sys
 
 _TUNSETIFF = 0x400454CA
 _TAP_WITHOUT_HEADER = 0x0002 | 0x1000
-_MAX_FRAME = 65600
+MAX_FRAME = 65600
 
 
 def tap(name: str) -> int:
@@ -44,7 +44,7 @@ def main(port: str, peer: str, rate: float) -> None:
     while True:
         for key, _ in selector.select():
             try:
-                frame = os.read(key.fd, _MAX_FRAME)
+                frame = os.read(key.fd, MAX_FRAME)
                 if not losing or draw.random() >= rate:
                     os.write(key.data, frame)
             except OSError:  # a device that is down, or full

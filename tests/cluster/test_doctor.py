@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+from commands import SECONDS, ended, tf_config
 from engines import namespaces, sshd
 from harness import free_ports
 
@@ -22,44 +23,6 @@ from tfring.cluster import parse_address
 from tfring.doctor import findings, links, report
 
 DOCTOR = [sys.executable, "-m", "tfring.launch.cli", "doctor"]
-SECONDS = 90
-OTHERS = ("TFRING_", "TF_CONFIG", "SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "MASTER_", "KERAS_")
-
-
-def environment(**variables):
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(OTHERS)}
-    return {**kept, **variables}
-
-
-def tf_config(addresses, rank):
-    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
-
-
-@pytest.fixture
-def start():
-    """Starts a process; whatever is left of it is killed after the test."""
-    with contextlib.ExitStack() as stack:
-
-        def run(command, **variables):
-            process = subprocess.Popen(
-                command,
-                env=environment(**variables),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            return process
-
-        yield run
-
-
-def ended(process, code=0):
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == code, f"{process.returncode}\n{out}\n{err}"
-    return out, err
 
 
 def document(process, code=0):

@@ -1,4 +1,4 @@
-"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`."""
+"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `tfring bench`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tfring._version import __version__
+from tfring.bench import options
 from tfring.cluster import detection, secret, slurm, tf_config
 from tfring.errors import ConfigurationError
 from tfring.launch import remote
@@ -90,7 +91,22 @@ examples:
   mpirun -n 8 tfring doctor
   srun -n 8 tfring doctor --json
 """
+_BENCH_HELP = """\
+Measures the collectives of a cluster, in the columns of nccl-tests: time, bytes of the size a second (algbw), bytes
+that the slowest link carries a second (busbw), and its share of what the machines themselves take, measured in the
+same run: a raw socket between hosts, a copy of memory within one. From NumPy; imports no TensorFlow.
+
+where:
+  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
+"""
+_BENCH_EXAMPLES = """\
+examples:
+  tfring bench -n 4
+  tfring bench --hosts host1:4,host2:4 --op all_reduce --sizes 4,64K,64M --plot bench.png
+  mpirun -n 8 tfring bench --json
+"""
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
+_BENCH_FAILED = 2  # rank 0 has said why
 _LOST_HOST = 255
 _NO_RESTARTS = Limits(max_restarts=0)
 
@@ -164,6 +180,31 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
     )
+    bench = command(
+        "bench",
+        _bench,
+        help="measure a cluster's collectives",
+        usage="tfring bench [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
+        description=_BENCH_HELP,
+        epilog=_BENCH_EXAMPLES,
+    )
+    bench.add_argument(
+        "--op",
+        type=_parsed_by(options.parse_ops),
+        default=options.DEFAULT_OPS,
+        metavar="NAMES",
+        help=f"collectives, of {','.join(options.FACTORS)} (default: {','.join(options.DEFAULT_OPS)})",
+    )
+    bench.add_argument(
+        "--sizes",
+        type=_parsed_by(options.parse_sizes),
+        default=options.DEFAULT_SIZES,
+        metavar="SIZES",
+        help=f"bytes (default: {options.DEFAULT_SIZES})",
+    )
+    bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
+    bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
+    bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
     return parser
 
 
@@ -202,6 +243,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if code == 0 or 128 < code < _LOST_HOST:  # killed, by Ctrl-C for instance
         return code
     return 1 if code == _NOT_READY else examination.not_started(code, as_json=arguments.json)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    wanted = options.Options(arguments.op, arguments.sizes, arguments.dtype, arguments.json, arguments.plot)
+    here = arguments.n is None and not arguments.hosts and not arguments.hostfile
+    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
+        from tfring.bench import run
+
+        return run.run(wanted)
+    return _run(arguments, ["-m", "tfring.bench", wanted.to_json()], quiet_codes=(_BENCH_FAILED,))
 
 
 def _is_a_rank() -> bool:
@@ -313,6 +364,16 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"a whole number from 1 up, not {text!r}")
     return int(text)
+
+
+def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
 def _seconds(text: str) -> float:

@@ -1,0 +1,135 @@
+"""All-reduces on hosts that are network namespaces, their links shaped by `tc` or delayed by delay.py."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import contest
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "cluster" / "engines"))
+
+import namespaces  # noqa: E402
+
+M = 1 << 20
+HOSTS = 4
+GIGABIT, MEGABIT = 1_000_000_000, 1_000_000
+# Bits a second, bytes, how often.
+SHAPES = ((GIGABIT, 64 * M, 5), (100 * MEGABIT, 16 * M, 2))
+PLACEMENTS = {
+    "one rank a host": [0, 1, 2, 3],
+    "two ranks a host, by block": [0, 0, 1, 1, 2, 2, 3, 3],
+    "two ranks a host, round-robin": [0, 1, 2, 3, 0, 1, 2, 3],
+}
+DELAY_SECONDS, DELAYED_HOSTS, DELAYED_BYTES, DELAYED_CALLS = 0.005, 8, 1024, 10
+
+
+def algorithms(ranks: int) -> tuple[str, ...]:
+    return ("auto", "ring", "two_level", "server") if ranks > HOSTS else ("auto", "server")
+
+
+def measure(arguments) -> dict | None:
+    """Times of each way on each network; None where there can be none."""
+    why_not = namespaces.why_not()
+    if why_not:
+        print(f"network: left out, {why_not}", file=sys.stderr)
+        return None
+    found: dict = {"conditions": contest.conditions(arguments.realtime), "shaped": [], "delayed": []}
+    if arguments.realtime:
+        contest.to_realtime()
+    for rate, size, calls in SHAPES:
+        for placement, places in PLACEMENTS.items():
+            with namespaces.hosts(HOSTS) as hosts:
+                for host in hosts:
+                    shape(host, rate)
+                with ranks(hosts, places, arguments.realtime) as contestant:
+                    for algorithm in algorithms(len(places)):
+                        seconds = slowest(contestant.ask("repeated", algorithm, size, calls, 1))
+                        found["shaped"].append([rate, size, placement, len(places), algorithm, seconds])
+                        print(f"{rate / 1e6:.0f} Mbit/s, {placement}, {algorithm}: {seconds:.3f} s", file=sys.stderr)
+    with (
+        namespaces.hosts(DELAYED_HOSTS) as hosts,
+        delayed(hosts),
+        ranks(hosts, range(DELAYED_HOSTS), arguments.realtime) as contestant,
+    ):
+        found["ping"] = ping(hosts)
+        for algorithm in ("auto", "bruck", "ring", "server"):
+            question = ("repeated", algorithm, DELAYED_BYTES, 5, DELAYED_CALLS)
+            seconds = slowest(contestant.ask(*question))
+            found["delayed"].append([algorithm, seconds])
+            print(f"delay, {algorithm}: {seconds * 1e3:.2f} ms", file=sys.stderr)
+    return found
+
+
+@contextlib.contextmanager
+def ranks(hosts, places, realtime) -> Iterator[contest.Contestant]:
+    of_ranks = [hosts[place] for place in places]
+    wanted = [("network", "tfring", sys.executable, "numpy")]
+    with contest.started(HERE / "worker.py", wanted, len(of_ranks), of_ranks, realtime) as ((contestant,), _):
+        yield contestant
+
+
+def slowest(answers: list[list[float]]) -> float:
+    """A call takes as long as its slowest rank; the median."""
+    return statistics.median(map(max, zip(*answers, strict=True)))
+
+
+def shape(host, rate: int) -> None:
+    """Both directions of a host's link."""
+    number = int(host.name.removeprefix("host")) - 1
+    limit = ["tbf", "rate", f"{rate}bit", "burst", "128kb", "latency", "50ms"]
+    run("tc", "-n", host.namespace, "qdisc", "replace", "dev", "eth0", "root", *limit)
+    run("tc", "-n", bridge_of(host), "qdisc", "replace", "dev", f"port{number}", "root", *limit)
+
+
+@contextlib.contextmanager
+def delayed(hosts) -> Iterator[None]:
+    """In place of all hosts' links a switch that takes its time."""
+    bridge = bridge_of(hosts[0])
+    names = [f"slow{number}" for number in range(len(hosts))]
+    command = ["ip", "netns", "exec", bridge, sys.executable, str(HERE / "delay.py"), str(DELAY_SECONDS), *names]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as switch:
+        try:
+            assert switch.stdout is not None and switch.stdout.readline() == "ready\n"
+            for name, host in zip(names, hosts, strict=True):
+                run("ip", "-n", host.namespace, "link", "delete", "eth0")
+                run("ip", "-n", bridge, "link", "set", name, "netns", host.namespace)
+                run("ip", "-n", host.namespace, "link", "set", name, "name", "eth0")
+                run("ip", "-n", host.namespace, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
+                run("ip", "-n", host.namespace, "link", "set", "eth0", "up")
+            yield
+        finally:
+            switch.kill()
+
+
+def ping(hosts) -> float:
+    """Seconds from one host to another and back, by datagrams."""
+    answer = "import socket; s = socket.socket(type=2); s.bind(('', 9)); [s.sendto(*s.recvfrom(9)) for _ in range(20)]"
+    ask = (
+        "import socket, statistics, time; s = socket.socket(type=2); s.settimeout(1); times = []\n"
+        "for _ in range(20):\n"
+        "  start = time.perf_counter()\n"
+        f"  s.sendto(b'ping', ('{hosts[1].ipv4}', 9)); s.recv(9)\n"
+        "  times.append(time.perf_counter() - start)\n"
+        "print(statistics.median(times))"
+    )
+    with subprocess.Popen(hosts[1].command(sys.executable, "-c", answer)) as answering:
+        try:
+            time.sleep(1)
+            return float(run(*hosts[0].command(sys.executable, "-c", ask)))
+        finally:
+            answering.kill()
+
+
+def bridge_of(host) -> str:
+    return f"{host.namespace.rpartition('-')[0]}-bridge"
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,177 @@
+"""A rank's part in the measurement. All ranks go the same way through the same collectives; rank 0 reports."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfring import config
+from tfring.bench import limits, report
+from tfring.bench.options import FACTORS, ITEM_BYTES, Options
+from tfring.cluster import Cluster, detect, detection, parse_address
+from tfring.errors import TfringError
+from tfring.ring import schedule
+
+FAILED = 2
+_LOOP_SECONDS = 0.1
+_LOOPS = 3
+_MAX_CALLS = 1000
+_ROW = 64  # items of a row, so that large exchanges have rows to share out
+
+ALONE = """\
+tfring bench measures what lies between ranks, and this process is alone. Type one of:
+  tfring bench -n 2
+  tfring bench --hosts host1:4,host2:4
+or start it as your program is started, under mpirun or srun."""
+NO_MATPLOTLIB = "--plot draws with matplotlib, and there is none where rank 0 runs. Type:\n  pip install matplotlib"
+
+
+def run(options: Options) -> int:
+    """Takes this process's part; rank 0 prints.
+
+    Returns:
+        The exit code.
+    """
+    rank = 0
+    try:
+        said = detection.find(os.environ)
+        rank = said.rank if said is not None else 0
+        cluster = detect()
+        if cluster.world_size == 1:
+            return _complain(ALONE)
+        return _measure(cluster, options)
+    except TfringError as error:
+        return _complain(f"rank {rank}: {error}")
+
+
+def _complain(text: str) -> int:
+    print(f"tfring bench: {text}" if "\n" not in text else text, file=sys.stderr, flush=True)
+    return FAILED
+
+
+def _measure(cluster: Cluster, options: Options) -> int:
+    from tfring.ring.communicator import Communicator  # imports NumPy
+
+    with Communicator.connect(cluster, "bench") as ring:
+        problem = _why_not(options) if cluster.rank == 0 else None
+        if ring.broadcast([float(problem is not None)], 0, name="bench's beginning")[0]:
+            return _complain(problem) if problem is not None else 0
+        hosts = [parse_address(address).host for address in cluster.addresses]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        layout = schedule.Layout.of([numbers[host] for host in hosts])
+        limit = limits.measure(cluster, ring, layout.order)
+        document = report.document(cluster, options, limit)
+        show = cluster.rank == 0 and not options.as_json
+        if show:
+            print(report.head(document), flush=True)
+        for op in options.ops:
+            for size in options.sizes:
+                found = _cell(ring, op, size, options.dtype, layout.local_size, limit)
+                document["results"].append(found)
+                if show:
+                    print(report.line(found), flush=True)
+        if cluster.rank == 0:
+            if options.as_json:
+                print(report.as_json(document), flush=True)
+            if options.plot:
+                report.plot(document, options.plot)
+    return 0
+
+
+def _why_not(options: Options) -> str | None:
+    """What is missing at rank 0 for what was asked, if something is."""
+    if options.plot is None:
+        return None
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return NO_MATPLOTLIB
+    folder = os.path.dirname(options.plot) or "."
+    return None if os.access(folder, os.W_OK) else f"--plot: no file can be written in {os.path.abspath(folder)}"
+
+
+def _cell(ring: Any, op: str, size: int, dtype: str, local_size: int, limit: limits.Limit) -> dict[str, Any]:
+    """One collective of one size."""
+    ranks = ring.world_size
+    count = max(1, size // ITEM_BYTES[dtype])
+    if op not in ("all_reduce", "broadcast", "reduce"):  # what each rank gives to, or has from, each
+        count = max(1, count // ranks)
+    size = count * ITEM_BYTES[dtype] * (ranks if op not in ("all_reduce", "broadcast", "reduce") else 1)
+    seconds = _seconds(ring, _call(ring, op, count, dtype))
+    algorithm_speed = size / seconds
+    bus_speed = algorithm_speed * FACTORS[op](ranks)
+    return {
+        "op": op,
+        "size": size,
+        "count": count,
+        "dtype": dtype,
+        "microseconds": seconds * 1e6,
+        "algorithm": algorithm(op, size, ranks, local_size, config.read("TFRING_ALGORITHM")),
+        "algbw": algorithm_speed / 1e9,
+        "busbw": bus_speed / 1e9,
+        "share_of_limit": bus_speed / limit.bytes_per_second,
+    }
+
+
+def algorithm(op: str, size: int, ranks: int, local_size: int, wanted: str = "auto") -> str:
+    """Which of tfring/ring/schedule.py's algorithms a collective takes.
+
+    >>> algorithm("all_reduce", 1 << 26, 8, 4), algorithm("broadcast", 4, 8, 4), algorithm("reduce_scatter", 4, 8, 4)
+    ('two_level', 'flat', 'ring')
+    """
+    if op == "all_reduce":
+        return schedule.choose_all_reduce(size, ranks, local_size, wanted)
+    if op in ("all_to_all", "gather", "scatter"):
+        return "flat"
+    contribution = size // ranks if op == "all_gather" else size
+    small = schedule.is_small(contribution, ranks) and ranks <= schedule.FLAT_MEMBERS
+    return "flat" if small and op != "reduce_scatter" else "ring"
+
+
+def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:
+    """The collective of ones, whose result is looked at once."""
+    import numpy as np
+
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        kind = np.dtype(ml_dtypes.bfloat16)
+    else:
+        kind = np.dtype(dtype)
+    ranks, rank = ring.world_size, ring.rank
+    given = np.ones(count, kind)
+    if op in ("reduce_scatter", "all_to_all", "scatter"):
+        given = np.ones(count * ranks, kind)
+        if count % _ROW == 0:
+            given = given.reshape(-1, _ROW)
+    expected = ranks if op in ("all_reduce", "reduce_scatter") or (op == "reduce" and rank == 0) else 1
+    if op == "reduce" and rank != 0:
+        expected = 0
+
+    def call() -> Any:
+        return getattr(ring, op)(given, name=f"bench's {op}")
+
+    result = call()
+    result = result[0] if op == "all_to_all" else result
+    if not (np.asarray(result, np.float64) == expected).all():
+        raise ArithmeticError(f"{op} of {count} {dtype} at rank {rank}: not all of the result is {expected}")
+    return call
+
+
+def _seconds(ring: Any, call: Callable[[], Any]) -> float:
+    """Of a call, by the slowest rank: the median of loops of as many calls as fit."""
+
+    def loop(calls: int) -> float:
+        ring.barrier(name="bench's loop")
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken = (time.perf_counter() - start) / calls
+        return float(ring.all_reduce([taken], "max", name="bench's seconds")[0])
+
+    calls = max(1, min(_MAX_CALLS, int(_LOOP_SECONDS / loop(2))))
+    return statistics.median(loop(calls) for _ in range(_LOOPS))
