@@ -174,7 +174,7 @@ typedef void (*tfring_shape)(void* context, const int64_t* dims, int32_t num_dim
 TFRING_API int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place,
                               void* context, tfring_error* error);
 
-// Tells a neighbour, over a control connection no ring owns yet, that this rank gives up.
+// Tells a peer, over a control connection no world owns yet, that this rank gives up.
 TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char* message);
 
 // What the native code would do, for the tests to hold against schedule.py.

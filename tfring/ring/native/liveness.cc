@@ -1,12 +1,13 @@
-// Neighbours that leave, die, stop or are cut off, seen by the watcher's thread, in a collective or not.
+// Peers that leave, die, stop or are cut off, seen by the watcher's thread, in a call or not.
 //
-//   slow     alive, and busy in Python, in a checkpoint, in a debugger: nobody's error before timeout_seconds
-//   (wait.cc) stopped  its host acknowledges what it is sent, its process answers nothing cut off  not even
-//   that; which side of the cut is the broken one cannot be known from either gone     its connection closed
-//   without a goodbye
+//   - slow (wait.cc): alive, and busy in Python, in a checkpoint, in a debugger; nobody's error before
+//     timeout_seconds.
+//   - stopped: its host acknowledges what it is sent, its process answers nothing.
+//   - cut off: not even that; which side of the cut is the broken one cannot be known from either.
+//   - gone: its connection closed without a goodbye.
 //
-// The watcher of each rank answers pings of its peers, and pings them. Whatever breaks the ring, it
-// passes on to the others, so that ranks further on learn of it too, and at once.
+// The watcher of each rank answers pings of its peers, and pings them. Whatever breaks the ring, it passes on
+// to the others, so that ranks further on learn of it too, and at once.
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -63,7 +64,7 @@ void prepare_control(int fd, double lost_seconds) {
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
 }
 
-// Once the ring is open: before, a neighbour may still be in Python, forming it.
+// Once the ring is open: before, a peer may still be in Python, forming it.
 void World::start_asking() {
   if (world_size_ == 1) return;
   {

@@ -41,7 +41,7 @@ bool is_local(int fd) {
 }
 
 // So that nothing on the way forgets a connection without traffic, such as during an hour's evaluation on one
-// rank. Whether the neighbour lives is the control connection's affair.
+// rank. Whether the peer lives is the control connection's affair.
 void keep_known(int fd) {
   const int on = 1;
   const int seconds = 60;

@@ -15,9 +15,8 @@ namespace {
 
 constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
 constexpr double kSliceSeconds = 0.1;
-constexpr double kAskSeconds = 1.0;  // between questions to the neighbours
-constexpr double kLastWordsSeconds =
-    0.5;  // in which a neighbour's control connection tells why the other closed
+constexpr double kAskSeconds = 1.0;        // between questions to the peers
+constexpr double kLastWordsSeconds = 0.5;  // in which a peer's control connection tells why the other closed
 
 void relax() {
 #if defined(__x86_64__)

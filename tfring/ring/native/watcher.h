@@ -12,7 +12,7 @@ namespace tfring {
 class Watched {
  public:
   virtual ~Watched() = default;
-  // Reads what neighbours have said, asks them for a sign of life, judges their silence. Adds what to poll
+  // Reads what peers have said, asks them for a sign of life, judges their silence. Adds what to poll
   // for, and returns the milliseconds after which to call again. `late`: nanoseconds this thread was kept
   // from running.
   static constexpr int kNoHurryMilliseconds = 60000;
