@@ -100,7 +100,9 @@ def receive(
     def place(_: Any, dims: Any, num_dims: int, output: Any, placed: Any) -> None:
         try:
             received = tuple(dims[:num_dims])
+            placed[0] = library.UNWANTED
             check_shape(name, source, shape, received)
+            placed[0] = 0
             results.append(np.empty(received, dtype))
             output[0] = results[0].ctypes.data
             placed[0] = 1

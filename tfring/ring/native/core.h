@@ -168,7 +168,9 @@ TFRING_API int tfring_scatter(int64_t handle, const tfring_call* call, const tfr
 // One tensor, to or from call->root.
 TFRING_API int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
                            tfring_error* error);
-// `place` is told the shape, and sets *output and *placed as above.
+// `place` is told the shape, and sets *output and *placed as above; or *placed to TFRING_UNWANTED, if another
+// shape is wanted.
+#define TFRING_UNWANTED 2
 typedef void (*tfring_shape)(void* context, const int64_t* dims, int32_t num_dims, void** output,
                              int32_t* placed);
 TFRING_API int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place,

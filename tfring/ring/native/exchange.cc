@@ -231,6 +231,11 @@ Status World::receive(Group* group, const tfring_call& call, const tfring_tensor
     TFRING_TRY(look_up(now_nanoseconds()));
     int32_t placed = 0;
     place(context, tensor.dims, tensor.num_dims, &tensor.output, &placed);
+    if (placed == TFRING_UNWANTED) {
+      return fail(Code::kMismatch, "ranks disagree: rank " + std::to_string(rank) + " called " +
+                                       describe(theirs) + ", rank " + std::to_string(rank_) + " called " +
+                                       here() + " and wants another shape");
+    }
     if (placed == 0) return interruption();
     plan_.spans.add(tensor.output, tensor.output, num_bytes(tensor));
     plan_.add_recv(rank, {0, plan_.spans.size()});
