@@ -282,7 +282,7 @@ def test_ranks_that_disagree_are_told(which):
 
 
 def send_first(cluster, elements):
-    with ranks.join(cluster, timeout_seconds=0.5) as ring:
+    with ranks.join(cluster, timeout_seconds=2) as ring:
         try:
             ring.send(np.full(elements, ring.rank), 1 - ring.rank)
             return ring.receive(1 - ring.rank, np.int64).max()
@@ -298,7 +298,7 @@ def test_two_that_send_first_may_wait_for_each_other():
 
 
 def in_a_circle(cluster):
-    with ranks.join(cluster, timeout_seconds=0.5) as ring:
+    with ranks.join(cluster, timeout_seconds=2) as ring:
         pairs = [ring.group([rank, (rank + 1) % 3], f"pair {rank}") for rank in range(3)]
         try:
             pairs[ring.rank].barrier()  # each with the next, who is with the one after

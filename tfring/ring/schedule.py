@@ -228,13 +228,14 @@ def two_level_all_reduce(position: int, size: int, local_size: int) -> list[Step
     inside = [host * local_size + (local + step) % local_size for step in (1, -1)]
     across = [(host + step) % hosts * local_size + local for step in (1, -1)]
     steps = []
-    for s, h in itertools.product(range(local_size - 1), range(hosts)):
+    # Pieces in the order in which the rings across want and bring them.
+    for s, h in itertools.product(range(local_size - 1), ((host - k) % hosts for k in range(hosts))):
         send, recv = ((local - s - k) % local_size * hosts + h for k in (1, 2))
         steps.append(Step(inside[0], send, inside[1], recv, True))
     for s in range(2 * (hosts - 1)):
         send, recv = (local * hosts + (host - s - k) % hosts for k in (0, 1))
         steps.append(Step(across[0], send, across[1], recv, s < hosts - 1))
-    for s, h in itertools.product(range(local_size - 1), range(hosts)):
+    for s, h in itertools.product(range(local_size - 1), ((host + 1 - k) % hosts for k in range(hosts))):
         send, recv = ((local - s - k) % local_size * hosts + h for k in (0, 1))
         steps.append(Step(inside[0], send, inside[1], recv))
     return steps

@@ -109,8 +109,10 @@ void two_level_all_reduce(int position, int size, int local_size, Schedule* step
   const int next = host * local_size + wrap(local + 1, local_size);
   const int previous = host * local_size + wrap(local - 1, local_size);
   steps->clear();
+  // Pieces in the order in which the rings across want and bring them.
   for (int s = 0; s < local_size - 1; ++s) {
-    for (int h = 0; h < num_hosts; ++h) {
+    for (int k = 0; k < num_hosts; ++k) {
+      const int h = wrap(host - k, num_hosts);
       steps->push_back({next, wrap(local - s - 1, local_size) * num_hosts + h, previous,
                         wrap(local - s - 2, local_size) * num_hosts + h, true});
     }
@@ -122,7 +124,8 @@ void two_level_all_reduce(int position, int size, int local_size, Schedule* step
                       local * num_hosts + wrap(host - s - 1, num_hosts), s < num_hosts - 1});
   }
   for (int s = 0; s < local_size - 1; ++s) {
-    for (int h = 0; h < num_hosts; ++h) {
+    for (int k = 0; k < num_hosts; ++k) {
+      const int h = wrap(host + 1 - k, num_hosts);
       steps->push_back({next, wrap(local - s, local_size) * num_hosts + h, previous,
                         wrap(local - s - 1, local_size) * num_hosts + h, false});
     }
