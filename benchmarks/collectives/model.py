@@ -78,6 +78,10 @@ def crossover(hosts: int) -> float:
     return low
 
 
+def size_text(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} kB"
+
+
 def section(network: dict) -> str:
     lines = [
         "## Scale, on paper",
@@ -101,7 +105,7 @@ def section(network: dict) -> str:
         "",
     ]
     sizes = (1 << 10, 64 << 10, 1 << 20, 64 << 20)
-    columns = [f"{name}, {size >> 10:,} kB" for size in sizes for name in ("auto", "halving and doubling")]
+    columns = [f"{name}, {size_text(size)}" for size in sizes for name in ("auto", "halving and doubling")]
     lines += ["| hosts | ring from | tfring's | " + " | ".join(columns) + " |", "|---:" * (3 + len(columns)) + "|"]
     for hosts in (8, 64, 256, 1024):
         cells = [f"{crossover(hosts) / 1e3:,.0f} kB", f"{schedule.SMALL_BYTES // hosts:,} B"]
