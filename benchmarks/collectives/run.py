@@ -90,7 +90,7 @@ def compare(ranks: int, arguments) -> dict:
         "horovod": arguments.horovod_python,
         "peers": arguments.peers_python,
     }
-    needed = FROM_ARRAYS if ranks >= 8 else CONTESTANTS
+    needed = {2: CONTESTANTS, 4: ("tensorflow", "tf_shm", "tf_tcp", *FROM_ARRAYS, *LIMITS)}.get(ranks, FROM_ARRAYS)
     wanted = [
         (name, tables.HEADINGS[name], pythons[CONTESTANTS[name]], MODULES.get(name, "tensorflow"))
         for name in arguments.contestants.split(",")

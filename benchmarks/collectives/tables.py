@@ -5,9 +5,11 @@ from __future__ import annotations
 import pathlib
 import statistics
 
+import model
+
 README = pathlib.Path(__file__).parent / "README.md"
 TRANSPORTS = {"tf_shm": "shared memory", "tf_tcp": "TCP", "np_shm": "shared memory", "np_tcp": "TCP"}
-NETWORK_HEADINGS = {"auto": "auto", "ring": "ring", "two_level": "two levels", "server": "server"}
+NETWORK_HEADINGS = {"auto": "auto", "ring": "ring", "server": "server"}
 MARKER = "<!-- From here on written by run.py. -->\n"
 K, M = 1 << 10, 1 << 20
 
@@ -52,7 +54,11 @@ def write(results: dict) -> None:
     network = results.get("network")
     sections = [targets(parts, network)]
     sections += [section(ranks, parts[ranks]) for ranks in sorted(parts)]
-    sections += [network_section(network)] if network else []
+    if network:
+        sections += [network_section(network), model.section(network)]
+        if model.draw(network):
+            sections[-2] += "\n\n![seconds by number of ranks](network.png)"
+            sections[-1] += "\n\n![seconds by number of hosts](scale.png)"
     README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
@@ -125,7 +131,8 @@ def network_section(network: dict) -> str:
         "Hosts are network namespaces on one bridge, both directions of their links shaped by `tc ... tbf`; a frame "
         "of 1,514 bytes carries 1,448 of data, so no program sees more than 95.6 % of B. N ranks on H hosts, X bytes, "
         "seconds. Two levels send 2X(H-1)/H through each host's link, a ring ordered by host 2X(N-1)/N, a server 2X "
-        'for every rank elsewhere through its own. "auto" is what tfring chooses.',
+        'for every rank elsewhere through its own. "auto" is what tfring chooses, two levels where '
+        "a host has several ranks.",
         "",
     ]
     shaped: dict[tuple, dict[str, float]] = {}
