@@ -110,7 +110,8 @@ def anything(value: Any) -> bool:
     return True
 
 
-REASON = text(4000)
+MOST_REASON = 4000
+REASON = text(MOST_REASON)
 
 
 # Messages.

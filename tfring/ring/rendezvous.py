@@ -31,6 +31,7 @@ from tfring.ring.link import Link, data_connection, take_data_connection
 
 _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
 _PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
 
@@ -133,7 +134,18 @@ class _Forming:
             connecting.join()
             for link in self.links.values():
                 link.part_with(self.cluster.rank, self.failure)
+            self._send_away()
             raise
+
+    def _send_away(self) -> None:
+        """Tells the ranks that are on their way to this one why it gives up."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
+            guest = self.entrance.take(self._is_expected, max(0.0, deadline - time.monotonic()))
+            if guest is None:
+                return
+            with contextlib.suppress(OSError, wire.WireError), guest.channel as channel:
+                channel.send("refused", why=self.failure[: wire.MOST_REASON], final=True)
 
     # Connecting to the lower ranks, in a thread of its own.
 
