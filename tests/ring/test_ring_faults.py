@@ -251,7 +251,7 @@ def test_a_stopped_rank_is_lost_long_before_the_timeout(size, transport):
         assert woken.kind == "PeerLostError" and "rank 2 on 127.0.0.1 is stopped" in woken.message
 
 
-def be_slow(cluster, transport, how):
+def be_slow(cluster, transport, how, size=100_000):
     """Rank 1 takes three times as long as a rank may be silent; without the GIL, or holding it."""
     os.environ.update(TFRING_LOST_SECONDS="0.8", TFRING_STALL_WARNING_SECONDS="0.6")
     with ranks.join(cluster, transport=transport) as ring:
@@ -262,13 +262,14 @@ def be_slow(cluster, transport, how):
                 ctypes.PyDLL(None).usleep(2_400_000)
             else:
                 time.sleep(2.4)
-        return float(ring.all_reduce(np.full(100_000, 1.0), name="late")[-1])
+        return float(ring.all_reduce(np.full(size, 1.0), name="late")[-1])
 
 
+@pytest.mark.parametrize("size", [100_000, 4])  # one rank waits for it, or all do
 @pytest.mark.parametrize("transport, how", [("tcp", "asleep"), ("shm", "holding the GIL")])
-def test_a_slow_rank_fails_nobody_and_one_warning_names_it(transport, how):
+def test_a_slow_rank_fails_nobody_and_one_warning_names_it(transport, how, size):
     with ranks.Group(4) as group:
-        group.start(4, be_slow, transport, how)
+        group.start(4, be_slow, transport, how, size)
         assert group.outcomes(20) == [4.0] * 4
         lines = [line for line in group.logs().splitlines() if "is slow" in line]
         assert len(lines) == 1, lines

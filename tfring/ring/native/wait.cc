@@ -152,6 +152,18 @@ Link* World::needed(bool* for_data) const {
   return nullptr;
 }
 
+// Where all members of a group wait for the same one, as each does in a flat plan, the lowest tells of it.
+bool World::speaks_of(int slow) const {
+  const size_t others = static_cast<size_t>(group_->size() - 1);
+  const bool each_to_each =
+      plan_.queues.size() == others &&
+      std::all_of(plan_.queues.begin(), plan_.queues.end(), [](const Queue& queue) { return queue.expects; });
+  const bool from_one = plan_.queues.size() == 1 && !is_pairwise(static_cast<Kind>(header_.kind));
+  if (!each_to_each && !from_one) return true;
+  return std::all_of(group_->ranks.begin(), group_->ranks.end(),
+                     [&](int rank) { return rank == slow || rank >= rank_; });
+}
+
 // Nothing moves. The peer this rank waits for says whether it is in a call: if so, it waits like this rank,
 // and the rank next to the one that stands still will see to it. A peer that answers nothing is the watcher's
 // affair (liveness.cc).
@@ -183,9 +195,10 @@ Status World::ask_why(int64_t now, double idle_seconds) {
   }
   if (absent && for_data && !warned_ && idle_seconds > stall_seconds_) {
     warned_ = true;
-    warn(name_of_peer(*peer) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
-         " in " + here() + ". It is alive, and the last it called in this ring is " + peer->pong.last_call +
-         ". They go on waiting, up to " + seconds_text(timeout_seconds_) + " (TFRING_TIMEOUT_SECONDS).");
+    if (speaks_of(peer->rank))
+      warn(name_of_peer(*peer) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
+           " in " + here() + ". It is alive, and the last it called in this ring is " + peer->pong.last_call +
+           ". They go on waiting, up to " + seconds_text(timeout_seconds_) + " (TFRING_TIMEOUT_SECONDS).");
   }
   const double grace = std::min(std::max(0.1 * timeout_seconds_, 0.25), 5.0);
   const double over = idle_seconds - timeout_seconds_;

@@ -186,6 +186,7 @@ class World final : private Watched {
   void stand_still(bool stands);
   Status ask_why(int64_t now, double idle_seconds);
   Link* needed(bool* for_data) const;
+  bool speaks_of(int slow) const;
   Status peer_gone(Link* link);
   Status fail(Code code, const std::string& message);
 
