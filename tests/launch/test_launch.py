@@ -37,7 +37,7 @@ def wait_for(*names):
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    for name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "TF_CONFIG"):
+    for name in ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "GLIBC_TUNABLES", "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -164,6 +164,14 @@ def test_a_ring_forms_without_tensorflow(launch):
         "6.0 6.0 6.0 6.0 6.0",
         *(f"[{r}] " + " ".join(["6.0"] * 5) for r in (1, 2)),
     ]
+
+
+def test_large_memory_comes_in_huge_pages_unless_the_user_says_else(launch, monkeypatch):
+    tell = "print(os.environ['GLIBC_TUNABLES'])"
+    assert launch(1, tell).stdout == "glibc.malloc.hugetlb=1\n"
+    for theirs in ("glibc.malloc.hugetlb=0", ""):
+        monkeypatch.setenv("GLIBC_TUNABLES", theirs)
+        assert launch(1, tell).stdout == f"{theirs}\n"
 
 
 def test_arguments_are_passed_on_as_they_are(launch):

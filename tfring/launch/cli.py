@@ -60,8 +60,9 @@ environment of a worker:
       begin with, the same in every try.
   TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
       its share of the CPUs this process may use, unless set already.
-  PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1
-      unless set already (to nothing, to turn them off).
+  PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+      unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
+      them to those who ask: a step that makes tensors of many MB anew spends half its time in the kernel without.
 """
 
 _EXAMPLES = """\

@@ -41,6 +41,7 @@ def start(
     variables = {**environ, **threads, **launch_variables.write(cluster)}
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
     variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
+    variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     try:

@@ -6,6 +6,7 @@
 
 #include "core.h"
 #include "dtype.h"
+#include "huge_pages.h"
 #include "tf_api.h"
 
 namespace tfring {
@@ -85,6 +86,7 @@ class Invocation {
     if (!ok()) return;
     const TF_Tensor* source = forwarded < 0 ? input(index) : result;
     if (!ok()) return;
+    if (forwarded < 0) in_huge_pages(tf.TF_TensorData(result), tf.TF_TensorByteSize(result));
     *tensor = {tf.TF_TensorData(source), tf.TF_TensorData(result), dims->data(),
                static_cast<int32_t>(dims->size()), dtype};
   }
@@ -94,7 +96,9 @@ class Invocation {
     for (int64_t dim : dims) length *= static_cast<size_t>(dim);
     TF_Tensor* result = hold(tf.TF_AllocateOutput(context_, output, dtype, dims.data(),
                                                   static_cast<int>(dims.size()), length, status_.get()));
-    return ok() ? tf.TF_TensorData(result) : nullptr;
+    if (!ok()) return nullptr;
+    in_huge_pages(tf.TF_TensorData(result), length);
+    return tf.TF_TensorData(result);
   }
 
   void fail(int code, const std::string& message) { tf.TF_SetStatus(status_.get(), code, message.c_str()); }
