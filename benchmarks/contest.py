@@ -29,7 +29,8 @@ START_SECONDS = 240
 MEASURE_SECONDS = 180
 IDLE_LOAD = 0.5
 _ENTRANCE = "TFRING_BENCHMARK"  # where a worker finds run.py
-_RANK_VARIABLES = {"mpich": "PMI_RANK", "horovod": "HOROVOD_RANK"}  # of those with a launcher of their own
+# Of those with a launcher of their own.
+_RANK_VARIABLES = {"mpich": "PMI_RANK", "openmpi": "OMPI_COMM_WORLD_RANK", "horovod": "HOROVOD_RANK"}
 
 
 # ------------------------------------------------------------------------------------------------------------ run.py
@@ -51,6 +52,7 @@ class Contestant:
             _ENTRANCE: f"{listener.address} {_key.hex()} {int(realtime)}",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "CUDA_VISIBLE_DEVICES": "-1",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # as under `tfring launch`, for all alike
         }
         ports = free_ports(ranks)
         names = [host.ipv4 for host in hosts] or ["127.0.0.1"] * ranks
@@ -59,6 +61,9 @@ class Contestant:
         tools = pathlib.Path(python).parent
         if name == "mpich":
             commands = [[str(tools / "mpiexec"), "-n", str(ranks), *command]]
+        elif name == "openmpi":
+            mpiexec = [str(tools / "mpiexec"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+            commands = [[*mpiexec, "-n", str(ranks), *command]]
         elif name == "horovod":
             commands = [[str(tools / "horovodrun"), "-np", str(ranks), "--gloo", *command]]
         else:

@@ -29,6 +29,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         are computed, for one replica.
       sparse: how IndexedSlices are reduced.
       bucket_bytes: most bytes of dense values in one collective.
+      compression: what dense float32 travels as.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         devices: Sequence[str] = ("",),
         sparse: SparseOptions | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        compression: str | None = None,
     ):
         super().__init__()
         self._collectives = collectives
         self._devices = tuple(devices)
         self._sparse = sparse or SparseOptions()
         self._bucket_bytes = bucket_bytes
+        self._compression = compression
 
     @property
     def _num_between_graph_workers(self):
@@ -97,6 +100,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             name=name,
             active=active,
             bucket_bytes=self._bucket_bytes,
+            compression=self._compression,
         )
         for i, value in zip(dense, reduced, strict=True):
             results[i] = value

@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from tfring.ring import schedule
 
 HERE = pathlib.Path(__file__).parent
-HOSTS, LOCAL = 4, 2  # of the shaped networks
+FITTED_HOSTS = 4
 PAPER_ALPHA, PAPER_RATE = 50e-6, 10e9  # one way between two hosts of a data centre; bits a second
 
 # Of N hosts with a rank each, X bytes: (delays, bytes through a host's link in one direction).
@@ -33,13 +33,13 @@ def seconds(algorithm: str, hosts: int, size: float, alpha: float, rate: float) 
     return delays * alpha + num_bytes * 8 / rate
 
 
-def shaped_bytes(algorithm: str, ranks: int, size: float) -> float:
+def shaped_bytes(algorithm: str, hosts: int, ranks: int, size: float) -> float:
     """Through the busiest host's link, with several ranks a host."""
-    local = ranks // HOSTS
+    local = ranks // hosts
     if algorithm == "server":
         return 2 * (ranks - local) * size
     two_level = algorithm == "two_level" or (algorithm == "auto" and local > 1)
-    members = HOSTS if two_level else ranks
+    members = hosts if two_level else ranks
     return 2 * (members - 1) / members * size
 
 
@@ -48,17 +48,18 @@ def checked(network: dict) -> list[tuple[str, float, float]]:
     rates = sorted({rate for rate, *_ in network["shaped"]}, reverse=True)
     fitted = next(
         [size, took]
-        for rate, size, _, ranks, algorithm, took in network["shaped"]
-        if (rate, ranks, algorithm) == (rates[0], HOSTS, "auto")
+        for rate, size, _, hosts, ranks, algorithm, took in network["shaped"]
+        if (rate, hosts, ranks, algorithm) == (rates[0], FITTED_HOSTS, FITTED_HOSTS, "auto")
     )
-    share = shaped_bytes("auto", HOSTS, fitted[0]) * 8 / rates[0] / fitted[1]  # of B that data gets
+    # Of B that data gets.
+    share = shaped_bytes("auto", FITTED_HOSTS, FITTED_HOSTS, fitted[0]) * 8 / rates[0] / fitted[1]
     delayed = dict(network["delayed"])
     hosts, size = network["delayed_hosts"], network["delayed_bytes"]
     alpha = delayed["bruck"] / COSTS["bruck"](hosts, size)[0]
     found = []
-    for rate, size, placement, ranks, algorithm, took in network["shaped"]:
-        model = shaped_bytes(algorithm, ranks, size) * 8 / rate / share
-        found.append((f"{rate / 1e6:,.0f} Mbit/s, {placement}, {algorithm}", model, took))
+    for rate, size, placement, num_hosts, ranks, algorithm, took in network["shaped"]:
+        model = shaped_bytes(algorithm, num_hosts, ranks, size) * 8 / rate / share
+        found.append((f"{rate / 1e6:,.0f} Mbit/s, {num_hosts} hosts, {placement}, {algorithm}", model, took))
     for algorithm, took in network["delayed"]:
         found.append((f"1 kB, delay, {algorithm}", COSTS[chosen(algorithm, hosts, 1024)](hosts, 0)[0] * alpha, took))
     return found
@@ -86,8 +87,8 @@ def section(network: dict) -> str:
     lines = [
         "## Scale, on paper",
         "",
-        "An alpha-beta model, fitted to two of the figures above (1 Gbit/s, one rank a host, auto: the share of B that "
-        "data gets; Bruck's 1 kB with delay: alpha) and checked against the others.",
+        "An alpha-beta model, fitted to two of the figures above (1 Gbit/s, four hosts, one rank each, auto: the share "
+        "of B that data gets; Bruck's 1 kB with delay: alpha) and checked against the others.",
         "",
         "| | model | measured | error |",
         "|---|---:|---:|---:|",
@@ -139,12 +140,16 @@ def draw(network: dict) -> bool:
     members = [2, 3, 4, 5, 6, 7, 8]
     axes.plot(members, [2 * size * (n - 1) / n * 8 / rate for n in members], label="2X(N-1)/(N B)")
     axes.plot(members, [2 * size * n * 8 / rate for n in members], label="2XN/B", linestyle="--")
-    for number, algorithm in enumerate(("auto", "ring", "server")):
-        points = [(row[3] + 0.08 * (number - 1), row[5]) for row in rows if row[4] == algorithm]
-        axes.plot(*zip(*points, strict=True), linestyle="", marker="os^"[number], label=algorithm)
-    axes.set(xlabel="ranks on four hosts", ylabel="seconds", yscale="log")
+    for number, (algorithm, local) in enumerate((a, n) for n in (1, 2) for a in ("auto", "ring", "server")):
+        points = [(n, t) for _, _, _, hosts, n, a, t in rows if a == algorithm and n // hosts == local]
+        if points:
+            color = f"C{number}"
+            style = {"linestyle": "", "marker": "os^"[number % 3], "markerfacecolor": color if local == 1 else "none"}
+            label = f"{algorithm}, {('one rank', 'two ranks')[local - 1]} a host"
+            axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
+    axes.set(xlabel="ranks", ylabel="seconds", yscale="log")
     axes.set_title(f"all_reduce of {size >> 20} MB, {rate / 1e9:g} Gbit/s")
-    axes.legend()
+    axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.savefig(HERE / "network.png", dpi=110, bbox_inches="tight")
 

@@ -18,12 +18,10 @@ sys.path.insert(0, str(HERE.parents[1] / "tests" / "cluster" / "engines"))
 import namespaces  # noqa: E402
 
 M = 1 << 20
-HOSTS = 4
 GIGABIT, MEGABIT = 1_000_000_000, 1_000_000
-# Bits a second, bytes, how often.
-SHAPES = ((GIGABIT, 64 * M, 5), (100 * MEGABIT, 16 * M, 2))
-PLACEMENTS = {
-    "one rank a host": [0, 1, 2, 3],
+# Bits a second, bytes, how often, numbers of hosts with one rank each; with two ranks there are four.
+SHAPES = ((GIGABIT, 64 * M, 5, (2, 4, 8)), (100 * MEGABIT, 16 * M, 2, (4,)))
+TWO_RANKS_A_HOST = {
     "two ranks a host, by block": [0, 0, 1, 1, 2, 2, 3, 3],
     "two ranks a host, round-robin": [0, 1, 2, 3, 0, 1, 2, 3],
 }
@@ -50,17 +48,20 @@ def measure(arguments) -> dict | None:
 
 
 def _measure(arguments, found: dict) -> None:
-    for rate, size, calls in SHAPES:
-        for placement, places in PLACEMENTS.items():
-            with namespaces.hosts(HOSTS) as hosts:
+    for rate, size, calls, numbers in SHAPES:
+        cases = [("one rank a host", list(range(number))) for number in numbers]
+        for placement, places in [*cases, *TWO_RANKS_A_HOST.items()]:
+            number = 1 + max(places)
+            with namespaces.hosts(number) as hosts:
                 for host in hosts:
                     shape(host, rate)
                 with ranks(hosts, places, arguments.realtime) as contestant:
                     for algorithm, part in algorithms(placement).items():
                         loops = max(1, int(part * calls))
                         seconds = slowest(contestant.ask("repeated", algorithm, size, loops, 1))
-                        found["shaped"].append([rate, size, placement, len(places), algorithm, seconds])
-                        print(f"{rate / 1e6:.0f} Mbit/s, {placement}, {algorithm}: {seconds:.3f} s", file=sys.stderr)
+                        found["shaped"].append([rate, size, placement, number, len(places), algorithm, seconds])
+                        where = f"{rate / 1e6:.0f} Mbit/s, {number} hosts, {placement}"
+                        print(f"{where}, {algorithm}: {seconds:.3f} s", file=sys.stderr)
     with (
         namespaces.hosts(DELAYED_HOSTS) as hosts,
         delayed(hosts),

@@ -40,24 +40,35 @@ CONTESTANTS = {
     "np_tcp": "tensorflow",
     "gloo": "peers",
     "mpich": "peers",
+    "openmpi": "openmpi",
     "sockets": "tensorflow",
     "copy": "tensorflow",
+    "copy_new": "tensorflow",
 }
-MODULES = {"horovod": "horovod.tensorflow", "gloo": "torch", "mpich": "mpi4py"}
+MODULES = {"horovod": "horovod.tensorflow", "gloo": "torch", "mpich": "mpi4py", "openmpi": "mpi4py"}
 IN_FUNCTION = ("floor", "tensorflow", "tf_shm", "tf_tcp", "horovod")
-FROM_ARRAYS = ("np_shm", "np_tcp", "gloo", "mpich")
-LIMITS = ("sockets", "copy")
+FROM_ARRAYS = ("np_shm", "np_tcp", "gloo", "mpich", "openmpi")
+LIMITS = ("sockets", "copy", "copy_new")
+LARGE = tuple(name for name in CONTESTANTS if name not in ("floor", "np_tcp"))
+LARGEST = tuple(name for name in LARGE if name != "tensorflow")  # 4 s a call
+HAVE_BFLOAT16 = ("floor", "tf_shm", "tf_tcp", "np_shm", "np_tcp", "gloo")
+HAVE_16_BITS = {"float16": (*HAVE_BFLOAT16, "horovod"), "bfloat16": HAVE_BFLOAT16}
+SIZES = {
+    2: (4, K, 4 * K, 64 * K, M, 16 * M, 64 * M, 256 * M, K * M),
+    4: (4, K, 4 * K, 64 * K, M, 16 * M, 64 * M),
+    8: (4, 4 * K, 64 * K, M),
+}
 OTHERS = ("all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all")
 
 
 def cells(ranks: int) -> list[tuple[str, str, int, tuple[str, ...]]]:
     """Collective, dtype, size, and whom it is put to."""
     found = [("round_trip", "float32", size, FROM_ARRAYS) for size in (4, 64 * K) if ranks == 2]
-    for size in (4, K, 4 * K, 64 * K, M, 16 * M, 64 * M) if ranks < 8 else (4, 4 * K, 64 * K, M):
-        found.append(("all_reduce", "float32", size, (*IN_FUNCTION, *FROM_ARRAYS, *LIMITS)))
-    for size in (4 * K, M, 64 * M) if ranks < 8 else ():
-        without = ("tensorflow", "mpich", *LIMITS)  # MPI has no float16
-        found.append(("all_reduce", "float16", size, tuple(c for c in CONTESTANTS if c not in without)))
+    for size in SIZES[ranks]:
+        whom = (*IN_FUNCTION, *FROM_ARRAYS, *LIMITS) if size < 256 * M else LARGE if size < K * M else LARGEST
+        found.append(("all_reduce", "float32", size, whom))
+    for dtype, whom in HAVE_16_BITS.items():
+        found += [("all_reduce", dtype, size, whom) for size in ((4 * K, M, 64 * M) if ranks < 8 else ())]
     for op in OTHERS:
         sizes = (4 * K, 256 * K, 16 * M) if ranks < 8 else (4 * K,)
         found += [(op, "float32", size, FROM_ARRAYS) for size in sizes]
@@ -70,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--peers-python", default=sys.executable, help="has torch and mpi4py")
+    parser.add_argument("--openmpi-python", default="", help="has mpi4py on Open MPI; left out by default")
     parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
     contest.add_realtime(parser)
     arguments = parser.parse_args()
@@ -89,8 +101,9 @@ def compare(ranks: int, arguments) -> dict:
         "tensorflow": sys.executable,
         "horovod": arguments.horovod_python,
         "peers": arguments.peers_python,
+        "openmpi": arguments.openmpi_python,
     }
-    needed = {2: CONTESTANTS, 4: ("tensorflow", "tf_shm", "tf_tcp", *FROM_ARRAYS, *LIMITS)}.get(ranks, FROM_ARRAYS)
+    needed = FROM_ARRAYS if ranks > 4 else CONTESTANTS
     wanted = [
         (name, tables.HEADINGS[name], pythons[CONTESTANTS[name]], MODULES.get(name, "tensorflow"))
         for name in arguments.contestants.split(",")

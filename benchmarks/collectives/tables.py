@@ -23,8 +23,10 @@ HEADINGS = {
     "np_tcp": "tfring from NumPy, TCP",
     "gloo": "torch gloo",
     "mpich": "MPICH from mpi4py",
+    "openmpi": "Open MPI from mpi4py",
     "sockets": "limit: raw sockets",
     "copy": "limit: a memory copy",
+    "copy_new": "limit: a memory copy into new memory",
 }
 
 
@@ -54,6 +56,8 @@ def write(results: dict) -> None:
     network = results.get("network")
     sections = [targets(parts, network)]
     sections += [section(ranks, parts[ranks]) for ranks in sorted(parts)]
+    if 2 in parts and draw(parts[2]):
+        sections[1] += "\n\n![microseconds by size](all_reduce.png)"
     if network:
         sections += [network_section(network), model.section(network)]
         if model.draw(network):
@@ -80,6 +84,32 @@ def section(ranks: int, part: Part) -> str:
             if any(medians):
                 lines.append(row(heading, [time_text(each) for each in medians]))
     return "\n".join(lines)
+
+
+def draw(part: Part) -> bool:
+    """all_reduce.png beside this file, if there is matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, both = pyplot.subplots(1, 2, figsize=(13, 4.8), sharey=True)
+    inside = ("tf_shm", "tf_tcp", "tensorflow", "horovod")
+    outside = ("np_shm", "np_tcp", "gloo", "mpich", "openmpi")
+    for axes, names, title in zip(both, (inside, outside), ("in a tf.function", "from arrays"), strict=True):
+        for name in names:
+            sizes = [s for s in part.sizes("all_reduce", "float32") if part.median(name, "all_reduce", "float32", s)]
+            times = [part.median(name, "all_reduce", "float32", size) * 1e6 for size in sizes]
+            axes.plot(sizes, times, "o-" if name in TRANSPORTS else "s--", label=HEADINGS[name])
+        axes.set(xscale="log", yscale="log", xlabel="bytes", title=f"all_reduce of 2 ranks, {title}")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    both[0].set_ylabel("microseconds")
+    figure.savefig(README.parent / "all_reduce.png", dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+    return True
 
 
 def targets(parts: dict[int, Part], network: dict | None) -> str:
@@ -114,9 +144,9 @@ def targets(parts: dict[int, Part], network: dict | None) -> str:
             compared(ranks, f"{size_text(size)}, {ranks} ranks, from NumPy", "np_shm", "gloo", 3, size)
             compared(ranks, f"{size_text(size)}, {ranks} ranks, from NumPy", "np_shm", "mpich", 0.5, size)
     compared(4, "all_to_all of 1,024 rows of 64, 4 ranks", "np_shm", "mpich", 1, 256 * K, "all_to_all")
-    for rate, size, placement, ranks, algorithm, seconds in (network or {}).get("shaped", ()):
-        if (rate, algorithm) == (1e9, "auto"):
-            what = f"share of 2X(N-1)/(N B): {rate_text(rate)}, 4 hosts, {size_text(size)}, {placement}"
+    for rate, size, placement, hosts, ranks, algorithm, seconds in (network or {}).get("shaped", ()):
+        if (rate, hosts, algorithm) == (1e9, 4, "auto"):
+            what = f"share of 2X(N-1)/(N B): {rate_text(rate)}, {hosts} hosts, {size_text(size)}, {placement}"
             target(what, 0.92, 2 * size * 8 * (ranks - 1) / ranks / rate / seconds)
     for algorithm, seconds in (network or {}).get("delayed", ()):
         if algorithm == "auto":
@@ -136,14 +166,15 @@ def network_section(network: dict) -> str:
         "",
     ]
     shaped: dict[tuple, dict[str, float]] = {}
-    for rate, size, placement, ranks, algorithm, seconds in network["shaped"]:
-        shaped.setdefault((rate, size, placement, ranks), {})[algorithm] = seconds
+    for rate, size, placement, num_hosts, ranks, algorithm, seconds in network["shaped"]:
+        shaped.setdefault((rate, size, placement, num_hosts, ranks), {})[algorithm] = seconds
     columns = ["2X(H-1)/(H B)", "2X(N-1)/(N B)", *NETWORK_HEADINGS.values(), "2XN/B"]
     lines += [row("", columns), rule(columns)]
-    for (rate, size, placement, ranks), seconds_of in shaped.items():
+    for (rate, size, placement, num_hosts, ranks), seconds_of in shaped.items():
         buffer = 2 * size * 8 / rate
-        cells = [buffer * 3 / 4, buffer * (ranks - 1) / ranks, *map(seconds_of.get, NETWORK_HEADINGS), buffer * ranks]
-        what = f"{rate_text(rate)}, {size_text(size)}, {placement}"
+        across = buffer * (num_hosts - 1) / num_hosts
+        cells = [across, buffer * (ranks - 1) / ranks, *map(seconds_of.get, NETWORK_HEADINGS), buffer * ranks]
+        what = f"{rate_text(rate)}, {size_text(size)}, {num_hosts} hosts, {placement}"
         lines.append(row(what, ["" if cell is None else f"{cell:.2f}" for cell in cells]))
     lines += [
         "",
@@ -171,7 +202,7 @@ def rule(cells) -> str:
 
 
 def size_text(size: int) -> str:
-    for unit, suffix in ((M, "MB"), (K, "kB")):
+    for unit, suffix in ((K * M, "GB"), (M, "MB"), (K, "kB")):
         if size >= unit:
             return f"{size // unit} {suffix}"
     return f"{size} B"

@@ -93,3 +93,51 @@ def test_regularizers():  # Keras before 3.14 adds up those of activities over t
 
 def test_float64():
     assert_equal(workers(3).run(float64), tolerance=1e-12)
+
+
+def compressed(compression):
+    """Weights before and after, exact and rounded, as one vector each; and how many bytes of gradients were sent."""
+    import keras
+
+    x, y = skewed_rows(num_features=128)
+
+    def flat(model):
+        return np.concatenate([w.ravel() for w in model.get_weights()])
+
+    def train(how):
+        ring = strategy(check_equal=True, compression=how)
+        keras.utils.set_random_seed(1)
+        with ring.scope():  # wide enough that its gradients are not small
+            layers = [keras.layers.Dense(256, activation="tanh"), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.layers.Input((128,)), *layers])
+            model.compile(keras.optimizers.SGD(0.001), "mse")
+        start = flat(model)
+        model.fit(x, y, batch_size=20, epochs=2, verbose=0, shuffle=False)
+        sent = ring.extended.gradients.bytes_sent()
+        ring.close()
+        return start, flat(model), sent
+
+    start, exact, sent = train(None)
+    _, rounded, fewer = train(compression)
+    return start, exact, rounded, sent, fewer
+
+
+@pytest.mark.parametrize(("n", "compression", "unit"), [(2, "float16", 2**-11), (3, "bfloat16", 2**-8)])
+def test_compression(n, compression, unit):
+    """Half the bytes; what weights have moved by is off by some roundings, and all ranks are off alike."""
+    results = workers(n).run(compressed, compression)
+    start, exact, rounded, sent, fewer = results[0]
+    assert 0.49 * sent < fewer < 0.51 * sent
+    assert all(np.array_equal(rounded, of[2]) for of in results)
+    error = np.abs(rounded - exact).max() / np.abs(exact - start).max()
+    assert unit / 100 < error < 4 * unit
+
+
+def test_compressions_that_there_are_not():
+    import tfring
+    from tfring.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match=r"`compression` is one of .*Received: compression='float8'"):
+        tfring.RingStrategy(compression="float8")
+    with pytest.raises(ConfigurationError, match="TensorFlow's collectives send float32 as it is"):
+        tfring.RingStrategy(compression="float16", communication="tensorflow")

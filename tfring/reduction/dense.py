@@ -18,6 +18,7 @@ def reduce_dense(
     name: str,
     active: tf.Tensor | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    compression: str | None = None,
 ) -> list[tf.Tensor]:
     """Sums each tensor over all ranks.
 
@@ -27,6 +28,7 @@ def reduce_dense(
       name: what they are, for errors and traces.
       active: bool scalar; where False this rank adds zeros, whatever its tensors hold (NaN included).
       bucket_bytes: see `plan_buckets`.
+      compression: what float32 travels as, see `Communicator.all_reduce`.
 
     Returns:
       The sums, in the order and with the shapes of `tensors`.
@@ -39,7 +41,10 @@ def reduce_dense(
     results: list[tf.Tensor] = [None] * len(tensors)
     for number, bucket in enumerate(buckets):
         reduced = collectives.all_reduce(
-            [tensors[i] for i in bucket.indices], name=f"{name}/bucket_{number}", active=active
+            [tensors[i] for i in bucket.indices],
+            name=f"{name}/bucket_{number}",
+            active=active,
+            compression=compression if bucket.dtype == "float32" else None,
         )
         for i, value in zip(bucket.indices, reduced, strict=True):
             results[i] = value

@@ -27,9 +27,18 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(
-        self, tensors: Sequence[tf.Tensor], op: str = "sum", *, name: str, active: tf.Tensor | None = None
+        self,
+        tensors: Sequence[tf.Tensor],
+        op: str = "sum",
+        *,
+        name: str,
+        active: tf.Tensor | None = None,
+        compression: str | None = None,
     ) -> list[tf.Tensor]:
-        """Reduces tensors of one dtype over all ranks, in one collective."""
+        """Reduces tensors of one dtype over all ranks, in one collective.
+
+        `compression` is what float32 travels as, where the engine can; see `Communicator.all_reduce`.
+        """
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
@@ -151,7 +160,7 @@ class LocalCollectives(Collectives):
     rank = 0
     world_size = 1
 
-    def all_reduce(self, tensors, op="sum", *, name, active=None):
+    def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
         return zeros_unless(active, tensors)
 
     def all_gather(self, tensor, *, name):
@@ -210,8 +219,10 @@ class RingCollectives(Collectives):
         self.rank = communicator.rank
         self.world_size = communicator.world_size
 
-    def all_reduce(self, tensors, op="sum", *, name, active=None):
-        return self._ops.all_reduce(self.communicator, list(tensors), op, name=name, active=active)
+    def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
+        return self._ops.all_reduce(
+            self.communicator, list(tensors), op, name=name, active=active, compression=compression
+        )
 
     def all_gather(self, tensor, *, name):
         return self._ops.all_gather(self.communicator, tensor, name=name)

@@ -65,7 +65,8 @@ class TensorFlowCollectives(Collectives):
         with tf.device(self._device):
             return _tf.collective_ops.all_gather_v2(tensor, **self._arguments())
 
-    def all_reduce(self, tensors, op="sum", *, name, active=None):
+    def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
+        assert compression is None  # RingStrategy refuses it
         dtype = tensors[0].dtype
         if op != "sum" and (dtype == tf.uint64 or dtype.is_complex):
             raise TypeError(f"TensorFlow's collectives find no {op} of {dtype.name}. Received: {name}.")

@@ -35,6 +35,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         devices,
         sparse,
         bucket_bytes,
+        compression,
         communication_options,
     ):
         # Not super().__init__: it starts TensorFlow's own cluster and makes its own cross-device ops.
@@ -63,7 +64,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self.channels = [control] if control is gradients else [control, gradients]
         self.control_ops = RingAllReduce(control, self.worker_devices, sparse, bucket_bytes)
         self._cross_device_ops = self._host_cross_device_ops = self.control_ops
-        self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, bucket_bytes)
+        self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, bucket_bytes, compression)
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
