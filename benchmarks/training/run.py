@@ -1,0 +1,85 @@
+"""Training with one worker and with several, beside the peers. Writes results.json, and from it README.md.
+
+    python benchmarks/training/run.py                         # 1 and 2 workers, and 4; twenty minutes on two cores
+    python benchmarks/training/run.py --workers 2 --rounds 5
+    python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
+
+Every worker has half of the machine's cores, whether it is alone or not, so that a second one could at most double
+the rows a second. The global batch is the same with any number. Each contestant has processes of its own that live
+through the run and sleep while others are measured; a round visits each with every model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import contest  # noqa: E402
+import models  # noqa: E402
+import tables  # noqa: E402
+
+RESULTS = HERE / "results.json"
+MODULES = {"horovod": "horovod.tensorflow", "torch": "torch"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", default="2,4", help="numbers of workers, each beside one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", default=",".join(models.TASKS))
+    parser.add_argument("--contestants", default=",".join(tables.HEADINGS))
+    parser.add_argument("--peers-python", default=sys.executable, help="has torch")
+    parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
+    contest.add_realtime(parser)
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for workers in filter(None, arguments.workers.split(",")):
+        results[workers] = compare(int(workers), arguments)
+        RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+    tables.write(results)
+
+
+def compare(workers: int, arguments) -> dict:
+    """Each contestant with one worker and with several: the times, round by round."""
+    pythons = {"horovod": arguments.horovod_python, "torch": arguments.peers_python}
+    wanted = [
+        (name, tables.HEADINGS[name], pythons.get(name, sys.executable), MODULES.get(name, "tensorflow"))
+        for name in arguments.contestants.split(",")
+    ]
+    conditions = contest.conditions(arguments.realtime)
+    names = arguments.models.split(",")
+    times: dict[tuple, list[dict]] = {}
+    with contextlib.ExitStack() as stack:
+        running = []
+        for ranks in (1, workers):
+            mine = [each for each in wanted if ranks == 1 or each[0] != "plain"]
+            mine = [each for each in mine if ranks > 1 or each[0] != "tensorflow"]  # alone it is tfring alone
+            started = contest.started(HERE / "worker.py", mine, ranks, realtime=arguments.realtime)
+            contestants, missing = stack.enter_context(started)
+            running += [(ranks, contestant) for contestant in contestants]
+        stack.enter_context(contest.realtime(arguments.realtime))
+        for round_number in range(arguments.rounds):
+            for name in names:
+                for ranks, contestant in running:
+                    answers = contestant.ask("measure", name)
+                    if all(isinstance(answer, dict) for answer in answers):
+                        slowest = max(answers, key=lambda answer: answer["seconds"])
+                        times.setdefault((contestant.name, ranks, name), []).append(slowest)
+            print(f"{workers} workers, round {round_number + 1} of {arguments.rounds}", file=sys.stderr)
+        versions = sorted({fact for _, contestant in running for fact in contestant.facts})
+    return {
+        "conditions": conditions,
+        "versions": versions,
+        "missing": missing,
+        "times": [[*cell, values] for cell, values in times.items()],
+    }
+
+
+if __name__ == "__main__":
+    main()

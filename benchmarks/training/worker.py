@@ -1,0 +1,214 @@
+"""One rank of one contestant: trains the models that run.py asks for, and says how long a step took."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import contest
+import models
+
+SHARE = max(1, len(os.sched_getaffinity(0)) // 2)  # of the cores; the same with one worker and with two
+os.environ.update(
+    TF_NUM_INTRAOP_THREADS=str(SHARE), TF_NUM_INTEROP_THREADS=str(max(2, SHARE)), OMP_NUM_THREADS=str(SHARE)
+)
+
+
+class Plain:
+    """Keras 3 by itself."""
+
+    def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
+        self.rank, self.ranks, self.ports = rank, ranks, ports
+        self.made: dict = {}
+        self.start()
+
+    def start(self) -> None:
+        os.environ["KERAS_BACKEND"] = "tensorflow"
+        import keras
+        import tensorflow as tf
+
+        self.tf, self.keras = tf, keras
+        self.version = f"Keras {keras.__version__} on TensorFlow {tf.__version__}"
+
+    def facts(self) -> list[str]:
+        return [self.version]
+
+    def measure(self, name: str) -> dict | str:
+        """Seconds a step of `fit`, and the bytes this rank sent; the first call makes the model and warms up."""
+        if name not in self.made:
+            try:
+                self.made[name] = self.ready(name)
+            except NotImplementedError as error:
+                return str(error)
+            self.made[name]()
+        sent = self.bytes_sent()
+        start = time.perf_counter()
+        self.made[name]()
+        steps = models.TASKS[name].steps
+        return {
+            "seconds": (time.perf_counter() - start) / steps,
+            "bytes": None if sent is None else (self.bytes_sent() - sent) / steps,
+        }
+
+    def ready(self, name: str):
+        """A function that trains the model through its data once."""
+        task = models.TASKS[name]
+        keras = self.keras
+        keras.utils.set_random_seed(1)
+        model = self.model(task)
+        losses = keras.losses
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True) if task.classes else losses.MeanSquaredError()
+        model.compile(self.optimizer(keras.optimizers.get(task.optimizer)), loss, **self.compile_options)
+        options = {"epochs": 1, "verbose": 0, "callbacks": self.callbacks()}
+        data, batch = self.share(task)
+        if task.jpeg:
+            dataset = self.decoded(data, batch)
+            return lambda: model.fit(dataset, **options)
+        return lambda: model.fit(*data, batch_size=batch, shuffle=False, **options)
+
+    compile_options: dict = {}
+
+    def model(self, task):
+        return task.make(self.keras)
+
+    def optimizer(self, optimizer):
+        return optimizer
+
+    def callbacks(self) -> list:
+        return []
+
+    def share(self, task):
+        """This rank's rows, and how many of them make a step."""
+        return task.data(), task.batch
+
+    def bytes_sent(self):
+        return None
+
+    def decoded(self, data, batch):
+        tf = self.tf
+        files = [tf.io.encode_jpeg(tf.cast(image * 255, tf.uint8)).numpy() for image in data[0]]
+
+        def decode(file, label):
+            image = tf.io.decode_jpeg(file, channels=3)
+            return tf.image.resize(tf.cast(image, tf.float32) / 255, [64, 64]), label
+
+        return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch)
+
+
+class Tfring(Plain):
+    """In a RingStrategy; the program is that of one process."""
+
+    communication = "ring"
+
+    def start(self) -> None:
+        os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
+        workers = list(contest.addresses())
+        place = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": self.rank}}
+        if self.ranks > 1:
+            os.environ["TF_CONFIG"] = json.dumps(place)
+        super().start()
+        import tfring
+
+        self.strategy = tfring.RingStrategy(communication=self.communication)
+        self.version += f", tfring {tfring.__version__}"
+
+    def model(self, task):
+        with self.strategy.scope():
+            return super().model(task)
+
+    def ready(self, name):
+        with self.strategy.scope():
+            return super().ready(name)
+
+    def bytes_sent(self):
+        return self.strategy.bytes_sent()
+
+
+class OnTensorFlow(Tfring):
+    communication = "tensorflow"
+
+
+class Horovod(Plain):
+    def start(self) -> None:
+        import horovod
+        import horovod.tensorflow.keras as hvd
+        import tensorflow as tf
+
+        hvd.init()
+        self.tf, self.keras, self.hvd = tf, tf.keras, hvd
+        self.version = f"Horovod {horovod.__version__} on TensorFlow {tf.__version__}"
+
+    compile_options = {"experimental_run_tf_function": False}
+
+    def optimizer(self, optimizer):
+        return self.hvd.DistributedOptimizer(optimizer)
+
+    def callbacks(self):
+        return [self.hvd.callbacks.BroadcastGlobalVariablesCallback(0), self.hvd.callbacks.MetricAverageCallback()]
+
+    def share(self, task):
+        return models.shares(task.data(), self.rank, self.ranks, task.batch), task.batch // self.ranks
+
+
+class Torch(Plain):
+    """torch's DistributedDataParallel on gloo, for the models that are easily said in torch."""
+
+    def start(self) -> None:
+        import torch
+        import torch.distributed as distributed
+
+        torch.set_num_threads(SHARE)
+        self.torch = torch
+        self.version = f"torch {torch.__version__}"
+        if self.ranks > 1:
+            first = f"tcp://127.0.0.1:{self.ports[0]}"
+            distributed.init_process_group("gloo", init_method=first, rank=self.rank, world_size=self.ranks)
+
+    def ready(self, name):
+        torch, task = self.torch, models.TASKS[name]
+        nn = torch.nn
+        makers = {
+            "dense": lambda: [
+                *(part for _ in range(3) for part in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 1),
+            ],
+            "convolutions": lambda: [
+                nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+                nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 8 * 64, 10),
+            ],
+        }  # fmt: skip
+        if name not in makers:
+            raise NotImplementedError(f"{name} is not written in torch")
+        torch.manual_seed(1)
+        model = nn.Sequential(*makers[name]())
+        if self.ranks > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        loss_of = nn.CrossEntropyLoss() if task.classes else nn.MSELoss()
+        x, y = map(torch.from_numpy, models.shares(task.data(), self.rank, self.ranks, task.batch))
+        if name == "convolutions":
+            x = x.permute(0, 3, 1, 2).contiguous()
+        rows = task.batch // self.ranks
+
+        def train():
+            for begin in range(0, len(x), rows):
+                optimizer.zero_grad()
+                loss = loss_of(model(x[begin : begin + rows]), y[begin : begin + rows])
+                loss.backward()
+                optimizer.step()
+                loss.item()
+
+        return train
+
+
+MAKERS = {"plain": Plain, "tfring": Tfring, "tensorflow": OnTensorFlow, "horovod": Horovod, "torch": Torch}
+
+
+def main() -> None:
+    name, *where = contest.place()
+    contestant = MAKERS[name](*where)
+    contest.serve(where[0], facts=contestant.facts, measure=contestant.measure)
+
+
+if __name__ == "__main__":
+    main()
