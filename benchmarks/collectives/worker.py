@@ -119,6 +119,8 @@ class Tfring(Contestant):
             value = value.reshape(-1, ROW)
         if op == "round_trip":
             return functools.partial(self.round_trip, value)
+        if op == "all_reduce":  # as gloo and MPI: into memory that is there
+            return functools.partial(ring.all_reduce, value, out=np.empty_like(value))
         return functools.partial(getattr(ring, op), value)
 
     def round_trip(self, value):

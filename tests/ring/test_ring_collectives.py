@@ -224,6 +224,51 @@ def test_statistics_count_what_the_schedule_says(transport):
         assert statistics["seconds_waited"] >= 0
 
 
+def into_arrays(cluster, transport):
+    with ranks.join(cluster, transport=transport) as ring:
+        total = ring.world_size * (ring.world_size + 1) / 2
+        for size in (3, 300_000):
+            value = np.full(size, ring.rank + 1.0)
+            other = np.zeros(size)
+            assert ring.all_reduce(value, out=other) is other
+            assert (other == total).all() and (value == ring.rank + 1).all()
+            assert ring.all_reduce(value, out=value) is value
+            np.testing.assert_array_equal(value, other)
+            half = np.full(size, ring.rank + 1.0, np.float32)
+            ring.all_reduce(half, compression="float16", out=half)
+            np.testing.assert_array_equal(half, total)
+            many = [np.full(size, ring.rank + 1.0), np.full([2, 2], 2.0)]
+            outputs = [many[0], np.zeros([2, 2])]
+            first, second = ring.all_reduce(many, out=outputs)
+            assert first is many[0] and second is outputs[1]
+            assert (first == total).all() and (second == 2 * ring.world_size).all()
+        value = np.zeros(8)
+        fixed = np.zeros(8)
+        fixed.flags.writeable = False
+        for out, words in (
+            (np.zeros(7), r"the value's shape and dtype, \[8\] of float64. Received: \[7\] of float64"),
+            (np.zeros(8, np.float32), "Received: .* of float32"),
+            ([0.0] * 8, "Received: .*0.0"),
+            (np.zeros(16)[::2], "contiguous"),
+            (fixed, "writeable"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                ring.all_reduce(value, out=out)
+        whole = np.zeros(12)
+        with pytest.raises(ValueError, match="arrays that overlap"):
+            ring.all_reduce(whole[:8], out=whole[4:])
+        with pytest.raises(ValueError, match="arrays that overlap"):
+            ring.all_reduce([whole[:4], whole[4:8]], out=[whole[4:8], whole[:4]])
+        with pytest.raises(ValueError, match=r"an array for each value\. Received: 1 for 2"):
+            ring.all_reduce([whole[:4], whole[4:8]], out=[whole[:4]])
+        ring.barrier()  # nothing was sent
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_into_arrays_that_are_there(transport):
+    ranks.run(3, into_arrays, transport)
+
+
 def wait_for_the_last(cluster, what):
     with ranks.join(cluster) as ring:
         for last in range(cluster.world_size):

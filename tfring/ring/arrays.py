@@ -19,10 +19,16 @@ from tfring.ring.schedule import chunk_bounds
 
 
 def all_reduce(
-    communicator: Any, value: Any, op: str = "sum", *, compression: str | None = None, name: str = "all_reduce"
+    communicator: Any,
+    value: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    compression: str | None = None,
+    name: str = "all_reduce",
 ) -> Any:
     many, values = _as_list(value)
-    results = [np.empty_like(value) for value in values]
+    results = [np.empty_like(value) for value in values] if out is None else _outputs(out, values, many)
     _run("all_reduce", communicator, name, values, results, op=op, compression=compression)
     return results if many else results[0]
 
@@ -280,6 +286,27 @@ def _as_list(value: Any) -> tuple[bool, list[np.ndarray]]:
     if isinstance(value, (list, tuple)) and value and all(isinstance(each, np.ndarray) for each in value):
         return True, [_as_array(each) for each in value]
     return False, [_as_array(value)]
+
+
+def _outputs(out: Any, values: list[np.ndarray], many: bool) -> list[np.ndarray]:
+    """The arrays to write to, one for each value."""
+    outputs = list(out) if many and isinstance(out, (list, tuple)) else [out]
+    if len(outputs) != len(values):
+        raise ValueError(f"`out` holds an array for each value. Received: {len(outputs)} for {len(values)}")
+    for output, value in zip(outputs, values, strict=True):
+        if not isinstance(output, np.ndarray) or (output.shape, output.dtype) != (value.shape, value.dtype):
+            raise ValueError(
+                f"`out` is an array of the value's shape and dtype, {list(value.shape)} of {value.dtype}. Received: "
+                + (f"{list(output.shape)} of {output.dtype}" if isinstance(output, np.ndarray) else repr(output))
+            )
+        if not (output.flags.c_contiguous and output.flags.writeable):
+            raise ValueError("`out` is contiguous, in the order of C, and writeable. Received: an array that is not")
+    for i, output in enumerate(outputs):
+        in_place = output.__array_interface__["data"] == values[i].__array_interface__["data"]
+        others = [*outputs[:i], *(value for j, value in enumerate(values) if j != i or not in_place)]
+        if any(np.may_share_memory(output, other) for other in others):
+            raise ValueError("`out` is the value itself, or memory of its own. Received: arrays that overlap")
+    return outputs
 
 
 def _as_array(value: Any) -> np.ndarray:

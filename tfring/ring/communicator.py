@@ -232,7 +232,13 @@ class Communicator:
         return self.group(ranks, f"{name} {number}: {color}")
 
     def all_reduce(
-        self, value: Any, op: str = "sum", *, compression: str | None = None, name: str | None = None
+        self,
+        value: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        compression: str | None = None,
+        name: str | None = None,
     ) -> Any:
         """The element-wise sum, maximum, minimum or product over all ranks; bitwise the same on every rank.
 
@@ -242,6 +248,8 @@ class Communicator:
                 wrap round. float16 and bfloat16 are computed in float32 and rounded at most once for each
                 rank after the first (small arrays once in all). NaN wins over any number.
             op: "sum", "max", "min" or "product".
+            out: NumPy arrays to write to, as `numpy.add` takes them: `value` itself, or of its shape and dtype. With
+                large arrays half the time is the kernel's, which clears new memory. Default: new arrays.
             compression: "bfloat16" or "float16": what float32 travels as, in half the bytes. Sums are made in float32
                 of contributions each rounded once, and are rounded once themselves: the result is within u * (|sum| +
                 sum of all |contributions|) of the exact one, where u is 2**-8 for bfloat16 and 2**-11 for float16
@@ -250,14 +258,27 @@ class Communicator:
             name: What to call it in errors; the same on all ranks. Default: "all_reduce".
 
         Returns:
-            As `value`.
+            As `value`; `out` where it is given.
 
         Raises:
             MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+            ValueError: This call cannot be, such as `out` of another shape; nothing was sent.
+
+        Example:
+            >>> from tfring.cluster.cluster import Cluster
+            >>> gradient = np.array([1.0, 2.0])
+            >>> with Communicator.connect(Cluster.alone()) as communicator:
+            ...     communicator.all_reduce(gradient, out=gradient) is gradient
+            True
         """
         if compression is not None:
             self._need(range(self.world_size))
-        return self._on(value).all_reduce(self, value, op, compression=compression, name=name or "all_reduce")
+        settings = {"compression": compression, "name": name or "all_reduce"}
+        if out is not None:
+            if _is_tensorflow(value):
+                raise ValueError("`out` is for arrays: nothing is written to TensorFlow's tensors. Received: a tensor")
+            settings["out"] = out
+        return self._on(value).all_reduce(self, value, op, **settings)
 
     def reduce(self, value: Any, root: int = 0, op: str = "sum", *, name: str | None = None) -> Any:
         """As `all_reduce`, for one rank only: zeros on the others."""
