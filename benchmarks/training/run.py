@@ -4,8 +4,8 @@
     python benchmarks/training/run.py --workers 2 --rounds 5
     python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
 
-Every worker has half of the machine's cores, whether it is alone or not, so that a second one could at most double
-the rows a second. The global batch is the same with any number. Each contestant has processes of its own that live
+Every worker has one core, so that a second one could at most double the rows a second. The global batch is the same
+with any number. Each contestant has processes of its own that live
 through the run and sleep while others are measured; a round visits each with every model.
 """
 

@@ -9,10 +9,12 @@ import time
 import contest
 import models
 
-SHARE = max(1, len(os.sched_getaffinity(0)) // 2)  # of the cores; the same with one worker and with two
-os.environ.update(
-    TF_NUM_INTRAOP_THREADS=str(SHARE), TF_NUM_INTEROP_THREADS=str(max(2, SHARE)), OMP_NUM_THREADS=str(SHARE)
-)
+
+def take_a_core(rank: int) -> None:
+    """As under a scheduler that gives each worker a core of its own; with fewer cores than workers they take turns."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ.update(TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="2", OMP_NUM_THREADS="1")
 
 
 class Plain:
@@ -158,7 +160,7 @@ class Torch(Plain):
         import torch
         import torch.distributed as distributed
 
-        torch.set_num_threads(SHARE)
+        torch.set_num_threads(1)
         self.torch = torch
         self.version = f"torch {torch.__version__}"
         if self.ranks > 1:
@@ -206,6 +208,7 @@ MAKERS = {"plain": Plain, "tfring": Tfring, "tensorflow": OnTensorFlow, "horovod
 
 def main() -> None:
     name, *where = contest.place()
+    take_a_core(where[0])
     contestant = MAKERS[name](*where)
     contest.serve(where[0], facts=contestant.facts, measure=contestant.measure)
 
