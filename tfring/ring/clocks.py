@@ -17,11 +17,12 @@ import functools
 import hashlib
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_ROUNDS = 24
+ROUNDS = 24
 NAME = "clock"  # of these gathers, which no trace shows
 
 
@@ -40,28 +41,29 @@ def now() -> int:
     return time.monotonic_ns()
 
 
-def distance(communicator: Any, rounds: int = _ROUNDS) -> Distance:
+def distance(communicator: Any, rounds: int = ROUNDS, clock: Callable[[], int] = now) -> Distance:
     """Measures it; a collective of all ranks.
 
     Two processes of one kernel read one clock: where the measurement does not deny it, the offset is 0.
 
     Args:
         communicator: A `tfring.Communicator`, or None for a process alone.
-        rounds: How many gathers, of some ten microseconds each on one host.
+        rounds: How many gathers, of some ten microseconds each on one host; one more is made.
+        clock: What to read, nanoseconds.
 
     >>> distance(None).offset
     0
     """
     if communicator is None or communicator.world_size == 1:
-        return Distance(now(), 0, 0, 0, 0)
+        return Distance(clock(), 0, 0, 0, 0)
     begin = end = 0
     bounds = []
     mine = _kernel()
     for _ in range(rounds + 1):  # each carries when the one before it began and ended
         row = np.array([[begin, end, mine]], np.int64)
-        begun = now()
+        begun = clock()
         rows = communicator.all_gather(row, name=NAME)
-        ended = now()
+        ended = clock()
         if end:
             begin_0, end_0 = int(rows[0, 0]), int(rows[0, 1])
             bounds.append((begin - end_0, end - begin_0))

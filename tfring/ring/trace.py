@@ -161,13 +161,14 @@ class Recorder:
         """Around `fit`, `evaluate` or `predict`; the outermost measures the clock at its end."""
         self._entries += 1
         if self._entries == 1:
-            self._counts = {}
+            self._counts.clear()
         try:
             yield
         finally:
             self._entries -= 1
             if self._entries == 0:
                 self._keep(True)
+                self._counts.clear()
                 self.write()
         if self._entries == 0 and not self.closed:
             self.measure_clock()
