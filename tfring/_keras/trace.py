@@ -15,6 +15,10 @@ def _recorder(strategy):
     return getattr(strategy, "trace", None)
 
 
+def _control(strategy):
+    return getattr(strategy.extended.control, "communicator", None)  # none where there is one worker
+
+
 def install():
     from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -29,7 +33,7 @@ def install():
 def entry(strategy):
     """Around `fit`, `evaluate` or `predict`."""
     recorder = _recorder(strategy)
-    return contextlib.nullcontext() if recorder is None else recorder.entry()
+    return contextlib.nullcontext() if recorder is None else recorder.entry(_control(strategy))
 
 
 def step(strategy, kind):
@@ -46,7 +50,7 @@ def next_batch(strategy, draw):
     from tfring.ring import ops
 
     recorder.building = not tf.executing_eagerly()
-    control = getattr(strategy.extended.control, "communicator", None)  # the collective of the row counts comes next
+    control = _control(strategy)  # whose next collective is that of the row counts
     with tf.control_dependencies(ops.mark(trace.INPUT_BEGINS, control)):
         drawn = draw()
     tensors = [t for t in tf.nest.flatten(drawn, expand_composites=True) if tf.is_tensor(t)]

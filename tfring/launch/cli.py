@@ -126,13 +126,14 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         _report,
         help="say who waits for whom, from a trace",
-        usage="tfring report FOLDER [--json] [--trace FILE]",
+        usage="tfring report FOLDER [--json] [--trace FILE] [--plot FILE]",
         description=texts.REPORT_HELP,
         epilog=texts.REPORT_EXAMPLES,
     )
     report.add_argument("folder", type=pathlib.Path, metavar="FOLDER", help="where the ranks wrote")
     report.add_argument("--json", action="store_true", help="print one JSON document (docs/report.md)")
     report.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="write one Chrome trace of all ranks")
+    report.add_argument("--plot", metavar="FILE", help="draw a few steps of all ranks, such as steps.png")
     return parser
 
 
@@ -186,7 +187,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from tfring.report import run
 
-    return run.run(arguments.folder, arguments.json, arguments.trace)
+    return run.run(arguments.folder, arguments.json, arguments.trace, arguments.plot)
 
 
 def _is_a_rank() -> bool:

@@ -56,6 +56,9 @@ def _steps(kind: str, ranks: dict[str, dict[str, Any]], found: dict[str, Any]) -
     counts = [row["count"] for row in ranks.values()]
     built = max(row["built"] for row in ranks.values())
     title = f"{kind}: mean milliseconds of {max(counts)} steps"
+    whole = max(row["steps"].get(kind, {"count": 0})["count"] for row in found["whole_run"].values())
+    if whole > max(counts) + built:
+        title += f" of {whole}, at most the first {found['steps_kept']} of each fit"
     if built:
         title += f" (without {built} in which a graph was built)"
     rows = [["rank", "step", *(_TITLES.get(name, name) for name in CATEGORIES), "gradients hidden"]]

@@ -79,7 +79,7 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
         marks = rank.marks[bisect.bisect_left(times_of_marks, step.begin) : bisect.bisect_left(times_of_marks, until)]
         drawn = waits[bisect.bisect_left(begins_of_waits, step.begin) : bisect.bisect_left(begins_of_waits, until)]
         ready = _gradients_ready(calls, {mark.name: mark.at for mark in marks})
-        first = min([c.begin for c in calls] + [p.begin for p in drawn] + [step.end])
+        first = drawn[0].begin if drawn else step.begin  # only then is it known when TensorFlow has begun
         base = [
             Piece(step.begin, min(first, step.end), "dispatch"),
             Piece(step.begin, step.end, "compute"),

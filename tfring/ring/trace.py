@@ -48,7 +48,7 @@ MOST_ROWS = 200_000  # of calls and marks in a file, some 30 MB
 STEP_FIELDS = ("kind", "loop", "begin", "end", "built")
 INPUT_BEGINS, INPUT_ENDS, READY = "input begins", "input ends", "ready"  # marks
 _MOST_NAMES = 1000  # of collectives in the totals; then they are one
-_CAPACITY = 8192  # records between two takings
+CAPACITY = 8192  # records between two takings
 _WRITE_SECONDS = 1.0
 
 _TYPES = {field[0]: field[1] for field in library.Record._fields_}
@@ -84,7 +84,7 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, communicator: A
     """
     global _active
     path = pathlib.Path(folder).absolute()
-    if _active is not None and not _active.closed:
+    if _active is not None and not _active.closed and not _active.of_parent:
         if _active.path.parent != path:
             raise ConfigurationError(
                 f"A process writes one trace at a time. Received: trace={str(folder)!r}; it writes one to "
@@ -100,6 +100,7 @@ class Recorder:
     """Writes the trace of one rank.
 
     Attributes:
+        users: How many began it, each of whom closes it.
         building: Set by who traces a graph, so that a step in which that happens is told from the others.
     """
 
@@ -108,8 +109,8 @@ class Recorder:
         self.users = 1
         self.closed = False
         self.building = False
-        self._communicator = communicator
         self._owner = os.getpid()
+        self._writes = True
         self._lock = threading.Lock()
         self._loop = self._entries = 0
         self._counts: dict[str, int] = {}  # of steps in the entry under way, by kind
@@ -120,7 +121,7 @@ class Recorder:
         self._totals = _Totals()
         self._totals_line = b""  # the last in the file,
         self._totals_at = 0  # and where it begins
-        self._buffer = (library.Record * _CAPACITY)()
+        self._buffer = (library.Record * CAPACITY)()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb")
@@ -144,21 +145,21 @@ class Recorder:
             at=clocks.now(),
             steps_kept=STEPS_KEPT,
         )
-        self.measure_clock()
-        library.core().tfring_trace(_CAPACITY)
+        self.measure_clock(communicator)
+        library.core().tfring_trace(CAPACITY)
         self._stop = threading.Event()
         threading.Thread(target=self._write_for_ever, name="tfring-trace", daemon=True).start()
         atexit.register(self._end)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def measure_clock(self) -> None:
+    def measure_clock(self, communicator: Any) -> None:
         """A collective of all ranks."""
-        self._put(type="clock", **clocks.distance(self._communicator)._asdict())
+        self._put(type="clock", **clocks.distance(communicator)._asdict())
 
     @contextlib.contextmanager
-    def entry(self) -> Iterator[None]:
-        """Around `fit`, `evaluate` or `predict`; the outermost measures the clock at its end."""
+    def entry(self, communicator: Any) -> Iterator[None]:
+        """Around `fit`, `evaluate` or `predict`; the outermost measures the clock at its end, unless it failed."""
         self._entries += 1
         if self._entries == 1:
             self._counts.clear()
@@ -171,7 +172,7 @@ class Recorder:
                 self._counts.clear()
                 self.write()
         if self._entries == 0 and not self.closed:
-            self.measure_clock()
+            self.measure_clock(communicator)  # also where this rank's disk is full: the others do
 
     def new_loop(self) -> None:
         """An epoch begins, or another pass over batches: what came before is not between its steps."""
@@ -180,12 +181,13 @@ class Recorder:
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
         """Around one call of a step function; a call that raises, as at the end of the data, is none."""
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        self._keep(self._counts[kind] <= STEPS_KEPT)
+        number = self._counts.get(kind, 0)
+        self._keep(number < STEPS_KEPT)
         self.building = False
         begin = clocks.now()
         yield
         end = clocks.now()
+        self._counts[kind] = number + 1
         before = self._last
         between = begin - before[2] if before is not None and before[:2] == (kind, self._loop) else None
         self._totals.step(kind, end - begin, between, self.building)
@@ -199,6 +201,11 @@ class Recorder:
         if self.users == 0:
             self._end()
 
+    @property
+    def of_parent(self) -> bool:
+        """Whether this process was forked from the one that writes."""
+        return os.getpid() != self._owner
+
     # -- the file --------------------------------------------------------------------------------------------------
 
     def _keep(self, spans: bool) -> None:
@@ -209,7 +216,7 @@ class Recorder:
     def write(self) -> None:
         """Writes down what there is."""
         with self._lock:
-            if self.closed or os.getpid() != self._owner:
+            if self.closed or self.of_parent or not self._writes:
                 return
             steps, self._steps = self._steps, []
             rows, lost = self._take()
@@ -228,7 +235,7 @@ class Recorder:
 
     def _take(self) -> tuple[list[list[Any]], int]:
         lost = ctypes.c_int64()
-        count = library.core().tfring_take_records(self._buffer, _CAPACITY, lost)
+        count = library.core().tfring_take_records(self._buffer, CAPACITY, lost)
         taken = np.frombuffer(memoryview(self._buffer), _CALL, count)
         columns = []
         for field in _CALL_FIELDS:
@@ -250,7 +257,7 @@ class Recorder:
 
     def _put(self, **fields: Any) -> None:
         with self._lock:
-            if not self.closed:
+            if self._writes and not self.closed:
                 self._append(fields)
 
     def _append(self, *lines: dict[str, Any]) -> None:
@@ -263,12 +270,12 @@ class Recorder:
             self._file.write(self._totals_line)
             self._file.flush()
         except OSError as error:  # no reason to stop training
-            self.closed = True
+            self._writes = False
             library.core().tfring_trace(0)
             _log.warning("The trace ends here, for %s cannot be written: %s", self.path, error.strerror)
 
     def _end(self) -> None:
-        if self.closed or os.getpid() != self._owner:
+        if self.closed or self.of_parent:
             return
         self._stop.set()
         self.write()
@@ -305,12 +312,11 @@ class _Totals:
             total["between"] += between
 
     def calls(self, rows: list[list[Any]]) -> None:
-        for row in rows:
-            call = dict(zip(_CALL_FIELDS, row, strict=True))
-            if call["kind"] == "mark":
-                self._mark(call["name"], call["begin"])
+        for begin, end, waited, added, _, num_bytes, sent, received, _, kind, _, last, _, ring, _, name in rows:
+            if kind == "mark":
+                self._mark(name, begin)
                 continue
-            key = (call["ring"], call["kind"], call["name"])
+            key = (ring, kind, name)
             if len(self._collectives) >= _MOST_NAMES and key not in self._collectives:
                 key = ("", "", "others")
             total = self._collectives.get(key)
@@ -321,12 +327,14 @@ class _Totals:
                     "waited_for": {},
                 }
             total["count"] += 1
-            total["nanoseconds"] += call["end"] - call["begin"]
-            for field in ("waited", "added", "bytes", "sent", "received"):
-                total[field] += call[field]
-            if call["last"] >= 0:
-                who = str(call["last"])
-                total["waited_for"][who] = total["waited_for"].get(who, 0) + call["waited"]
+            total["nanoseconds"] += end - begin
+            total["waited"] += waited
+            total["added"] += added
+            total["bytes"] += num_bytes
+            total["sent"] += sent
+            total["received"] += received
+            if last >= 0:
+                total["waited_for"][str(last)] = total["waited_for"].get(str(last), 0) + waited
 
     def _mark(self, name: str, at: int) -> None:
         if name == INPUT_BEGINS:

@@ -203,6 +203,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """Leaves the ring; the strategy cannot be used afterwards."""
         if self.trace is not None:
             self.trace.close()
+            self.trace = None
         for channel in self.extended.channels:
             channel.close()
 

@@ -97,7 +97,7 @@ typedef struct tfring_record {
   int64_t end;
   int64_t waited;  // until the last peer's header had come, without what was added meanwhile
   int64_t added;   // in arithmetic; what is left of the call, bytes were on their way
-  int64_t beside;  // CPU time of this process's other threads meanwhile
+  int64_t beside;  // CPU time of this process's other threads meanwhile; 0 of fewer bytes than 4 KiB
   int64_t bytes;   // of this rank's tensors
   int64_t sent;
   int64_t received;

@@ -11,6 +11,8 @@
 namespace tfring {
 namespace {
 
+constexpr int64_t kBytesBeside = 4096;  // asking for processor time takes microseconds
+
 struct Records {
   std::mutex mutex;
   std::unique_ptr<tfring_record[]> kept;
@@ -65,7 +67,7 @@ void World::start_record(Kind kind, const tfring_call& call, const tfring_tensor
   copy_text(record_.ring, sizeof(record_.ring), name_.c_str());
   copy_text(record_.group, sizeof(record_.group), group_->is_world ? "" : group_->name.c_str());
   copy_text(record_.name, sizeof(record_.name), call.name);
-  record_.beside = -other_threads();
+  if (record_.bytes >= kBytesBeside) record_.beside = -other_threads();
   record_.begin = now_nanoseconds();
 }
 
@@ -77,7 +79,7 @@ void World::met(int rank) {
 
 void World::finish_record(const Status& status) {
   record_.end = now_nanoseconds();
-  record_.beside = std::max<int64_t>(0, record_.beside + other_threads());
+  if (record_.beside != 0) record_.beside = std::max<int64_t>(0, record_.beside + other_threads());
   record_.sent += statistics_.bytes_sent;
   record_.received += statistics_.bytes_received;
   if (record_.kind == static_cast<int32_t>(Kind::kReceive)) record_.bytes = record_.received;
