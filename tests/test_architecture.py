@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A file imports from its own row and the rows below. A room is a file or a folder of tfring/.
 ROWS = {
     7: ("__init__",),
-    6: ("launch", "doctor", "bench"),
+    6: ("launch", "doctor", "bench", "report"),
     5: ("layers", "callbacks"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
     3: ("cross_device_ops",),
@@ -39,6 +39,7 @@ WITHOUT_TENSORFLOW = (
     "launch",
     "doctor.__main__",
     "bench.__main__",
+    "report.run",
     "config",
     "cpus",
     "errors",
@@ -46,6 +47,7 @@ WITHOUT_TENSORFLOW = (
     "ring.communicator",
     "ring.rendezvous",
     "ring.schedule",
+    "ring.trace",
 )
 TENSORFLOW = ("tensorflow", "keras")
 

@@ -28,6 +28,7 @@ CORE_SOURCES = (
     "schedule.cc",
     "shm_channel.cc",
     "tcp_channel.cc",
+    "trace.cc",
     "wait.cc",
     "watcher.cc",
     "world.cc",

@@ -116,6 +116,9 @@ SETTINGS: dict[str, Setting] = {
         "a number above 0",
         "how long a collective waits for a rank that is alive, but busy elsewhere",
     ),
+    "TFRING_TRACE": Setting(
+        None, str, "the name of a folder", "where each rank writes what it does when (docs/report.md)"
+    ),
     "TFRING_TRANSPORT": Setting(
         "auto",
         _one_of("auto", "tcp", "shm"),

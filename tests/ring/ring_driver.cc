@@ -511,7 +511,29 @@ static void crossed_groups(bool shared) {
   });
 }
 
+// Takes what the scenarios leave in a trace, while they leave it. Of some there is no room.
+void take_records(const std::atomic<bool>* over) {
+  std::vector<tfring_record> taken(64);
+  int64_t all = 0;
+  int64_t lost = 0;
+  while (!*over) {
+    const int64_t count = tfring_take_records(taken.data(), 64, &lost);
+    for (int64_t i = 0; i < count; ++i) {
+      const tfring_record& record = taken[static_cast<size_t>(i)];
+      const int64_t took = record.end - record.begin;
+      CHECK(record.waited >= 0 && record.added >= 0 && record.waited + record.added <= took, "%s",
+            record.name);
+    }
+    all += count;
+    usleep(1000);
+  }
+  CHECK(all > 100, "%ld records", long(all));
+}
+
 int main() {
+  tfring_trace(64);
+  std::atomic<bool> over{false};
+  std::thread taker(take_records, &over);
   arithmetic();
   for (bool shared : {false, true}) {
     for (int size : {1, 2, 3, 5}) everything(size, shared);
@@ -528,6 +550,8 @@ int main() {
   }
   sharing();
   waiting_for_each_other();
+  over = true;
+  taker.join();
   std::puts("every scenario passed");
   return 0;
 }

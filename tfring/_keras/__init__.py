@@ -47,6 +47,7 @@ def install() -> None:
         randomness,
         saving,
         state,
+        trace,
         trainer,
     )
 
@@ -64,6 +65,7 @@ def install() -> None:
         callbacks,
         saving,
         printing,
+        trace,
     ):
         module.install()
     trainer.install()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfring import _tf, data
-from tfring._keras import batch_shapes
+from tfring._keras import batch_shapes, trace
 from tfring._keras.functions import graph_function, to_tensor, without_optionals
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
@@ -28,7 +28,8 @@ class PredictFunction:
     def __call__(self, batches):
         if entry_under_way("predict"):
             self._check_shapes(batches[0])
-            return self._gathered(batches)
+            with trace.step(self._strategy, "predict"):
+                return self._gathered(batches)
         [batch] = batches
         return self._local(tf.nest.map_structure(to_tensor, batch))
 

@@ -17,7 +17,7 @@ import inspect
 import tensorflow as tf
 
 from tfring import _tf, data, step
-from tfring._keras import batch_shapes, outside, state
+from tfring._keras import batch_shapes, outside, state, trace
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.functions import graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
@@ -42,7 +42,8 @@ def install():
             if getattr(self, function_attribute) is None or force:
                 _refuse_jit(self)
                 step_function = getattr(self, step_attribute)
-                setattr(self, function_attribute, StepFunction(self, strategy, step_function))
+                kind = step_attribute.removesuffix("_step")
+                setattr(self, function_attribute, StepFunction(self, strategy, step_function, kind))
             return getattr(self, function_attribute)
 
         return replacement
@@ -115,7 +116,8 @@ def _entry(name, signature):
         if given.get("verbose", "auto") == "auto" and not strategy.cluster.is_chief:
             given["verbose"] = 0  # one progress bar is enough
         around = ring_callbacks.around(name, callbacks, self)
-        with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels), around:
+        traced = trace.entry(strategy)
+        with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels), traced, around:
             return original(*bound.args, **bound.kwargs)
 
     return replacement
@@ -160,9 +162,11 @@ class StepFunction:
       model: the Keras model.
       strategy: its RingStrategy.
       step_function: `train_step` or `test_step`.
+      kind: "train" or "test", for a trace.
     """
 
-    def __init__(self, model, strategy, step_function):
+    def __init__(self, model, strategy, step_function, kind):
+        self._kind = kind
         self._model = model
         self._strategy = strategy
         self._step = step_function
@@ -174,6 +178,10 @@ class StepFunction:
         self._on_batch = self._on_batch_body if eager else graph_function(self._on_batch_body)
 
     def __call__(self, iterator):
+        with trace.step(self._strategy, self._kind):
+            return self._run(iterator)
+
+    def _run(self, iterator):
         if isinstance(iterator, tf.distribute.DistributedIterator):
             return self._on_iterator(iterator)
         logs = None
@@ -234,7 +242,7 @@ class StepFunction:
 
     def _next_batch(self, iterator):
         """`(has_batch, one element a replica, shares)`; has_batch is the same on every rank."""
-        inputs, has_batch = _tf.next_or_dummy(iterator)
+        inputs, has_batch = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
         inputs, fingerprint = _parts(inputs)
         has_batch, shares = self._status(inputs, has_batch, fingerprint)
         return has_batch, inputs, shares

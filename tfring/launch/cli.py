@@ -1,4 +1,4 @@
-"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `tfring bench`."""
+"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `tfring bench`, `tfring report`."""
 
 from __future__ import annotations
 
@@ -14,98 +14,12 @@ from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, secret, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import remote
+from tfring.launch import remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
 from tfring.launch.restarts import Limits, Restarts
 
-_LAUNCH_HELP = """\
-Starts N workers of a program, joined in a ring: on this machine; with --hosts or --hostfile on others, over ssh;
-in an allocation of SLURM on its nodes, over srun.
-
-hosts:
-  --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
-  --hostfile FILE                 the same, a host a line; "host1 slots=4" too
-  ssh never asks for anything: keys, an agent or ~/.ssh/config have to do. The program, the working folder and Python
-  are at the same path on every host, or where --workdir and --python say. Of the environment workers elsewhere get
-  TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and CUDA_VISIBLE_DEVICES, and what --env names, all sent
-  through the connection and on no command line. They listen at ports of TFRING_PORT_RANGE, of the interface that
-  TFRING_INTERFACE names.
-
-output:
-  Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
-  their progress bars. Standard input goes to rank 0.
-
-ends:
-  When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its traceback
-  comes last, and its exit code (128 + signal if it was killed) is the launcher's. Ctrl-C interrupts all
-  workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
-  launcher is killed.
-
-restarts:
-  With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
-  tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and
-  has saved. There is no restart after Ctrl-C, and none after the same failure twice at once. Standard input goes to
-  the first try alone.
-
-environment of a worker:
-  TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
-  TFRING_LISTEN_FD
-      its place in the ring; tfring.RingStrategy() reads them.
-  TFRING_SECRET
-      what the workers prove to each other; made anew for each run, unless it or TFRING_SECRET_FILE is set.
-  TFRING_RESTART, TFRING_DATA_SEED
-      how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
-      begin with, the same in every try.
-  TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
-      its share of the CPUs this process may use, unless set already.
-  PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-      unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
-      them to those who ask: a step that makes tensors of many MB anew spends half its time in the kernel without.
-"""
-
-_EXAMPLES = """\
-examples:
-  tfring launch -n 4 train.py --epochs 3
-  tfring launch -n 2 --log-dir logs -m my_package.train
-  tfring launch --hosts host1:4,host2:4 train.py
-  salloc -N 2 -n 8 tfring launch train.py
-"""
-
-_DOCTOR_HELP = """\
-Says whether a cluster can train: looks at every host and every way between two ranks, tries the ring, and ends in a
-verdict, with each problem and what to do about it. Trains nothing, and imports no TensorFlow.
-
-where:
-  Alone, it is one rank of the cluster that tfring.RingStrategy() would find here: start it as you would your program,
-  through mpirun or srun, or on every host with TF_CONFIG. With -n, --hosts or --hostfile it is started on every place,
-  as by `tfring launch`. Rank 0 prints the report.
-
-exit code:
-  0 if the cluster is ready, 1 if not.
-"""
-_DOCTOR_EXAMPLES = """\
-examples:
-  tfring doctor
-  tfring doctor --hosts host1:4,host2:4
-  mpirun -n 8 tfring doctor
-  srun -n 8 tfring doctor --json
-"""
-_BENCH_HELP = """\
-Measures the collectives of a cluster, in the columns of nccl-tests: time, bytes of the size a second (algbw), bytes
-that the slowest link carries a second (busbw), and its share of what the machines themselves take, measured in the
-same run: a raw socket between hosts, a copy of memory within one. From NumPy; imports no TensorFlow.
-
-where:
-  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
-"""
-_BENCH_EXAMPLES = """\
-examples:
-  tfring bench -n 4
-  tfring bench --hosts host1:4,host2:4 --op all_reduce --sizes 4,64K,64M --plot bench.png
-  mpirun -n 8 tfring bench --json
-"""
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _BENCH_FAILED = 2  # rank 0 has said why
 _LOST_HOST = 255
@@ -133,11 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tfring {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int], **shown: Any) -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
-        added = commands.add_parser(name, formatter_class=raw, allow_abbrev=False, **texts)
+        added = commands.add_parser(name, formatter_class=raw, allow_abbrev=False, **shown)
         added.set_defaults(run=run, parser=added)
-        _add_options_of_a_job(added)
         return added
 
     launch = command(
@@ -145,9 +58,10 @@ def _parser() -> argparse.ArgumentParser:
         _launch,
         help="start the workers of a program",
         usage="tfring launch {-n N | --hosts HOSTS | --hostfile FILE} [OPTION ...] {SCRIPT | -m MODULE} [ARGUMENT ...]",
-        description=_LAUNCH_HELP,
-        epilog=_EXAMPLES,
+        description=texts.LAUNCH_HELP,
+        epilog=texts.LAUNCH_EXAMPLES,
     )
+    _add_options_of_a_job(launch)
     launch.add_argument(
         "-m",
         dest="module",
@@ -174,9 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         _doctor,
         help="say whether a cluster can train",
         usage="tfring doctor [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
-        description=_DOCTOR_HELP,
-        epilog=_DOCTOR_EXAMPLES,
+        description=texts.DOCTOR_HELP,
+        epilog=texts.DOCTOR_EXAMPLES,
     )
+    _add_options_of_a_job(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
     doctor.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
@@ -186,9 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         _bench,
         help="measure a cluster's collectives",
         usage="tfring bench [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
-        description=_BENCH_HELP,
-        epilog=_BENCH_EXAMPLES,
+        description=texts.BENCH_HELP,
+        epilog=texts.BENCH_EXAMPLES,
     )
+    _add_options_of_a_job(bench)
     bench.add_argument(
         "--op",
         type=_parsed_by(options.parse_ops),
@@ -206,6 +122,18 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
+    report = command(
+        "report",
+        _report,
+        help="say who waits for whom, from a trace",
+        usage="tfring report FOLDER [--json] [--trace FILE] [--plot FILE]",
+        description=texts.REPORT_HELP,
+        epilog=texts.REPORT_EXAMPLES,
+    )
+    report.add_argument("folder", type=pathlib.Path, metavar="FOLDER", help="where the ranks wrote")
+    report.add_argument("--json", action="store_true", help="print one JSON document (docs/report.md)")
+    report.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="write one Chrome trace of all ranks")
+    report.add_argument("--plot", metavar="FILE", help="draw a few steps of all ranks, such as steps.png")
     return parser
 
 
@@ -254,6 +182,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         return run.run(wanted)
     return _run(arguments, ["-m", "tfring.bench", wanted.to_json()], quiet_codes=(_BENCH_FAILED,))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tfring.report import run
+
+    return run.run(arguments.folder, arguments.json, arguments.trace, arguments.plot)
 
 
 def _is_a_rank() -> bool:

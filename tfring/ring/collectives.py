@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfring.ring.trace import READY
+
 
 def zeros_unless(active: tf.Tensor | None, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The tensors, or zeros of their shapes where `active` is False; NaN does not survive."""
@@ -24,6 +26,7 @@ class Collectives(abc.ABC):
 
     rank: int
     world_size: int
+    marks_ready = False  # whether a trace is told when what is reduced is there, which may be before its turn comes
 
     @abc.abstractmethod
     def all_reduce(
@@ -220,6 +223,8 @@ class RingCollectives(Collectives):
         self.world_size = communicator.world_size
 
     def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
+        if self.marks_ready:
+            self._ops.mark(f"{READY} {name}", after=tensors)
         return self._ops.all_reduce(
             self.communicator, list(tensors), op, name=name, active=active, compression=compression
         )
@@ -228,6 +233,8 @@ class RingCollectives(Collectives):
         return self._ops.all_gather(self.communicator, tensor, name=name)
 
     def gather_rows(self, values, indices, num_rows, *, name):
+        if self.marks_ready:
+            self._ops.mark(f"{READY} {name}", after=[*values, *indices])
         gathered = self._ops.all_gather_rows(
             self.communicator, list(values), list(indices), list(num_rows), name=name
         )

@@ -9,11 +9,12 @@ import signal
 
 from tfring import errors
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 DIRECTORY = pathlib.Path(__file__).parent / "native"
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
 
+MARK = 255  # the kind of a record that is no collective's
 UNWANTED = 2  # what a receive says of a shape it does not want
 ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a collective
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
@@ -137,6 +138,27 @@ class Statistics(ctypes.Structure):
     ]
 
 
+class Record(ctypes.Structure):
+    _fields_ = [
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("waited", ctypes.c_int64),
+        ("added", ctypes.c_int64),
+        ("beside", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("sent", ctypes.c_int64),
+        ("received", ctypes.c_int64),
+        ("sequence", ctypes.c_uint64),
+        ("kind", ctypes.c_int32),
+        ("algorithm", ctypes.c_int32),
+        ("last", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("ring", ctypes.c_char * 24),
+        ("group", ctypes.c_char * 24),
+        ("name", ctypes.c_char * 104),
+    ]
+
+
 class _Python(ctypes.Structure):
     """CPython's functions, by the names of `tfring_python` in core.h."""
 
@@ -212,6 +234,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_failure": (ctypes.c_int, handle, error),
         "tfring_next_warning": (None, ctypes.c_char_p, size),
         "tfring_set_pool_size": (None, size),
+        "tfring_trace": (None, ctypes.c_int64),
+        "tfring_take_records": (ctypes.c_int64, ctypes.POINTER(Record), ctypes.c_int64, rows),
+        "tfring_mark": (None, ctypes.c_char_p),
         "tfring_get_statistics": (ctypes.c_int, handle, ctypes.POINTER(Statistics)),
         "tfring_rank": (ctypes.c_int, handle),
         "tfring_world_size": (ctypes.c_int, handle),

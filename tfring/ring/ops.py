@@ -24,7 +24,7 @@ from tfring.errors import NativeLibraryError
 from tfring.ring import failures, library
 from tfring.ring.schedule import chunk_bounds
 
-_tokens: dict[int, tf.Tensor] = {}
+_tokens: dict[int | str, tf.Tensor] = {}
 # The communicators each graph calls, which live as long as it does.
 _users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -264,6 +264,20 @@ def barrier(communicator: Any, *, name: str = "barrier") -> Any:
     return _call("barrier", communicator, name)
 
 
+def mark(name: str, communicator: Any = None, after: Sequence[tf.Tensor] = ()) -> list[Any]:
+    """Notes in the trace of this process when the program came here: once the tensors `after` are there.
+
+    With a communicator it comes between the collectives that stand around it; without, it is in no order with them.
+
+    Returns:
+        What `tf.control_dependencies` takes.
+    """
+    token = _resource("marks") if communicator is None else _token(communicator)
+    with tf.device("CPU:0"), tf.control_dependencies(list(after)):
+        made = _ops().tfring_mark(token=token, handle=0, key=name)
+    return [] if made is None else [made]
+
+
 _ALL_TO_ALL, _GATHER, _SCATTER = range(3)
 
 
@@ -340,7 +354,10 @@ def _token(communicator: Any) -> tf.Tensor:
     """
     if not tf.executing_eagerly():
         _users.setdefault(tf.compat.v1.get_default_graph(), set()).add(communicator)
-    number = communicator.order % _num_threads()
+    return _resource(communicator.order % _num_threads())
+
+
+def _resource(number: int | str) -> tf.Tensor:
     if number not in _tokens:
         with tf.init_scope(), tf.device("CPU:0"):
             token = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfring/order/{number}")

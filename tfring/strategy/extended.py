@@ -16,6 +16,7 @@ from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.errors import ConfigurationError
+from tfring.ring import trace
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
 
 _running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
@@ -65,6 +66,14 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self.control_ops = RingAllReduce(control, self.worker_devices, sparse, bucket_bytes)
         self._cross_device_ops = self._host_cross_device_ops = self.control_ops
         self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, bucket_bytes, compression)
+
+    def start_trace(self, folder):
+        """Has this rank write what it does when into a folder; see `tfring.ring.trace`."""
+        communicator = getattr(self.control, "communicator", None)
+        recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, communicator)
+        if communicator is not None:
+            self.gradients.marks_ready = True
+        return recorder
 
     # -- devices ---------------------------------------------------------------------------------------------------
 

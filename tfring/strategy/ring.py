@@ -47,6 +47,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
         `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
+      trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
+        is written.
 
     Raises:
       ConfigurationError: for settings that cannot be honoured.
@@ -73,6 +75,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         compression: str | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         check_equal: bool | None = None,
+        trace: str | os.PathLike | None = None,
     ):
         if communication not in _COMMUNICATIONS:
             raise ConfigurationError(
@@ -98,6 +101,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             cluster = _cluster_of(cluster_resolver)
         self._found = detection.Outlook(os.environ) if cluster is None else None
         cluster = detect(cluster)
+        trace = settings.read("TFRING_TRACE") if trace is None else trace
+        if trace is not None and communication != "ring":
+            raise ConfigurationError(
+                f'`trace` tells of the collectives of communication="ring". Received: trace={str(trace)!r}, '
+                f"communication={communication!r}. Leave `trace` and TFRING_TRACE out."
+            )
         extended = RingExtended(
             self,
             cluster,
@@ -115,6 +124,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(self)
+        self.trace = None if trace is None else extended.start_trace(trace)
 
     @tf.autograph.experimental.do_not_convert
     def scope(self):
@@ -208,6 +218,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""
+        if self.trace is not None:
+            self.trace.close()
+            self.trace = None
         for channel in self.extended.channels:
             channel.close()
 

@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 #include "tensor.h"
+#include "trace.h"
 #include "world.h"
 
 namespace tfring {
@@ -100,6 +101,7 @@ Status World::small_all_reduce(const tfring_call& call, const tfring_tensor* ten
 }
 
 void World::add_slots_up(int64_t slot) {
+  const Stopwatch stopwatch(adding());
   slots_.clear();
   for (int m = 0; m < group_->size(); ++m) slots_.push_back(scratch_.get() + m * slot);
   reduce_many(plan_.dtype, plan_.op, scratch_.get(), slots_.data(), group_->size(),
@@ -145,6 +147,7 @@ Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor
     if (call.inactive) {
       copy(to, nullptr, count * kItem);
     } else {
+      const Stopwatch stopwatch(adding());
       narrow(wire, to, static_cast<const float*>(tensors[t].input), count);
     }
     to += count * kItem;
@@ -162,7 +165,10 @@ Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor
   copy(slots + group_->member * mine.size, all + mine.begin, mine.size);
   slots_.clear();
   for (int m = 0; m < size; ++m) slots_.push_back(slots + m * mine.size);
-  reduce_many(wire, Op::kSum, all + mine.begin, slots_.data(), size, mine.size / kItem);
+  {
+    const Stopwatch stopwatch(adding());
+    reduce_many(wire, Op::kSum, all + mine.begin, slots_.data(), size, mine.size / kItem);
+  }
   // A chunk comes back only after it has left, so it may come to where it was.
   for (int s = 1; s < size; ++s) {
     const int sends_to = (group_->member + s) % size;
@@ -171,6 +177,7 @@ Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor
     plan_.add_recv(group_->ranks[static_cast<size_t>(takes_from)], chunks_[static_cast<size_t>(takes_from)]);
   }
   TFRING_TRY(execute(kDone));
+  const Stopwatch stopwatch(adding());
   const char* from = all;
   for (int t = 0; t < num_tensors; ++t) {
     const int64_t count = num_bytes(tensors[t]) / static_cast<int64_t>(sizeof(float));

@@ -11,6 +11,7 @@
 
 #include "fd.h"
 #include "process.h"
+#include "trace.h"
 #include "watcher.h"
 #include "world.h"
 
@@ -36,6 +37,7 @@ void forget_parents_worlds() {
   close_fds_in_child();
   forget_watcher_in_child();
   forget_process_in_child();
+  forget_trace_in_child();
   registry = new Registry;
   last_parents_handle = last_handle.load();
 }

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 4
+#define TFRING_ABI_VERSION 5
 #define TFRING_NUM_KINDS 11
 
 // Codes of tfring_error; 0 is success.
@@ -90,6 +90,27 @@ typedef struct tfring_statistics {
   int64_t scratch_bytes;                  // memory held beside the caller's
 } tfring_statistics;
 
+// What one call did when, or a mark. Times are nanoseconds of CLOCK_MONOTONIC.
+#define TFRING_MARK 255
+typedef struct tfring_record {
+  int64_t begin;
+  int64_t end;
+  int64_t waited;  // until the last peer's header had come, without what was added meanwhile
+  int64_t added;   // in arithmetic; what is left of the call, bytes were on their way
+  int64_t beside;  // CPU time of this process's other threads meanwhile; 0 of fewer bytes than 4 KiB
+  int64_t bytes;   // of this rank's tensors
+  int64_t sent;
+  int64_t received;
+  uint64_t sequence;  // as in the header
+  int32_t kind;       // of frame.h, or TFRING_MARK
+  int32_t algorithm;  // of an all_reduce, as in schedule.h
+  int32_t last;       // the rank whose header came last, -1 for none
+  int32_t code;       // how it ended
+  char ring[24];      // cut where longer, as are the others
+  char group[24];     // empty for all ranks
+  char name[104];
+} tfring_record;
+
 TFRING_API int tfring_abi_version(void);
 
 // CPython's functions of these names, so that Ctrl-C works while a collective waits without the GIL; and one
@@ -114,6 +135,14 @@ TFRING_API void tfring_set_pool_size(int num_threads);
 
 // Waits for the next line the user should read.
 TFRING_API void tfring_next_warning(char* line, int size);
+
+// From now on calls of all rings of this process are recorded, up to `capacity` of them between two takings;
+// 0 ends it. Forgets what was recorded before.
+TFRING_API void tfring_trace(int64_t capacity);
+// Takes the oldest records, at most `most`, and returns how many; *lost is how many had no room so far.
+TFRING_API int64_t tfring_take_records(tfring_record* to, int64_t most, int64_t* lost);
+// Records that the program has come here.
+TFRING_API void tfring_mark(const char* name);
 
 // Returns a handle above 0, or 0 with `error` filled. It stands for the group of all ranks.
 TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* error);

@@ -9,6 +9,7 @@
 #include "clock.h"
 #include "kernels.h"
 #include "process.h"
+#include "trace.h"
 #include "world.h"
 
 namespace tfring {
@@ -182,6 +183,7 @@ Status World::receive_header(Queue* queue, bool* moved) {
   link->receiver->consume(kHeaderBytes);
   statistics_.bytes_received += kHeaderBytes;
   queue->header_received = true;
+  if (traced_) met(link->rank);
   *moved = true;
   if (agree(header_, theirs)) return {};
   const std::string who = "rank " + std::to_string(link->rank);
@@ -213,6 +215,7 @@ Status World::receive_bytes(const Transfer& transfer, Link* link, int64_t* got) 
       *got = std::min<int64_t>(*got, 1);
     } else {
       *got = left = std::min(*got, left) / item * item;
+      const Stopwatch stopwatch(adding());
       while (left > 0) {
         Spans::Span span = plan_.spans.at(position, left);
         const char* other = transfer.input ? span.in : span.out;

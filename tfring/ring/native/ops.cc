@@ -85,6 +85,8 @@ void barrier(void* state, TF_OpKernelContext* context) {
   invocation.check(tfring_barrier(invocation.handle(), &invocation.call(), invocation.error()));
 }
 
+void mark(void* state, TF_OpKernelContext*) { tfring_mark(static_cast<Attributes*>(state)->key.c_str()); }
+
 void send(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* input = invocation.input(1);  // after token
@@ -235,6 +237,7 @@ __attribute__((constructor)) void register_ops() {
       {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, receive},
       {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, broadcast},
       {"TfringBarrier", {}, {}, {}, unknown_shapes, barrier},
+      {"TfringMark", {}, {}, {}, unknown_shapes, mark},
   };
   for (const OpSpec& spec : specs) {
     if (problem().empty()) problem() = register_op(spec);

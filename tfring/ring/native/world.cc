@@ -8,6 +8,7 @@
 #include <new>
 
 #include "process.h"
+#include "trace.h"
 
 namespace tfring {
 namespace {
@@ -355,10 +356,13 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
     return refuse();
   }
   statistics_.collectives[static_cast<int>(kind)] += 1;
+  traced_ = tracing();
+  if (traced_) start_record(kind, call, tensors, num_tensors);
   return {};
 }
 
 void World::end(const Status& status) {
+  if (traced_) finish_record(status);
   std::lock_guard<std::mutex> lock(control_mutex_);
   running_ = false;
   if (!status.ok()) told_ = true;

@@ -7,6 +7,7 @@
 //   exchange.cc     those whose sizes are learned on the way
 //   execute.cc      the execution of a plan: move bytes while any move
 //   wait.cc         what happens when none move: sleep, and ask why
+//   trace.cc        what a call did when, for who asked
 //   liveness.cc     peers that leave, die, stop or are cut off; on the watcher's thread, in a collective or
 //   not
 //
@@ -190,6 +191,12 @@ class World final : private Watched {
   Status peer_gone(Link* link);
   Status fail(Code code, const std::string& message);
 
+  // trace.cc
+  void start_record(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
+  void met(int rank);
+  void finish_record(const Status& status);
+  int64_t* adding() { return traced_ ? &record_.added : nullptr; }
+
   // liveness.cc: all but the first two and here() with control_mutex_ held
   void start_asking();
   int watch(int64_t now, int64_t late, std::vector<pollfd>* fds) override;
@@ -259,6 +266,9 @@ class World final : private Watched {
   bool on_pool_thread_ = false;
   std::unique_ptr<char[]> scratch_;
   int64_t scratch_bytes_ = 0;
+
+  bool traced_ = false;
+  tfring_record record_{};
 
   // How far its execution is.
   int num_moves_ = 0;

@@ -1,0 +1,208 @@
+"""`RingStrategy(trace=...)` in real training, and what `tfring report` makes of it."""
+
+from __future__ import annotations
+
+import collections
+import json
+import shutil
+import time
+
+import pytest
+from common import skewed_rows
+from harness import strategy, workers
+from test_steps import bits, small_model
+
+from tfring.launch import cli
+from tfring.report import files
+from tfring.ring import clocks, trace
+
+
+def trained(folder, steps_per_execution=1):
+    """Several buckets, validation, two epochs; with a trace or without."""
+    import keras
+
+    ring = strategy(trace=folder, bucket_bytes=64)
+    keras.utils.set_random_seed(3)
+    x, y = skewed_rows()
+    with ring.scope():
+        model = small_model("adam", steps_per_execution=steps_per_execution)
+    model.fit(x, y, epochs=2, batch_size=10, verbose=0, validation_data=(x[:30], y[:30]))
+    counts = [channel.communicator.statistics()["collectives"] for channel in ring.extended.channels]
+    ring.close()
+    return bits(model), counts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a traced run, and what its ranks returned."""
+    folder = tmp_path_factory.mktemp("trace")
+    return folder, workers(2).run(trained, str(folder))
+
+
+def test_tracing_changes_no_bit_and_no_number_of_collectives(run):
+    _, traced = run
+    for (got, (control, gradients)), (want, (plain_control, plain_gradients)) in zip(
+        traced, workers(2).run(trained, None), strict=True
+    ):
+        assert got == want
+        assert gradients == plain_gradients
+        # The clock's own, before and after: gathers, and the number of the run.
+        control["all_gather"] -= 2 * (clocks.ROUNDS + 1)
+        control["broadcast"] -= 1
+        assert control == plain_control
+
+
+def chrome(folder, capsys):
+    """The trace, and the document, as the command makes them."""
+    file = folder / "trace.json"
+    assert cli.main(["report", str(folder), "--json", "--trace", str(file)]) == 0
+    return json.loads(file.read_text()), json.loads(capsys.readouterr().out)
+
+
+def test_the_trace_is_sound(run, capsys):
+    folder, _ = run
+    found, document = chrome(folder, capsys)
+    assert found["displayTimeUnit"] == "ms"
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    threads = collections.defaultdict(list)
+    for event in found["traceEvents"]:
+        assert event["ph"] in ("X", "M") and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            threads[event["pid"], names[event["pid"], event["tid"]]].append(event)
+    for pid in (0, 1):
+        assert {name for p, name in threads if p == pid} == {
+            *("Python: steps", "what the step does", "input", "collectives: control", "collectives: gradients")
+        }
+    for events in threads.values():  # the spans of a thread lie inside or beside each other
+        open_until = []
+        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+            while open_until and open_until[-1] <= event["ts"] + 0.002:
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1] + 0.002
+            open_until.append(event["ts"] + event["dur"])
+    calls = {
+        pid: [e for (p, _), events in threads.items() if p == pid for e in events if e["cat"] == "collective"]
+        for pid in (0, 1)
+    }
+    assert len(calls[0]) == len(calls[1]) > 50
+    for event in calls[0] + calls[1]:
+        args = event["args"]
+        assert args["waited_us"] >= 0 and args["added_us"] >= 0 and args["moved_us"] >= 0
+        assert args["waited_us"] + args["moved_us"] + args["added_us"] <= event["dur"] + 0.01
+        assert args["last"] == 1 - event["pid"]
+    # Both ranks' versions of a collective overlap. Groups are not in this run, so number and name tell it.
+    versions = [{(e["tid"], e["name"], e["args"]["sequence"]): e for e in calls[pid]} for pid in (0, 1)]
+    assert versions[0].keys() == versions[1].keys()
+    for key, mine in versions[0].items():
+        theirs = versions[1][key]
+        assert mine["ts"] <= theirs["ts"] + theirs["dur"] and theirs["ts"] <= mine["ts"] + mine["dur"]
+    # What the document says: 9 batches an epoch, 3 of validation, and nothing of a step is counted twice.
+    assert document["missing"] == [] and document["ended"] == [0, 1] and document["lost"] == {"0": 0, "1": 0}
+    for kind, count in (("train", 18), ("test", 6)):
+        for row in document["steps"][kind]["ranks"].values():
+            assert row["count"] + row["built"] == count and row["built"] >= 1
+            parts = sum(row[name] for name in ("input", "Python", "dispatch", "compute", "waiting", "moving", "adding"))
+            assert parts == pytest.approx(row["milliseconds"]) and row["milliseconds"] > 0
+            assert sum(row["waits_for"].values()) == pytest.approx(row["waiting"])
+    for row in document["steps"]["train"]["ranks"].values():
+        assert row["gradients"] > 0 and 0 <= row["gradients_hidden_share"] <= 1 and row["input"] > 0
+    gradients = [c for c in document["collectives"] if c["ring"] == "gradients"]
+    assert gradients and all(c["calls"] == 18 and c["kind"] == "all_reduce" for c in gradients)
+
+
+def test_steps_of_one_execution_draw_their_own_batches(tmp_path):
+    workers(2).run(trained, str(tmp_path), 3)
+    for rank in files.read(tmp_path).ranks:
+        assert len([step for step in rank.steps if step.kind == "train"]) == 6
+        assert rank.totals["input"]["count"] >= 18 + 6
+        assert len([call for call in rank.calls if call.name == "gradients/bucket_0"]) == 18
+
+
+def slow_input(folder):
+    """Rank 1's batches come late."""
+    import numpy as np
+    import tensorflow as tf
+
+    ring = strategy(trace=folder)
+    x, y = skewed_rows()
+
+    def sleep(x, y):
+        if ring.cluster.rank == 1:
+            time.sleep(0.1)
+        return x, y
+
+    def prepare(x, y):
+        shapes = x.shape, y.shape
+        x, y = tf.numpy_function(sleep, [x, y], [np.float32, np.float32])
+        return tf.ensure_shape(x, shapes[0]), tf.ensure_shape(y, shapes[1])
+
+    dataset = tf.data.Dataset.from_tensor_slices((x[:80], y[:80])).batch(10, drop_remainder=True).map(prepare)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    with ring.scope():
+        model = small_model()
+    model.fit(dataset.with_options(options), epochs=2, verbose=0)
+    ring.close()
+
+
+def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
+    workers(2).run(slow_input, str(tmp_path))
+    document = chrome(tmp_path, capsys)[1]
+    first, second = (document["steps"]["train"]["ranks"][rank] for rank in "01")
+    assert second["input"] > 30 and second["input"] > 2 * first["input"]
+    assert first["waits_for"]["1"] > 20 and first["waiting"] > 2 * second["waiting"]
+    assert document["findings"][0].startswith("train: rank 1 is what the others wait for, ")
+    assert "its input takes" in document["findings"][0]
+    assert cli.main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"rank 0 waits {first['waiting']:.2f} ms a step, {first['waits_for']['1']:.2f} of it for rank 1" in out
+    assert document["findings"][0] in out
+
+
+def many_steps(folder):
+    ring = strategy(trace=folder)
+    x, y = skewed_rows(num_rows=2 * (trace.STEPS_KEPT + 15))
+    with ring.scope():
+        model = small_model()
+    for _ in range(2):
+        model.fit(x, y, batch_size=2, verbose=0)
+    for _ in range(3):
+        model.train_on_batch(x[:4], y[:4])
+
+
+def test_spans_end_and_totals_go_on(tmp_path):
+    workers(2).run(many_steps, str(tmp_path))
+    workers(2).run(time.sleep, 0)  # the strategy that nobody closed is closed by now
+    for rank in files.read(tmp_path).ranks:
+        assert len(rank.steps) == 2 * trace.STEPS_KEPT + 3
+        total = rank.totals["steps"]["train"]
+        assert total["count"] + total["built"] == 2 * (trace.STEPS_KEPT + 15) + 3
+        buckets = [call for call in rank.calls if call.name == "gradients/bucket_0"]
+        assert len(buckets) == len(rank.steps)
+        [totals] = [t for t in rank.totals["collectives"] if t["name"] == "gradients/bucket_0"]
+        assert totals["count"] == 2 * (trace.STEPS_KEPT + 15) + 3
+        assert rank.ended and (tmp_path / f"rank-{rank.rank}.jsonl").stat().st_size < 2e6
+
+
+def test_folders_that_make_no_report(run, tmp_path, capsys):
+    folder, _ = run
+
+    def said(code):
+        assert cli.main(["report", str(tmp_path)]) == code
+        out, err = capsys.readouterr()
+        return err if code else out
+
+    assert "holds no file rank-<rank>.jsonl" in said(1)
+    shutil.copy(folder / "rank-1.jsonl", tmp_path)
+    assert "Missing: the files of rank 0." in said(0)
+    lines = (folder / "rank-0.jsonl").read_text().splitlines()
+    other = {**json.loads(lines[0]), "run": 1}
+    (tmp_path / "rank-0.jsonl").write_text("\n".join([json.dumps(other), *lines[1:]]))
+    assert "holds files of 2 runs" in said(1)
+    (tmp_path / "rank-0.jsonl").write_text("\n".join(lines[:-3]) + '\n{"type": "ca')
+    assert "Cut short: rank 0 has not ended by itself" in said(0)
+    (tmp_path / "rank-0.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]))
+    assert "rank-0.jsonl, line 2, is no JSON" in said(1)
+    (tmp_path / "rank-0.jsonl").write_text('{"type": "other"}\n')
+    assert "is no trace that this version of tfring reads" in said(1)

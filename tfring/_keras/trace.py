@@ -1,0 +1,58 @@
+"""What a trace is told of Keras' loops: `fit` and its sisters, passes over batches, steps, the wait for a batch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import tensorflow as tf
+
+from tfring._keras.seam import seam
+from tfring.recognition import ring_of
+from tfring.ring import trace
+
+
+def _recorder(strategy):
+    return getattr(strategy, "trace", None)
+
+
+def _control(strategy):
+    return getattr(strategy.extended.control, "communicator", None)  # none where there is one worker
+
+
+def install():
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    @seam(EpochIterator, "_enumerate_iterator")
+    def begin_loop(original, self):
+        recorder = _recorder(ring_of(getattr(self, "_distribute_strategy", None)))
+        if recorder is not None:
+            recorder.new_loop()
+        return original(self)
+
+
+def entry(strategy):
+    """Around `fit`, `evaluate` or `predict`."""
+    recorder = _recorder(strategy)
+    return contextlib.nullcontext() if recorder is None else recorder.entry(_control(strategy))
+
+
+def step(strategy, kind):
+    """Around a call of a step function; `kind` is "train", "test" or "predict"."""
+    recorder = _recorder(strategy)
+    return contextlib.nullcontext() if recorder is None else recorder.step(kind)
+
+
+def next_batch(strategy, draw):
+    """`draw()`, which makes the ops that wait for the next batch, between two marks."""
+    recorder = _recorder(strategy)
+    if recorder is None:
+        return draw()
+    from tfring.ring import ops
+
+    recorder.building = not tf.executing_eagerly()
+    control = _control(strategy)  # whose next collective is that of the row counts
+    with tf.control_dependencies(ops.mark(trace.INPUT_BEGINS, control)):
+        drawn = draw()
+    tensors = [t for t in tf.nest.flatten(drawn, expand_composites=True) if tf.is_tensor(t)]
+    ops.mark(trace.INPUT_ENDS, control, after=tensors)
+    return drawn

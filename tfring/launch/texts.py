@@ -1,0 +1,103 @@
+"""What `tfring <command> --help` says beside the options."""
+
+from __future__ import annotations
+
+LAUNCH_HELP = """\
+Starts N workers of a program, joined in a ring: on this machine; with --hosts or --hostfile on others, over ssh;
+in an allocation of SLURM on its nodes, over srun.
+
+hosts:
+  --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
+  --hostfile FILE                 the same, a host a line; "host1 slots=4" too
+  ssh never asks for anything: keys, an agent or ~/.ssh/config have to do. The program, the working folder and Python
+  are at the same path on every host, or where --workdir and --python say. Of the environment workers elsewhere get
+  TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and CUDA_VISIBLE_DEVICES, and what --env names, all sent
+  through the connection and on no command line. They listen at ports of TFRING_PORT_RANGE, of the interface that
+  TFRING_INTERFACE names.
+
+output:
+  Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
+  their progress bars. Standard input goes to rank 0.
+
+ends:
+  When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its traceback
+  comes last, and its exit code (128 + signal if it was killed) is the launcher's. Ctrl-C interrupts all
+  workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
+  launcher is killed.
+
+restarts:
+  With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
+  tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and
+  has saved. There is no restart after Ctrl-C, and none after the same failure twice at once. Standard input goes to
+  the first try alone.
+
+environment of a worker:
+  TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
+  TFRING_LISTEN_FD
+      its place in the ring; tfring.RingStrategy() reads them.
+  TFRING_SECRET
+      what the workers prove to each other; made anew for each run, unless it or TFRING_SECRET_FILE is set.
+  TFRING_RESTART, TFRING_DATA_SEED
+      how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
+      begin with, the same in every try.
+  TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
+      its share of the CPUs this process may use, unless set already.
+  PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+      unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
+      them to those who ask: a step that makes tensors of many MB anew spends half its time in the kernel without.
+"""
+
+LAUNCH_EXAMPLES = """\
+examples:
+  tfring launch -n 4 train.py --epochs 3
+  tfring launch -n 2 --log-dir logs -m my_package.train
+  tfring launch --hosts host1:4,host2:4 train.py
+  salloc -N 2 -n 8 tfring launch train.py
+"""
+
+DOCTOR_HELP = """\
+Says whether a cluster can train: looks at every host and every way between two ranks, tries the ring, and ends in a
+verdict, with each problem and what to do about it. Trains nothing, and imports no TensorFlow.
+
+where:
+  Alone, it is one rank of the cluster that tfring.RingStrategy() would find here: start it as you would your program,
+  through mpirun or srun, or on every host with TF_CONFIG. With -n, --hosts or --hostfile it is started on every place,
+  as by `tfring launch`. Rank 0 prints the report.
+
+exit code:
+  0 if the cluster is ready, 1 if not.
+"""
+DOCTOR_EXAMPLES = """\
+examples:
+  tfring doctor
+  tfring doctor --hosts host1:4,host2:4
+  mpirun -n 8 tfring doctor
+  srun -n 8 tfring doctor --json
+"""
+BENCH_HELP = """\
+Measures the collectives of a cluster, in the columns of nccl-tests: time, bytes of the size a second (algbw), bytes
+that the slowest link carries a second (busbw), and its share of what the machines themselves take, measured in the
+same run: a raw socket between hosts, a copy of memory within one. From NumPy; imports no TensorFlow.
+
+where:
+  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
+"""
+BENCH_EXAMPLES = """\
+examples:
+  tfring bench -n 4
+  tfring bench --hosts host1:4,host2:4 --op all_reduce --sizes 4,64K,64M --plot bench.png
+  mpirun -n 8 tfring bench --json
+"""
+REPORT_HELP = """\
+Says what the ranks of a run did in a step, and who waits for whom: input, Python, TensorFlow's start of a step,
+compute, waiting, sending and receiving, adding. From the files that each rank writes into the folder of
+RingStrategy(trace="folder") or TFRING_TRACE; where each host has its own, bring them into one folder.
+
+exit code:
+  0, or 1 if the folder has no such files, or those of different runs.
+"""
+REPORT_EXAMPLES = """\
+examples:
+  TFRING_TRACE=traces tfring launch -n 2 train.py && tfring report traces
+  tfring report traces --trace trace.json       then open trace.json in https://ui.perfetto.dev
+"""

@@ -1,0 +1,85 @@
+"""One trace of all ranks in Chrome's format, which Perfetto opens: a process a rank.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfring.report import timeline
+from tfring.report.files import Call, Run
+
+_PYTHON, _DOES, _INPUT, _FIRST_RING = 1, 2, 3, 4  # threads
+_WAITS = "wait for rank {}"
+
+
+def trace(run: Run) -> dict[str, Any]:
+    """The document; times are microseconds since the first event."""
+    begins = [call.begin for rank in run.ranks for call in rank.calls]
+    begins += [step.begin for rank in run.ranks for step in rank.steps]
+    zero = min(begins, default=0)
+    rings = sorted({call.ring for rank in run.ranks for call in rank.calls})
+    threads = {ring: _FIRST_RING + number for number, ring in enumerate(rings)}
+    events: list[dict[str, Any]] = []
+    for rank in run.ranks:
+        pid = rank.rank
+
+        def span(thread: int, name: str, begin: int, end: int, category: str, pid: int = pid, **arguments: Any) -> None:
+            event = {"ph": "X", "pid": pid, "tid": thread, "ts": (begin - zero) / 1e3, "dur": (end - begin) / 1e3}
+            events.append({"name": name, "cat": category, **event, **({"args": arguments} if arguments else {})})
+
+        names = {_PYTHON: "Python: steps", _DOES: "what the step does", _INPUT: "input"}
+        names.update({thread: f"collectives: {ring}" for ring, thread in threads.items()})
+        events.append(_named("process_name", pid, 0, name=f"rank {rank.rank} ({rank.host})"))
+        events.append(_named("process_sort_index", pid, 0, sort_index=rank.rank))
+        for thread, name in names.items():
+            events.append(_named("thread_name", pid, thread, name=name))
+            events.append(_named("thread_sort_index", pid, thread, sort_index=thread))
+        for number, each in enumerate(timeline.steps(rank)):
+            step = each.step
+            span(_PYTHON, f"{step.kind} step", step.begin, each.until, "step", number=number, loop=step.loop)
+            name = f"{step.kind}_function" + (" (builds its graph)" if step.built else "")
+            span(_PYTHON, name, step.begin, step.end, "step")
+            if each.until > step.end:
+                span(_PYTHON, "Python", step.end, each.until, "Python")
+            for piece in each.pieces:
+                name = _WAITS.format(piece.whom) if piece.category == "waiting" else piece.category
+                span(_DOES, name, piece.begin, piece.end, piece.category)
+        for piece in timeline.inputs(rank):
+            span(_INPUT, "wait for the next batch", piece.begin, piece.end, "input")
+        for call in rank.calls:
+            thread = threads[call.ring]
+            span(thread, f"{call.kind} {call.name}", call.begin, call.end, "collective", **_arguments(call))
+            for piece in timeline.pieces_of(call):
+                name = _WAITS.format(piece.whom) if piece.category == "waiting" else piece.category
+                span(thread, name, piece.begin, piece.end, piece.category)
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "producer": "tfring report",
+            "clock_uncertainty_microseconds": max(rank.uncertainty for rank in run.ranks) / 1e3,
+        },
+        "traceEvents": events,
+    }
+
+
+def _named(name: str, pid: int, tid: int, /, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": arguments}
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """What a click on the span shows."""
+    return {
+        "bytes": call.bytes,
+        "algorithm": call.algorithm,
+        "sent": call.sent,
+        "received": call.received,
+        "sequence": call.sequence,
+        "waited_us": call.waited / 1e3,
+        "moved_us": call.moved / 1e3,
+        "added_us": call.added / 1e3,
+        "last": call.last,
+        **({"group": call.group} if call.group else {}),
+        **({"failed": call.code} if call.code else {}),
+    }

@@ -1,0 +1,133 @@
+"""What a rank does at each moment of a step, from spans that overlap.
+
+```
+call of the step function  |dispatch|..input..|         compute          |     compute    |  Python |
+collectives                                   |wait|move|      |wait|move|add|
+                                                         a collective that leaves during the backward pass: compute
+```
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tfring.report.files import Call, Rank, Step
+from tfring.ring.trace import INPUT_BEGINS, INPUT_ENDS, READY
+
+GRADIENTS = "gradients"  # the ring that carries them
+CATEGORIES = ("input", "Python", "dispatch", "compute", "waiting", "moving", "adding")
+_ABOVE = {name: n for n, name in enumerate(("compute", "Python", "dispatch", "input", "waiting", "moving", "adding"))}
+
+
+class Piece(NamedTuple):
+    """A stretch of a step; nanoseconds of rank 0's clock."""
+
+    begin: int
+    end: int
+    category: str
+    whom: int = -1  # waited for
+
+
+class StepOfRank(NamedTuple):
+    step: Step
+    until: int  # where the next step of its loop begins; else its own end
+    pieces: list[Piece]  # one after the other, from begin to until
+    gradients: int  # nanoseconds of collectives of gradients,
+    hidden: int  # and how many of them before the last gradient was there
+    beside: int  # CPU time of other threads meanwhile
+
+
+def inputs(rank: Rank) -> list[Piece]:
+    """When a step waited for its batch."""
+    found = []
+    begin = None
+    for mark in rank.marks:
+        if mark.name == INPUT_BEGINS:
+            begin = mark.at
+        elif mark.name == INPUT_ENDS and begin is not None:
+            found.append(Piece(begin, mark.at, "input"))
+            begin = None
+    return found
+
+
+def pieces_of(call: Call) -> list[Piece]:
+    """A collective's waiting, moving and adding, put one after the other; the last two alternate in truth."""
+    met = call.begin + call.waited
+    moved = met + call.moved
+    cut = [
+        Piece(call.begin, met, "waiting", call.last),
+        Piece(met, moved, "moving"),
+        Piece(moved, call.end, "adding"),
+    ]
+    return [piece for piece in cut if piece.end > piece.begin]
+
+
+def steps(rank: Rank) -> Iterator[StepOfRank]:
+    """Each step of a rank, taken apart."""
+    waits = inputs(rank)
+    begins_of_waits = [piece.begin for piece in waits]
+    begins_of_calls = [call.begin for call in rank.calls]
+    times_of_marks = [mark.at for mark in rank.marks]
+    for number, step in enumerate(rank.steps):
+        following = rank.steps[number + 1] if number + 1 < len(rank.steps) else None
+        goes_on = following is not None and following[:2] == step[:2]
+        until = following.begin if goes_on and following is not None else step.end
+        window = slice(bisect.bisect_left(begins_of_calls, step.begin), bisect.bisect_left(begins_of_calls, until))
+        calls = rank.calls[window]
+        marks = rank.marks[bisect.bisect_left(times_of_marks, step.begin) : bisect.bisect_left(times_of_marks, until)]
+        drawn = waits[bisect.bisect_left(begins_of_waits, step.begin) : bisect.bisect_left(begins_of_waits, until)]
+        ready = _gradients_ready(calls, {mark.name: mark.at for mark in marks})
+        first = drawn[0].begin if drawn else step.begin  # only then is it known when TensorFlow has begun
+        base = [
+            Piece(step.begin, min(first, step.end), "dispatch"),
+            Piece(step.begin, step.end, "compute"),
+            Piece(step.end, until, "Python"),
+        ]
+        gradients = [call for call in calls if call.ring == GRADIENTS]
+        length = sum(call.end - call.begin for call in gradients)
+        hidden = sum(max(0, min(call.end, ready) - call.begin) for call in gradients)
+        beside = sum(call.beside for call in gradients)
+        hides = beside >= hidden / 2  # else nobody computed meanwhile: the thread that would was waiting
+        busy = [
+            piece._replace(begin=max(piece.begin, ready)) if hides and call.ring == GRADIENTS else piece
+            for call in calls
+            for piece in pieces_of(call)
+        ]
+        yield StepOfRank(
+            step, until, flattened([*base, *drawn, *busy], step.begin, until), length, hidden if hides else 0, beside
+        )
+
+
+def _gradients_ready(calls: list[Call], marks: dict[str, int]) -> int:
+    """When the last bucket of a step could leave, whenever its turn came."""
+    times = [min(call.begin, marks.get(f"{READY} {call.name}", call.begin)) for call in calls if call.ring == GRADIENTS]
+    return max(times, default=0)
+
+
+def flattened(pieces: list[Piece], begin: int, end: int) -> list[Piece]:
+    """What is uppermost at each moment, in the order of `_ABOVE`; no two pieces at once.
+
+    >>> flattened([Piece(0, 9, "compute"), Piece(2, 4, "input"), Piece(3, 6, "waiting", 1)], 0, 8)
+    [Piece(begin=0, end=2, category='compute', whom=-1), Piece(begin=2, end=3, category='input', whom=-1), \
+Piece(begin=3, end=6, category='waiting', whom=1), Piece(begin=6, end=8, category='compute', whom=-1)]
+    """
+    changes = []
+    for number, piece in enumerate(pieces):
+        a, b = max(piece.begin, begin), min(piece.end, end)
+        if b > a:
+            changes += [(a, 1, number), (b, 0, number)]
+    changes.sort()
+    open_now: set[int] = set()
+    flat: list[Piece] = []
+    for (at, opens, number), (then, _, _) in zip(changes, [*changes[1:], (end, 0, -1)], strict=True):
+        open_now.add(number) if opens else open_now.discard(number)
+        if then <= at or not open_now:
+            continue
+        top = pieces[max(open_now, key=lambda n: (_ABOVE[pieces[n].category], -n))]
+        if flat and flat[-1].end == at and flat[-1][2:] == top[2:]:
+            flat[-1] = flat[-1]._replace(end=then)
+        else:
+            flat.append(Piece(at, then, top.category, top.whom))
+    return flat

@@ -1,0 +1,352 @@
+"""What this process does when, in a file that `tfring report` reads.
+
+```
+core: records of calls, marks ─┐ taken every second
+Python: steps, loops ──────────┴─► Recorder ─► folder/rank-<r>.jsonl
+```
+
+The file is a line of JSON after the other, so that what a crash leaves can be read:
+
+```
+{"type": "run", "schema": 1, "run": ..., "rank": 0, "world_size": 2, "host": ..., "steps_kept": 200, ...}
+{"type": "clock", "at": ..., "offset": ..., "uncertainty": ..., ...}              distance from rank 0's clock
+{"type": "calls", "fields": ["begin", "end", "waited", ...], "rows": [[...], ...]}    collectives, and marks
+{"type": "steps", "fields": ["kind", "loop", "begin", "end", "built"], "rows": [...]}
+{"type": "totals", ...}                                                           of the whole run
+{"type": "end"}                                                                   the process ended by itself
+```
+
+Times are nanoseconds of this host's CLOCK_MONOTONIC. Spans are kept of the first steps of each kind and `fit`; totals
+go on, and what is written next is written in their place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import pathlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tfring._version import __version__
+from tfring.errors import ConfigurationError
+from tfring.ring import clocks, library
+
+SCHEMA = 1
+STEPS_KEPT = 200  # of each kind in each fit, evaluate or predict
+MOST_ROWS = 200_000  # of calls and marks in a file, some 30 MB
+STEP_FIELDS = ("kind", "loop", "begin", "end", "built")
+INPUT_BEGINS, INPUT_ENDS, READY = "input begins", "input ends", "ready"  # marks
+_MOST_NAMES = 1000  # of collectives in the totals; then they are one
+CAPACITY = 8192  # records between two takings
+_WRITE_SECONDS = 1.0
+
+_TYPES = {field[0]: field[1] for field in library.Record._fields_}
+_CALL_FIELDS = list(_TYPES)
+# As ctypes has it, but text instead of lists of letters.
+_CALL = np.dtype([(name, f"S{kind._length_}" if hasattr(kind, "_length_") else kind) for name, kind in _TYPES.items()])
+_KINDS = {**dict(enumerate(library.KINDS)), library.MARK: "mark"}
+_ALGORITHMS = {number: name for name, number in library.ALGORITHMS.items()}
+
+_log = logging.getLogger("tfring")
+_active: Recorder | None = None  # a process writes one trace at a time
+
+
+def file_name(rank: int) -> str:
+    """
+    >>> file_name(3)
+    'rank-3.jsonl'
+    """
+    return f"rank-{rank}.jsonl"
+
+
+def start(folder: str | os.PathLike, rank: int, world_size: int, communicator: Any) -> Recorder:
+    """Begins a trace of this process, or joins the one that it writes into this folder; all ranks call it.
+
+    Args:
+        folder: Made where it is missing. Files of an earlier run are written over.
+        rank: Of this process.
+        world_size: How many write into this folder.
+        communicator: Of all ranks; None where there is one.
+
+    Raises:
+        ConfigurationError: The folder cannot be written, or this process writes a trace elsewhere.
+    """
+    global _active
+    path = pathlib.Path(folder).absolute()
+    if _active is not None and not _active.closed and not _active.of_parent:
+        if _active.path.parent != path:
+            raise ConfigurationError(
+                f"A process writes one trace at a time. Received: trace={str(folder)!r}; it writes one to "
+                f"{_active.path.parent}. Close the strategy that does, or give both the same folder."
+            )
+        _active.users += 1
+        return _active
+    _active = Recorder(path / file_name(rank), rank, world_size, communicator)
+    return _active
+
+
+class Recorder:
+    """Writes the trace of one rank.
+
+    Attributes:
+        users: How many began it, each of whom closes it.
+        building: Set by who traces a graph, so that a step in which that happens is told from the others.
+    """
+
+    def __init__(self, path: pathlib.Path, rank: int, world_size: int, communicator: Any) -> None:
+        self.path = path
+        self.users = 1
+        self.closed = False
+        self.building = False
+        self._owner = os.getpid()
+        self._writes = True
+        self._lock = threading.Lock()
+        self._loop = self._entries = 0
+        self._counts: dict[str, int] = {}  # of steps in the entry under way, by kind
+        self._last: tuple[str, int, int] | None = None  # the step before: kind, loop, end
+        self._steps: list[tuple[str, int, int, int, bool]] = []
+        self._keeps = True  # spans, not only totals
+        self._rows = 0
+        self._totals = _Totals()
+        self._totals_line = b""  # the last in the file,
+        self._totals_at = 0  # and where it begins
+        self._buffer = (library.Record * CAPACITY)()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb")
+        except OSError as error:
+            raise ConfigurationError(
+                f"`trace` is a folder that can be written. Received: {path.parent} ({error.strerror})"
+            ) from error
+        run = random.SystemRandom().getrandbits(62)
+        if communicator is not None:
+            run = int(communicator.broadcast(np.array([run]), name=clocks.NAME)[0])
+        self._put(
+            type="run",
+            schema=SCHEMA,
+            run=run,
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=self._owner,
+            tfring=__version__,
+            started=time.time(),
+            at=clocks.now(),
+            steps_kept=STEPS_KEPT,
+        )
+        self.measure_clock(communicator)
+        library.core().tfring_trace(CAPACITY)
+        self._stop = threading.Event()
+        threading.Thread(target=self._write_for_ever, name="tfring-trace", daemon=True).start()
+        atexit.register(self._end)
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def measure_clock(self, communicator: Any) -> None:
+        """A collective of all ranks."""
+        self._put(type="clock", **clocks.distance(communicator)._asdict())
+
+    @contextlib.contextmanager
+    def entry(self, communicator: Any) -> Iterator[None]:
+        """Around `fit`, `evaluate` or `predict`; the outermost measures the clock at its end, unless it failed."""
+        self._entries += 1
+        if self._entries == 1:
+            self._counts.clear()
+        try:
+            yield
+        finally:
+            self._entries -= 1
+            if self._entries == 0:
+                self._keep(True)
+                self._counts.clear()
+                self.write()
+        if self._entries == 0 and not self.closed:
+            self.measure_clock(communicator)  # also where this rank's disk is full: the others do
+
+    def new_loop(self) -> None:
+        """An epoch begins, or another pass over batches: what came before is not between its steps."""
+        self._loop += 1
+
+    @contextlib.contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """Around one call of a step function; a call that raises, as at the end of the data, is none."""
+        number = self._counts.get(kind, 0)
+        self._keep(number < STEPS_KEPT)
+        self.building = False
+        begin = clocks.now()
+        yield
+        end = clocks.now()
+        self._counts[kind] = number + 1
+        before = self._last
+        between = begin - before[2] if before is not None and before[:2] == (kind, self._loop) else None
+        self._totals.step(kind, end - begin, between, self.building)
+        self._last = (kind, self._loop, end)
+        if self._keeps:
+            self._steps.append((kind, self._loop, begin, end, self.building))
+
+    def close(self) -> None:
+        """Ends the trace, once all who began it have."""
+        self.users -= 1
+        if self.users == 0:
+            self._end()
+
+    @property
+    def of_parent(self) -> bool:
+        """Whether this process was forked from the one that writes."""
+        return os.getpid() != self._owner
+
+    # -- the file --------------------------------------------------------------------------------------------------
+
+    def _keep(self, spans: bool) -> None:
+        if spans != self._keeps:
+            self.write()  # what has happened so far, as it was asked for then
+            self._keeps = spans
+
+    def write(self) -> None:
+        """Writes down what there is."""
+        with self._lock:
+            if self.closed or self.of_parent or not self._writes:
+                return
+            steps, self._steps = self._steps, []
+            rows, lost = self._take()
+            if not steps and not rows:
+                return
+            self._totals.calls(rows)
+            lines = []
+            if rows and self._keeps and self._rows < MOST_ROWS:
+                self._rows += len(rows)
+                lines.append({"type": "calls", "fields": _CALL_FIELDS, "rows": rows})
+            if steps:
+                lines.append({"type": "steps", "fields": STEP_FIELDS, "rows": steps})
+            full = self._rows >= MOST_ROWS
+            self._totals_line = _line({"type": "totals", "lost": lost, "full": full, **self._totals.as_dict()})
+            self._append(*lines)
+
+    def _take(self) -> tuple[list[list[Any]], int]:
+        lost = ctypes.c_int64()
+        count = library.core().tfring_take_records(self._buffer, CAPACITY, lost)
+        taken = np.frombuffer(memoryview(self._buffer), _CALL, count)
+        columns = []
+        for field in _CALL_FIELDS:
+            column = taken[field].tolist()
+            if field == "kind":
+                column = [_KINDS[number] for number in column]
+            elif field == "algorithm":
+                column = [_ALGORITHMS[number] for number in column]
+            elif taken[field].dtype.kind == "S":
+                column = [text.decode(errors="replace") for text in column]
+            columns.append(column)
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        name = _CALL_FIELDS.index("name")
+        return [row for row in rows if row[name] != clocks.NAME], lost.value
+
+    def _write_for_ever(self) -> None:
+        while not self._stop.wait(_WRITE_SECONDS):
+            self.write()
+
+    def _put(self, **fields: Any) -> None:
+        with self._lock:
+            if self._writes and not self.closed:
+                self._append(fields)
+
+    def _append(self, *lines: dict[str, Any]) -> None:
+        try:
+            self._file.seek(self._totals_at)
+            self._file.truncate()
+            for fields in lines:
+                self._file.write(_line(fields))
+            self._totals_at = self._file.tell()
+            self._file.write(self._totals_line)
+            self._file.flush()
+        except OSError as error:  # no reason to stop training
+            self._writes = False
+            library.core().tfring_trace(0)
+            _log.warning("The trace ends here, for %s cannot be written: %s", self.path, error.strerror)
+
+    def _end(self) -> None:
+        if self.closed or self.of_parent:
+            return
+        self._stop.set()
+        self.write()
+        self._put(type="end", at=clocks.now())
+        with self._lock:
+            self.closed = True
+            self._file.close()
+        library.core().tfring_trace(0)
+        atexit.unregister(self._end)
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+class _Totals:
+    """Of the whole run, nanoseconds and numbers."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, dict[str, int]] = {}
+        self._collectives: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._input = self._inputs = 0
+        self._input_began: int | None = None
+
+    def step(self, kind: str, took: int, between: int | None, built: bool) -> None:
+        total = self._steps.setdefault(kind, {"count": 0, "nanoseconds": 0, "built": 0, "gaps": 0, "between": 0})
+        if built:  # takes seconds, once
+            total["built"] += 1
+            return
+        total["count"] += 1
+        total["nanoseconds"] += took
+        if between is not None:
+            total["gaps"] += 1
+            total["between"] += between
+
+    def calls(self, rows: list[list[Any]]) -> None:
+        for begin, end, waited, added, _, num_bytes, sent, received, _, kind, _, last, _, ring, _, name in rows:
+            if kind == "mark":
+                self._mark(name, begin)
+                continue
+            key = (ring, kind, name)
+            if len(self._collectives) >= _MOST_NAMES and key not in self._collectives:
+                key = ("", "", "others")
+            total = self._collectives.get(key)
+            if total is None:
+                total = self._collectives[key] = {
+                    **dict(zip(("ring", "kind", "name"), key, strict=True)),
+                    **dict.fromkeys(("count", "nanoseconds", "waited", "added", "bytes", "sent", "received"), 0),
+                    "waited_for": {},
+                }
+            total["count"] += 1
+            total["nanoseconds"] += end - begin
+            total["waited"] += waited
+            total["added"] += added
+            total["bytes"] += num_bytes
+            total["sent"] += sent
+            total["received"] += received
+            if last >= 0:
+                total["waited_for"][str(last)] = total["waited_for"].get(str(last), 0) + waited
+
+    def _mark(self, name: str, at: int) -> None:
+        if name == INPUT_BEGINS:
+            self._input_began = at
+        elif name == INPUT_ENDS and self._input_began is not None:
+            self._inputs += 1
+            self._input += at - self._input_began
+            self._input_began = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self._steps,
+            "input": {"count": self._inputs, "nanoseconds": self._input},
+            "collectives": list(self._collectives.values()),
+        }
