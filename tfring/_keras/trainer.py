@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfring import _tf, data, step
 from tfring._keras import batch_shapes, loop, outside, state, status
 from tfring._keras import callbacks as ring_callbacks
-from tfring._keras.functions import graph_function, to_tensor, without_optionals
+from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
@@ -168,7 +168,7 @@ class StepFunction:
         self._logs = Logs(model, strategy)
         made = (lambda body: body) if model.run_eagerly else graph_function
         self._one_step = made(self._one_step_body)
-        self._on_iterator = made(self._on_iterator_body)
+        self._on_iterator = self._on_iterator_body if model.run_eagerly else OfIterator(self._on_iterator_body)
         self._on_batch = made(self._on_batch_body)
         self._logs_of_all_rows = made(self._logs_of_all_rows_body)
         self.begin_anew()
