@@ -10,8 +10,9 @@ def as_arrays(logs):
     return {name: np.asarray(value) for name, value in logs.items()}
 
 
-def run(model, x, y, *, batch_size=20, sample_weight=None, epochs=2, **kwargs):
-    """`{where: logs}` of every batch of `fit`, of `history` and of `evaluate`."""
+def run(model, x, y, *, batch_size=20, sample_weight=None, epochs=2, unread=False, **kwargs):
+    """`{where: logs}` of every batch of `fit`, of `history` and of `evaluate`; `unread`: of the latter once more, while
+    no callback reads the logs of a batch."""
     import keras
 
     seen = {}
@@ -24,6 +25,10 @@ def run(model, x, y, *, batch_size=20, sample_weight=None, epochs=2, **kwargs):
     history = model.fit(x, y, epochs=epochs, shuffle=False, **options, **kwargs).history
     seen["history"] = as_arrays(history)
     seen["evaluate"] = as_arrays(model.evaluate(x, y, return_dict=True, **options))
+    if unread:
+        del options["callbacks"]
+        seen["history, unread"] = as_arrays(model.fit(x, y, epochs=1, shuffle=False, **options, **kwargs).history)
+        seen["evaluate, unread"] = as_arrays(model.evaluate(x, y, return_dict=True, **options))
     return seen
 
 
@@ -244,9 +249,9 @@ def of_steps():
     ring = strategy(**devices())
     x, y = rows()
     return {
-        "own step": compare(ring, own_step(), x, y),
-        "two steps": compare(ring, own_step(steps_per_execution=2), x[:43], y[:43], epochs=1),
-        "eagerly": compare(ring, own_step(run_eagerly=True), x[:23], y[:23], epochs=1),
+        "own step": compare(ring, own_step(), x, y, unread=True),
+        "two steps": compare(ring, own_step(steps_per_execution=2), x[:43], y[:43], epochs=1, unread=True),
+        "eagerly": compare(ring, own_step(run_eagerly=True), x[:23], y[:23], epochs=1, unread=True),
     }
 
 

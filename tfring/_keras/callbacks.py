@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import outside, place
+from tfring._keras import loop, outside, place
 from tfring._keras.seam import ring_of_model, seam
 
 
 class RunsLast:
     """A callback that runs after all others, wherever it stands in the list: it keeps what they have left.
 
-    What it `wants` after a step or an epoch travels with the flag that stops training; the largest number of any rank
-    is `granted` to all.
+    What it `wants` after a step or an epoch is asked in one collective; the largest number of any rank is `granted` to
+    all.
     """
 
     granted = 0
@@ -77,7 +77,7 @@ def for_rank(callbacks, strategy) -> list:
     return [c for c in callbacks if not isinstance(c, writers)]
 
 
-def arranged(name, callbacks, strategy) -> list:
+def arranged(name, callbacks, strategy, verbose) -> list:
     """The callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank."""
     import keras
 
@@ -87,7 +87,7 @@ def arranged(name, callbacks, strategy) -> list:
     if strategy.cluster.world_size == 1 and not last:
         return callbacks
     others = [c for c in callbacks if c not in last]
-    callbacks = [*others, agreement(strategy, last)]
+    callbacks = [*others, agreement(strategy, name, callbacks, verbose)]
     if last and not any(isinstance(c, keras.callbacks.History) for c in others):
         callbacks.append(keras.callbacks.History())  # which Keras would put behind them
     for callback in last:
@@ -99,6 +99,7 @@ def arranged(name, callbacks, strategy) -> list:
 def around(name, callbacks, model):
     """While `fit`, `evaluate` or `predict` runs with these callbacks."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(loop.unread_logs(model))
         if name == "fit":
             stack.enter_context(place.fit_under_way())
             for callback in callbacks if isinstance(callbacks, list) else ():
@@ -107,14 +108,55 @@ def around(name, callbacks, model):
         yield
 
 
-def agreement(strategy, last=()):
+def _is_own(callback, *methods) -> bool:
+    """Whether a callback has more in these methods than Keras' base class."""
+    from keras.src import utils
+
+    return not all(utils.is_default(getattr(callback, method)) for method in methods)
+
+
+def _watches_begin(callback, kind: str) -> bool:
+    """Whether a callback does something before each batch; those of Keras only count batches."""
+    import keras
+
+    if type(callback) is keras.callbacks.TensorBoard:
+        return False
+    return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
+
+
+def _reads_logs(callback, kind: str) -> bool:
+    """Whether a callback may read the logs of a batch."""
+    import keras
+
+    if not _is_own(callback, f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])):
+        return False
+    every = {
+        keras.callbacks.ModelCheckpoint: "save_freq",
+        keras.callbacks.BackupAndRestore: "save_freq",
+        keras.callbacks.TensorBoard: "update_freq",
+    }.get(type(callback))
+    return every is None or getattr(callback, every) != "epoch"
+
+
+def agreement(strategy, name, callbacks, verbose):
     """A callback that runs after the user's: what one rank decided, all ranks know.
 
     It is also what makes a file that rank 0 wrote in a callback complete before any rank goes on.
+
+    Args:
+      strategy: the RingStrategy.
+      name: "fit", "evaluate" or "predict".
+      callbacks: the user's, on this rank.
+      verbose: what Keras is told.
     """
     import keras
 
     control = strategy.extended.control
+    last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
+    kinds = {"fit": ["train", "test"], "evaluate": ["test"], "predict": []}[name]
+    shown = {"fit": "train", "evaluate": "test"}.get(name) if verbose in ("auto", 1, True) else None
+    reads = [kind == shown or any(_reads_logs(c, kind) for c in callbacks) for kind in kinds]
+    watches = [any(_watches_begin(c, kind) for c in callbacks) for kind in kinds]
 
     def largest(numbers: list[int], name: str) -> list[int]:
         """The largest of each over all ranks."""
@@ -140,17 +182,32 @@ def agreement(strategy, last=()):
         return bool(stop > 0)
 
     class Agreement(keras.callbacks.Callback):
+        _at_once: frozenset = frozenset()  # kinds of batches after which ranks agree, before callbacks see the next
+
+        def _begin(self, *numbers):
+            """Agrees on which callbacks there are on any rank; returns the largest of the numbers."""
+            agreed = largest([*map(int, reads), *map(int, watches), *numbers], "callbacks")
+            loop.leave_unread(self.model, [k for k, read in zip(kinds, agreed, strict=False) if not read])
+            watched = {k for k, watch in zip(kinds, agreed[len(kinds) :], strict=False) if watch}
+            self._at_once = frozenset(watched | ({"train"} if last else set()))
+            return agreed[2 * len(kinds) :]
+
         def on_train_begin(self, logs=None):
             # BackupAndRestore has restored on rank 0, if at all.
             model = self.model
-            epoch = getattr(model, "_initial_epoch", None)
-            state = tf.constant([-1 if epoch is None else int(epoch), int(_restored(self))], tf.int64)
-            [state] = control.broadcast([state], name="restored epoch")
-            epoch, restored = (int(x) for x in state)
+            mine = [-2, 0]
+            if strategy.cluster.is_chief:
+                epoch = getattr(model, "_initial_epoch", None)
+                mine = [-1 if epoch is None else int(epoch), int(_restored(self))]
+            epoch, restored = self._begin(*mine)
             if epoch >= 0:
                 model._initial_epoch = epoch
             if restored:
                 broadcast_variables(strategy, model)
+
+        def on_test_begin(self, logs=None):
+            if name == "evaluate":
+                self._begin()
 
         def on_epoch_begin(self, epoch, logs=None):
             learning_rates(self.model)
@@ -163,15 +220,18 @@ def agreement(strategy, last=()):
                 callback.granted = number
 
         def on_train_batch_end(self, batch, logs=None):
-            self._agree()
+            # Else in the next status (`loop.py`). Without this method Keras would run callbacks in another thread.
+            if "train" in self._at_once:
+                self._agree()
 
         def on_epoch_end(self, epoch, logs=None):
             learning_rates(self.model)
             self._agree()
 
         def on_test_batch_end(self, batch, logs=None):
-            [stop] = largest([int(self.model.stop_evaluating)], "stop_evaluating")
-            self.model.stop_evaluating = bool(stop)
+            if "test" in self._at_once:
+                [stop] = largest([int(self.model.stop_evaluating)], "stop_evaluating")
+                self.model.stop_evaluating = bool(stop)
 
         def on_predict_batch_end(self, batch, logs=None):
             [stop] = largest([int(self.model.stop_predicting)], "stop_predicting")

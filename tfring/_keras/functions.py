@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import tensorflow as tf
 
@@ -9,6 +11,34 @@ import tensorflow as tf
 def graph_function(body):
     """`body` as a tf.function that is traced anew for other structures only."""
     return tf.function(body, reduce_retracing=True, autograph=False)
+
+
+class OfIterator:
+    """A function of an iterator, as a tf.function of the tensors in it.
+
+    Of an iterator, TensorFlow asks before each call what kind it is and whether there is a graph for that.
+    """
+
+    def __init__(self, body):
+        self._body = body
+        self._functions: dict = {}  # by kind of iterator
+        self._iterator: weakref.ref | None = None
+        self._call: tuple = ()  # function and tensors for that iterator
+
+    def __call__(self, iterator, *args):
+        """Calls `body(iterator, *args)`; `args` are Python's."""
+        if self._iterator is None or self._iterator() is not iterator:
+            spec = tf.type_spec_from_value(iterator)
+            if spec not in self._functions:
+
+                def of_tensors(tensors, *args):
+                    return self._body(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), *args)
+
+                self._functions[spec] = graph_function(of_tensors)
+            self._call = self._functions[spec], tf.nest.flatten(iterator, expand_composites=True)
+            self._iterator = weakref.ref(iterator)
+        function, tensors = self._call
+        return function(tensors, *args)
 
 
 def to_tensor(leaf):

@@ -7,8 +7,8 @@
 | something for each row | that of all rows, in order |
 | strings, None | what this worker's first replica returned |
 
-Sums of states and the numbers of each replica travel in one collective a dtype; results that are formulas, such as AUC
-and F1, in one more.
+Sums of states and the numbers of each replica travel in one collective a dtype, with the state that the step wrote;
+results that are formulas, such as AUC and F1, in one more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Logs:
     def __init__(self, model, strategy):
         self._model = model
         self._strategy = strategy
-        self._sources: list = []  # of the values the step returned, when it was last traced or run
+        # Of the values the step returned, when it was last traced or run:
+        self._sources: list = []
+        self._numbers: list[int] = []  # the positions of those that become one number of all replicas'
 
     def of_step(self, run, step, inputs):
         """Runs a step on each replica; in what it returned, values for each row are those of all rows.
@@ -57,6 +59,8 @@ class Logs:
             outputs, rest = run(noting)
         if self._strategy.num_replicas_in_sync > 1:
             outputs = self._with_all_rows(outputs, inputs)
+        leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
+        self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
         return outputs, rest
 
     def _with_all_rows(self, outputs, inputs):
@@ -87,7 +91,7 @@ class Logs:
         alike = tf.reduce_all(sizes == sizes[0])
         return tf.cond(tf.reduce_all(sizes == rows) | ~alike, lambda: together, mean)
 
-    def of_all_rows(self, outputs, shares):
+    def together(self, outputs, shares) -> tuple:
         """The logs of a batch.
 
         Args:
@@ -95,27 +99,28 @@ class Logs:
           shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
 
         Returns:
-          The structure of `outputs` with one tensor a leaf.
+          What this worker adds to the sums over all workers, and a function that makes of these sums the logs: the
+          structure of `outputs` with one tensor a leaf.
         """
-        strategy = self._strategy
         leaves = [values_of(leaf) for leaf in tf.nest.flatten(outputs)]
         logs = [values[0] for values in leaves]
-        if strategy.num_replicas_in_sync > 1:
-            results = [i for i, source in enumerate(self._sources) if isinstance(source, Source)]
-            numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(logs[i])]
-            state = self._local_state([self._sources[i].metric for i in results])
-            packed = self._packed([leaves[i] for i in numbers], shares)
-            sent = [*packed.values(), *(value for _, value in state)]
-            if sent:
-                sent = strategy.extended.control_ops.sum_over_workers(sent, name="logs")
-            packed = dict(zip(packed, sent, strict=False))
-            state = [(v, total) for (v, _), total in zip(state, sent[len(packed) :], strict=True)]
-            values = results_from(state, [self._sources[i] for i in results])
-            for i, value in zip(results, self._same_bits(values, state), strict=True):
+        if self._strategy.num_replicas_in_sync == 1:
+            return [], lambda _: tf.nest.pack_sequence_as(outputs, logs)
+        results = [i for i, source in enumerate(self._sources) if isinstance(source, Source)]
+        state = self._local_state([self._sources[i].metric for i in results])
+        packed = self._packed([leaves[i] for i in self._numbers], shares)
+
+        def finish(totals):
+            numbers = dict(zip(packed, totals, strict=False))
+            everywhere = [(v, total) for (v, _), total in zip(state, totals[len(packed) :], strict=True)]
+            values = results_from(everywhere, [self._sources[i] for i in results])
+            for i, value in zip(results, self._same_bits(values, everywhere), strict=True):
                 logs[i] = value
-            for i, value in zip(numbers, _unpacked(packed, [leaves[i][0] for i in numbers]), strict=True):
+            for i, value in zip(self._numbers, _unpacked(numbers, [logs[i] for i in self._numbers]), strict=True):
                 logs[i] = value
-        return tf.nest.pack_sequence_as(outputs, logs)
+            return tf.nest.pack_sequence_as(outputs, logs)
+
+        return [*packed.values(), *(value for _, value in state)], finish
 
     def _local_state(self, metrics) -> list[tuple]:
         variables = {id(v): v for metric in metrics for v in metric.variables}

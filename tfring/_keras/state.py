@@ -185,17 +185,20 @@ def values_before(model) -> dict:
     return before
 
 
-def bring_written_state_together(strategy, written, shares, before) -> None:
-    """Gives the variables that the replicas wrote one value on all of them.
+def written_together(strategy, written, shares, before) -> tuple:
+    """One value for each variable that the replicas wrote; maxima and minima are written before this returns.
 
     Args:
       strategy: the RingStrategy.
       written: `(variable, rule)` of every write, the same on every rank.
       shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
       before: what `values_before` returned.
+
+    Returns:
+      What this worker adds to the sums over all workers, and a function that writes what these sums become.
     """
-    if not written or strategy.num_replicas_in_sync == 1:
-        return
+    if strategy.num_replicas_in_sync == 1:
+        written = []
     rules: dict = {}
     for variable, rule in written:
         if rules.setdefault(id(variable), (variable, rule))[1] != rule:
@@ -207,17 +210,19 @@ def bring_written_state_together(strategy, written, shares, before) -> None:
             highest.append((variable, rule, copies))
         else:
             summed.append((variable, rule, _part(strategy, variable, rule, copies, shares, before)))
-    ops = strategy.extended.control_ops
-    totals = ops.sum_over_workers([part for *_, part in summed], name="state")
-    for (variable, rule, _), total in zip(summed, totals, strict=True):
-        if rule == "first":
-            total = total[tf.argmax(total[:, 0] > 0), 1:]
-            total = tf.reshape(total, variable.shape)
-        if rule == "increments":
-            total += tf.cast(before[id(variable)], total.dtype)
-        _write(strategy, variable, total)
     for variable, rule, copies in highest:
         _write(strategy, variable, _highest(strategy, variable, rule, copies, shares))
+
+    def finish(totals):
+        for (variable, rule, _), total in zip(summed, totals, strict=True):
+            if rule == "first":
+                total = total[tf.argmax(total[:, 0] > 0), 1:]
+                total = tf.reshape(total, variable.shape)
+            if rule == "increments":
+                total += tf.cast(before[id(variable)], total.dtype)
+            _write(strategy, variable, total)
+
+    return [part for *_, part in summed], finish
 
 
 def _part(strategy, variable, rule, copies, shares, before):

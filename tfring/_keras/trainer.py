@@ -3,11 +3,14 @@
 ```
 one training step on rank r                                           collectives
   next batch ─► rows of each replica ─► who has rows, how many?         1  status       (control)
+                      has any rank left the loop?
   forward, backward ─► gradients                                        >= 1 buckets    (gradients)
-  state the replicas wrote ─► one value for all                         1  if any       (control)
-last of an execution: logs ─► of all rows                               1  logs         (control)
-after it, in Python: has any rank set stop_training?                    1  a flag       (control)
+  state the replicas wrote ─► one value for all ┐
+  logs, where a callback reads them ─► all rows ┴                       1  if any       (control)
 ```
+
+State and logs travel as one collective a dtype. Logs that no callback reads are brought together behind the loop
+(`loop.py`), those of several steps at the end of an execution. Nothing is sent from Python.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import inspect
 import tensorflow as tf
 
 from tfring import _tf, data, step
-from tfring._keras import batch_shapes, outside, state, trace
+from tfring._keras import batch_shapes, loop, outside, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
-from tfring._keras.functions import graph_function, to_tensor, without_optionals
+from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
@@ -34,22 +37,22 @@ def install():
 
     cls = trainer.TensorFlowTrainer
 
-    def make(function_attribute, step_attribute):
+    def make(kind):
+        function_attribute = f"{kind}_function"
+
         def replacement(original, self, force=False):
             strategy = ring_of_model(self)
             if strategy is None:
                 return original(self, force)
             if getattr(self, function_attribute) is None or force:
                 _refuse_jit(self)
-                step_function = getattr(self, step_attribute)
-                kind = step_attribute.removesuffix("_step")
-                setattr(self, function_attribute, StepFunction(self, strategy, step_function, kind))
+                setattr(self, function_attribute, StepFunction(self, strategy, kind))
             return getattr(self, function_attribute)
 
         return replacement
 
-    seam(cls, "make_train_function")(make("train_function", "train_step"))
-    seam(cls, "make_test_function")(make("test_function", "test_step"))
+    seam(cls, "make_train_function")(make("train"))
+    seam(cls, "make_test_function")(make("test"))
 
     @seam(cls, "make_predict_function")
     def make_predict_function(original, self, force=False):
@@ -68,6 +71,7 @@ def install():
             return original(self, iterator=iterator, data_batch=data_batch)
         # From the specification, not from a batch: a generator's rows are drawn once.
         if iterator is not None:
+            loop.bind(iterator, self)
             batch_shapes.check(self, strategy, iterator._tfring_batch_size)
             spec = iterator._distributed_dataset.element_spec
             data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
@@ -110,11 +114,13 @@ def _entry(name, signature):
         given = bound.arguments
         from keras.callbacks import CallbackList
 
-        callbacks = given.get("callbacks")
-        if not isinstance(callbacks, CallbackList):
-            callbacks = given["callbacks"] = ring_callbacks.arranged(name, callbacks, strategy)
         if given.get("verbose", "auto") == "auto" and not strategy.cluster.is_chief:
             given["verbose"] = 0  # one progress bar is enough
+        callbacks = given.get("callbacks")
+        if not isinstance(callbacks, CallbackList):
+            callbacks = given["callbacks"] = ring_callbacks.arranged(
+                name, callbacks, strategy, given.get("verbose", "auto")
+            )
         around = ring_callbacks.around(name, callbacks, self)
         traced = trace.entry(strategy)
         with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels), traced, around:
@@ -145,132 +151,162 @@ def _symbolic_batch(element_spec):
     return tf.nest.map_structure(symbolic, element_spec)
 
 
-_OTHER_BATCHES = (
-    "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring cuts each "
-    "rank's share from them. Give what chooses or orders rows a seed (`dataset.shuffle(n, seed=1)`, "
-    "`keras.utils.set_random_seed(1)` before data is made), make unseeded datasets after the strategy; batches of a "
-    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Where each rank "
-    "has rows of its own, say so: "
-    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
-)
-
-
 class StepFunction:
     """What `model.train_function` and `model.test_function` are: an iterator in, logs out.
 
     Args:
       model: the Keras model.
       strategy: its RingStrategy.
-      step_function: `train_step` or `test_step`.
-      kind: "train" or "test", for a trace.
+      kind: "train" or "test".
     """
 
-    def __init__(self, model, strategy, step_function, kind):
-        self._kind = kind
+    def __init__(self, model, strategy, kind):
         self._model = model
         self._strategy = strategy
-        self._step = step_function
+        self._kind = kind
+        self._step = getattr(model, f"{kind}_step")
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
-        eager = model.run_eagerly
-        self._one_step = self._one_step_body if eager else graph_function(self._one_step_body)
-        self._on_iterator = self._on_iterator_body if eager else graph_function(self._on_iterator_body)
-        self._on_batch = self._on_batch_body if eager else graph_function(self._on_batch_body)
+        made = (lambda body: body) if model.run_eagerly else graph_function
+        self._one_step = made(self._one_step_body)
+        self._on_iterator = self._on_iterator_body if model.run_eagerly else OfIterator(self._on_iterator_body)
+        self._on_batch = made(self._on_batch_body)
+        self._logs_of_all_rows = made(self._logs_of_all_rows_body)
+        self.begin_anew()
+
+    def begin_anew(self):
+        """Forgets a loop over batches."""
+        self.iterator = None  # of the last step
+        self._unread: tuple | None = None  # of the last step: what its replicas returned, and their shares
+        self._logs_of_loop: dict = {}  # that Keras holds for those of the last step
 
     def __call__(self, iterator):
         with trace.step(self._strategy, self._kind):
             return self._run(iterator)
 
     def _run(self, iterator):
-        if isinstance(iterator, tf.distribute.DistributedIterator):
-            return self._on_iterator(iterator)
-        logs = None
-        for batch in iterator:  # train_on_batch and its sisters: this worker's own share
-            logs = self._on_batch(tf.nest.map_structure(to_tensor, batch))
-        return logs
+        if not isinstance(iterator, tf.distribute.DistributedIterator):
+            logs = None
+            for batch in iterator:  # train_on_batch and its sisters: this worker's own share
+                logs = self._on_batch(tf.nest.map_structure(to_tensor, batch))
+            return logs
+        self.iterator = iterator
+        if not loop.are_unread(self._model, self._kind):
+            return self._on_iterator(iterator, True)
+        self._unread = self._on_iterator(iterator, False)
+        if not isinstance(self._unread[0], dict):
+            return self._logs_of_all_rows(*self._unread)
+        return self._logs_of_loop
+
+    def bring_logs_together(self):
+        """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
+        if self._unread is not None and isinstance(self._unread[0], dict):
+            self._logs_of_loop.update(self._logs_of_all_rows(*self._unread))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _one_step_body(self, inputs, shares):
+    def _one_step_body(self, inputs, shares, with_logs):
+        """What each replica returned, or the logs."""
         before = state.values_before(self._model)
         outputs, written = self._logs.of_step(
             lambda step: self._strategy.extended.run_step(step, inputs, shares),
             lambda element: self._step(without_optionals(element)),
             inputs,
         )
-        state.bring_written_state_together(self._strategy, written, shares, before)
+        parts = [state.written_together(self._strategy, written, shares, before)]
+        if with_logs:
+            parts.append(self._logs.together(outputs, shares))
+        _, *logs = self._together(parts)
         if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
             variables = ring_callbacks.all_variables(self._model)
             self._strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
             )
-        return outputs
+        return logs[0] if with_logs else outputs
 
-    def _on_iterator_body(self, iterator):
+    def _together(self, parts):
+        """What `finish` makes of the sums over all workers, for each `(values, finish)`: one collective a dtype."""
+        values = [value for values, _ in parts for value in values]
+        totals = self._strategy.extended.control_ops.sum_over_workers(values, name="state and logs")
+        results = []
+        for values, finish in parts:
+            results.append(finish(totals[: len(values)]))
+            totals = totals[len(values) :]
+        return results
+
+    def _on_iterator_body(self, iterator, with_logs):
+        """The logs; or what the replicas of this worker returned in the last step, and their shares of its batch."""
         with self._strategy.scope():
             steps = self._model.steps_per_execution
-            has_batch, inputs, shares = self._next_batch(iterator)
-            inputs = tf.cond(has_batch, lambda: inputs, lambda: self._end_of_data(iterator))
-            outputs = self._one_step(inputs, shares)
+            told, inputs = self._next_batch(iterator)
+            taken: list = []
+
+            def take():
+                taken.append(self._one_step(inputs, told.shares, with_logs and steps == 1))
+                return taken[0]
+
+            # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
+            outputs = tf.cond(told.goes_on, take, lambda: self._refuse(told, iterator, *taken))
             if steps == 1:
-                return self._logs.of_all_rows(outputs, shares)
+                return outputs if with_logs else (outputs, told.shares)
 
             def more(i, has_batch, outputs, shares):
                 return tf.logical_and(i < steps, has_batch)
 
             def another(i, _, outputs, shares):
-                has_batch, inputs, next_shares = self._next_batch(iterator)
+                told, inputs = self._next_batch(iterator)
                 outputs, shares = tf.cond(
-                    has_batch,
-                    lambda: (self._one_step(inputs, next_shares), next_shares),
-                    lambda: (outputs, shares),
+                    told.goes_on,
+                    lambda: (self._one_step(inputs, told.shares, False), told.shares),
+                    lambda: self._unless_wrong(told, (outputs, shares)),
                 )
-                return i + 1, has_batch, outputs, shares
+                return i + 1, told.has_batch, outputs, shares
 
             _, _, outputs, shares = tf.while_loop(
-                more, another, (1, True, outputs, shares), parallel_iterations=1
+                more, another, (1, True, outputs, told.shares), parallel_iterations=1
             )
-            return self._logs.of_all_rows(outputs, shares)
+            return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
     def _on_batch_body(self, batch):
         inputs = data.split_rows(batch, self._replicas)
         with self._strategy.scope():
-            _, shares = self._status(inputs, True)
-            return self._logs.of_all_rows(self._one_step(inputs, shares), shares)
+            told = status.before_step(self._strategy, inputs, True)
+            with tf.control_dependencies(status.why_not(told)):
+                return self._one_step(inputs, told.shares, True)
+
+    def _logs_of_all_rows_body(self, outputs, shares):
+        with self._strategy.scope():
+            [logs] = self._together([self._logs.together(outputs, shares)])
+            return logs
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
     def _next_batch(self, iterator):
-        """`(has_batch, one element a replica, shares)`; has_batch is the same on every rank."""
+        """What all ranks hold before the step, and one element a replica."""
         inputs, has_batch = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
         inputs, fingerprint = _parts(inputs)
-        has_batch, shares = self._status(inputs, has_batch, fingerprint)
-        return has_batch, inputs, shares
+        return status.before_step(self._strategy, inputs, has_batch, fingerprint), inputs
 
-    def _end_of_data(self, iterator):
-        # No rank has a batch: this raises OutOfRangeError, as Keras expects.
-        return _parts(_tf.next_or_error(iterator))[0]
+    def _refuse(self, told, iterator, like=None):
+        """Raises why there is no step; what it returns never comes to be, and is like what the step returns."""
+        with tf.control_dependencies(status.why_not(told)):
+            # No rank has a batch: this raises OutOfRangeError, as Keras expects.
+            drawn = tf.nest.flatten(_tf.next_or_error(iterator), expand_composites=True)
+        with tf.control_dependencies([t for t in drawn if isinstance(t, tf.Tensor)]):
+            return tf.nest.map_structure(_never, like, expand_composites=True)
 
-    def _status(self, inputs, has_batch, fingerprint=None):
-        """One small collective: does any rank have rows left, how many has each replica, are they of one batch?"""
-        cluster = self._strategy.cluster
-        rows = [data.num_rows(element) for element in inputs]
-        rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
-        has_batch = tf.convert_to_tensor(has_batch)
-        if self._strategy.num_replicas_in_sync == 1:
-            return has_batch, tf.ones([1], tf.float64)
-        before = cluster.rank * self._replicas
-        after = self._strategy.num_replicas_in_sync - before - self._replicas
-        prints = tf.zeros([2], tf.int64)
-        if fingerprint is not None:
-            prints = tf.where(has_batch, [fingerprint, -fingerprint], [tf.int64.min, tf.int64.min])
-        mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], tf.pad(rows, [[before, after]])], 0)
-        [everyone] = self._strategy.extended.control.all_reduce([mine], "max", name="status")
-        has_batch, total = everyone[2] > 0, tf.reduce_sum(everyone[3:])
-        same = tf.debugging.assert_equal(everyone[0], tf.where(has_batch, -everyone[1], everyone[0]), _OTHER_BATCHES)
-        with tf.control_dependencies([] if same is None else [same]):
-            shares = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
-        return has_batch, shares
+    def _unless_wrong(self, told, results):
+        with tf.control_dependencies(status.why_not(told)):
+            return tf.nest.map_structure(tf.identity, results, expand_composites=True)
+
+
+def _never(tensor):
+    """A tensor of this dtype, and of this shape as far as it is static."""
+    shape = tensor.shape
+    if shape.is_fully_defined():
+        return tf.zeros(shape, tensor.dtype)
+    some = tf.zeros([n or 0 for n in shape] if shape.rank is not None else [], tensor.dtype)
+    return tf.raw_ops.PlaceholderWithDefault(input=some, shape=shape)
 
 
 def _parts(elements):

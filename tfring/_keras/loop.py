@@ -1,0 +1,114 @@
+"""Keras' loop over batches ends on all ranks after the same batch, and logs that nobody read are brought together then.
+
+```
+rank 0   callbacks of batch k ─► draws batch k + 1 ─► status ─► k + 1 is not trained ─► behind the loop
+rank 1   callbacks of batch k: stop_training ────────► status ─► draws one too ───────► behind the loop
+all      callbacks of the epoch's last batch ────────► status ────────────────────────► behind the loop
+```
+
+So what a callback decides on one rank costs no collective of its own. Behind the loop all ranks know of it, before the
+validation and before callbacks see the epoch's end. The batch that nobody trained is one that all have drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring._keras import status
+from tfring._keras.seam import entry_under_way, ring_of_model, seam
+
+_UNREAD = "_tfring_unread"  # of a model, while logs of its batches are brought together behind the loop alone
+
+KINDS = ("train", "test")
+
+
+def install():
+    from keras.src.backend.tensorflow import trainer
+
+    @seam(trainer.TFEpochIterator, "catch_stop_iteration")
+    def catch_stop_iteration(original, self):
+        loop = self.__dict__.pop("_tfring_loop", None)  # so that nobody else enters it meanwhile
+        return original(self) if loop is None else _together(original, self, loop)
+
+
+def bind(epoch_iterator, model) -> None:
+    """Has the loop over an EpochIterator of `fit` or `evaluate` end on all ranks at once."""
+    is_validation = epoch_iterator is getattr(model, "_eval_epoch_iterator", None)
+    kind = "train" if entry_under_way("fit") and not is_validation else "test"
+    epoch_iterator._tfring_loop = _Loop(model, kind)
+
+
+@contextlib.contextmanager
+def unread_logs(model):
+    """In here `leave_unread` may be called; afterwards all is as it was."""
+    before = vars(model).pop(_UNREAD, None)
+    try:
+        yield
+    finally:
+        vars(model).pop(_UNREAD, None)
+        if before is not None:
+            vars(model)[_UNREAD] = before
+
+
+def leave_unread(model, kinds) -> None:
+    """Nobody on any rank reads the logs of single batches of these kinds; all ranks call it alike."""
+    vars(model)[_UNREAD] = vars(model).get(_UNREAD, frozenset()) | set(kinds)
+
+
+def are_unread(model, kind: str) -> bool:
+    """Whether `leave_unread` was called."""
+    return kind in vars(model).get(_UNREAD, ())
+
+
+class _Loop:
+    """Keras' loop over the batches of one pass.
+
+    Args:
+      model: the Keras model.
+      kind: "train" or "test".
+    """
+
+    def __init__(self, model, kind):
+        self._model = model
+        self._kind = kind
+        self._flag = {"train": "stop_training", "test": "stop_evaluating"}[kind]
+
+    @property
+    def step_function(self):
+        return getattr(self._model, f"{self._kind}_function")  # a callback may have it made anew
+
+    def was_left(self):
+        """Keras has left it without an error."""
+        strategy = ring_of_model(self._model)
+        if strategy.num_replicas_in_sync == 1:
+            return
+        stopped, others_drew = status.behind_loop(strategy, bool(getattr(self._model, self._flag)))
+        if stopped:
+            self.is_stopped()
+        if others_drew and self.step_function.iterator is not None:
+            _tf.draw(self.step_function.iterator)
+
+    def is_stopped(self):
+        setattr(self._model, self._flag, True)
+
+
+@contextlib.contextmanager
+def _together(original, epoch_iterator, loop):
+    try:
+        with original(epoch_iterator):
+            try:
+                yield
+            except tf.errors.InvalidArgumentError as error:
+                if status.STOPPED not in error.message:
+                    raise
+                loop.is_stopped()
+            else:
+                loop.was_left()
+        loop.step_function.bring_logs_together()
+    finally:
+        if loop.step_function is not None:
+            loop.step_function.begin_anew()
+        epoch_iterator._tfring_loop = loop

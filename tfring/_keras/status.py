@@ -1,0 +1,121 @@
+"""What ranks tell each other before each step, in one small collective of control.
+
+Rows differ from rank to rank and data may end earlier on one, so nobody enters a step before all have said what they
+hold. The same words are for a rank that takes no step because a callback of its own has stopped the loop, or because
+the epoch has had its steps: it meets the others wherever they are (`loop.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfring import data
+from tfring.errors import MismatchError
+
+_BEGINS, _STOPS, _ENDS = range(3)  # what a rank is about to do: a step, to leave the loop, to end its epoch
+_HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three
+
+_OTHER_BATCHES = (
+    "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring cuts each "
+    "rank's share from them. Give what chooses or orders rows a seed (`dataset.shuffle(n, seed=1)`, "
+    "`keras.utils.set_random_seed(1)` before data is made), make unseeded datasets after the strategy; batches of a "
+    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Where each rank "
+    "has rows of its own, say so: "
+    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
+)
+_OTHER_LENGTHS = (
+    "The ranks take different numbers of steps: for one the epoch has ended, another begins a step. Give every rank "
+    "the same `steps_per_epoch`, `validation_steps` or `steps`, and the same data."
+)
+STOPPED = "A callback has stopped the loop on another rank."
+
+
+class Status(NamedTuple):
+    """What all ranks hold before a step; the same on all but for the shares.
+
+    Attributes:
+      has_batch: bool scalar, whether any rank has rows left.
+      goes_on: bool scalar, whether the step is taken; where not, `why_not` raises the reason.
+      flags: int64 `[3]`, of anything but 0 where any rank begins a step, stops, ends its epoch; None of one replica.
+      is_same: bool scalar, whether all drew the same batch; None of one replica.
+      shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
+    """
+
+    has_batch: tf.Tensor
+    goes_on: tf.Tensor
+    flags: tf.Tensor | None
+    is_same: tf.Tensor | None
+    shares: tf.Tensor
+
+
+def before_step(strategy, inputs, has_batch, fingerprint=None) -> Status:
+    """Tells the others what this rank has drawn: one collective.
+
+    Args:
+      strategy: the RingStrategy.
+      inputs: a list of one element a replica of this worker.
+      has_batch: bool, whether this rank drew a batch.
+      fingerprint: int64 scalar of the global batch; None where every rank has rows of its own.
+    """
+    rows = [data.num_rows(element) for element in inputs]
+    rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
+    has_batch = tf.convert_to_tensor(has_batch)
+    if strategy.num_replicas_in_sync == 1:
+        return Status(has_batch, has_batch, None, None, tf.ones([1], tf.float64))
+    prints = tf.zeros([2], tf.int64)
+    if fingerprint is not None:
+        prints = tf.where(has_batch, [fingerprint, -fingerprint], [tf.int64.min, tf.int64.min])
+    everyone = _told(strategy, prints, has_batch, _BEGINS, rows)
+    has_batch, flags = everyone[2] > 0, everyone[3:_HEAD]
+    is_same = (everyone[0] == -everyone[1]) | ~has_batch
+    shares = tf.math.divide_no_nan(
+        tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyone[_HEAD:]), tf.float64)
+    )
+    goes_on = has_batch & is_same & (flags[_STOPS] + flags[_ENDS] == 0)
+    return Status(has_batch, goes_on, flags, is_same, shares)
+
+
+def why_not(status: Status) -> list:
+    """Operations that raise InvalidArgumentError where a step is not taken, unless it is for the end of the data."""
+    if status.flags is None:
+        return []
+    stopped, same = status.flags[_STOPS] > 0, tf.convert_to_tensor(status.is_same)
+    checks = [
+        tf.debugging.Assert(~stopped, [STOPPED]),
+        tf.debugging.Assert(stopped | same, [_OTHER_BATCHES]),
+        tf.debugging.Assert(stopped | ~same | (status.flags[_ENDS] == 0), [_OTHER_LENGTHS]),
+    ]
+    return [check for check in checks if check is not None]
+
+
+def behind_loop(strategy, stop: bool) -> tuple[bool, bool]:
+    """Tells the others that this rank has left Keras' loop over batches: one eager collective.
+
+    Args:
+      strategy: the RingStrategy.
+      stop: whether a callback of this rank has stopped it.
+
+    Returns:
+      Whether any rank has stopped it, and whether others had drawn a batch for the step they do not take.
+
+    Raises:
+      MismatchError: where others take a step and none has stopped.
+    """
+    rows = tf.zeros([len(strategy.extended.worker_devices)], tf.int64)
+    nothing = tf.constant([tf.int64.min, tf.int64.min], tf.int64)
+    flags = _told(strategy, nothing, False, _STOPS if stop else _ENDS, rows)[3:_HEAD].numpy()
+    if flags[_BEGINS] and not flags[_STOPS]:
+        raise MismatchError(_OTHER_LENGTHS)
+    return bool(flags[_STOPS]), bool(flags[_BEGINS])
+
+
+def _told(strategy, prints, has_batch, intent, rows):
+    """The largest of each number over all ranks."""
+    before = strategy.cluster.rank * rows.shape[0]
+    after = strategy.num_replicas_in_sync - before - rows.shape[0]
+    flags = [int(intent == flag) for flag in (_BEGINS, _STOPS, _ENDS)]
+    mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], flags, tf.pad(rows, [[before, after]])], 0)
+    [everyone] = strategy.extended.control.all_reduce([mine], "max", name="status")
+    return everyone
