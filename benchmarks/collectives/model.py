@@ -149,7 +149,7 @@ def draw(network: dict) -> bool:
             axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
     axes.set(xlabel="ranks", ylabel="seconds", yscale="log")
     axes.set_title(f"all_reduce of {size >> 20} MB, {rate / 1e9:g} Gbit/s")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, bbox_to_anchor=(1.02, 1), loc="upper left")
     axes.grid(alpha=0.3)
     figure.savefig(HERE / "network.png", dpi=110, bbox_inches="tight")
 

@@ -62,10 +62,10 @@ def section(workers: int, part: Part) -> str:
         lines += [f"| | 1 worker | {workers} workers | speed-up | kB a step and worker |", "|---|---:|---:|---:|---:|"]
         for contestant, heading in HEADINGS.items():
             one, several = (contestant, 1, name), (contestant, workers, name)
-            if contestant == "tensorflow":
-                one = ("tfring", 1, name)
             if part.seconds(*one) is None and part.seconds(*several) is None:
                 continue
+            if contestant == "tensorflow":
+                one = ("tfring", 1, name)
             sent = part.bytes(*several)
             cells = [
                 milliseconds(None if contestant == "tensorflow" else part.seconds(*one)),
