@@ -121,7 +121,8 @@ def save_at_the_end(folder):
         model.save_weights(folder / "model.weights.h5")
         model.load_weights(folder / "model.weights.h5")
         tfring.save(model, folder / f"once-{i}.keras")
-        assert np.array_equal(keras.models.load_model(folder / f"once-{i}.keras").predict(x, verbose=0), want)
+        got = keras.models.load_model(folder / f"once-{i}.keras").predict(x, verbose=0)
+        assert relative_error([got], [want]) < 1e-6  # on some CPUs products of fewer rows have other last bits
     keras.saving.save_model(model, folder / "functional.keras")
     tfring.save(model, folder / "once.weights.h5")
     model.load_weights(folder / "once.weights.h5")
