@@ -310,6 +310,7 @@ def on_batch(bounds):
     rank = ring.cluster.rank
     x, y = skewed_rows(40)
     mine = slice(bounds[rank], bounds[rank + 1])
+    keras.utils.set_random_seed(1)  # Adam makes much of a gradient that is almost zero
     with ring.scope():
         model = small_model(keras.optimizers.Adam(0.01), metrics=["mae"])
     alone = small_model(keras.optimizers.Adam(0.01), metrics=["mae"])
