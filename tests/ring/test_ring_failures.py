@@ -164,7 +164,7 @@ def wait_crosswise(cluster):
     from tfring.ring import ops
 
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    rings = [ranks.join(cluster, name=f"{cluster.ring} {i}", timeout_seconds=60) for i in range(2)]
+    rings = [ranks.join(cluster, name=f"{cluster.ring} {i}", timeout_seconds=600) for i in range(2)]
     functions = [tf.function(lambda x, ring=ring: ops.all_reduce(ring, 2 * x) + 1) for ring in rings]
     for function in functions:
         function(tf.ones(3))
@@ -190,7 +190,7 @@ def wait_crosswise(cluster):
 def test_rings_that_wait_for_each_other_are_told_so():
     with ranks.Group(2) as group:
         group.start(2, wait_crosswise)
-        for seen in group.outcomes(55):  # the timeout is 60
+        for seen in group.outcomes(150):  # the timeout is 600
             assert any("wait for each other in different rings" in message for message in seen), seen
             assert any("set_inter_op_parallelism_threads" in message for message in seen), seen
 

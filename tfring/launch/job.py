@@ -420,8 +420,13 @@ class Job:
         early = [worker.rank for worker in self._workers if worker.exit_code == 0]
         if early and first.lost_a_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."
-        if len(self._failed) > 1:
-            text += f" After it failed {_ranks(sorted(worker.rank for worker in self._failed[1:]))}."
+        others = [worker for worker in self._failed if worker is not first]
+        preempted = [worker.rank for worker in others if worker.exit_code == launch_variables.PREEMPTED]
+        if preempted:
+            text += f" Also preempted: {_ranks(sorted(preempted))}."
+        failed = [worker.rank for worker in others if worker.exit_code != launch_variables.PREEMPTED]
+        if failed:
+            text += f" After it failed {_ranks(sorted(failed))}."
         stopped = [worker.rank for worker in self._workers if worker.exit_code and worker not in self._failed]
         if stopped:
             text += f" Stopped: {_ranks(stopped)}."
