@@ -239,8 +239,8 @@ def realtime(wanted):
 
 
 def to_realtime():
-    """All threads that there are, and those they start, at real-time priority."""
-    _schedule(os.SCHED_FIFO, 10)
+    """All threads that there are, and those they start, at real-time priority, in turns among themselves."""
+    _schedule(os.SCHED_RR, 10)
 
 
 def _schedule(policy, priority):

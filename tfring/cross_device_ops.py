@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.reduction.dense import DEFAULT_BUCKET_BYTES, reduce_dense
+from tfring.reduction.dense import BucketSizes, reduce_dense
 from tfring.reduction.sparse import SparseOptions, goes_dense, reduce_sparse
 from tfring.ring.collectives import zeros_unless
 
@@ -28,7 +28,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
       devices: this worker's, one a replica; where results go whose destination has no device. Default: wherever they
         are computed, for one replica.
       sparse: how IndexedSlices are reduced.
-      bucket_bytes: most bytes of dense values in one collective.
+      buckets: how many bytes of dense values go into one collective. Default: as within a host.
       compression: what dense float32 travels as.
     """
 
@@ -37,14 +37,14 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         collectives,
         devices: Sequence[str] = ("",),
         sparse: SparseOptions | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        buckets: BucketSizes | None = None,
         compression: str | None = None,
     ):
         super().__init__()
         self._collectives = collectives
         self._devices = tuple(devices)
         self._sparse = sparse or SparseOptions()
-        self._bucket_bytes = bucket_bytes
+        self._buckets = buckets or BucketSizes()
         self._compression = compression
 
     @property
@@ -99,7 +99,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             [tf.convert_to_tensor(values[i]) for i in dense],
             name=name,
             active=active,
-            bucket_bytes=self._bucket_bytes,
+            buckets=self._buckets,
             compression=self._compression,
         )
         for i, value in zip(dense, reduced, strict=True):

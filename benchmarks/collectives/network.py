@@ -54,7 +54,7 @@ def _measure(arguments, found: dict) -> None:
             number = 1 + max(places)
             with namespaces.hosts(number) as hosts:
                 for host in hosts:
-                    shape(host, rate)
+                    host.shape(rate)
                 with ranks(hosts, places, arguments.realtime) as contestant:
                     for algorithm, part in algorithms(placement).items():
                         loops = max(1, int(part * calls))
@@ -88,18 +88,10 @@ def slowest(answers: list[list[float]]) -> float:
     return statistics.median(map(max, zip(*answers, strict=True)))
 
 
-def shape(host, rate: int) -> None:
-    """Both directions of a host's link."""
-    number = int(host.name.removeprefix("host")) - 1
-    limit = ["tbf", "rate", f"{rate}bit", "burst", "128kb", "latency", "50ms"]
-    run("tc", "-n", host.namespace, "qdisc", "replace", "dev", "eth0", "root", *limit)
-    run("tc", "-n", bridge_of(host), "qdisc", "replace", "dev", f"port{number}", "root", *limit)
-
-
 @contextlib.contextmanager
 def delayed(hosts) -> Iterator[None]:
     """In place of all hosts' links a switch that takes its time."""
-    bridge = bridge_of(hosts[0])
+    bridge = hosts[0].bridge
     names = [f"slow{number}" for number in range(len(hosts))]
     command = ["ip", "netns", "exec", bridge, sys.executable, str(HERE / "delay.py"), str(DELAY_SECONDS), *names]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as switch:
@@ -133,10 +125,6 @@ def ping(hosts) -> float:
             return float(run(*hosts[0].command(sys.executable, "-c", ask)))
         finally:
             answering.kill()
-
-
-def bridge_of(host) -> str:
-    return f"{host.namespace.rpartition('-')[0]}-bridge"
 
 
 def run(*command: str) -> str:

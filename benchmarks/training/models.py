@@ -52,11 +52,26 @@ def convolutions(keras, side=32, filters=(32, 64)):
     return keras.Sequential([*model, layers.Flatten(), layers.Dense(10)])
 
 
+def large_convolutions(keras):
+    """25 million weights, as a ResNet-50 has."""
+    layers = keras.layers
+    model = [layers.Input((32, 32, 3))]
+    for number in (64, 128):
+        model += [layers.Conv2D(number, 3, activation="relu", padding="same"), layers.MaxPooling2D()]
+    model += [layers.Conv2D(number, 3, activation="relu", padding="same") for number in (256, *(512,) * 11)]
+    return keras.Sequential([*model, layers.GlobalAveragePooling2D(), layers.Dense(10)])
+
+
 def dense(keras):
     layers = keras.layers
     return keras.Sequential(
         [layers.Input((512,)), *(layers.Dense(512, activation="relu") for _ in range(3)), layers.Dense(1)]
     )
+
+
+def small(keras):
+    layers = keras.layers
+    return keras.Sequential([layers.Input((64,)), *(layers.Dense(64, activation="relu") for _ in range(3))])
 
 
 def zipf(generator, n, size):
@@ -114,6 +129,10 @@ TASKS = {
         "three dense layers of 512, batch 512, SGD", 512, 60, dense,
         lambda g, n: (g.random((n, 512), np.float32), g.random((n, 1), np.float32)),
     ),
+    "small": Task(
+        "three dense layers of 64, batch 64, SGD", 64, 200, small,
+        lambda g, n: (g.random((n, 64), np.float32), g.random((n, 64), np.float32)),
+    ),
     "embeddings": Task(
         "two embeddings (50,000 and 20,000 x 32), Zipf ids, Adam, batch 1,024", 1024, 60, embeddings,
         lambda g, n: ([zipf(g, n, size) for size in TABLES], g.random((n, 1), np.float32)), "adam",
@@ -136,6 +155,7 @@ TASKS = {
         classes=True,
     ),
 }  # fmt: skip
+LARGE = Task("convolutions with 25 million weights, SGD, batch 32", 32, 4, large_convolutions, images, classes=True)
 
 
 def shares(data, rank: int, ranks: int, batch: int):

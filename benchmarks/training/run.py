@@ -2,6 +2,7 @@
 
     python benchmarks/training/run.py                         # 1 and 2 workers, and 4; twenty minutes on two cores
     python benchmarks/training/run.py --workers 2 --rounds 5
+    python benchmarks/training/run.py --workers "" --network  # large gradients between hosts that are namespaces; root
     python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
 
 Every worker has one core, so that a second one could at most double the rows a second. The global batch is the same
@@ -22,6 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import contest  # noqa: E402
 import models  # noqa: E402
+import network  # noqa: E402
 import tables  # noqa: E402
 
 RESULTS = HERE / "results.json"
@@ -36,18 +38,22 @@ def main() -> None:
     parser.add_argument("--contestants", default=",".join(tables.HEADINGS))
     parser.add_argument("--peers-python", default=sys.executable, help="has torch")
     parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
+    parser.add_argument("--network", action="store_true", help="large gradients between imitated hosts, too")
     contest.add_realtime(parser)
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for workers in filter(None, arguments.workers.split(",")):
         results[workers] = compare(int(workers), arguments)
         RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+    if arguments.network:
+        results["network"] = network.measure(arguments.rounds) or results.get("network")
+        RESULTS.write_text(json.dumps(results, indent=0) + "\n")
     tables.write(results)
 
 
 def compare(workers: int, arguments) -> dict:
     """Each contestant with one worker and with several: the times, round by round."""
-    pythons = {"horovod": arguments.horovod_python, "torch": arguments.peers_python}
+    pythons = {"horovod": arguments.horovod_python, "old": arguments.horovod_python, "torch": arguments.peers_python}
     wanted = [
         (name, tables.HEADINGS[name], pythons.get(name, sys.executable), MODULES.get(name, "tensorflow"))
         for name in arguments.contestants.split(",")
@@ -58,8 +64,7 @@ def compare(workers: int, arguments) -> dict:
     with contextlib.ExitStack() as stack:
         running = []
         for ranks in (1, workers):
-            mine = [each for each in wanted if ranks == 1 or each[0] != "plain"]
-            mine = [each for each in mine if ranks > 1 or each[0] != "tensorflow"]  # alone it is tfring alone
+            mine = [each for each in wanted if each[0] not in (tables.OF_ONE if ranks == 1 else {"plain"})]
             started = contest.started(HERE / "worker.py", mine, ranks, realtime=arguments.realtime)
             contestants, missing = stack.enter_context(started)
             running += [(ranks, contestant) for contestant in contestants]

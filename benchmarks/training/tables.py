@@ -11,11 +11,17 @@ README = pathlib.Path(__file__).parent / "README.md"
 MARKER = "<!-- From here on written by run.py. -->\n"
 HEADINGS = {
     "plain": "Keras alone",
+    "apart": "Keras alone, nothing exchanged",
     "tfring": "tfring",
     "tensorflow": "TensorFlow's collectives",
     "horovod": "Horovod",
+    "old": "tf.keras of Horovod's TensorFlow, nothing exchanged",
     "torch": "torch DDP on gloo",
 }
+
+OF_ONE = {"apart": "plain", "tensorflow": "tfring", "old": "horovod"}  # those of whom there is not one alone
+PEERS = ("tensorflow", "horovod", "torch")
+BEYOND = {"tfring": "apart", "tensorflow": "apart", "horovod": "old"}
 
 
 class Part:
@@ -29,9 +35,9 @@ class Part:
         values = self.times.get(cell)
         return statistics.median(value["seconds"] for value in values) if values else None
 
-    def bytes(self, *cell) -> float | None:
+    def last(self, figure: str, *cell) -> float | None:
         values = self.times.get(cell)
-        return values[-1]["bytes"] if values else None
+        return values[-1][figure] if values else None
 
     def ratio(self, slow: tuple, fast: tuple) -> float | None:
         """How many times as fast: the median of the ratios within a round."""
@@ -40,10 +46,19 @@ class Part:
         pairs = zip(self.times[slow], self.times[fast], strict=True)
         return statistics.median(s["seconds"] / f["seconds"] for s, f in pairs)
 
+    def beyond(self, cell: tuple, apart: tuple) -> float | None:
+        """Seconds more: the median of the differences within a round."""
+        if cell not in self.times or apart not in self.times:
+            return None
+        pairs = zip(self.times[cell], self.times[apart], strict=True)
+        return statistics.median(each["seconds"] - alone["seconds"] for each, alone in pairs)
+
 
 def write(results: dict) -> None:
     head = README.read_text().partition(MARKER)[0]
-    sections = [section(int(workers), Part(result)) for workers, result in results.items()]
+    sections = [section(int(workers), Part(result)) for workers, result in results.items() if workers != "network"]
+    if results.get("network"):
+        sections.append(network_section(results["network"]))
     README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
@@ -53,36 +68,89 @@ def section(workers: int, part: Part) -> str:
         lines.append(f"Left out: {'; '.join(part.missing)}.")
     lines += [
         "",
-        f"Milliseconds a step (median of rounds) of one worker and of {workers}; the speed-up is the median of the "
-        "ratios within a round.",
+        f"Milliseconds of the median step (median of rounds) of one worker and of {workers}; the speed-up is the "
+        f"median of the ratios within a round. Rows a second, kB that a worker sends a step and MB that a worker takes "
+        f"for a step beside the model's and its slots' are those of {workers} workers.",
     ]
     names = [name for name in models.TASKS if any(cell[2] == name for cell in part.times)]
     for name in names:
         lines += ["", f"**{models.TASKS[name].title}**", ""]
-        lines += [f"| | 1 worker | {workers} workers | speed-up | kB a step and worker |", "|---|---:|---:|---:|---:|"]
+        lines += [
+            f"| | 1 worker | {workers} workers | speed-up | rows a second | kB sent | MB in a step |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
         for contestant, heading in HEADINGS.items():
             one, several = (contestant, 1, name), (contestant, workers, name)
             if part.seconds(*one) is None and part.seconds(*several) is None:
                 continue
-            if contestant == "tensorflow":
-                one = ("tfring", 1, name)
-            sent = part.bytes(*several)
+            if contestant in OF_ONE:
+                one = (OF_ONE[contestant], 1, name)
+            sent, taken = part.last("bytes", *several), part.last("memory", *several)
+            seconds = part.seconds(*several)
             cells = [
-                milliseconds(None if contestant == "tensorflow" else part.seconds(*one)),
-                milliseconds(part.seconds(*several)),
+                milliseconds(None if contestant in OF_ONE else part.seconds(*one)),
+                milliseconds(seconds),
                 number(part.ratio(one, several)),
+                "" if seconds is None else f"{models.TASKS[name].batch / seconds:,.0f}",
                 "" if sent is None else f"{sent / 1e3:,.0f}",
+                "" if taken is None else f"{taken / 1e6:,.0f}",
             ]
             lines.append(f"| {heading} | " + " | ".join(cells) + " |")
-    lines += ["", "tfring's rows a second over theirs, and one worker in the strategy over Keras alone:", ""]
-    lines += [f"| | {' | '.join(h for n, h in HEADINGS.items() if n not in ('plain', 'tfring'))} | one worker |"]
-    lines += ["|---|---:|---:|---:|---:|"]
+    lines += [
+        "",
+        f"At most is the speed-up of {workers} workers that exchange nothing, over Keras alone; then tfring's rows a "
+        "second over its peers', and its time with one worker over that of Keras alone.",
+        "",
+        f"| | speed-up | at most | {' | '.join(HEADINGS[peer] for peer in PEERS)} | one worker |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for name in names:
-        peers = [n for n in HEADINGS if n not in ("plain", "tfring")]
-        cells = [number(part.ratio((peer, workers, name), ("tfring", workers, name))) for peer in peers]
-        cells.append(number(part.ratio(("plain", 1, name), ("tfring", 1, name))))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        cells = [
+            part.ratio(("tfring", 1, name), ("tfring", workers, name)),
+            part.ratio(("plain", 1, name), ("apart", workers, name)),
+            *(part.ratio((peer, workers, name), ("tfring", workers, name)) for peer in PEERS),
+            part.ratio(("tfring", 1, name), ("plain", 1, name)),
+        ]
+        lines.append(f"| {name} | " + " | ".join(map(number, cells)) + " |")
+    lines += ["", "Milliseconds a step beyond the same work with nothing exchanged:", ""]
+    lines += [f"| | {' | '.join(HEADINGS[name] for name in BEYOND)} |", "|---|" + "---:|" * len(BEYOND)]
+    for name in names:
+        cells = [part.beyond((each, workers, name), (apart, workers, name)) for each, apart in BEYOND.items()]
+        lines.append(f"| {name} | " + " | ".join(map(milliseconds, cells)) + " |")
     return "\n".join(lines)
+
+
+def network_section(result: dict) -> str:
+    runs = {kind: found for kind, found in result["runs"]}
+    medians = {
+        kind: {name: statistics.median(each[name] for each in found) for name in found[0]}
+        for kind, found in runs.items()
+    }
+    alone, together = medians["unshaped"]["milliseconds"], list(medians.values())[-1]["milliseconds"]
+    lines = [
+        f"## {result['hosts']} hosts, links of {result['rate'] / 1e9:.0f} Gbit/s", "",
+        f"{result['conditions']} Versions: {'; '.join(result['versions'])}.", "",
+        f"Hosts are network namespaces with a worker each, which share the cores. {models.LARGE.title[0].upper()}"
+        f"{models.LARGE.title[1:]}. Milliseconds a step by `tfring report`, means over steps and ranks, medians of "
+        f"{len(runs['unshaped'])} rounds. Hidden by the clock is which part of what the links cost where one bucket "
+        "holds all the buckets save; by the trace, at most the processor time a worker had beside its collectives.",
+        "",
+        "| bytes that close a bucket | step | gradients' collectives | hidden, by the clock | by the trace |",
+        "|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for kind, of in medians.items():
+        if kind == "unshaped":
+            heading = "all in one, links not shaped"
+        else:
+            heading = "as tfring chooses" if kind is None else f"{kind >> 20} MiB"
+        by_clock = "" if kind == "unshaped" else percent((together - of["milliseconds"]) / (together - alone))
+        cells = [f"{of['milliseconds']:,.0f}", f"{of['gradients']:,.0f}", by_clock]
+        lines.append(f"| {heading} | " + " | ".join(cells) + f" | {percent(of['gradients_hidden_share'])} |")
+    return "\n".join(lines)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
+import statistics
 import time
 
 import contest
@@ -17,8 +19,21 @@ def take_a_core(rank: int) -> None:
     os.environ.update(TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="2", OMP_NUM_THREADS="1")
 
 
+def between(times: list[float]) -> list[float]:
+    """From one to the next, but for the first, when buffers are filled."""
+    return [times[i + 1] - times[i] for i in range(1, len(times) - 1)]
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: VmRSS what it has now, VmHWM the most it had."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
+
+
 class Plain:
     """Keras 3 by itself."""
+
+    answers = ("facts", "measure")
 
     def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
         self.rank, self.ranks, self.ports = rank, ranks, ports
@@ -37,37 +52,50 @@ class Plain:
         return [self.version]
 
     def measure(self, name: str) -> dict | str:
-        """Seconds a step of `fit`, and the bytes this rank sent; the first call makes the model and warms up."""
+        """The median step of a `fit`, the bytes this rank sent, and what memory it took beside the model's.
+
+        The first call makes the model and warms up.
+        """
         if name not in self.made:
             try:
-                self.made[name] = self.ready(name)
+                self.made[name] = self.ready(models.TASKS[name])
             except NotImplementedError as error:
                 return str(error)
             self.made[name]()
         sent = self.bytes_sent()
-        start = time.perf_counter()
-        self.made[name]()
-        steps = models.TASKS[name].steps
+        resident = memory("VmRSS")
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
+        steps = self.made[name]()
         return {
-            "seconds": (time.perf_counter() - start) / steps,
-            "bytes": None if sent is None else (self.bytes_sent() - sent) / steps,
+            "seconds": statistics.median(steps),
+            "memory": memory("VmHWM") - resident,
+            "bytes": None if sent is None else (self.bytes_sent() - sent) / models.TASKS[name].steps,
         }
 
-    def ready(self, name: str):
-        """A function that trains the model through its data once."""
-        task = models.TASKS[name]
+    def ready(self, task: models.Task):
+        """A function that trains the model through its data once and returns seconds from step to step."""
         keras = self.keras
         keras.utils.set_random_seed(1)
         model = self.model(task)
         losses = keras.losses
         loss = losses.SparseCategoricalCrossentropy(from_logits=True) if task.classes else losses.MeanSquaredError()
         model.compile(self.optimizer(keras.optimizers.get(task.optimizer)), loss, **self.compile_options)
-        options = {"epochs": 1, "verbose": 0, "callbacks": self.callbacks()}
         data, batch = self.share(task)
-        if task.jpeg:
-            dataset = self.decoded(data, batch)
-            return lambda: model.fit(dataset, **options)
-        return lambda: model.fit(*data, batch_size=batch, shuffle=False, **options)
+        given = (self.decoded(data, batch),) if task.jpeg else data
+        options = {} if task.jpeg else {"batch_size": batch, "shuffle": False}
+
+        class Clock(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                begun.append(time.perf_counter())
+
+        begun: list[float] = []
+
+        def train():
+            begun.clear()
+            model.fit(*given, epochs=1, verbose=0, callbacks=[*self.callbacks(), Clock()], **options)
+            return between(begun)
+
+        return train
 
     compile_options: dict = {}
 
@@ -98,9 +126,27 @@ class Plain:
         return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch)
 
 
+class Apart(Plain):
+    """Each on its share of the rows, and nothing exchanged: what workers could buy at most."""
+
+    def share(self, task):
+        return models.shares(task.data(), self.rank, self.ranks, task.batch), task.batch // self.ranks
+
+
+class Old(Apart):
+    """As Apart, in tf.keras."""
+
+    def start(self) -> None:
+        import tensorflow as tf
+
+        self.tf, self.keras = tf, tf.keras
+        self.version = f"tf.keras of TensorFlow {tf.__version__}"
+
+
 class Tfring(Plain):
     """In a RingStrategy; the program is that of one process."""
 
+    answers = (*Plain.answers, "traced")
     communication = "ring"
 
     def start(self) -> None:
@@ -119,19 +165,30 @@ class Tfring(Plain):
         with self.strategy.scope():
             return super().model(task)
 
-    def ready(self, name):
+    def ready(self, task):
         with self.strategy.scope():
-            return super().ready(name)
+            return super().ready(task)
 
     def bytes_sent(self):
         return self.strategy.bytes_sent()
+
+    def traced(self, bucket_bytes: int | None, folder: str) -> None:
+        """Trains the large model with buckets of that size, under a trace."""
+        import tfring
+
+        options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        self.strategy = tfring.RingStrategy(trace=folder, **options)
+        try:
+            self.ready(models.LARGE)()
+        finally:
+            self.strategy.close()
 
 
 class OnTensorFlow(Tfring):
     communication = "tensorflow"
 
 
-class Horovod(Plain):
+class Horovod(Apart):
     def start(self) -> None:
         import horovod
         import horovod.tensorflow.keras as hvd
@@ -149,9 +206,6 @@ class Horovod(Plain):
     def callbacks(self):
         return [self.hvd.callbacks.BroadcastGlobalVariablesCallback(0), self.hvd.callbacks.MetricAverageCallback()]
 
-    def share(self, task):
-        return models.shares(task.data(), self.rank, self.ranks, task.batch), task.batch // self.ranks
-
 
 class Torch(Plain):
     """torch's DistributedDataParallel on gloo, for the models that are easily said in torch."""
@@ -167,9 +221,10 @@ class Torch(Plain):
             first = f"tcp://127.0.0.1:{self.ports[0]}"
             distributed.init_process_group("gloo", init_method=first, rank=self.rank, world_size=self.ranks)
 
-    def ready(self, name):
-        torch, task = self.torch, models.TASKS[name]
+    def ready(self, task):
+        torch = self.torch
         nn = torch.nn
+        name = next(name for name, each in models.TASKS.items() if each is task)
         makers = {
             "dense": lambda: [
                 *(part for _ in range(3) for part in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 1),
@@ -193,24 +248,35 @@ class Torch(Plain):
         rows = task.batch // self.ranks
 
         def train():
+            begun = []
             for begin in range(0, len(x), rows):
+                begun.append(time.perf_counter())
                 optimizer.zero_grad()
                 loss = loss_of(model(x[begin : begin + rows]), y[begin : begin + rows])
                 loss.backward()
                 optimizer.step()
                 loss.item()
+            return between(begun)
 
         return train
 
 
-MAKERS = {"plain": Plain, "tfring": Tfring, "tensorflow": OnTensorFlow, "horovod": Horovod, "torch": Torch}
+MAKERS = {
+    "plain": Plain,
+    "apart": Apart,
+    "tfring": Tfring,
+    "tensorflow": OnTensorFlow,
+    "horovod": Horovod,
+    "old": Old,
+    "torch": Torch,
+}
 
 
 def main() -> None:
     name, *where = contest.place()
     take_a_core(where[0])
     contestant = MAKERS[name](*where)
-    contest.serve(where[0], facts=contestant.facts, measure=contestant.measure)
+    contest.serve(where[0], **{name: getattr(contestant, name) for name in contestant.answers})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import pytest
 from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
 
+from tfring.reduction import buckets
+
 
 def tower(optimizer, loss="mse", dtype=None, compile_options=None, **dense_options):
     import keras
@@ -93,6 +95,50 @@ def test_regularizers():  # Keras before 3.14 adds up those of activities over t
 
 def test_float64():
     assert_equal(workers(3).run(float64), tolerance=1e-12)
+
+
+def in_buckets():
+    """A network of several hosts has small buckets for the first layers; here small enough for a small model."""
+    import keras
+
+    from tfring.reduction.dense import BucketSizes
+
+    results, calls = {}, []
+    for sizes in (BucketSizes(), BucketSizes(600, 40), BucketSizes(64), BucketSizes(1)):
+        ring = strategy(check_equal=True)
+        ring.extended.gradient_ops._buckets = sizes
+        make = tower(lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1))
+        results[str(sizes)] = train_both(ring, make, *skewed_rows())
+        calls.append(ring.extended.gradients.communicator.statistics()["collectives"]["all_reduce"])
+        ring.close()
+    assert [number // calls[0] for number in calls] == [1, 3, 4, 6], calls
+    return results
+
+
+def test_buckets_of_all_sizes():
+    assert_equal(workers(3).run(in_buckets, timeout=400))
+
+
+def test_a_plan_of_buckets():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        number = int(generator.integers(1, 30))
+        sizes = generator.integers(0, 100, number).tolist()
+        dtypes = generator.choice(["float32", "float16"], number).tolist()
+        most, last = (int(generator.integers(1, 300)) for _ in range(2))
+        plan = buckets.plan_buckets(sizes, dtypes, most, last)
+        assert sorted(i for bucket in plan for i in bucket.indices) == list(range(number))
+        ready = [bucket.indices[-1] for bucket in plan]  # the backward pass goes from the last to the first
+        assert ready == sorted(ready, reverse=True)
+        for dtype in set(dtypes):
+            limit = min(most, last)
+            *rest, first = reversed([bucket for bucket in plan if bucket.dtype == dtype])
+            for bucket in (*rest, first):
+                assert bucket.num_bytes == sum(sizes[i] for i in bucket.indices)
+                assert list(bucket.indices) == sorted(bucket.indices, reverse=True)
+                assert bucket.num_bytes - sizes[bucket.indices[0]] < limit  # the last to come closes it
+                assert bucket.num_bytes >= limit or bucket is first
+                limit = min(most, 2 * limit)
 
 
 def compressed(compression):

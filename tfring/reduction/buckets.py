@@ -15,44 +15,58 @@ class Bucket(NamedTuple):
     num_bytes: int
 
 
-def plan_buckets(num_bytes: Sequence[int], dtypes: Sequence[str], bucket_bytes: int) -> list[Bucket]:
-    """Groups gradients by dtype into buckets of at most `bucket_bytes`.
+def plan_buckets(
+    num_bytes: Sequence[int], dtypes: Sequence[str], bucket_bytes: int, last_bytes: int | None = None
+) -> list[Bucket]:
+    """Groups gradients by dtype into buckets of about `bucket_bytes`, in the order in which they become ready.
 
-    The list is walked from its end, because the backward pass computes the last layer's gradient first: the
-    first bucket is full, and on its way, while the rest is still being computed. A gradient larger than
-    `bucket_bytes` has a bucket of its own.
+    The backward pass computes the last layer's gradient first, so buckets leave from the end of the list while the
+    rest is still being computed. The one that leaves last has nothing left to hide it: it can be a small one, and those
+    before it grow from it.
 
     ```
     gradients   0: f32 4   1: f32 4   2: f16 2   3: f32 4        bucket_bytes = 8
-    buckets     [3, 1] f32    [2] f16    [0] f32                 (in this order)
+    buckets     [3] f32    [2] f16    [1, 0] f32                 (in this order)
     ```
 
+    A gradient belongs to one bucket, so a bucket is closed by the gradient with which it holds `bucket_bytes` or more.
+
     Args:
-      num_bytes: size of each gradient in bytes.
+      num_bytes: size of each gradient in bytes, in the order of the layers.
       dtypes: dtype name of each gradient.
-      bucket_bytes: the most bytes that share a bucket, > 0.
+      bucket_bytes: how many bytes close a bucket, > 0.
+      last_bytes: how many close the bucket that leaves last (of each dtype), > 0; twice as many close the one
+        before it, and so on up to `bucket_bytes`. Default: `bucket_bytes`.
 
     Returns:
-      The buckets in the order of sending: by when each was opened. Every gradient is in exactly one.
+      The buckets in the order of sending: by when the last of their gradients is computed. Every gradient is in
+      exactly one, and those of a bucket come in the order in which they are computed.
 
     Raises:
-      ValueError: where `bucket_bytes` is not positive.
+      ValueError: where a number of bytes is not positive.
 
     >>> plan_buckets([4, 4, 2, 4], ["float32", "float32", "float16", "float32"], 8)
-    [Bucket(dtype='float32', indices=(3, 1), num_bytes=8), Bucket(dtype='float16', indices=(2,), num_bytes=2), \
-Bucket(dtype='float32', indices=(0,), num_bytes=4)]
+    [Bucket(dtype='float32', indices=(3,), num_bytes=4), Bucket(dtype='float16', indices=(2,), num_bytes=2), \
+Bucket(dtype='float32', indices=(1, 0), num_bytes=8)]
+    >>> [bucket.num_bytes for bucket in plan_buckets([1] * 20, ["float32"] * 20, 8, last_bytes=2)]
+    [6, 8, 4, 2]
     """
     if bucket_bytes <= 0:
         raise ValueError(f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}")
+    if last_bytes is not None and last_bytes <= 0:
+        raise ValueError(f"`last_bytes` must be positive. Received: last_bytes={last_bytes}")
     assert len(num_bytes) == len(dtypes)
-    buckets: list[tuple[str, list[int], int]] = []
-    open_bucket: dict[str, int] = {}
-    for i in reversed(range(len(num_bytes))):
-        at = open_bucket.get(dtypes[i])
-        if at is None or buckets[at][2] + num_bytes[i] > bucket_bytes:
-            at = open_bucket[dtypes[i]] = len(buckets)
-            buckets.append((dtypes[i], [], 0))
-        dtype, indices, total = buckets[at]
-        indices.append(i)
-        buckets[at] = (dtype, indices, total + num_bytes[i])
-    return [Bucket(dtype, tuple(indices), total) for dtype, indices, total in buckets]
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(dtypes):
+        limit = min(bucket_bytes, last_bytes or bucket_bytes)
+        indices: list[int] = []
+        total = 0
+        of_dtype = [i for i in range(len(dtypes)) if dtypes[i] == dtype]
+        for i in of_dtype:
+            indices.insert(0, i)
+            total += num_bytes[i]
+            if total >= limit or i == of_dtype[-1]:
+                buckets.append(Bucket(dtype, tuple(indices), total))
+                limit = min(bucket_bytes, 2 * limit)
+                indices, total = [], 0
+    return sorted(buckets, key=lambda bucket: -bucket.indices[-1])

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfring.reduction.buckets import plan_buckets
 
-DEFAULT_BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 32 << 20  # within a host, where adding and copying take the processors that would compute meanwhile
+NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES = 8 << 20, 1 << 20  # else; benchmarks/training has figures
+
+
+class BucketSizes(NamedTuple):
+    """See `plan_buckets`."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    last_bytes: int | None = None
+
+    @classmethod
+    def of(cls, num_nodes: int) -> BucketSizes:
+        """For workers on so many hosts.
+
+        >>> BucketSizes.of(num_nodes=1)
+        BucketSizes(bucket_bytes=33554432, last_bytes=None)
+        >>> BucketSizes.of(num_nodes=4)
+        BucketSizes(bucket_bytes=8388608, last_bytes=1048576)
+        """
+        return cls() if num_nodes == 1 else cls(NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES)
 
 
 def reduce_dense(
@@ -17,7 +37,7 @@ def reduce_dense(
     *,
     name: str,
     active: tf.Tensor | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    buckets: BucketSizes,
     compression: str | None = None,
 ) -> list[tf.Tensor]:
     """Sums each tensor over all ranks.
@@ -27,7 +47,7 @@ def reduce_dense(
       tensors: one worker's tensors; same shapes and dtypes in the same order on every rank.
       name: what they are, for errors and traces.
       active: bool scalar; where False this rank adds zeros, whatever its tensors hold (NaN included).
-      bucket_bytes: see `plan_buckets`.
+      buckets: how large they get.
       compression: what float32 travels as, see `Communicator.all_reduce`.
 
     Returns:
@@ -37,9 +57,9 @@ def reduce_dense(
         return []
     # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
     num_bytes = [(t.shape.num_elements() or 0) * t.dtype.size for t in tensors]
-    buckets = plan_buckets(num_bytes, [t.dtype.name for t in tensors], bucket_bytes)
+    plan = plan_buckets(num_bytes, [t.dtype.name for t in tensors], *buckets)
     results: list[tf.Tensor] = [None] * len(tensors)
-    for number, bucket in enumerate(buckets):
+    for number, bucket in enumerate(plan):
         reduced = collectives.all_reduce(
             [tensors[i] for i in bucket.indices],
             name=f"{name}/bucket_{number}",

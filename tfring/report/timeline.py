@@ -89,7 +89,7 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
         length = sum(call.end - call.begin for call in gradients)
         hidden = sum(max(0, min(call.end, ready) - call.begin) for call in gradients)
         beside = sum(call.beside for call in gradients)
-        hides = beside >= hidden / 2  # else nobody computed meanwhile: the thread that would was waiting
+        hides = beside >= hidden / 8  # else nobody computed meanwhile: the thread that would was waiting
         busy = [
             piece._replace(begin=max(piece.begin, ready)) if hides and call.ring == GRADIENTS else piece
             for call in calls

@@ -16,6 +16,7 @@ from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.errors import ConfigurationError
+from tfring.reduction.dense import BucketSizes
 from tfring.ring import trace
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
 
@@ -63,9 +64,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self.gradients: Collectives = gradients
         """The channel of gradients, so that no bucket waits for a statistic of the backward pass."""
         self.channels = [control] if control is gradients else [control, gradients]
-        self.control_ops = RingAllReduce(control, self.worker_devices, sparse, bucket_bytes)
+        buckets = BucketSizes(bucket_bytes) if bucket_bytes else BucketSizes.of(self.cluster.num_nodes)
+        self.control_ops = RingAllReduce(control, self.worker_devices, sparse, buckets)
         self._cross_device_ops = self._host_cross_device_ops = self.control_ops
-        self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, bucket_bytes, compression)
+        self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, buckets, compression)
 
     def start_trace(self, folder):
         """Has this rank write what it does when into a folder; see `tfring.ring.trace`."""

@@ -14,7 +14,6 @@ from tfring.cluster import Cluster, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
 from tfring.recognition import RingMarker
-from tfring.reduction.dense import DEFAULT_BUCKET_BYTES
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
@@ -39,7 +38,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
       devices: this worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
         has the same number.
       sparse: how sparse gradients are reduced, see `SparseOptions`.
-      bucket_bytes: most bytes of dense gradients in one collective. Default 32 MiB.
+      bucket_bytes: how many bytes of dense gradients close a bucket, which is summed by one collective while the
+        backward pass goes on. Default: 32 MiB on one host; on several 8 MiB, with smaller ones for the first layers,
+        whose gradients leave last, when nothing is left to hide them.
       compression: "bfloat16" or "float16": what dense float32 gradients travel as between workers, in half the bytes.
         Their sums are made in float32 and each number is rounded twice (see `Communicator.all_reduce`), so the result
         no longer equals one process to float32's accuracy; all replicas still hold the same bits. Where float16 is too
@@ -71,7 +72,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         communication: str = "ring",
         devices: Sequence[str] | None = None,
         sparse: SparseOptions | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         compression: str | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         check_equal: bool | None = None,
@@ -81,7 +82,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             raise ConfigurationError(
                 f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"
             )
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise ConfigurationError(
                 f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}"
             )
