@@ -25,6 +25,8 @@ CORE_SOURCES = (
     "liveness.cc",
     "plan.cc",
     "process.cc",
+    "reduce_rows.cc",
+    "rows.cc",
     "schedule.cc",
     "shm_channel.cc",
     "tcp_channel.cc",

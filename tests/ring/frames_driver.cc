@@ -33,6 +33,7 @@
 namespace {
 
 constexpr int kFloat32 = 1;
+constexpr int kInt64 = 9;
 constexpr int64_t kFramesASession = 2000;  // looked at alone, for each ring that lives through some
 constexpr int64_t kMostRows = 1 << 20;     // for which memory is taken
 
@@ -204,6 +205,17 @@ void take_rows(void* context, const int64_t* rows, void** outputs, int32_t* plac
   *placed = 1;
 }
 
+// Of one table, the rows of both shares and their ids.
+void take_sums(void* context, const int64_t* numbers, void** outputs, int32_t* placed) {
+  auto* memory = static_cast<std::vector<float>*>(context);
+  const int64_t rows = numbers[0] + numbers[2];
+  CHECK(numbers[0] >= 0 && numbers[2] >= 0 && rows <= kMostRows, "more rows than have come");
+  memory->resize(static_cast<size_t>(rows) * 5);
+  outputs[0] = memory->data() + 2 * rows;
+  outputs[1] = memory->data();
+  *placed = 1;
+}
+
 void live_through_one(uint64_t seed, int64_t* failed) {
   Random random(seed);
   const Pair data = connect_pair(), control = connect_pair();
@@ -225,11 +237,14 @@ void live_through_one(uint64_t seed, int64_t* failed) {
   std::vector<float> values(below(&random, 4) == 0 ? 60000 : 30), out(values.size()), memory;
   const int64_t dims[2] = {static_cast<int64_t>(values.size() / 3), 3};
   const tfring_tensor tensor{values.data(), out.data(), dims, 2, kFloat32};
+  std::vector<int64_t> ids(values.size() / 3);
+  for (int64_t& id : ids) id = static_cast<int64_t>(below(&random, 2 * ids.size()));
+  const tfring_tensor table[2] = {tensor, {ids.data(), nullptr, dims, 1, kInt64}};
   int code = TFRING_OK;
   for (int i = 0; i < 20 && code == TFRING_OK; ++i) {
     const tfring_call call{"mirrored", 0, static_cast<int32_t>(below(&random, 2)), 0, 0, 0};
     const int64_t counts[2] = {dims[0] / 3, dims[0] - dims[0] / 3};
-    switch (below(&random, 6)) {
+    switch (below(&random, 8)) {
       case 0:
         code = tfring_all_reduce(ring, &call, &tensor, 1, &error);
         break;
@@ -242,6 +257,12 @@ void live_through_one(uint64_t seed, int64_t* failed) {
       case 3:
         code = tfring_all_to_all(ring, &call, &tensor, 1, counts, take_rows, &memory, &error);
         break;
+      case 4:
+      case 5: {
+        const tfring_call sum{"mirrored", 5 + static_cast<int32_t>(below(&random, 2)), 0, 0, 0, 0};
+        code = tfring_all_reduce_rows(ring, &sum, table, 2, take_sums, &memory, &error);
+        break;
+      }
       default:
         code = tfring_all_gather(ring, &call, &tensor, 1, take_rows, &memory, &error);
     }

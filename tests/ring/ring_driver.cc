@@ -264,6 +264,70 @@ void rows_to_each(int rank, int64_t ring, int size, int64_t rows_each) {
   }
 }
 
+// A half, by a conversion written another way.
+double half_value(uint16_t bits) {
+  const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
+  const int exponent = (bits >> 10) & 31;
+  const int mantissa = bits & 1023;
+  if (exponent == 31) return mantissa != 0 ? NAN : sign * INFINITY;
+  return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
+}
+
+// Rank r has the ids r, r + 1, ..., each twice, and brings the row r + 1 under them, in 7 numbers and in
+// halves.
+void rows_under_ids(int rank, int64_t ring, int size, int64_t count) {
+  std::vector<int64_t> ids;
+  for (int64_t i = 0; i < 2 * count; ++i) ids.push_back(rank + i % count);
+  std::vector<float> rows(ids.size() * 7, static_cast<float>(rank + 1));
+  const std::vector<uint16_t> halves(ids.size(), 0x3c00);  // 1
+  const int64_t dims[2] = {2 * count, 7};
+  const tfring_tensor tensors[4] = {{rows.data(), nullptr, dims, 2, kFloat32},
+                                    {halves.data(), nullptr, dims, 1, kFloat16},
+                                    {ids.data(), nullptr, dims, 1, kInt64},
+                                    {ids.data(), nullptr, dims, 1, kInt64}};
+  struct Result {
+    int size;
+    std::vector<char> memory[4];
+    int64_t numbers[4];
+  } result{size, {}, {}};
+  const auto place = [](void* context, const int64_t* numbers, void** outputs, int32_t* placed) {
+    Result& to = *static_cast<Result*>(context);
+    constexpr size_t kSizes[4] = {28, 2, 8, 8};
+    for (int t = 0; t < 4; ++t) {
+      to.numbers[t] = 0;
+      for (int r = 0; r < to.size; ++r) to.numbers[t] += numbers[r * 4 + t];
+      to.memory[t].resize(static_cast<size_t>(to.numbers[t]) * kSizes[t]);
+      outputs[t] = to.memory[t].data();
+    }
+    *placed = 1;
+  };
+  for (int way : {0, 5, 6, 0}) {
+    tfring_error error{};
+    const tfring_call call = named("under ids", way);
+    CHECK(tfring_all_reduce_rows(ring, &call, tensors, 4, place, &result, &error) == TFRING_OK, "%s",
+          error.message);
+    const int64_t different = count == 0 ? 0 : count + size - 1;
+    for (int64_t number : result.numbers) CHECK(number == different, "%ld", long(number));
+    for (int64_t i = 0; i < different; ++i) {
+      int64_t id = 0;
+      float row[7];
+      uint16_t half = 0;
+      std::memcpy(&id, &result.memory[2][static_cast<size_t>(i) * 8], 8);
+      std::memcpy(row, &result.memory[0][static_cast<size_t>(i) * 28], 28);
+      std::memcpy(&half, &result.memory[1][static_cast<size_t>(i) * 2], 2);
+      float want = 0;
+      int have = 0;
+      for (int r = 0; r < size; ++r) {
+        if (id < r || id >= r + count) continue;
+        want += 2.0f * static_cast<float>(r + 1);
+        ++have;
+      }
+      for (float value : row) CHECK(value == want, "%g for id %ld, way %d", value, long(id), way);
+      CHECK(half_value(half) == 2 * have, "%x for id %ld", half, long(id));
+    }
+  }
+}
+
 // Round the ranks, each passing on what it got.
 void pass_on(int rank, int64_t ring, int size, int64_t count) {
   if (size == 1) return;
@@ -305,15 +369,7 @@ void in_groups(int rank, int64_t ring, int size) {
   tfring_close(group);
 }
 
-// All 65536 halves, against a conversion written another way.
-double half_value(uint16_t bits) {
-  const double sign = (bits & 0x8000) != 0 ? -1.0 : 1.0;
-  const int exponent = (bits >> 10) & 31;
-  const int mantissa = bits & 1023;
-  if (exponent == 31) return mantissa != 0 ? NAN : sign * INFINITY;
-  return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
-}
-
+// All 65536 of them.
 void halves(int rank, int64_t ring) {
   std::vector<uint16_t> input(65536);
   std::vector<uint16_t> output(65536);
@@ -341,6 +397,7 @@ void everything(int size, bool shared, int algorithm = 0, int num_hosts = 1) {
       scatter_and_send(rank, ring, size, count / 20);
       total_at_each(rank, ring, size, count);
       rows_to_each(rank, ring, size, count / 20);
+      rows_under_ids(rank, ring, size, count / 20);
       pass_on(rank, ring, size, count);
       const tfring_call call = named("wait");
       CHECK(tfring_barrier(ring, &call, &error) == TFRING_OK, "%s", error.message);

@@ -191,6 +191,10 @@ def many_ranks(cluster):
         np.testing.assert_array_equal(
             ring.all_gather(np.arange(rank % 3)), np.concatenate([np.arange(r % 3) for r in range(size)])
         )
+        few = np.full((3, 50), rank + 1.0), np.array([rank, 5, 5])
+        rows = [few, (np.ones((200, 8)), np.arange(rank, rank + 200))]
+        gathered = [ring.all_reduce_rows(*each, reduction="gather") for each in rows]
+        assert len(ring._world.transports) == linked
         far = ring.group([0, 7, 10], "far") if rank in (0, 7, 10) else None
         if far is not None:
             assert far.all_reduce(1) == 3
@@ -199,6 +203,11 @@ def many_ranks(cluster):
                 ring.group([0, 10], "others").all_to_all(np.ones(2))
         np.testing.assert_array_equal(ring.all_to_all(np.full(size, rank))[0], range(size))
         assert len(ring._world.transports) == size - 1
+        for each, (values, ids) in zip(rows, gathered, strict=True):
+            owned = ring.all_reduce_rows(*each, reduction="owner")
+            assert values.tobytes() == owned[0].tobytes() and ids.tobytes() == owned[1].tobytes()
+        assert sorted(gathered[0][1].tolist()) == list(range(size))
+        assert gathered[0][0][gathered[0][1] == 5].tolist() == [[size * (size + 1) + 6.0] * 50]
         return linked
 
 

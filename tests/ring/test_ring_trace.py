@@ -31,6 +31,8 @@ def late_rank(folder):
             if cluster.rank == 2:
                 time.sleep(0.1)
             communicator.all_reduce(np.ones(count, np.float32), name=name)
+        for way in ("gather", "owner"):
+            communicator.all_reduce_rows(np.ones((500, 16), np.float32), np.arange(500), reduction=way, name=way)
         pair = communicator.group([0, 1], "pair")
         if cluster.rank < 2:
             pair.all_reduce(np.ones(4, np.float32), name="of two")
@@ -54,6 +56,10 @@ def test_who_waits_for_whom_among_three(tmp_path):
                 assert call.waited < 0.05e9
             else:
                 assert call.last == 2 and 0.08e9 < call.waited < call.end - call.begin
+        for way in ("gather", "owner"):
+            call = calls[way]
+            assert (call.kind, call.algorithm, call.bytes) == ("all_reduce_rows", way, 500 * (16 * 4 + 8))
+            assert call.added > 0 and call.moved >= 0 and call.sent > call.bytes
         assert ("of two" in calls) == (rank.rank < 2)
         if rank.rank < 2:
             assert calls["of two"].group == "pair" and calls["of two"].last == 1 - rank.rank

@@ -166,6 +166,7 @@ OPTIONS = [
     {"dense": "never", "batch_size": 1024},
     {"dense": "never", "batch_size": 1024, "ids_per_example": 3},
     {"dense": "never"},
+    {"dense": "never", "reduction": "owner"},
     {"dense": "auto", "batch_size": 1024},
     {"dense": "always"},
 ]
@@ -206,6 +207,67 @@ def test_ranks_without_rows_and_a_short_last_batch(communication):
 def test_dtypes(dtype):
     per_step = [[batch_with_unique_ids(12, 64), batch_with_unique_ids(7, 64, 1)]]
     check_steps(2, "ring", per_step, {"dense": "never"}, dtype)
+
+
+def alone(dtype):
+    """What one worker without a ring adds up: natively, and where nothing is compiled."""
+    import pathlib
+
+    import tensorflow as tf
+
+    from tfring.ring import library
+    from tfring.ring.collectives import LocalCollectives
+
+    tables = [[7, 3, 7, -2, 3, 7], [], [5]]
+    values = [tf.cast(tf.reshape(tf.range(2.0 * len(ids)), [-1, 2]) + 0.1, dtype) for ids in tables]
+    indices = [tf.constant(ids, tf.int64) for ids in tables]
+    compiled = library.OPS
+    for active in (None, tf.constant(True), tf.constant(False)):
+        results = []
+        for library.OPS in (compiled, pathlib.Path("missing")):
+            pairs, numbers = LocalCollectives().sum_rows(values, indices, name="test", active=active)
+            results.append([tf.cast(v, "float64").numpy().tolist() for v, _ in pairs])
+            results[-1] += [ids.numpy().tolist() for _, ids in pairs] + [numbers.numpy().tolist()]
+        library.OPS = compiled
+        assert results[0] == results[1]
+        want = [[7, 3, -2], [], [5], [3, 0, 1]] if active is None or active else [[], [], [], [0, 0, 0]]
+        assert results[0][3:] == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_with_and_without_the_ring(dtype):
+    workers(1).run(alone, dtype)
+
+
+def operations(num_tables):
+    """How many operations the gradients of so many tables are once traced, and how many collectives ran."""
+    import tensorflow as tf
+
+    ring = strategy(sparse=tfring.SparseOptions(dense="never"))
+
+    @tf.function
+    def reduce(values, ids):
+        slices = [tf.IndexedSlices(values, ids, tf.constant([VOCABULARY, DIM])) for _ in range(num_tables)]
+        return [each.values for each in ring.extended.gradient_ops.sum_over_workers(slices, name="test")]
+
+    arguments = tf.ones([6, DIM]), tf.range(6)
+    graph = reduce.get_concrete_function(*arguments).graph
+    communicator = ring.extended.gradients.communicator
+    before = sum(communicator.statistics()["collectives"].values())
+    reduce(*arguments)
+    kinds = [op.type for op in graph.get_operations() if op.type not in ("Const", "Placeholder", "Identity")]
+    return kinds, sum(communicator.statistics()["collectives"].values()) - before
+
+
+def test_all_tables_of_a_step_are_one_operation():
+    for kinds, collectives in workers(2).run(operations, 9):
+        assert kinds.count("TfringAllReduceRows") == 1 and collectives == 1
+        assert len(kinds) <= 4, kinds  # and what takes the numbers of rows, which nobody asked for
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match=r"`reduction` is auto, gather or owner. Received: reduction='all'"):
+        tfring.SparseOptions(reduction="all")
 
 
 def one_table_twice_and_one_frozen():

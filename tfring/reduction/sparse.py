@@ -1,17 +1,21 @@
-"""Sparse gradients: summed per id, padded to a fixed number of rows, gathered, padding dropped, summed again.
+"""Sparse gradients: summed per id over all ranks, so that an id that several looked up reaches the optimizer once.
 
 ```
-rank 0   ids 7 3 7      sum     7: a+c        pad    7 | 3 | -1 | -1  ─┐                 ┌─ 7  3  9
-         rows a b c   ───────►  3: b        ───────► rows, zeros       ├─ all_gather ─►  │  a+c+e  b  d
-rank 1   ids 9 7        (1)     9: d   7: e   (2)    9 | 7 | -1 | -1  ─┘     (3)        (4)  each id once
+rank 0   ids 7 3 7      sum     7: a+c                                       7  3  9
+         rows a b c   ───────►  3: b           ───────► exchange ───────►   a+c+e  b  d
+rank 1   ids 9 7                9: d   7: e                                each id once
 ```
+
+On the ring, and alone, one native collective does it for all tables of a step (`ring/native/reduce_rows.cc`). On
+TensorFlow's collectives it is TensorFlow's operations, in four steps:
 
 1. `sum_duplicates`: fewer rows on the wire.
 2. `pad_rows`: `[capacity, dim]`, the same on every step and rank, so that nothing downstream ever sees a changing
-   shape ("Inconsistent output shapes", tensorflow #34250). Padding carries index -1.
-3. Only real rows travel on the ring; TensorFlow's collectives carry the padding too.
-4. `unpad_rows`, then `sum_duplicates` again: an id that several ranks looked up reaches the optimizer once, so
-   that Adam and its kin equal the dense gradient.
+   shape ("Inconsistent output shapes", tensorflow #34250). Padding carries index -1, and travels too.
+3. all_gather.
+4. `unpad_rows`, then `sum_duplicates` again.
+
+Either way Adam and its kin equal the dense gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
+
+from tfring.ring.collectives import sum_duplicates
+from tfring.ring.library import row_sums_number
 
 PADDING_INDEX = -1
 SMALL_TABLE_BYTES = 1 << 16  # on any network less than what finding and sending single rows costs
@@ -32,17 +39,20 @@ class SparseOptions:
 
     Attributes:
       batch_size: the most examples a worker sees in a step; the global batch size is always enough. Where it is
-        given sparse gradients are padded to `batch_size * ids_per_example` rows, never more than the table has. Where
-        it is not, the ring sends exactly the rows of the step, and `communication="tensorflow"` agrees on a capacity
-        each step: the longest gradient of any rank, rounded up to a power of two.
+        given a gradient has at most `batch_size * ids_per_example` different ids, else there is an error. The ring
+        sends the rows of the step, each id once. `communication="tensorflow"` pads them to that number, never more
+        than the table has; where it is not given, to the longest gradient of any rank, rounded up to a power of two.
       ids_per_example: the most lookups one example makes in one table. Default 1.
       dense: "auto" makes the gradient of a table of at most 64 KiB dense; and, where `batch_size` is given, that of
         any table for which gathering so many rows would move more bytes than all-reducing the table. The rows that a
         rank happens to have never decide: they differ from rank to rank. "never" and "always" do what they say, for
         the gradients that optimizers take; IndexedSlices handed to `tf.distribute` stay what they are. Default "auto".
+      reduction: which way rows go on the ring: all ranks' to all ranks ("gather"), or to the rank that adds up the rows
+        of an id, and the sums to all ("owner"). "auto" takes what moves fewer bytes by the counts of the step before;
+        see `tfring.Communicator.all_reduce_rows`. The result is the same bits. Default "auto".
 
     Raises:
-      ValueError: for sizes that are not positive, or another `dense`.
+      ValueError: for sizes that are not positive, another `dense` or `reduction`.
 
     >>> SparseOptions(batch_size=1024, ids_per_example=3).capacity(num_table_rows=50_000)
     3072
@@ -53,6 +63,7 @@ class SparseOptions:
     batch_size: int | None = None
     ids_per_example: int = 1
     dense: str = "auto"
+    reduction: str = "auto"
 
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
@@ -65,33 +76,14 @@ class SparseOptions:
             raise ValueError(
                 f'`dense` must be one of "auto", "never", "always". Received: dense={self.dense!r}'
             )
+        row_sums_number(self.reduction)
 
     def capacity(self, num_table_rows: int | None) -> int | None:
-        """Rows to pad to, or None where `batch_size` is not given."""
+        """The most different ids of a gradient, or None where `batch_size` is not given."""
         if self.batch_size is None:
             return None
         rows = self.batch_size * self.ids_per_example
         return rows if num_table_rows is None else min(rows, num_table_rows)
-
-
-def sum_duplicates(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the rows of equal ids.
-
-    Args:
-      values: `[num_rows, ...]`, any float or integer dtype; float16 and bfloat16 are summed in float32.
-      indices: `[num_rows]`, int32 or int64.
-
-    Returns:
-      `(values, indices)` with each id once, in the order of first occurrence.
-
-    >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, 3, 7]))
-    >>> values.numpy().tolist(), indices.numpy().tolist()
-    ([[5.0], [2.0]], [7, 3])
-    """
-    ids, position = tf.unique(indices)
-    wide = tf.float32 if values.dtype in (tf.float16, tf.bfloat16) else values.dtype
-    summed = tf.math.unsorted_segment_sum(tf.cast(values, wide), position, tf.size(ids))
-    return tf.cast(summed, values.dtype), ids
 
 
 def pad_rows(values: tf.Tensor, indices: tf.Tensor, capacity: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -187,31 +179,46 @@ def reduce_sparse(
     if not gradients:
         return []
     gradients = [_with_tensor_shape(gradient) for gradient in gradients]
-    rows = [sum_duplicates(gradient.values, gradient.indices) for gradient in gradients]
-    if active is not None:
-        rows = [(v[:n], ids[:n]) for v, ids in rows for n in [tf.where(active, tf.size(ids), 0)]]
+    reduce = _reduce_padded if collectives.needs_fixed_shapes else _reduce_rows
+    reduced = reduce(collectives, gradients, variable_names, options, name=f"{name}/rows", active=active)
+    return [
+        tf.IndexedSlices(values, indices, gradient.dense_shape)
+        for gradient, (values, indices) in zip(gradients, reduced, strict=True)
+    ]
+
+
+def _reduce_rows(collectives, gradients, variable_names, options, *, name, active):
+    reduced, num_rows = collectives.sum_rows(
+        [gradient.values for gradient in gradients],
+        [gradient.indices for gradient in gradients],
+        name=name,
+        active=active,
+        reduction=options.reduction,
+    )
+    for i, gradient in enumerate(gradients):
+        num_table_rows, _ = _table_size(gradient)
+        capacity = options.capacity(num_table_rows)
+        if capacity is not None and capacity != num_table_rows:
+            checked = _check_capacity(num_rows[i], capacity, variable_names[i], options)
+            with tf.control_dependencies([checked]):
+                reduced[i] = tuple(tf.identity(each) for each in reduced[i])
+    return reduced
+
+
+def _reduce_padded(collectives, gradients, variable_names, options, *, name, active):
+    rows = [sum_duplicates(gradient.values, gradient.indices, active) for gradient in gradients]
     num_rows = [tf.size(ids, out_type=tf.int64) for _, ids in rows]
     tables = [_table_size(gradient)[0] for gradient in gradients]
     given = [options.capacity(num_table_rows) for num_table_rows in tables]
     padded = []
     for i, capacity in enumerate(_agreed_capacities(collectives, given, num_rows, name)):
-        if capacity is None:  # the ring sends the rows there are
-            padded.append(rows[i])
-            continue
         n = num_rows[i]
         if given[i] is not None and given[i] != tables[i]:
             n = _check_capacity(n, capacity, variable_names[i], options)
         with tf.control_dependencies([n]):
             padded.append(pad_rows(*rows[i], capacity))
-    gathered = collectives.gather_rows(
-        [v for v, _ in padded], [ids for _, ids in padded], num_rows, name=f"{name}/rows"
-    )
-    results = []
-    for gradient, (values, indices) in zip(gradients, gathered, strict=True):
-        if collectives.needs_fixed_shapes:  # the padding travelled too
-            values, indices = unpad_rows(values, indices)
-        results.append(tf.IndexedSlices(*sum_duplicates(values, indices), gradient.dense_shape))
-    return results
+    gathered = collectives.gather_rows([v for v, _ in padded], [ids for _, ids in padded], name=name)
+    return [sum_duplicates(*unpad_rows(values, indices)) for values, indices in gathered]
 
 
 def _with_tensor_shape(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -230,8 +237,8 @@ def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
 
 
 def _agreed_capacities(collectives, capacities, num_rows, name):
-    """Fills in what no option says, where the engine needs it."""
-    if None not in capacities or not collectives.needs_fixed_shapes:
+    """Fills in what no option says."""
+    if None not in capacities:
         return capacities
     [longest] = collectives.all_reduce([tf.stack(num_rows)], "max", name=f"{name}/capacity")
     powers = 2 ** tf.cast(tf.range(32), tf.int64)

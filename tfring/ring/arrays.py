@@ -89,6 +89,22 @@ def all_to_all(communicator: Any, value: Any, counts: Any = None, *, name: str =
     return (results, list(rows.T.copy())) if many else (results[0], rows[:, 0].copy())
 
 
+def all_reduce_rows(
+    communicator: Any, values: Any, indices: Any, *, reduction: str = "auto", name: str = "all_reduce_rows"
+) -> Any:
+    many, values = _as_list(values)
+    _, indices = _as_list(indices)
+    if len(values) != len(indices):
+        raise ValueError(
+            f"`values` and `indices` are lists of equal length. Received: {len(values)} and {len(indices)}"
+        )
+    results, _ = _exchange(
+        "all_reduce_rows", communicator, name, [*values, *indices], None, way=library.row_sums_number(reduction)
+    )
+    pairs = list(zip(results[: len(values)], results[len(values) :], strict=True))
+    return pairs if many else pairs[0]
+
+
 def send(communicator: Any, value: Any, to: int, *, name: str = "send") -> None:
     value = _as_array(value)
     call, tensors = _prepare("send", name, [value], [None], root=to)
@@ -134,10 +150,10 @@ def check_shape(name: str, source: int, wanted: Any, received: tuple[int, ...]) 
 
 
 def _exchange(
-    kind: str, communicator: Any, name: str, values: list[np.ndarray], counts: Any, root: int = 0
+    kind: str, communicator: Any, name: str, values: list[np.ndarray], counts: Any, root: int = 0, way: int = 0
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """The rows that come to this rank, and `[rank, tensor]` how many from each."""
-    call, tensors = _prepare(kind, name, values, [None] * len(values), root=root)
+    call, tensors = _prepare(kind, name, values, [None] * len(values), root=root, way=way)
     coming = _Coming(values, communicator.world_size)
     numbers = () if counts is None else (counts.ctypes.data_as(_NUMBERS),)
     function = getattr(library.core(), f"tfring_{kind}")
@@ -232,9 +248,10 @@ def _prepare(
     op: str = "sum",
     root: int = 0,
     compression: str | None = None,
+    way: int = 0,
 ) -> tuple[Any, Any]:
     """What the native call is given; the arrays are the caller's to hold."""
-    call = _call(name, op, root, threading.get_ident() == _main_thread, compression)
+    call = _call(name, op, root, threading.get_ident() == _main_thread, compression, way)
     tensors = []
     for source, target in zip(inputs, outputs, strict=True):
         dtype = _number(source.dtype)
@@ -260,12 +277,14 @@ _main_thread = threading.main_thread().ident  # a forked child's has the same
 
 
 @functools.lru_cache(1024)
-def _call(name: str, op: str, root: int, on_main_thread: bool, compression: str | None = None) -> library.Call:
+def _call(
+    name: str, op: str, root: int, on_main_thread: bool, compression: str | None = None, way: int = 0
+) -> library.Call:
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
     return library.Call(
-        name.encode(), library.OPERATIONS[op], root, 0, caller, library.compression_number(compression)
+        name.encode(), way or library.OPERATIONS[op], root, 0, caller, library.compression_number(compression)
     )
 
 

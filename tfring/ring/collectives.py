@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfring.ring import library
 from tfring.ring.trace import READY
 
 
@@ -19,6 +20,32 @@ def zeros_unless(active: tf.Tensor | None, tensors: Sequence[tf.Tensor]) -> list
     if active is None:
         return list(tensors)
     return [tf.where(active, t, tf.zeros_like(t)) for t in tensors]
+
+
+def sum_duplicates(
+    values: tf.Tensor, indices: tf.Tensor, active: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the rows of equal ids, by TensorFlow's operations.
+
+    Args:
+        values: `[num_rows, ...]`, any float or integer dtype; float16 and bfloat16 are summed in float32.
+        indices: `[num_rows]`, int32 or int64.
+        active: bool scalar; where False no row is left.
+
+    Returns:
+        `(values, indices)` with each id once, in the order of first occurrence.
+
+    >>> values, indices = sum_duplicates(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([7, 3, 7]))
+    >>> values.numpy().tolist(), indices.numpy().tolist()
+    ([[5.0], [2.0]], [7, 3])
+    """
+    ids, position = tf.unique(indices)
+    wide = tf.float32 if values.dtype in (tf.float16, tf.bfloat16) else values.dtype
+    summed = tf.math.unsorted_segment_sum(tf.cast(values, wide), position, tf.size(ids))
+    if active is not None:
+        num_rows = tf.where(active, tf.size(ids), 0)
+        summed, ids = summed[:num_rows], ids[:num_rows]
+    return tf.cast(summed, values.dtype), ids
 
 
 class Collectives(abc.ABC):
@@ -53,19 +80,26 @@ class Collectives(abc.ABC):
         gathered.set_shape([self.world_size * tensor.shape[0], *tensor.shape[1:]])
         return gathered
 
-    @abc.abstractmethod
-    def gather_rows(
+    def sum_rows(
         self,
         values: Sequence[tf.Tensor],
         indices: Sequence[tf.Tensor],
-        num_rows: Sequence[tf.Tensor],
         *,
         name: str,
-    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """The first `num_rows[i]` rows of each padded (values, indices) of every rank, in rank order.
+        active: tf.Tensor | None = None,
+        reduction: str = "auto",
+    ) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
+        """Each id of any rank once, with the sum of its rows; see `tfring.ring.ops.sum_rows`.
 
-        Where `needs_fixed_shapes`, all rows with their padding.
+        Not where `needs_fixed_shapes`.
         """
+        raise NotImplementedError
+
+    def gather_rows(
+        self, values: Sequence[tf.Tensor], indices: Sequence[tf.Tensor], *, name: str
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Padded (values, indices) of every rank with their padding, in rank order; where `needs_fixed_shapes`."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
@@ -149,7 +183,7 @@ class Collectives(abc.ABC):
 
     @property
     def needs_fixed_shapes(self) -> bool:
-        """Whether `gather_rows` needs the same capacity on every rank, because padding travels too."""
+        """Whether rows need the same capacity on every rank, because padding travels too."""
         return False
 
     @abc.abstractmethod
@@ -169,8 +203,14 @@ class LocalCollectives(Collectives):
     def all_gather(self, tensor, *, name):
         return tf.identity(tensor)
 
-    def gather_rows(self, values, indices, num_rows, *, name):
-        return [(v[:n], i[:n]) for v, i, n in zip(values, indices, num_rows, strict=True)]
+    def sum_rows(self, values, indices, *, name, active=None, reduction="auto"):
+        # What is on a GPU stays there, and training alone does not need the compiled ring.
+        if library.OPS.exists() and not tf.config.list_logical_devices("GPU"):
+            from tfring.ring import ops
+
+            return ops.sum_rows(None, values, indices, name=name, active=active)
+        pairs = [sum_duplicates(v, i, active) for v, i in zip(values, indices, strict=True)]
+        return pairs, tf.stack([tf.size(ids, tf.int64) for _, ids in pairs])
 
     def reduce_scatter(self, tensor, op="sum", *, name):
         return tf.identity(tensor)
@@ -232,13 +272,12 @@ class RingCollectives(Collectives):
     def all_gather(self, tensor, *, name):
         return self._ops.all_gather(self.communicator, tensor, name=name)
 
-    def gather_rows(self, values, indices, num_rows, *, name):
+    def sum_rows(self, values, indices, *, name, active=None, reduction="auto"):
         if self.marks_ready:
             self._ops.mark(f"{READY} {name}", after=[*values, *indices])
-        gathered = self._ops.all_gather_rows(
-            self.communicator, list(values), list(indices), list(num_rows), name=name
+        return self._ops.sum_rows(
+            self.communicator, values, indices, name=name, active=active, reduction=reduction
         )
-        return [tuple(pair) for pair in gathered]
 
     def reduce_scatter(self, tensor, op="sum", *, name):
         return self._ops.reduce_scatter(self.communicator, tensor, op, name=name)

@@ -364,6 +364,43 @@ class Communicator:
         self._need(range(self.world_size))
         return self._on(value).all_to_all(self, value, counts, name=name or "all_to_all")
 
+    def all_reduce_rows(
+        self, values: Any, indices: Any, *, reduction: str = "auto", name: str | None = None
+    ) -> Any:
+        """The sum over all ranks of rows that stand under ids, such as an embedding's gradients: each id once.
+
+        A rank first adds up its own rows of equal ids. Then all get those of all ("gather"); or an id's rows go to the
+        rank that owns it by its hash, which adds them up and passes the sums on ("owner"). Either way the rows of an
+        id are added in the order of the ranks: the same bits, in the same order of ids, which is that of the owners and
+        of nothing else.
+
+        Args:
+            values: `[rows, ...]`, any dtype that has a sum; the number of rows may differ from rank to rank. float16
+                and bfloat16 are added in float32 and rounded twice: on the rank, and where all are added. Or a list of
+                such, which go as one.
+            indices: `[rows]`, int32 or int64, any ids; or a list.
+            reduction: "gather", "owner", or "auto": what moved fewer bytes the last time under this name, a second
+                delay being worth 64 KiB a rank; at first, "gather". With two ranks "owner" never moves fewer.
+            name: What to call it in errors; the same on all ranks. Default: "all_reduce_rows".
+
+        Returns:
+            `(values, indices)` with every id that any rank has, once; or a list of such pairs.
+
+        Raises:
+            MismatchError, PeerLostError, CollectiveTimeoutError: See there.
+            ValueError: Ids that are no int32 or int64, or not one for each row; nothing was sent.
+
+        Example:
+            >>> from tfring.cluster.cluster import Cluster
+            >>> with Communicator.connect(Cluster.alone()) as communicator:
+            ...     communicator.all_reduce_rows(np.array([[1.0], [2.0], [4.0]]), np.array([7, 3, 7]))
+            (array([[5.],
+                   [2.]]), array([7, 3]))
+        """
+        self._need_all_for(reduction)
+        where = self._on(values)
+        return where.all_reduce_rows(self, values, indices, reduction=reduction, name=name or "all_reduce_rows")
+
     def send(self, value: Any, to: int, *, name: str | None = None) -> Any:
         """Sends a tensor to one rank, which calls `receive` with this rank, dtype and name.
 
@@ -453,6 +490,10 @@ class Communicator:
 
     def _need_root(self, root: int) -> None:
         self._need(range(self.world_size) if root == self.rank else [root])
+
+    def _need_all_for(self, reduction: str) -> None:
+        if reduction != "gather":
+            self._need(range(self.world_size))
 
     def _need(self, members: Iterable[int]) -> None:
         """Connects this rank with others of the group, where it is not yet; they call this as well."""

@@ -9,7 +9,7 @@ import signal
 
 from tfring import errors
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 DIRECTORY = pathlib.Path(__file__).parent / "native"
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
@@ -31,8 +31,10 @@ KINDS = (
     "scatter",
     "send",
     "receive",
+    "all_reduce_rows",
 )
 ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4}
+ROW_SUMS = {"auto": 0, "gather": 5, "owner": 6}
 OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
 OPERATION_NAMES = "sum, max, min or product"  # in errors
 # The numbers of TensorFlow's TF_DataType.
@@ -69,6 +71,17 @@ def compression_number(compression: str | None) -> int:
     if compression not in COMPRESSIONS:
         raise ValueError(f"`compression` is bfloat16, float16 or None. Received: compression={compression!r}")
     return DTYPES[compression]
+
+
+def row_sums_number(reduction: str) -> int:
+    """What the core knows a way of a sum of rows by.
+
+    >>> row_sums_number("owner")
+    6
+    """
+    if reduction not in ROW_SUMS:
+        raise ValueError(f"`reduction` is auto, gather or owner. Received: reduction={reduction!r}")
+    return ROW_SUMS[reduction]
 
 
 class Error(ctypes.Structure):
@@ -251,6 +264,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
         "tfring_all_to_all": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
         "tfring_scatter": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
+        "tfring_all_reduce_rows": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
         "tfring_send": (ctypes.c_int, handle, call, tensors, error),
         "tfring_receive": (ctypes.c_int, handle, call, ctypes.c_int32, Shape, ctypes.c_void_p, error),
         "tfring_send_abort": (None, size, size, size, ctypes.c_char_p),
@@ -260,6 +274,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_reduce_two": (None, size, size, address, address, address, ctypes.c_int64),
         "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
+        "tfring_choose_row_sums": (ctypes.c_int, size, ctypes.c_int64, ctypes.c_int64, size),
         "tfring_schedule": (
             ctypes.c_int,
             ctypes.c_char_p,

@@ -140,6 +140,71 @@ def all_gather_rows(
     return pairs if many else pairs[0]
 
 
+def all_reduce_rows(
+    communicator: Any,
+    values: Any,
+    indices: Any,
+    *,
+    name: str = "all_reduce_rows",
+    active: Any = None,
+    reduction: str = "auto",
+) -> Any:
+    """The sum of rows under ids, each id once; see `Communicator.all_reduce_rows`. Has no gradient.
+
+    Args:
+        communicator: A `Communicator`.
+        values: `[rows, ...]`, or a list of such tensors, which go round as one.
+        indices: int32 or int64 `[rows]`, or a list.
+        name: What to call the collective in errors.
+        active: A bool scalar; where it is False this rank has no rows.
+        reduction: "auto", "gather" or "owner".
+
+    Returns:
+        `(values, indices)`, or a list of such pairs.
+    """
+    many, values = _as_list(values)
+    _, indices = _as_list(indices)
+    pairs, _ = sum_rows(communicator, values, indices, name=name, active=active, reduction=reduction)
+    return pairs if many else pairs[0]
+
+
+def sum_rows(
+    communicator: Any,
+    values: Sequence[tf.Tensor],
+    indices: Sequence[tf.Tensor],
+    *,
+    name: str,
+    active: Any = None,
+    reduction: str = "auto",
+) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
+    """As `all_reduce_rows` of lists; without a communicator, of this process alone.
+
+    Returns:
+        Pairs of values and indices; and how many different ids of each this rank has, int64 `[len(values)]`.
+    """
+    if len(values) != len(indices):
+        raise ValueError(
+            "`values` and `indices` are lists of equal length. Received: "
+            f"{len(values)} values, {len(indices)} indices."
+        )
+    number = library.row_sums_number(reduction)
+    if not values:
+        return [], tf.zeros([0], tf.int64)
+    inputs = {"active": True if active is None else active, "values": values, "indices": indices}
+    if communicator is None:
+        with tf.device("CPU:0"):
+            made = _ops().tfring_all_reduce_rows(token=_resource("alone"), handle=0, key=name, **inputs)
+    else:
+        communicator._need_all_for(reduction)
+        made = _call("all_reduce_rows", communicator, name, op=number, **inputs)
+    sums, ids, rows = made
+    for result, value in zip(sums, values, strict=True):
+        result.set_shape([None, *value.shape[1:]])
+    for result in ids:
+        result.set_shape([None])
+    return list(zip(sums, ids, strict=True)), rows[-1, : len(values)]
+
+
 def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
     """This rank's share of the rows of the sum, maximum, minimum or product over all ranks.
 

@@ -128,6 +128,21 @@ def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = 
     return "two_level" if two_level else "ring"
 
 
+def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> str:
+    """Which way rows under ids go, by what all members together sent the last time, and what the sums of all are.
+
+    By gathering a member sends (N - 1) / N of `sent`, its own ids once to each; by owner 1 / N of that, and (N - 1) / N
+    of the sums. The second exchange costs a delay, which is worth `SMALL_BYTES`.
+
+    >>> choose_row_sums(sent=4_000_000, summed=1_500_000, size=4), choose_row_sums(4_000_000, 3_500_000, 4)
+    ('owner', 'gather')
+    """
+    if wanted != "auto":
+        return wanted
+    saved = (sent - sent // size - summed) // size * (size - 1)
+    return "owner" if saved > SMALL_BYTES else "gather"
+
+
 def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list[tuple[int | None, str]]:
     """Up to how many bytes which algorithm; None: beyond.
 

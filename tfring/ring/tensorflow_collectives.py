@@ -99,7 +99,7 @@ class TensorFlowCollectives(Collectives):
         gathered.set_shape([self.world_size * tensor.shape[0], *tensor.shape[1:]])
         return gathered
 
-    def gather_rows(self, values, indices, num_rows, *, name):
+    def gather_rows(self, values, indices, *, name):
         return [(self._all_gather(v), self._all_gather(i)) for v, i in zip(values, indices, strict=True)]
 
     def reduce_scatter(self, tensor, op="sum", *, name):

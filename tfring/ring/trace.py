@@ -56,7 +56,7 @@ _CALL_FIELDS = list(_TYPES)
 # As ctypes has it, but text instead of lists of letters.
 _CALL = np.dtype([(name, f"S{kind._length_}" if hasattr(kind, "_length_") else kind) for name, kind in _TYPES.items()])
 _KINDS = {**dict(enumerate(library.KINDS)), library.MARK: "mark"}
-_ALGORITHMS = {number: name for name, number in library.ALGORITHMS.items()}
+_ALGORITHMS = {number: name for name, number in {**library.ALGORITHMS, **library.ROW_SUMS}.items()}
 
 _log = logging.getLogger("tfring")
 _active: Recorder | None = None  # a process writes one trace at a time

@@ -213,6 +213,18 @@ int tfring_scatter(int64_t handle, const tfring_call* call, const tfring_tensor*
   });
 }
 
+int tfring_all_reduce_rows(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                           int num_tensors, tfring_place place, void* context, tfring_error* error) {
+  return tfring::with(handle, error, [&](World& world, Group* group) {
+    return world.all_reduce_rows(group, *call, tensors, num_tensors, place, context);
+  });
+}
+
+int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                    tfring_place place, void* context, tfring_error* error) {
+  return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
+}
+
 int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor, tfring_error* error) {
   return tfring::with(handle, error,
                       [&](World& world, Group* group) { return world.send(group, *call, *tensor); });
@@ -245,6 +257,11 @@ int tfring_is_small(int64_t num_bytes, int world_size) {
 int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size) {
   return static_cast<int>(
       tfring::choose_all_reduce(static_cast<tfring::Algorithm>(algorithm), num_bytes, size, local_size));
+}
+
+int tfring_choose_row_sums(int wanted, int64_t sent, int64_t summed, int size) {
+  return static_cast<int>(
+      tfring::choose_row_sums(static_cast<tfring::Algorithm>(wanted), sent, summed, size));
 }
 
 int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5], int max_steps) {

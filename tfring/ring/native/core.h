@@ -9,8 +9,8 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 5
-#define TFRING_NUM_KINDS 11
+#define TFRING_ABI_VERSION 6
+#define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
 enum {
@@ -46,7 +46,7 @@ typedef struct tfring_tensor {
 
 typedef struct tfring_call {
   const char* name;
-  int32_t op;
+  int32_t op;           // of a sum of rows: which way it goes, as in schedule.h
   int32_t root;         // a member of the group; of a send or receive, the peer
   int32_t inactive;     // 1: contribute zeros, whatever the inputs hold
   int32_t caller;       // who waits, and so how Ctrl-C is noticed
@@ -103,7 +103,7 @@ typedef struct tfring_record {
   int64_t received;
   uint64_t sequence;  // as in the header
   int32_t kind;       // of frame.h, or TFRING_MARK
-  int32_t algorithm;  // of an all_reduce, as in schedule.h
+  int32_t algorithm;  // of an all_reduce or a sum of rows, as in schedule.h
   int32_t last;       // the rank whose header came last, -1 for none
   int32_t code;       // how it ended
   char ring[24];      // cut where longer, as are the others
@@ -194,6 +194,16 @@ TFRING_API int tfring_scatter(int64_t handle, const tfring_call* call, const tfr
                               int num_tensors, const int64_t* counts, tfring_place place, void* context,
                               tfring_error* error);
 
+// Rows under ids: `num_tensors / 2` tables' values, then the ids of each, int32 or int64. Each id comes out
+// once, with the sum of all ranks' rows for it; the same order on all ranks. rows[r * num_tensors + t] are of
+// rank r's share of the ids, and for r = world_size the numbers of different ids that this rank itself has.
+TFRING_API int tfring_all_reduce_rows(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                                      int num_tensors, tfring_place place, void* context,
+                                      tfring_error* error);
+// The same of this process alone.
+TFRING_API int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+                               tfring_place place, void* context, tfring_error* error);
+
 // One tensor, to or from call->root.
 TFRING_API int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
                            tfring_error* error);
@@ -212,6 +222,7 @@ TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char
 TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
 TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
 TFRING_API int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size);
+TFRING_API int tfring_choose_row_sums(int wanted, int64_t sent, int64_t summed, int size);
 // Fills table[step] = {to, send, from, recv, reduce}, -1 for none; returns the number of steps. `more` is the
 // root, or the number of members on a host.
 TFRING_API int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5],

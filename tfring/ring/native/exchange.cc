@@ -2,6 +2,7 @@
 // rows; between the two the caller is asked where the rows go.
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "clock.h"
 #include "tensor.h"
@@ -66,6 +67,24 @@ Status World::exchange(Group* group, Kind kind, const tfring_call& call, const t
   });
 }
 
+// Bytes to each member, or all to all, and theirs to `to`, in the order of the members.
+Status World::exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
+                             std::vector<int64_t>* theirs) {
+  const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  const tfring_tensor tensor{bytes, nullptr, &total, 1, static_cast<int32_t>(DType::kUint8)};
+  const size_t size = static_cast<size_t>(group_->size());
+  Rows rows{kind, -1, group_->member, group_->size(), &tensor, 1, {1}, sizes, std::vector<int64_t>(size)};
+  if (kind == Kind::kAllGather) rows.mine.assign(size, total);
+  rows.theirs[static_cast<size_t>(group_->member)] = rows.mine[static_cast<size_t>(group_->member)];
+  TFRING_TRY(announce_rows(&rows));
+  TFRING_TRY(check_rows(rows));
+  if (!to->reserve(std::accumulate(rows.theirs.begin(), rows.theirs.end(), int64_t{0}))) return no_memory();
+  void* const output = to->get();
+  take_rows(rows, &output);
+  *theirs = rows.theirs;
+  return execute(kDone);
+}
+
 Status World::run_exchange(Rows* rows, tfring_place place, void* context) {
   const size_t mine = static_cast<size_t>(rows->member) * rows->count;
   std::copy_n(rows->mine.begin() + static_cast<int64_t>(mine), rows->count,
@@ -74,7 +93,7 @@ Status World::run_exchange(Rows* rows, tfring_place place, void* context) {
   TFRING_TRY(check_rows(*rows));
   std::vector<void*> outputs(rows->count);
   if (rows->kind != Kind::kGather || rows->root == rows->member) {
-    TFRING_TRY(ask_for_place(*rows, place, context, outputs.data()));
+    TFRING_TRY(ask_for_place(rows->theirs.data(), place, context, outputs.data()));
     take_rows(*rows, outputs.data());
   }
   return execute(kDone);
@@ -156,12 +175,12 @@ Status World::check_rows(const Rows& rows) const {
   return {};
 }
 
-Status World::ask_for_place(const Rows& rows, tfring_place place, void* context, void** outputs) {
+Status World::ask_for_place(const int64_t* numbers, tfring_place place, void* context, void** outputs) {
   looked_up_ = 0;
   TFRING_TRY(
       look_up(now_nanoseconds()));  // or Ctrl-C would be raised as `place` begins, where nobody can catch it
   int32_t placed = 0;
-  place(context, rows.theirs.data(), outputs, &placed);
+  place(context, numbers, outputs, &placed);
   return placed == 0 ? interruption() : Status();
 }
 

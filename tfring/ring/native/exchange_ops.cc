@@ -8,21 +8,24 @@
 namespace tfring {
 namespace {
 
+constexpr int64_t kNoWorld = 0;  // a sum of this process's rows alone
+
 enum Which { kAllToAll = 0, kGather = 1, kScatter = 2 };  // as in ops.py
 
 // The tensors of an exchange, and where their rows go once it is known how many there are.
 struct Exchanged {
   Invocation* invocation;
   int world_size;
-  int64_t* all_rows;  // the last output: [rank][tensor]
+  int64_t* all_rows;  // the last output: [rank][tensor], and of a sum of rows one more, this rank's own
   std::vector<tfring_tensor> tensors;
   std::vector<std::vector<int64_t>> dims;  // to which the tensors point
+  int own = 0;                             // rows of numbers behind those of the ranks
 
   int count() const { return static_cast<int>(tensors.size()); }
 
   // Takes the inputs from `first` on, and makes room for the numbers of rows.
   bool take(TF_OpKernelContext* context, int first) {
-    world_size = tfring_world_size(invocation->handle());
+    world_size = invocation->handle() == kNoWorld ? 1 : tfring_world_size(invocation->handle());
     if (world_size < 0) {
       invocation->fail(kTfInvalidArgument, "this communicator is closed");
       return false;
@@ -38,13 +41,13 @@ struct Exchanged {
                     tf.TF_TensorType(tensor)};
     }
     all_rows = static_cast<int64_t*>(
-        invocation->allocate(count(), static_cast<TfDataType>(DType::kInt64), {world_size, count()}));
+        invocation->allocate(count(), static_cast<TfDataType>(DType::kInt64), {world_size + own, count()}));
     return invocation->ok();
   }
 
   // Outputs of so many rows.
   bool allocate(const int64_t* rows, void** outputs) {
-    std::memcpy(all_rows, rows, static_cast<size_t>(world_size) * tensors.size() * sizeof(int64_t));
+    std::memcpy(all_rows, rows, static_cast<size_t>(world_size + own) * tensors.size() * sizeof(int64_t));
     for (size_t i = 0; i < tensors.size(); ++i) {
       std::vector<int64_t> out = dims[i];
       if (out.empty()) out.push_back(0);
@@ -67,7 +70,7 @@ struct Exchanged {
 void all_gather_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* num_rows = invocation.input(1);  // after token
-  Exchanged exchanged{&invocation, 0, nullptr, {}, {}};
+  Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 0};
   if (!invocation.ok() || !exchanged.take(context, 2)) return;
   if (tf.TF_NumDims(num_rows) != 1 || tf.TF_Dim(num_rows, 0) != exchanged.count()) {
     return invocation.fail(kTfInvalidArgument, "num_rows holds one number a tensor");
@@ -89,11 +92,27 @@ void all_gather_rows(void* state, TF_OpKernelContext* context) {
   if (invocation.ok()) invocation.check(code);  // else memory was short
 }
 
+void all_reduce_rows(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  const TF_Tensor* active = invocation.input(1);  // after token
+  Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 1};
+  if (!invocation.ok() || !exchanged.take(context, 2)) return;
+  invocation.call().inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
+  const tfring_call* call = &invocation.call();
+  const tfring_tensor* tensors = exchanged.tensors.data();
+  const int code = invocation.handle() == kNoWorld
+                       ? tfring_sum_rows(call, tensors, exchanged.count(), &Exchanged::place, &exchanged,
+                                         invocation.error())
+                       : tfring_all_reduce_rows(invocation.handle(), call, tensors, exchanged.count(),
+                                                &Exchanged::place, &exchanged, invocation.error());
+  if (invocation.ok()) invocation.check(code);  // else memory was short
+}
+
 void exchange_rows(void* state, TF_OpKernelContext* context) {
   const Attributes& attributes = *static_cast<Attributes*>(state);
   Invocation invocation(attributes, context);
   const TF_Tensor* counts = invocation.input(1);  // after token: [rank][tensor]
-  Exchanged exchanged{&invocation, 0, nullptr, {}, {}};
+  Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 0};
   if (!invocation.ok() || !exchanged.take(context, 2)) return;
   const auto* numbers = static_cast<const int64_t*>(tf.TF_TensorData(counts));
   const int size = exchanged.world_size;

@@ -31,7 +31,7 @@ bool reduces(Kind kind) {
 }
 bool learns_rows(Kind kind) {
   return kind == Kind::kAllGather || kind == Kind::kAllToAll || kind == Kind::kGather ||
-         kind == Kind::kScatter;
+         kind == Kind::kScatter || kind == Kind::kAllReduceRows;
 }
 bool by_rows(Kind kind) { return learns_rows(kind) || kind == Kind::kReduceScatter; }
 bool is_pairwise(Kind kind) { return kind == Kind::kSend || kind == Kind::kReceive; }
@@ -73,6 +73,8 @@ const char* name_of(Kind kind) {
       return "send";
     case Kind::kReceive:
       return "receive";
+    case Kind::kAllReduceRows:
+      return "all_reduce_rows";
   }
   return "unknown collective";
 }
@@ -132,6 +134,9 @@ std::string describe(const CallHeader& header) {
   std::string text = std::string(name_of(kind)) + " \"" + name + "\"";
   if (kind == Kind::kBarrier) return text;
   if (reduces(kind)) text += std::string(" ") + name_of(static_cast<Op>(header.op));
+  if (kind == Kind::kAllReduceRows) {
+    text += static_cast<Algorithm>(header.op) == Algorithm::kOwner ? " by owner" : " by gathering";
+  }
   if (header.compression != 0) {
     text += std::string(" compressed to ") + name_of(static_cast<DType>(header.compression));
   }

@@ -18,7 +18,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 4;
+constexpr uint16_t kProtocolVersion = 5;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -33,6 +33,7 @@ enum class Kind : uint8_t {
   kScatter = 8,
   kSend = 9,
   kReceive = 10,
+  kAllReduceRows = 11,
 };
 constexpr int kNumKinds = TFRING_NUM_KINDS;
 const char* name_of(Kind kind);
@@ -49,7 +50,7 @@ struct CallHeader {
   uint32_t magic;
   uint16_t version;
   uint8_t kind;
-  uint8_t op;
+  uint8_t op;           // of a sum of rows: the way it goes
   uint8_t dtype;        // of the first tensor
   uint8_t num_dims;     // of the first tensor
   uint8_t algorithm;    // the one asked for

@@ -98,6 +98,35 @@ void reduce_many(DType dtype, Op op, void* out, const void* const* parts, int nu
   }
 }
 
+void add_rows(DType dtype, void* const* to, const int32_t* positions, const void* rows, int64_t count,
+              int64_t width, int64_t* begun) {
+  const StandardArithmetic standard;
+  const Kernels& use = kernels();
+  const bool wide = dtype == DType::kFloat16 || dtype == DType::kBfloat16;
+  const int64_t bytes = width * size_of(dtype);
+  const char* row = static_cast<const char*>(rows);
+  float part[kBlock];
+  for (int64_t i = 0; i < count; ++i, row += bytes) {
+    void* const sum = to[positions[i]];
+    const bool is_first = positions[i] == *begun;
+    if (is_first) ++*begun;
+    if (!wide && is_first) {
+      std::memcpy(sum, row, static_cast<size_t>(bytes));
+    } else if (!wide) {
+      use.reduce(dtype, Op::kSum, sum, sum, row, width);
+    } else if (is_first) {
+      use.widen(dtype, static_cast<float*>(sum), row, width);
+    } else {
+      for (int64_t done = 0; done < width; done += kBlock) {
+        const int64_t left = std::min(width - done, kBlock);
+        float* const total = static_cast<float*>(sum) + done;
+        use.widen(dtype, part, row + 2 * done, left);
+        use.reduce(DType::kFloat32, Op::kSum, total, total, part, left);
+      }
+    }
+  }
+}
+
 void widen(DType dtype, float* out, const void* in, int64_t count) { kernels().widen(dtype, out, in, count); }
 
 void narrow(DType dtype, void* out, const float* in, int64_t count) {

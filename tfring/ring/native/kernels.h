@@ -19,6 +19,11 @@ void reduce(DType dtype, Op op, void* out, const void* a, const void* b, int64_t
 // `out` may be parts[0]. A single part is copied.
 void reduce_many(DType dtype, Op op, void* out, const void* const* parts, int num_parts, int64_t count);
 
+// Adds row i, of `width` elements, to what lies at to[positions[i]]; where positions[i] is *begun, nothing
+// lies there yet, and *begun goes up by one. The sums of 16-bit floats are float32.
+void add_rows(DType dtype, void* const* to, const int32_t* positions, const void* rows, int64_t count,
+              int64_t width, int64_t* begun);
+
 // Between float32 and a 16-bit float.
 void widen(DType dtype, float* out, const void* in, int64_t count);
 void narrow(DType dtype, void* out, const float* in, int64_t count);

@@ -25,6 +25,14 @@ Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int l
   return two_level ? Algorithm::kTwoLevel : Algorithm::kRing;
 }
 
+// By gathering a member sends (N - 1) / N of `sent`; by owner 1 / N of that, and the sums, (N - 1) / N of
+// `summed`. The second exchange costs a delay, which is worth kSmallBytes.
+Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size) {
+  if (wanted == Algorithm::kGather || wanted == Algorithm::kOwner) return wanted;
+  const int64_t saved = (sent - sent / size - summed) / size * (size - 1);
+  return saved > kSmallBytes ? Algorithm::kOwner : Algorithm::kGather;
+}
+
 void ring_all_reduce(int position, int size, Schedule* steps) {
   steps->clear();
   for (int s = 0; s < 2 * (size - 1); ++s) {

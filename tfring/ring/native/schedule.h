@@ -37,11 +37,22 @@ constexpr int kFlatMembers = 16;
 
 inline bool is_small(int64_t num_bytes, int size) { return num_bytes * size <= kSmallBytes; }
 
-enum class Algorithm : int32_t { kAuto = 0, kFlat = 1, kBruck = 2, kRing = 3, kTwoLevel = 4 };
+enum class Algorithm : int32_t {
+  kAuto = 0,
+  kFlat = 1,
+  kBruck = 2,
+  kRing = 3,
+  kTwoLevel = 4,
+  kGather = 5,
+  kOwner = 6
+};
 
 // Which algorithm an all_reduce of so many bytes takes; `local_size` is the number of members on each host,
 // 1 where hosts differ in it.
 Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size);
+// Which way the sum of rows under ids goes, kGather or kOwner: by what all members together sent the last
+// time, each its own ids once, and by what the sums of all are, in bytes; 0 for unknown.
+Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size);
 // Those by which small contributions are gathered.
 Algorithm choose_small(Algorithm wanted, int size);
 

@@ -61,6 +61,7 @@ void World::start_record(Kind kind, const tfring_call& call, const tfring_tensor
     record_.algorithm = static_cast<int32_t>(
         choose_all_reduce(algorithm_, record_.bytes, group_->size(), group_->local_size));
   }
+  if (kind == Kind::kAllReduceRows) record_.algorithm = header_.op;
   record_.sequence = header_.sequence;
   record_.sent = -statistics_.bytes_sent;
   record_.received = -statistics_.bytes_received;

@@ -229,7 +229,7 @@ tfring_statistics World::statistics() {
   std::unique_lock<std::mutex> lock(turn_mutex_);
   if (!mine) turn_.wait(lock, [this] { return !busy_; });
   tfring_statistics statistics = statistics_;
-  statistics.scratch_bytes = scratch_bytes_;
+  statistics.scratch_bytes = scratch_bytes_ + row_sums_.num_bytes();
   return statistics;
 }
 
@@ -292,6 +292,7 @@ Status World::check(const Group& group, Kind kind, const tfring_call& call, cons
                      " dimensions. Received: " + std::to_string(tensors[t].num_dims));
     }
   }
+  if (kind == Kind::kAllReduceRows) TFRING_TRY(RowSums::check(call, tensors, num_tensors, group.size()));
   if (call.compression != 0) {
     const DType wire = static_cast<DType>(call.compression);
     if (kind != Kind::kAllReduce || static_cast<Op>(call.op) != Op::kSum ||
@@ -349,6 +350,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   }
   header_ = make_header(*group, kind, call, tensors, num_tensors, sequence);
   header_.algorithm = static_cast<uint8_t>(algorithm_);
+  if (kind == Kind::kAllReduceRows) header_.op = static_cast<uint8_t>(choose_way(*group, call, header_));
   if (of_all) ++begun_;
   begun_any_ = running_ = true;
   if (has_broken()) {

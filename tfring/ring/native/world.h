@@ -5,6 +5,7 @@
 //   world.cc        opening, links, groups, whose turn it is
 //   collectives.cc  what each collective plans before it runs
 //   exchange.cc     those whose sizes are learned on the way
+//   reduce_rows.cc  the sum of rows under ids, made of these
 //   execute.cc      the execution of a plan: move bytes while any move
 //   wait.cc         what happens when none move: sleep, and ask why
 //   trace.cc        what a call did when, for who asked
@@ -16,6 +17,7 @@
 // before the first byte is sent.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -30,6 +32,7 @@
 #include "fd.h"
 #include "frame.h"
 #include "plan.h"
+#include "rows.h"
 #include "status.h"
 #include "watcher.h"
 
@@ -64,6 +67,13 @@ struct Link {
   CallHeader their_header{};
 };
 
+// What the sum of some rows moved the last time, all members together; see choose_row_sums.
+struct Observed {
+  uint64_t key = 0;
+  int64_t sent = 0;
+  int64_t summed = 0;
+};
+
 // Some of a world's ranks; they share its links, its threads, its failures and its order of calls.
 struct Group {
   std::string name;
@@ -74,8 +84,9 @@ struct Group {
   std::vector<int> order;  // [position]: rank; ordered by host, so that few edges of a ring cross the network
   std::vector<int> member_at;  // [position]
   int position = 0;
-  int local_size = 1;     // members on each host; 1 where hosts differ in it
-  uint64_t sequence = 0;  // of the collective begun last
+  int local_size = 1;               // members on each host; 1 where hosts differ in it
+  uint64_t sequence = 0;            // of the collective begun last
+  std::array<Observed, 64> seen{};  // by key; the later of two with one place
 
   int size() const { return static_cast<int>(ranks.size()); }
   int position_of(int of_member) const;
@@ -102,6 +113,8 @@ class World final : private Watched {
   Status barrier(Group* group, const tfring_call& call);
   Status exchange(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                   int num_tensors, const int64_t* counts, tfring_place place, void* context);
+  Status all_reduce_rows(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                         tfring_place place, void* context);
   Status send(Group* group, const tfring_call& call, const tfring_tensor& tensor);
   Status receive(Group* group, const tfring_call& call, const tfring_tensor& like, tfring_shape place,
                  void* context);
@@ -159,7 +172,20 @@ class World final : private Watched {
   Status announce_rows(Rows* rows);
   Status check_rows(const Rows& rows) const;
   void take_rows(const Rows& rows, void* const* outputs);
-  Status ask_for_place(const Rows& rows, tfring_place place, void* context, void** outputs);
+  Status ask_for_place(const int64_t* numbers, tfring_place place, void* context, void** outputs);
+  Status exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
+                        std::vector<int64_t>* theirs);
+
+  // reduce_rows.cc
+  Algorithm choose_way(const Group& group, const tfring_call& call, const CallHeader& header) const;
+  Status reduce_by_gathering(tfring_place place, void* context);
+  Status reduce_by_owner(tfring_place place, void* context);
+  Status write_rows(tfring_place place, void* context);
+  Status place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
+                    std::vector<void*>* outputs);
+  void observe(int64_t sent, int64_t summed);
+  Status no_memory();
+  Status no_rows(size_t member);
 
   // execute.cc
   enum Until { kGreeted, kReceived, kDone };
@@ -264,6 +290,7 @@ class World final : private Watched {
   std::vector<const void*> slots_;
   int32_t caller_ = TFRING_ANY_THREAD;
   bool on_pool_thread_ = false;
+  RowSums row_sums_;
   std::unique_ptr<char[]> scratch_;
   int64_t scratch_bytes_ = 0;
 

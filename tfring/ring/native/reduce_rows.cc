@@ -1,0 +1,150 @@
+// The sum of rows under ids: each id once, with the rows that all members have for it, added up in their
+// order.
+//
+//   gather   each member's ids, summed at home, to all; each adds all of them up             one exchange
+//   owner    an id's rows to the member that owns it, which adds them up; the sums to all    two, of fewer
+//   bytes
+//            where many members have the same ids
+//
+// Either way a member's blocks are one for each owner and sums are made owner by owner in the order of the
+// members, so the result is the same bits in the same order.
+#include <cstring>
+#include <numeric>
+
+#include "trace.h"
+#include "world.h"
+
+namespace tfring {
+
+Status World::all_reduce_rows(Group* group, const tfring_call& call, const tfring_tensor* tensors,
+                              int num_tensors, tfring_place place, void* context) {
+  return run(group, Kind::kAllReduceRows, call, tensors, num_tensors, [&]() -> Status {
+    {
+      const Stopwatch stopwatch(adding());
+      row_sums_.begin(tensors, num_tensors, call.inactive != 0);
+      if (group->size() == 1) {
+        row_sums_.number(row_sums_.own());
+      } else if (!row_sums_.sum_own(group->size())) {
+        return no_memory();
+      }
+    }
+    if (group->size() == 1) return write_rows(place, context);
+    const bool by_owner = static_cast<Algorithm>(header_.op) == Algorithm::kOwner;
+    return by_owner ? reduce_by_owner(place, context) : reduce_by_gathering(place, context);
+  });
+}
+
+Status World::reduce_by_gathering(tfring_place place, void* context) {
+  const size_t size = static_cast<size_t>(group_->size());
+  const size_t num_tables = row_sums_.num_tables();
+  std::vector<int64_t> sizes;
+  const std::vector<int64_t>& blocks = row_sums_.block_sizes();
+  const int64_t all = std::accumulate(blocks.begin(), blocks.end(), int64_t{0});
+  TFRING_TRY(exchange_bytes(Kind::kAllGather, row_sums_.blocks(), {all}, &row_sums_.received, &sizes));
+  std::vector<std::vector<Entries>> shares(size, std::vector<Entries>(size * num_tables));
+  const char* at = row_sums_.received.get();
+  int64_t sent = 0;
+  for (size_t m = 0; m < size; ++m) {
+    sent += sizes[m];
+    for (size_t o = 0; o < size; ++o) {
+      const int64_t taken = row_sums_.take_apart(at, sizes[m], &shares[o][m * num_tables]);
+      if (taken < 0) return no_rows(m);
+      at += taken;
+      sizes[m] -= taken;
+    }
+    if (sizes[m] != 0) return no_rows(m);
+  }
+  int64_t summed = 0;
+  {
+    const Stopwatch stopwatch(adding());
+    for (size_t o = 0; o < size; ++o) {
+      row_sums_.number(shares[o]);
+      summed += row_sums_.block_size(&row_sums_.counts()[o * num_tables]);
+    }
+  }
+  observe(sent, summed);
+  return write_rows(place, context);
+}
+
+Status World::reduce_by_owner(tfring_place place, void* context) {
+  const size_t size = static_cast<size_t>(group_->size());
+  const size_t num_tables = row_sums_.num_tables();
+  std::vector<int64_t> sizes;
+  TFRING_TRY(exchange_bytes(Kind::kAllToAll, row_sums_.blocks(), row_sums_.block_sizes(), &row_sums_.received,
+                            &sizes));
+  std::vector<Entries> mine(size * num_tables);
+  const char* at = row_sums_.received.get();
+  int64_t sent = 0;
+  for (size_t m = 0; m < size; ++m) {
+    if (row_sums_.take_apart(at, sizes[m], &mine[m * num_tables]) != sizes[m]) return no_rows(m);
+    at += sizes[m];
+    sent += sizes[m];
+  }
+  {
+    const Stopwatch stopwatch(adding());
+    row_sums_.number(mine);
+    if (!row_sums_.write_block(0, sent)) return no_memory();
+  }
+  const int64_t block = row_sums_.block_size(row_sums_.counts().data());
+  TFRING_TRY(exchange_bytes(Kind::kAllGather, row_sums_.block(), {block}, &row_sums_.received, &sizes));
+  std::vector<Entries> sums(size * num_tables);
+  at = row_sums_.received.get();
+  sent = 0;
+  int64_t summed = 0;
+  for (size_t m = 0; m < size; ++m) {
+    if (row_sums_.take_apart(at, sizes[m], &sums[m * num_tables]) != sizes[m]) return no_rows(m);
+    int64_t told = 0;
+    std::memcpy(&told, at, sizeof(told));
+    sent += told;
+    summed += sizes[m];
+    at += sizes[m];
+  }
+  observe(sent, summed);
+  std::vector<int64_t> counts;
+  for (const Entries& entries : sums) counts.push_back(entries.count);
+  std::vector<void*> outputs;
+  TFRING_TRY(place_rows(counts, place, context, &outputs));
+  row_sums_.put_together(sums, outputs.data());
+  return {};
+}
+
+// What was numbered, share by share, to where the caller wants it.
+Status World::write_rows(tfring_place place, void* context) {
+  std::vector<void*> outputs;
+  TFRING_TRY(place_rows(row_sums_.counts(), place, context, &outputs));
+  const Stopwatch stopwatch(adding());
+  row_sums_.write_all(outputs.data());
+  return {};
+}
+
+// counts[share][table].
+Status World::place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
+                         std::vector<void*>* outputs) {
+  outputs->assign(2 * row_sums_.num_tables(), nullptr);
+  return ask_for_place(row_sums_.numbers(counts).data(), place, context, outputs->data());
+}
+
+// All members learn the same numbers, so they choose alike the next time.
+void World::observe(int64_t sent, int64_t summed) {
+  const uint64_t key = header_.key_hash ^ header_.shape_hash;
+  group_->seen[key % group_->seen.size()] = {key, sent, summed};
+}
+
+Algorithm World::choose_way(const Group& group, const tfring_call& call, const CallHeader& header) const {
+  const uint64_t key = header.key_hash ^ header.shape_hash;
+  const Observed& seen = group.seen[key % group.seen.size()];
+  const bool known = seen.key == key;
+  return choose_row_sums(static_cast<Algorithm>(call.op), known ? seen.sent : 0, known ? seen.summed : 0,
+                         group.size());
+}
+
+Status World::no_memory() {
+  return fail(Code::kInternal, "rank " + std::to_string(rank_) + " has no memory for the rows of " + here());
+}
+
+Status World::no_rows(size_t member) {
+  return fail(Code::kInternal,
+              "rank " + std::to_string(group_->ranks[member]) + " sent what are no rows in " + here());
+}
+
+}  // namespace tfring

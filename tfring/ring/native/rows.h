@@ -1,0 +1,136 @@
+// Rows under ids: which ids are the same, whose they are, and what their rows add up to.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core.h"
+#include "dtype.h"
+#include "status.h"
+
+namespace tfring {
+
+// The rank among `size` that adds up the rows of an id: spread evenly, whatever ids there are.
+int owner_of(int64_t id, int size);
+
+// Numbers ids by the order in which they first occur.
+class Distinct {
+ public:
+  // Forgets all; there will be at most so many.
+  void begin(int64_t most);
+  void number(DType type, const void* ids, int64_t count, int32_t* positions);
+  // Those numbered so far, in order.
+  const int64_t* ids() const { return ids_.data(); }
+  int64_t size() const { return size_; }
+
+ private:
+  template <typename Id>
+  void number_as(const void* ids, int64_t count, int32_t* positions);
+
+  std::vector<int32_t> slots_;  // positions, -1 where free
+  std::vector<int64_t> ids_;
+  int64_t size_ = 0;
+  int shift_ = 0;
+};
+
+// Memory that is used again from call to call.
+class Memory {
+ public:
+  // What it held is lost. False where there is none.
+  bool reserve(int64_t size);
+  char* get() const { return bytes_.get(); }
+  int64_t size() const { return size_; }
+
+ private:
+  std::unique_ptr<char[]> bytes_;
+  int64_t size_ = 0;
+};
+
+// Rows of one table from one place.
+struct Entries {
+  const char* ids = nullptr;
+  const char* rows = nullptr;
+  int64_t count = 0;
+};
+
+// The tables of one call, and what is known of their rows on the way:
+//
+//   sum_own        each id of this rank once, in blocks, one for each owner of ids       what travels
+//   take_apart     blocks of other ranks                                                 what has come
+//   number         which ids of several ranks are the same, a share of the ids at a time
+//   write_all      each once, with the sum of its rows in the order of the ranks
+//
+// A block is `size, count[table]`, int64, then the ids and the rows of each table, each filled up to whole
+// words.
+class RowSums {
+ public:
+  // Of a call's tensors: the values of each table, then the ids of each.
+  static Status check(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, int num_ranks);
+  void begin(const tfring_tensor* tensors, int num_tensors, bool inactive);
+
+  size_t num_tables() const { return tables_.size(); }
+  const std::vector<Entries>& own() const { return own_; }
+  const std::vector<int64_t>& num_own() const { return num_own_; }  // [table]: different ids
+
+  // False where memory is short.
+  bool sum_own(int num_owners);
+  const char* blocks() const { return blocks_.get(); }
+  const std::vector<int64_t>& block_sizes() const { return block_sizes_; }  // [owner]
+
+  int64_t block_size(const int64_t* counts) const;
+  // Fills entries[table]; returns how many bytes the block has, -1 where this is no block.
+  int64_t take_apart(const char* block, int64_t most, Entries* entries) const;
+
+  // sources[rank][table]: of ids that no other share has.
+  void number(const std::vector<Entries>& sources);
+  const std::vector<int64_t>& counts() const { return counts_; }  // [share][table]
+  // For who places them: counts[share] of the rows and of the ids, and behind them those of this rank's own.
+  std::vector<int64_t> numbers(const std::vector<int64_t>& counts) const;
+  // All that was numbered goes to outputs: the sums of each table, share by share, then the ids of each.
+  void write_all(void* const* outputs);
+  // Shares that others have added up.
+  void put_together(const std::vector<Entries>& sums, void* const* outputs) const;
+  // A share as a block, and `size` in it. False where memory is short.
+  bool write_block(size_t share, int64_t size);
+  const char* block() const { return block_.get(); }
+
+  Memory received;
+  int64_t num_bytes() const { return blocks_.size() + block_.size() + received.size(); }
+
+ private:
+  struct Table {
+    DType dtype;
+    DType id_type;
+    int64_t id_bytes;
+    int64_t row_bytes;
+    int64_t width;  // elements of a row
+  };
+
+  void write(size_t share, char* const* ids, char* const* rows);
+  void lay_out(char* block, int64_t size, const int64_t* counts, char** ids, char** rows) const;
+  void add_up(const Table& table, const Entries* sources, size_t num_sources, const int32_t* positions);
+
+  std::vector<Table> tables_;
+  std::vector<Entries> own_;  // [table]
+  std::vector<int64_t> num_own_;
+  Memory blocks_;
+  std::vector<int64_t> block_sizes_;
+  Memory block_;
+  std::vector<std::vector<Entries>> shares_;  // [share][rank][table]
+  std::vector<int64_t> counts_;
+  std::vector<int32_t> positions_;  // of all rows, as they were numbered
+  std::vector<size_t> begins_;      // [share][table]: of those
+  Distinct distinct_;
+  std::vector<int32_t> owners_;    // of all ids of this rank
+  std::vector<char*> id_places_;   // of a table's different ids,
+  std::vector<void*> row_places_;  // and their sums
+  std::vector<float> wide_;        // sums of 16-bit floats
+};
+
+// As World::all_reduce_rows, without a world.
+Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
+                void* context);
+
+}  // namespace tfring
