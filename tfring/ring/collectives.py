@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -44,8 +45,8 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Concatenates over ranks along dimension 0, which may differ from rank to rank."""
+    def all_gather(self, tensor: tf.Tensor | Sequence[tf.Tensor], *, name: str) -> Any:
+        """Concatenates over ranks along dimension 0, which may differ from rank to rank; a list gives a list."""
 
     def gather_equal(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """As `all_gather`, of tensors that have the same static shape on every rank: one collective on any engine."""
@@ -68,8 +69,11 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
-        """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`)."""
+    def reduce_scatter(self, tensor: tf.Tensor | Sequence[tf.Tensor], op: str = "sum", *, name: str) -> Any:
+        """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`).
+
+        A list of one dtype gives a list.
+        """
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
@@ -167,13 +171,13 @@ class LocalCollectives(Collectives):
         return zeros_unless(active, tensors)
 
     def all_gather(self, tensor, *, name):
-        return tf.identity(tensor)
+        return tf.nest.map_structure(tf.identity, tensor)
 
     def gather_rows(self, values, indices, num_rows, *, name):
         return [(v[:n], i[:n]) for v, i, n in zip(values, indices, num_rows, strict=True)]
 
     def reduce_scatter(self, tensor, op="sum", *, name):
-        return tf.identity(tensor)
+        return tf.nest.map_structure(tf.identity, tensor)
 
     def broadcast(self, tensors, root=0, *, name):
         return [tf.identity(t) for t in tensors]
@@ -241,6 +245,8 @@ class RingCollectives(Collectives):
         return [tuple(pair) for pair in gathered]
 
     def reduce_scatter(self, tensor, op="sum", *, name):
+        if self.marks_ready:
+            self._ops.mark(f"{READY} {name}", after=tf.nest.flatten(tensor))
         return self._ops.reduce_scatter(self.communicator, tensor, op, name=name)
 
     def broadcast(self, tensors, root=0, *, name):
