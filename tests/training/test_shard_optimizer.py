@@ -11,7 +11,6 @@ import tfring
 from tfring.reduction.cuts import plan_cut
 
 VOCABULARY, DIM = 300, 5  # rows enough for four ranks to cut the table between rows
-ENGINES = [(3, {}), (2, {"communication": "tensorflow"}), (2, {"logical_cpus": 2})]
 
 
 def test_cuts():
@@ -107,35 +106,86 @@ def sharded(**options):
     return strategy(shard_optimizer=True, check_equal=True, **devices(), **options)
 
 
+def updates(names):
+    """The largest errors after three updates in a loop of one's own, from gradients that differ from rank to rank."""
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_floatx("float64")
+    ring = sharded(sparse=tfring.SparseOptions(dense="never"))
+    rank, world_size = ring.cluster.rank, ring.cluster.world_size
+    shapes = [(VOCABULARY, DIM), (7, 3), (), (2,), (64 * world_size + 1, 2)]
+    generator = np.random.default_rng(0)
+    start = [generator.normal(size=shape) for shape in shapes]
+    ids = generator.integers(0, VOCABULARY, size=(3, world_size, 40))
+    ids[..., :8] = 11
+    rows = generator.normal(size=(3, world_size, 40, DIM))
+    dense = [[generator.normal(size=(world_size, *shape)) for shape in shapes[1:]] for _ in range(3)]
+
+    def variables():
+        return [keras.Variable(value, name=f"weight_{i}", dtype="float64") for i, value in enumerate(start)]
+
+    def apply(optimizer, number, rank, weights):
+        table = [tf.constant(array[number, rank]) for array in (rows, ids)]
+        table = tf.IndexedSlices(*table, tf.constant(shapes[0], tf.int64))
+        optimizer.apply([table, *(tf.constant(of_ranks[rank]) for of_ranks in dense[number])], weights)
+
+    def trained(name, alone):
+        optimizer = {**optimizers(), **settings()}[name]()
+        weights = variables()
+        for number in range(3):
+            if not alone:
+                ring.run(apply, (optimizer, number, rank, weights))
+                continue
+            table = np.zeros(shapes[0])
+            np.add.at(table, ids[number].reshape(-1), rows[number].reshape(-1, DIM))
+            optimizer.apply([tf.constant(g) for g in (table, *(g.sum(0) for g in dense[number]))], weights)
+        store: dict = {}
+        optimizer.save_own_variables(store)
+        return [w.numpy() for w in weights], [store[key] for key in sorted(store)]
+
+    errors = {}
+    for name in names:
+        keras.utils.set_random_seed(1)
+        with ring.scope():
+            weights, slots = trained(name, alone=False)
+        want_weights, want_slots = trained(name, alone=True)
+        errors[name] = {"weights": relative_error(weights, want_weights)}
+        if "accumul" in name:  # by each worker for itself
+            slots = []
+        else:
+            errors[name]["slots"] = relative_error(slots, want_slots)
+        errors[name]["bits"] = b"".join(np.ascontiguousarray(w).tobytes() for w in [*weights, *slots])
+    return errors
+
+
+def names_of(kinds):
+    return list(kinds())
+
+
+@pytest.mark.oldest
+def test_updates():
+    names = [*workers(1).run(names_of, optimizers)[0], *workers(1).run(names_of, settings)[0]]
+    assert len(names) >= 21
+    assert_equal(workers(3).run(updates, names), tolerance=1e-12)
+
+
 def train(names, dense):
     ring = sharded(sparse=tfring.SparseOptions(dense=dense))
     x, y = skewed_ids(vocabulary=VOCABULARY)
     kinds = {**optimizers(), **settings()}
-    return {name: train_both(ring, model_of(kinds[name]), x, y) for name in names if name in kinds}
+    return {name: train_both(ring, model_of(kinds[name]), x, y) for name in names}
 
 
-def test_optimizers():
-    results = workers(3).run(train, ALL, "never", timeout=400)
-    assert len(results[0]) >= 11
-    assert_equal(results)
-
-
-ALL = ["SGD", "SGD momentum", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion"]
-ALL += ["ScheduleFreeAdamW", "MultiOptimizer"]
-SETTINGS = ["clipnorm", "global_clipnorm", "clipvalue", "weight_decay", "accumulation", "ema", "ema of accumulated"]
-SETTINGS += ["loss_scale", "loss_scale accumulated", "schedule"]
-
-
-@pytest.mark.oldest
-def test_settings():
-    results = workers(4).run(train, SETTINGS, "never", timeout=400)
-    assert len(results[0]) == len(SETTINGS)
-    assert_equal(results)
-
-
-@pytest.mark.parametrize(("n", "options"), ENGINES)
-def test_dense_tables(n, options):
-    results = workers(n, **options).run(train, ["Adam", "global_clipnorm", "ema", "loss_scale"], "auto", timeout=400)
+@pytest.mark.parametrize(("n", "options", "dense", "names"), [
+    (3, {}, "never", ["SGD momentum", "clipnorm", "accumulation", "loss_scale accumulated"]),
+    (4, {}, "auto", ["weight_decay", "ema"]),
+    (2, {"communication": "tensorflow"}, "auto", ["global_clipnorm", "loss_scale"]),
+    (2, {"logical_cpus": 2}, "never", ["global_clipnorm", "ema of accumulated", "loss_scale"]),
+])
+def test_fit(n, options, dense, names):
+    results = workers(n, **options).run(train, names, dense)
+    assert set(results[0]) == set(names)
     assert_equal(results)
 
 
@@ -240,3 +290,173 @@ def custom_optimizers():
 
 def test_custom_optimizers():
     assert_equal(workers(2).run(custom_optimizers))
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+FILES = ["model.keras", "model.h5", "model.weights.h5", "checkpoint.keras", "every rank.keras"]
+
+
+def plain_or_sharded():
+    return sharded() if strategy().cluster.world_size > 1 else strategy()
+
+
+def new_model():
+    import keras
+
+    return model_of(lambda: keras.optimizers.Adam(0.01, use_ema=True, epsilon=1e-4), lookup=False)()
+
+
+def kept(model):
+    """Weights, and the whole state of the optimizer."""
+    store: dict = {}
+    model.optimizer.save_own_variables(store)
+    return model.get_weights(), [store[key] for key in sorted(store, key=int)]
+
+
+def saved(folder, num_epochs):
+    """Trains a model and saves it in every way there is; returns what it then holds."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    with plain_or_sharded().scope():
+        model = new_model()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    last = [keras.callbacks.ModelCheckpoint(f"{folder}/checkpoint.keras")]
+    model.fit(x, y, batch_size=20, epochs=num_epochs, shuffle=False, verbose=0, callbacks=last)
+    for name in FILES[:3]:
+        tfring.save(model, f"{folder}/{name}")
+    model.save(f"{folder}/every rank.keras")
+    return kept(model)
+
+
+def loaded(folder, names, trains):
+    """What models hold that are made of files, and trained on."""
+    import keras
+
+    results = {}
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    with plain_or_sharded().scope():
+        for name in names:
+            if name.endswith(".weights.h5"):
+                model = new_model()
+                model.optimizer.build(model.trainable_variables)
+                model.load_weights(f"{folder}/{name}")
+            else:
+                model = keras.models.load_model(f"{folder}/{name}")
+            if trains:
+                model.fit(x, y, batch_size=20, shuffle=False, verbose=0)
+            results[name] = kept(model)
+    return results
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(4, [1, 3]), (1, [3])])
+def test_files(writers, readers, tmp_path):
+    [want_weights, want_slots], *others = workers(writers).run(saved, str(tmp_path), 1)
+    assert all(relative_error(slots, want_slots) == 0 for _, slots in others)
+    for n in readers:
+        for rank in workers(n).run(loaded, str(tmp_path), FILES, False):
+            for name, (weights, slots) in rank.items():
+                if "checkpoint" not in name:  # which was written before `fit` put the averages in the weights
+                    assert relative_error(weights, want_weights) == 0, (n, name)
+                assert relative_error(slots, want_slots) == 0, (n, name)
+    further = [workers(n).run(loaded, str(tmp_path), FILES[:1], True)[0][FILES[0]] for n in {writers, *readers}]
+    for weights, slots in further[1:]:
+        assert relative_error(weights, further[0][0]) < 1e-5
+        assert relative_error(slots, further[0][1]) < 1e-5
+
+
+def backed_up(folder, num_epochs):
+    import keras
+
+    keras.utils.set_random_seed(3)
+    with plain_or_sharded().scope():
+        model = new_model()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    backup = tfring.callbacks.Backup(folder)
+    history = model.fit(x, y, batch_size=20, epochs=num_epochs, shuffle=False, verbose=0, callbacks=[backup])
+    return history.epoch, *kept(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (4, 1), (1, 2)])
+def test_backup(before, after, tmp_path):
+    folder = tmp_path / "interrupted"
+    workers(before).run(backed_up, str(folder), 1)
+    _, want_weights, want_slots = workers(1).run(backed_up, str(tmp_path / "at once"), 2)[0]
+    results = workers(after).run(backed_up, str(folder), 2)
+    for epochs, weights, slots in results:
+        assert epochs == [0, 1]
+        assert relative_error(weights, want_weights) < 1e-5
+        assert relative_error(slots, want_slots) < 1e-5
+
+
+def swapped():
+    """Logs of validation with averaged weights, and the weights afterwards; under the strategy and alone."""
+    import keras
+
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    keras.utils.set_random_seed(3)
+    with sharded().scope():
+        model = new_model()
+    alone = new_model()
+    alone.set_weights(model.get_weights())
+    options = {"batch_size": 20, "epochs": 2, "shuffle": False, "verbose": 0, "validation_data": (x[:40], y[:40])}
+    outcomes = []
+    for each in (model, alone):
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        history = each.fit(x, y, callbacks=[swap], **options).history
+        outcomes.append([*each.get_weights(), history["loss"], history["val_loss"]])
+    return relative_error(*outcomes)
+
+
+def test_swapped_averages():
+    assert max(workers(2).run(swapped)) < 1e-5
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(folder):
+    """The errors of what cannot be right, by name."""
+    import keras
+    import tensorflow as tf
+
+    class Subclass(keras.optimizers.Adam):
+        pass
+
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    ring = sharded()
+    o = keras.optimizers
+    errors = {}
+
+    def attempt(name, function):
+        try:
+            function()
+        except tfring.errors.ConfigurationError as error:
+            errors[name] = str(error)
+
+    def fit(optimizer, **options):
+        with ring.scope():
+            model = model_of(optimizer, lookup=False)()
+        model.fit(x, y, verbose=0, **options)
+        return model
+
+    for make in (o.Adafactor, o.Lamb, getattr(o, "Muon", o.Lamb), Subclass):
+        attempt(make.__name__, lambda make=make: fit(lambda: make(0.01)))
+    attempt("restore", lambda: fit(o.Adam, callbacks=[keras.callbacks.BackupAndRestore(folder)]))
+    model = fit(o.Adam)
+    attempt("checkpoint", lambda: tf.train.Checkpoint(optimizer=model.optimizer).save(f"{folder}/checkpoint"))
+    attempt("outside", lambda: model.optimizer.apply([tf.zeros(v.shape) for v in model.trainable_variables]))
+    attempt("compression", lambda: strategy(shard_optimizer=True, compression="bfloat16"))
+    return errors
+
+
+def test_what_is_refused(tmp_path):
+    for errors in workers(2).run(refused, str(tmp_path)):
+        for name in ("Adafactor", "Lamb", "Subclass"):
+            assert f"Received: {name} " in errors[name]
+            assert "element_wise = True" in errors[name]
+        assert "Use tfring.callbacks.Backup" in errors["restore"]
+        assert "tfring.save(model, path)" in errors["checkpoint"]
+        assert "strategy.run" in errors["outside"]
+        assert "compression='bfloat16'" in errors["compression"]
