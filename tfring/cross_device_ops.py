@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.reduction.dense import BucketSizes, reduce_dense
+from tfring.reduction.cuts import Cut
+from tfring.reduction.dense import BucketSizes, all_gather_dense, reduce_dense, reduce_scatter_dense
 from tfring.reduction.sparse import SparseOptions, goes_dense, reduce_sparse
 from tfring.ring.collectives import zeros_unless
 
@@ -106,6 +107,63 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             results[i] = value
         return results
 
+    def reduce_scatter_over_workers(
+        self,
+        values: Sequence[tf.Tensor | tf.IndexedSlices],
+        cuts: Sequence[Cut],
+        *,
+        name: str,
+        value_names: Sequence[str],
+        active: tf.Tensor | None = None,
+        is_zero_unless_active: bool = False,
+    ) -> list[tf.Tensor | tf.IndexedSlices]:
+        """This worker's pieces of the sums over all workers.
+
+        Args:
+          values: one worker's tensors and IndexedSlices.
+          cuts: how each is cut. Of IndexedSlices that are cut by rows, a piece has the rows that lie in it, each once;
+            others become dense.
+          name: what they are, for errors and traces.
+          value_names: a name for each value.
+          active: as of `sum_over_workers`.
+          is_zero_unless_active: whether dense values hold zeros where `active` is False.
+        """
+        results: list = [None] * len(values)
+        sparse = [
+            i
+            for i, (value, cut) in enumerate(zip(values, cuts, strict=True))
+            if isinstance(value, tf.IndexedSlices)
+            and cut.by_rows
+            and not goes_dense(value, self._sparse, self._collectives.world_size)
+        ]
+        sums = reduce_sparse(
+            self._collectives,
+            [values[i] for i in sparse],
+            [value_names[i] for i in sparse],
+            self._sparse,
+            name=name,
+            active=active,
+        )
+        for i, value in zip(sparse, sums, strict=True):
+            results[i] = _rows_of_piece(value, cuts[i], self._collectives.rank)
+
+        dense = [i for i in range(len(values)) if i not in sparse]
+        pieces = reduce_scatter_dense(
+            self._collectives,
+            [tf.convert_to_tensor(values[i]) for i in dense],
+            [cuts[i] for i in dense],
+            name=name,
+            active=None if is_zero_unless_active else active,
+            buckets=self._buckets,
+        )
+        for i, value in zip(dense, pieces, strict=True):
+            results[i] = value
+        return results
+
+    def gather_pieces(self, pieces: Sequence[tf.Tensor], cuts: Sequence[Cut], *, name: str) -> list[tf.Tensor]:
+        """The whole tensors of which each worker has a piece, cut by `cuts`."""
+        return all_gather_dense(self._collectives, pieces, cuts, name=name, buckets=self._buckets)
+
     def sum_on_worker(self, per_replica, active=None):
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
 
@@ -185,6 +243,15 @@ def _mask(active, value):
         num_rows = tf.where(active, tf.size(value.indices), 0)
         return tf.IndexedSlices(value.values[:num_rows], value.indices[:num_rows], value.dense_shape)
     return zeros_unless(active, [value])[0]
+
+
+def _rows_of_piece(value, cut, rank):
+    """Of IndexedSlices the rows of this rank's piece, which they count from its first on."""
+    begin, end = cut.bounds[rank]
+    inside = tf.logical_and(value.indices >= begin, value.indices < end)
+    indices = tf.boolean_mask(value.indices, inside) - begin
+    shape = tf.constant(cut.shape_of(rank), tf.int64)
+    return tf.IndexedSlices(tf.boolean_mask(value.values, inside), indices, shape)
 
 
 def _divide(value, count):

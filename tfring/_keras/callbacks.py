@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import loop, outside, place
+from tfring._keras import loop, outside, place, slots
 from tfring._keras.seam import ring_of_model, seam
+from tfring.errors import ConfigurationError
 
 
 class RunsLast:
@@ -42,10 +43,10 @@ class _SaveNothing:
         self._model = model
 
     def save(self, *args, **kwargs):
-        pass
+        with slots.whole_slots(self._model, keep=False):
+            pass
 
-    def save_weights(self, *args, **kwargs):
-        pass
+    save_weights = save
 
     def __getattr__(self, name):
         return getattr(self._model, name)
@@ -71,6 +72,11 @@ def for_rank(callbacks, strategy) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
     import keras
 
+    if strategy.shard_optimizer and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+        raise ConfigurationError(
+            "BackupAndRestore saves and restores on rank 0 alone, which has a piece of each slot. Received: "
+            "BackupAndRestore with shard_optimizer=True. Use tfring.callbacks.Backup."
+        )
     writers = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.BackupAndRestore)
     if strategy.cluster.is_chief:
         return list(callbacks)

@@ -2,7 +2,7 @@
 
 Every rank may save, or rank 0 alone: each writes aside and renames, so that ranks which write the same path replace
 equal files by each other, and whoever has saved can read. Folders (`model.export`) cannot be replaced at once: rank 0
-writes them. `save` writes once for all.
+writes them. `save` writes once for all. Where ranks share an optimizer all take part (`slots.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 
 import tensorflow as tf
 
+from tfring._keras import slots
 from tfring._keras.seam import ring_of_model, seam
 from tfring.recognition import current_ring
 
@@ -45,11 +46,12 @@ def save(model, path, **options) -> None:
         write(path, **options)
         return
     error = None
-    if strategy.cluster.is_chief:
-        try:
-            write(path, **options)
-        except Exception as e:
-            error = e
+    with slots.whole_slots(model, keep=strategy.cluster.is_chief):
+        if strategy.cluster.is_chief:
+            try:
+                write(path, **options)
+            except Exception as e:
+                error = e
     [failed] = strategy.extended.control.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
     if error is not None:
         raise error
@@ -72,16 +74,23 @@ def install():
 
     @seam(saving_lib, "save_model")
     def save_model(original, model, filepath, weights_format="h5", zipped=True):
-        writing = written_aside if zipped else by_rank_0
-        return writing(original, model, filepath, weights_format=weights_format, zipped=zipped)
+        if zipped:
+            return written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
+        with slots.whole_slots(model, keep=is_writer(model)):
+            return by_rank_0(original, model, filepath, weights_format=weights_format, zipped=zipped)
+
+    def is_writer(model):
+        strategy = ring_of_model(model)
+        return strategy is None or strategy.cluster.is_chief
 
     def by_rank_0(original, model, *args, **kwargs):
-        strategy = ring_of_model(model)
-        if strategy is None or strategy.cluster.is_chief:
-            return original(model, *args, **kwargs)
-        return None
+        return original(model, *args, **kwargs) if is_writer(model) else None
 
     def written_aside(original, model, filepath, *args, **kwargs):
+        with slots.whole_slots(model):
+            return renamed(original, model, filepath, *args, **kwargs)
+
+    def renamed(original, model, filepath, *args, **kwargs):
         strategy = ring_of_model(model)
         if strategy is None or strategy.cluster.world_size == 1 or not _is_local(filepath):
             return original(model, filepath, *args, **kwargs)

@@ -1,7 +1,7 @@
 """The variables of a model taken from all ranks to rank 0, and given back to as many ranks or to others.
 
-Weights and optimizer state are the same on every replica and taken once. What differs is taken from every replica:
-the state of metrics, gradients that each worker has accumulated.
+Weights and optimizer state are the same on every replica and taken once; slots of which each rank has a piece are
+gathered. What differs is taken from every replica: the state of metrics, gradients that each worker has accumulated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import equality
+from tfring._keras import slots
 from tfring._keras.callbacks import all_variables
+from tfring._keras.sharding import cut_of, piece_of, whole_shape
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
@@ -62,14 +64,19 @@ def take(strategy, model, variables: Sequence[keras.Variable]) -> tuple[list[dic
     ends = np.cumsum(num_replicas)
     for variable, values, end in zip(variables, replicas, ends, strict=True):
         digest = everyone[:, end - len(values) : end]
-        differs = id(variable) in apart or bool((digest != digest[0, 0]).any())
-        array = _bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
+        is_cut = cut_of(variable) is not None
+        differs = not is_cut and (id(variable) in apart or bool((digest != digest[0, 0]).any()))
+        if is_cut:
+            array = slots.whole(strategy, variable)
+        else:
+            array = np.stack([value.numpy() for value in values]) if differs else values[0].numpy()
+        array = _bits(array)
         if differs:
             array = gather(strategy, array, "variable of a backup")
         descriptions.append({
             "path": variable.path,
             "dtype": variable.value.dtype.name,
-            "shape": list(variable.shape),
+            "shape": list(whole_shape(variable)),
             "of_each_replica": differs,
         })
         if strategy.cluster.is_chief:
@@ -110,7 +117,7 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
                 array = array[:: cluster_then["replicas_per_worker"]]
             values = _spread(array, variable, rank, len(replicas), is_accumulator)
         for replica, value in zip(replicas, values, strict=True):
-            replica.assign(value)
+            replica.assign(piece_of(variable, value))
 
 
 def _spread(array, variable, rank, num_replicas, is_accumulator):
@@ -128,7 +135,7 @@ def _spread(array, variable, rank, num_replicas, is_accumulator):
 def check_fit(variables, descriptions) -> None:
     """Raises ConfigurationError where the descriptions are not those of these variables."""
     then = [(d["dtype"], tuple(d["shape"])) for d in descriptions]
-    now = [(v.value.dtype.name, tuple(v.shape)) for v in variables]
+    now = [(v.value.dtype.name, whole_shape(v)) for v in variables]
     if then == now:
         return
     pairs = zip(then, now, strict=False)

@@ -1,4 +1,4 @@
-"""Dense gradients: packed into buckets, one all-reduce a bucket."""
+"""Dense gradients: packed into buckets, one collective a bucket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfring.reduction.buckets import plan_buckets
+from tfring.reduction.cuts import Cut
+from tfring.ring.collectives import zeros_unless
 
 BUCKET_BYTES = 32 << 20  # within a host, where adding and copying take the processors that would compute meanwhile
 NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES = 8 << 20, 1 << 20  # else; benchmarks/training has figures
@@ -53,19 +55,58 @@ def reduce_dense(
     Returns:
       The sums, in the order and with the shapes of `tensors`.
     """
-    if not tensors:
-        return []
-    # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
-    num_bytes = [(t.shape.num_elements() or 0) * t.dtype.size for t in tensors]
-    plan = plan_buckets(num_bytes, [t.dtype.name for t in tensors], *buckets)
-    results: list[tf.Tensor] = [None] * len(tensors)
-    for number, bucket in enumerate(plan):
-        reduced = collectives.all_reduce(
-            [tensors[i] for i in bucket.indices],
-            name=f"{name}/bucket_{number}",
-            active=active,
-            compression=compression if bucket.dtype == "float32" else None,
+
+    def reduce(tensors, name, dtype):
+        return collectives.all_reduce(
+            tensors, name=name, active=active, compression=compression if dtype == "float32" else None
         )
-        for i, value in zip(bucket.indices, reduced, strict=True):
-            results[i] = value
+
+    return _in_buckets(reduce, tensors, [t.shape for t in tensors], name, buckets)
+
+
+def reduce_scatter_dense(
+    collectives,
+    tensors: Sequence[tf.Tensor],
+    cuts: Sequence[Cut],
+    *,
+    name: str,
+    active: tf.Tensor | None = None,
+    buckets: BucketSizes,
+) -> list[tf.Tensor]:
+    """This rank's pieces of the sums over all ranks; `cuts` say how each is cut, the rest is as of `reduce_dense`."""
+
+    def reduce_scatter(tensors, name, dtype):
+        return collectives.reduce_scatter(zeros_unless(active, tensors), name=name)
+
+    lined_up = [tf.reshape(t, cut.lined_up) for t, cut in zip(tensors, cuts, strict=True)]
+    return _in_buckets(reduce_scatter, lined_up, [cut.shape for cut in cuts], name, buckets)
+
+
+def all_gather_dense(
+    collectives,
+    pieces: Sequence[tf.Tensor],
+    cuts: Sequence[Cut],
+    *,
+    name: str,
+    buckets: BucketSizes,
+) -> list[tf.Tensor]:
+    """The whole tensors, on every rank, of which this rank has these pieces."""
+
+    def all_gather(pieces, name, dtype):
+        return collectives.all_gather(pieces, name=name)
+
+    gathered = _in_buckets(all_gather, pieces, [cut.shape for cut in cuts], name, buckets)
+    return [tf.reshape(whole, cut.shape) for whole, cut in zip(gathered, cuts, strict=True)]
+
+
+def _in_buckets(collective, tensors, shapes, name, buckets):
+    """What `collective(tensors, name, dtype)` makes of each; they go together by `shapes`, alike on all ranks."""
+    # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
+    sizes = [tf.TensorShape(shape).num_elements() or 0 for shape in shapes]
+    num_bytes = [size * t.dtype.size for size, t in zip(sizes, tensors, strict=True)]
+    results: list[tf.Tensor] = [None] * len(tensors)
+    for number, bucket in enumerate(plan_buckets(num_bytes, [t.dtype.name for t in tensors], *buckets)):
+        of_bucket = collective([tensors[i] for i in bucket.indices], f"{name}/bucket_{number}", bucket.dtype)
+        for i, result in zip(bucket.indices, of_bucket, strict=True):
+            results[i] = result
     return results

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -71,8 +72,8 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
-    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        """Concatenates over ranks along dimension 0, which may differ from rank to rank."""
+    def all_gather(self, tensor: tf.Tensor | Sequence[tf.Tensor], *, name: str) -> Any:
+        """Concatenates over ranks along dimension 0, which may differ from rank to rank; a list gives a list."""
 
     def gather_equal(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """As `all_gather`, of tensors that have the same static shape on every rank: one collective on any engine."""
@@ -102,8 +103,11 @@ class Collectives(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
-        """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`)."""
+    def reduce_scatter(self, tensor: tf.Tensor | Sequence[tf.Tensor], op: str = "sum", *, name: str) -> Any:
+        """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`).
+
+        A list of one dtype gives a list.
+        """
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
@@ -201,7 +205,7 @@ class LocalCollectives(Collectives):
         return zeros_unless(active, tensors)
 
     def all_gather(self, tensor, *, name):
-        return tf.identity(tensor)
+        return tf.nest.map_structure(tf.identity, tensor)
 
     def sum_rows(self, values, indices, *, name, active=None, reduction="auto"):
         # What is on a GPU stays there, and training alone does not need the compiled ring.
@@ -213,7 +217,7 @@ class LocalCollectives(Collectives):
         return pairs, tf.stack([tf.size(ids, tf.int64) for _, ids in pairs])
 
     def reduce_scatter(self, tensor, op="sum", *, name):
-        return tf.identity(tensor)
+        return tf.nest.map_structure(tf.identity, tensor)
 
     def broadcast(self, tensors, root=0, *, name):
         return [tf.identity(t) for t in tensors]
@@ -280,6 +284,8 @@ class RingCollectives(Collectives):
         )
 
     def reduce_scatter(self, tensor, op="sum", *, name):
+        if self.marks_ready:
+            self._ops.mark(f"{READY} {name}", after=tf.nest.flatten(tensor))
         return self._ops.reduce_scatter(self.communicator, tensor, op, name=name)
 
     def broadcast(self, tensors, root=0, *, name):

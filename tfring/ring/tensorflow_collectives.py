@@ -6,6 +6,8 @@ NCCL and for machines where the ring could not be compiled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfring import _tf
@@ -82,6 +84,8 @@ class TensorFlowCollectives(Collectives):
         return [_from_wire(r, dtype) for r in results]
 
     def all_gather(self, tensor, *, name):
+        if isinstance(tensor, Sequence):
+            return [self.all_gather(each, name=name) for each in tensor]
         # Another first dimension on each rank: gather the lengths, pad to the longest, cut the padding.
         dtype, tensor = tensor.dtype, _to_wire(tensor)
         num_rows = tf.shape(tensor)[0]
@@ -103,9 +107,11 @@ class TensorFlowCollectives(Collectives):
         return [(self._all_gather(v), self._all_gather(i)) for v, i in zip(values, indices, strict=True)]
 
     def reduce_scatter(self, tensor, op="sum", *, name):
-        [reduced] = self.all_reduce([tensor], op, name=name)
-        begin, end = chunk_bounds(tensor.shape[0], self.world_size)[self.rank]
-        return reduced[begin:end]
+        tensors = tensor if isinstance(tensor, Sequence) else [tensor]
+        bounds = [chunk_bounds(each.shape[0], self.world_size)[self.rank] for each in tensors]
+        reduced = self.all_reduce(tensors, op, name=name)
+        chunks = [each[begin:end] for each, (begin, end) in zip(reduced, bounds, strict=True)]
+        return chunks if tensors is tensor else chunks[0]
 
     def broadcast(self, tensors, root=0, *, name):
         mine = tf.constant(self.rank == root)

@@ -5,6 +5,7 @@ The hooks by which TensorFlow calls a strategy are private methods and attribute
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 
@@ -51,6 +52,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._collective_key_base = container_strategy._collective_key_base
         self._cfer_fn_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._use_var_policy = False
+        self._of_worker = False
         self.experimental_enable_get_next_as_optional = True
 
         if communication == "tensorflow" and self.cluster.world_size > 1:
@@ -237,11 +239,22 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     # -- variables -------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def variables_of_worker(self):
+        """While variables are made that are this worker's own: those of others may have other shapes."""
+        self._of_worker = True
+        try:
+            yield
+        finally:
+            self._of_worker = False
+
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
         if replica_id != 0:  # the other replicas of a worker copy its first
             return super()._get_variable_creator_initial_value(
                 replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
             )
+
+        of_worker = self._of_worker
 
         def initial_value_fn():
             with tf.device(device):
@@ -250,7 +263,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                     value = value()
                 value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-                if value.dtype == tf.string or self.cluster.world_size == 1:
+                if value.dtype == tf.string or self.cluster.world_size == 1 or of_worker:
                     return value
                 # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
                 return self.control.broadcast([value], name="initial value of a variable")[0]

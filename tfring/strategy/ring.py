@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfring import _keras, equality
 from tfring import config as settings
+from tfring._keras.sharding import cut_of
 from tfring.cluster import Cluster, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
@@ -46,6 +47,11 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         no longer equals one process to float32's accuracy; all replicas still hold the same bits. Where float16 is too
         narrow (above 65504), gradients become infinite. It pays on slow networks. Default: None, float32.
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
+      shard_optimizer: whether each worker updates its share of every weight and keeps the optimizer's slots of that
+        share alone (ZeRO stage 1, https://arxiv.org/abs/1910.02054): gradients are reduced and scattered, weights
+        gathered, the same bytes as without. For optimizers of Keras that compute element by element (not Adafactor,
+        Lamb, Muon), and for classes of your own that say so by the attribute `element_wise = True`. All workers
+        take part in saving; see `docs/saving.md`. Default: False.
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
         `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
       trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
@@ -75,6 +81,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         bucket_bytes: int | None = None,
         compression: str | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        shard_optimizer: bool = False,
         check_equal: bool | None = None,
         trace: str | os.PathLike | None = None,
     ):
@@ -96,6 +103,11 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                     "TensorFlow's collectives send float32 as it is. Received: "
                     f'compression={compression!r} with communication="tensorflow". Leave out one of them.'
                 )
+        if compression is not None and shard_optimizer:
+            raise ConfigurationError(
+                "Gradients travel as they are where they are reduced and scattered. Received: "
+                f"shard_optimizer={shard_optimizer!r} with compression={compression!r}. Leave out one of them."
+            )
         if cluster is not None and cluster_resolver is not None:
             raise ConfigurationError("`cluster` and `cluster_resolver` say the same thing: pass one of them.")
         if cluster_resolver is not None:
@@ -121,6 +133,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         )
         # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
+        self.shard_optimizer = bool(shard_optimizer)
         self.check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
         _keras.install()
         if cluster.world_size > 1:
@@ -203,7 +216,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
 
         Args:
-          variables: of Keras or TensorFlow; those that replicas do not mirror (metrics) are passed over.
+          variables: of Keras or TensorFlow; those that replicas do not mirror are passed over (metrics, and the pieces
+            of slots that `shard_optimizer` gives each worker).
 
         Raises:
           tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ.
@@ -213,6 +227,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         ...     variable = tf.Variable([1.0, 2.0])
         >>> strategy.assert_equal([variable])
         """
+        variables = [v for v in variables if cut_of(v) is None]
         names = [getattr(v, "path", None) or v.name for v in variables]
         values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
         equality.assert_equal(self, values, names)

@@ -1,0 +1,271 @@
+"""`RingStrategy(shard_optimizer=True)`: each worker updates its piece of every weight, and has the slots of it.
+
+```
+gradients of the worker ─► reduce_scatter ─► clip ─► update of the piece ─► all_gather ─► weights
+                              (gradient of the piece)   (slots of the piece)
+```
+
+A piece is a variable of this worker, filled from the weight before each update: weights belong to the user, who may
+assign them at any time. Keras' optimizer makes slots for pieces and updates them as it would weights. A slot takes
+whole values and keeps its piece; files hold whole slots, gathered, so that they load anywhere.
+
+What changes in `apply` is in `optimizers.py`; saving in `slots.py`.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring._keras.seam import seam
+from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
+from tfring.recognition import ring_of
+from tfring.reduction.cuts import Cut, plan_cut
+
+_ELEMENT_WISE = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+    "ScheduleFreeAdamW",  # of Keras 3.14 on
+)
+_DELEGATING = ("LossScaleOptimizer", "MultiOptimizer")  # to others, which have the slots
+_ACCUMULATOR = "gradient_accumulator"  # of each worker's own gradients, which are whole
+
+
+class Shards:
+    """What this worker has of the weights of one optimizer.
+
+    Args:
+      strategy: the RingStrategy.
+      optimizer: of Keras, not built yet.
+      variables: of Keras, to be trained.
+    """
+
+    def __init__(self, strategy, optimizer, variables):
+        self.strategy = strategy
+        self.key = optimizer._var_key  # of a weight; later of its piece too
+        self.weights: dict = {}  # by their keys
+        self.pieces: dict = {}  # by the keys of the weights
+        self.keys: dict = {}  # of weights, by those of their pieces
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                continue
+            piece = _new_piece(strategy, variable)
+            key = self.key(variable)
+            self.weights[key], self.pieces[key], self.keys[self.key(piece)] = variable, piece, key
+
+    def piece(self, variable):
+        """The piece of a weight; None of one that is not cut."""
+        return self.pieces.get(self.key(variable))
+
+    def filled(self, variables) -> list:
+        """The pieces, as the weights are now; weights that are not cut stand for themselves."""
+        pieces = [self.piece(variable) for variable in variables]
+        for variable, piece in zip(variables, pieces, strict=True):
+            if piece is not None:
+                piece.assign(variable)
+        return [variable if piece is None else piece for variable, piece in zip(variables, pieces, strict=True)]
+
+    def spread(self, variables, values) -> None:
+        """Assigns to weights, on all ranks, what each rank has of them in pieces or slots."""
+        gathered = gather(self.strategy.extended.gradient_ops, values, name="weights")
+        for variable, value in zip(variables, gathered, strict=True):
+            variable.assign(value)
+
+
+def shards_of(optimizer) -> Shards | None:
+    """What this worker has of an optimizer's weights; None where the optimizer is whole."""
+    return getattr(optimizer, "_tfring_shards", None)
+
+
+def cut_of(variable) -> Cut | None:
+    """How the whole is cut of which a Keras variable holds a piece; None of a whole variable."""
+    return getattr(variable, "_tfring_cut", None)
+
+
+def whole_shape(variable) -> tuple[int, ...]:
+    """The shape of a variable in one process."""
+    cut = cut_of(variable)
+    return tuple(variable.shape if cut is None else cut.shape)
+
+
+def gather(ops, variables, *, name: str) -> list[tf.Tensor]:
+    """The whole values of variables, on all ranks; `ops` is a RingAllReduce, `name` is for errors."""
+    values = [_held(variable) for variable in variables]
+    cuts = [cut_of(variable) for variable in variables]
+    chosen = [i for i, cut in enumerate(cuts) if cut is not None]
+    whole = ops.gather_pieces([values[i] for i in chosen], [cuts[i] for i in chosen], name=name)
+    for i, value in zip(chosen, whole, strict=True):
+        values[i] = value
+    return values
+
+
+def piece_of(variable, value):
+    """What a variable keeps of a value: of a whole one its piece, if it holds a piece."""
+    cut = cut_of(variable)
+    if cut is None:
+        return value
+    value = _held(value)
+    if value.shape != cut.shape:
+        return value
+    begin, end = cut.bounds[variable._tfring_rank]
+    return tf.reshape(value, cut.lined_up)[begin:end]
+
+
+def clipped(clip, optimizer, shards, gradients) -> list:
+    """As Keras' `_clip_gradients`, here `clip`, of whole variables; the gradients are of pieces, on all workers."""
+    limit = optimizer.clipnorm or optimizer.global_clipnorm
+    if not limit or limit < 0:
+        return clip(optimizer, gradients)
+    wide = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
+    squares = tf.stack([tf.reduce_sum(tf.square(tf.cast(_values(g), wide))) for g in gradients])
+    [squares] = shards.strategy.extended.gradients.all_reduce([squares], name="squares of gradients")
+    if optimizer.clipnorm:
+        scales = limit / tf.maximum(tf.sqrt(squares), limit)
+    else:
+        norm = tf.sqrt(tf.reduce_sum(squares))
+        scales = tf.fill(squares.shape, limit / tf.maximum(norm, limit) + (norm - norm))  # NaN for an infinite norm
+    return [_scaled(g, tf.cast(scales[i], g.dtype)) for i, g in enumerate(gradients)]
+
+
+def _values(gradient):
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(gradient, scale):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * scale, gradient.indices, gradient.dense_shape)
+    return gradient * scale
+
+
+def _held(value) -> tf.Tensor:
+    """What a variable of Keras or TensorFlow holds on this worker, or another value as a tensor."""
+    import keras
+
+    value = value.value if isinstance(value, keras.Variable) else value
+    return tf.convert_to_tensor(values_of(value)[0])
+
+
+def _new_piece(strategy, variable):
+    import keras
+
+    cut = plan_cut(variable.shape, strategy.cluster.world_size)
+    with strategy.extended.variables_of_worker():
+        piece = keras.Variable(
+            "zeros",
+            shape=cut.shape_of(strategy.cluster.rank),
+            dtype=variable.dtype,
+            trainable=False,
+            name="piece",
+        )
+    piece._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
+    return _mark(piece, strategy, cut)
+
+
+def _mark(variable, strategy, cut):
+    variable._tfring_cut = cut
+    variable._tfring_rank = strategy.cluster.rank
+    return variable
+
+
+def _refuse(optimizer) -> None:
+    """Raises ConfigurationError for an optimizer of which nobody knows that it computes element by element."""
+    import keras
+
+    kind = type(optimizer)
+    known = kind.__name__ in _ELEMENT_WISE and kind is getattr(keras.optimizers, kind.__name__, None)
+    if known or vars(kind).get("element_wise", False):
+        return
+    raise ConfigurationError(
+        "shard_optimizer=True gives each worker a piece of every weight, so an optimizer has to update each element "
+        "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; of a class that is not "
+        f"Keras' own nobody knows. Received: {kind.__name__} {optimizer.name!r}. Use another optimizer, such as "
+        "AdamW, or leave shard_optimizer out; a class of your own that computes element by element, and makes its "
+        "slots by `add_optimizer_variables` or `add_variable_from_reference`, says so by the class attribute "
+        "`element_wise = True`."
+    )
+
+
+def install():
+    import keras
+    from keras.src.backend.tensorflow import core, optimizer
+    from keras.src.optimizers import base_optimizer
+
+    tf_optimizer = optimizer.TFOptimizer
+    delegating = tuple(getattr(keras.optimizers, name) for name in _DELEGATING if hasattr(keras.optimizers, name))
+
+    # -- making slots ----------------------------------------------------------------------------------------------
+
+    @seam(base_optimizer.BaseOptimizer, "build")
+    def build(original, self, variables):
+        strategy = ring_of(getattr(self, "_distribution_strategy", None))
+        is_sharded = strategy is not None and strategy.shard_optimizer and strategy.cluster.world_size > 1
+        if is_sharded and not isinstance(self, delegating):
+            _refuse(self)
+            self._tfring_shards = Shards(strategy, self, variables)
+        return original(self, variables)
+
+    @seam(tf_optimizer, "add_variable_from_reference")
+    def add_variable_from_reference(original, self, reference_variable, name=None, initializer="zeros"):
+        shards = shards_of(self)
+        piece = None if shards is None or name == _ACCUMULATOR else shards.piece(reference_variable)
+        if shards is None or piece is None:
+            return original(self, reference_variable, name=name, initializer=initializer)
+        with shards.strategy.extended.variables_of_worker():
+            slot = original(self, piece, name=name, initializer=initializer)
+        return _mark(slot, shards.strategy, cut_of(piece))
+
+    @seam(tf_optimizer, "_var_key")
+    def var_key(original, self, variable):
+        key, shards = original(self, variable), shards_of(self)
+        return key if shards is None else shards.keys.get(key, key)
+
+    # -- whole values given to slots -------------------------------------------------------------------------------
+
+    @seam(core.Variable, "assign")
+    def assign(original, self, value):
+        return original(self, piece_of(self, value))
+
+    @seam(tf_optimizer, "assign")
+    def optimizer_assign(original, self, variable, value):  # a slot that begins as its weight
+        return original(self, variable, piece_of(variable, value))
+
+    @seam(base_optimizer.BaseOptimizer, "set_weights")
+    def set_weights(original, self, weights):
+        if shards_of(self) is not None:
+            weights = [piece_of(v, w) for v, w in zip(self._variables, weights, strict=False)]
+        return original(self, weights)
+
+    # -- what an update does to weights, done to pieces ------------------------------------------------------------
+
+    @seam(tf_optimizer, "_apply_weight_decay")
+    def apply_weight_decay(original, self, variables):
+        shards = shards_of(self)
+        return original(self, variables if shards is None else shards.filled(variables))
+
+    @seam(base_optimizer.BaseOptimizer, "_use_weight_decay")
+    def use_weight_decay(original, self, variable):
+        shards = shards_of(self)
+        weight = None if shards is None else shards.weights.get(self._var_key(variable))
+        return original(self, variable if weight is None else weight)  # whose name may be excluded
+
+    @seam(tf_optimizer, "_backend_update_step")
+    def backend_update_step(original, self, grads, trainable_variables, learning_rate):
+        shards = shards_of(self)
+        if shards is None:
+            return original(self, grads, trainable_variables, learning_rate)
+        pieces = [shards.piece(variable) for variable in trainable_variables]
+        original(self, grads, pieces, learning_rate)
+        return shards.spread(trainable_variables, pieces)
+
+    @seam(base_optimizer.BaseOptimizer, "_update_model_variables_moving_average")
+    def update_model_variables_moving_average(original, self, trainable_variables):
+        shards = shards_of(self)
+        return original(self, trainable_variables if shards is None else shards.filled(trainable_variables))
+
+    @seam(tf_optimizer, "_overwrite_model_variables_with_average_value")
+    def overwrite_model_variables_with_average_value(original, self, trainable_variables):
+        shards = shards_of(self)
+        if shards is None:
+            return original(self, trainable_variables)
+        averages = zip(trainable_variables, self._model_variables_moving_average, strict=False)
+        pairs = [(variable, average) for variable, average in averages if average is not None]
+        return shards.spread([variable for variable, _ in pairs], [average for _, average in pairs])
