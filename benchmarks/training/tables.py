@@ -13,15 +13,17 @@ HEADINGS = {
     "plain": "Keras alone",
     "apart": "Keras alone, nothing exchanged",
     "tfring": "tfring",
+    "sharded": "tfring, shard_optimizer",
     "tensorflow": "TensorFlow's collectives",
     "horovod": "Horovod",
     "old": "tf.keras of Horovod's TensorFlow, nothing exchanged",
     "torch": "torch DDP on gloo",
 }
 
-OF_ONE = {"apart": "plain", "tensorflow": "tfring", "old": "horovod"}  # those of whom there is not one alone
+# Those of whom there is not one alone, and whose one worker is theirs.
+OF_ONE = {"apart": "plain", "tensorflow": "tfring", "sharded": "tfring", "old": "horovod"}
 PEERS = ("tensorflow", "horovod", "torch")
-BEYOND = {"tfring": "apart", "tensorflow": "apart", "horovod": "old"}
+BEYOND = {"tfring": "apart", "sharded": "apart", "tensorflow": "apart", "horovod": "old"}
 
 
 class Part:
@@ -101,12 +103,13 @@ def section(workers: int, part: Part) -> str:
         f"At most is the speed-up of {workers} workers that exchange nothing, over Keras alone; then tfring's rows a "
         "second over its peers', and its time with one worker over that of Keras alone.",
         "",
-        f"| | speed-up | at most | {' | '.join(HEADINGS[peer] for peer in PEERS)} | one worker |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        f"| | speed-up | sharded | at most | {' | '.join(HEADINGS[peer] for peer in PEERS)} | one worker |",
+        "|---|" + "---:|" * 7,
     ]
     for name in names:
         cells = [
             part.ratio(("tfring", 1, name), ("tfring", workers, name)),
+            part.ratio(("tfring", 1, name), ("sharded", workers, name)),
             part.ratio(("plain", 1, name), ("apart", workers, name)),
             *(part.ratio((peer, workers, name), ("tfring", workers, name)) for peer in PEERS),
             part.ratio(("tfring", 1, name), ("plain", 1, name)),

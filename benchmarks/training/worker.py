@@ -147,7 +147,7 @@ class Tfring(Plain):
     """In a RingStrategy; the program is that of one process."""
 
     answers = (*Plain.answers, "traced")
-    communication = "ring"
+    options: dict = {}
 
     def start(self) -> None:
         os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
@@ -158,7 +158,7 @@ class Tfring(Plain):
         super().start()
         import tfring
 
-        self.strategy = tfring.RingStrategy(communication=self.communication)
+        self.strategy = tfring.RingStrategy(**self.options)
         self.version += f", tfring {tfring.__version__}"
 
     def model(self, task):
@@ -176,16 +176,19 @@ class Tfring(Plain):
         """Trains the large model with buckets of that size, under a trace."""
         import tfring
 
-        options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-        self.strategy = tfring.RingStrategy(trace=folder, **options)
+        self.strategy = tfring.RingStrategy(trace=folder, bucket_bytes=bucket_bytes)
         try:
             self.ready(models.LARGE)()
         finally:
             self.strategy.close()
 
 
+class Sharded(Tfring):
+    options = {"shard_optimizer": True}
+
+
 class OnTensorFlow(Tfring):
-    communication = "tensorflow"
+    options = {"communication": "tensorflow"}
 
 
 class Horovod(Apart):
@@ -265,6 +268,7 @@ MAKERS = {
     "plain": Plain,
     "apart": Apart,
     "tfring": Tfring,
+    "sharded": Sharded,
     "tensorflow": OnTensorFlow,
     "horovod": Horovod,
     "old": Old,
