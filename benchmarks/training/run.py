@@ -6,8 +6,8 @@
     python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
 
 Every worker has one core, so that a second one could at most double the rows a second. The global batch is the same
-with any number. Each contestant has processes of its own that live
-through the run and sleep while others are measured; a round visits each with every model.
+with any number. Each contestant has processes of its own that live through the run and sleep while others are measured;
+a round visits each with every model. At no real-time priority: there the threads of a process do not take turns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable, help="has torch")
     parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
     parser.add_argument("--network", action="store_true", help="large gradients between imitated hosts, too")
-    contest.add_realtime(parser)
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for workers in filter(None, arguments.workers.split(",")):
@@ -58,17 +57,16 @@ def compare(workers: int, arguments) -> dict:
         (name, tables.HEADINGS[name], pythons.get(name, sys.executable), MODULES.get(name, "tensorflow"))
         for name in arguments.contestants.split(",")
     ]
-    conditions = contest.conditions(arguments.realtime)
+    conditions = contest.conditions(realtime=False)
     names = arguments.models.split(",")
     times: dict[tuple, list[dict]] = {}
     with contextlib.ExitStack() as stack:
         running = []
         for ranks in (1, workers):
             mine = [each for each in wanted if each[0] not in (tables.OF_ONE if ranks == 1 else {"plain"})]
-            started = contest.started(HERE / "worker.py", mine, ranks, realtime=arguments.realtime)
+            started = contest.started(HERE / "worker.py", mine, ranks)
             contestants, missing = stack.enter_context(started)
             running += [(ranks, contestant) for contestant in contestants]
-        stack.enter_context(contest.realtime(arguments.realtime))
         for round_number in range(arguments.rounds):
             for name in names:
                 for ranks, contestant in running:

@@ -6,6 +6,7 @@ import pathlib
 import statistics
 
 import models
+import picture
 
 README = pathlib.Path(__file__).parent / "README.md"
 MARKER = "<!-- From here on written by run.py. -->\n"
@@ -58,7 +59,10 @@ class Part:
 
 def write(results: dict) -> None:
     head = README.read_text().partition(MARKER)[0]
-    sections = [section(int(workers), Part(result)) for workers, result in results.items() if workers != "network"]
+    parts = {int(workers): Part(result) for workers, result in results.items() if workers != "network"}
+    sections = [section(workers, part) for workers, part in parts.items()]
+    if parts and picture.draw(parts, HEADINGS, OF_ONE):
+        sections.insert(0, "![speed-ups of all models](training.png)")
     if results.get("network"):
         sections.append(network_section(results["network"]))
     README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
