@@ -266,8 +266,6 @@ def test_slots_are_shared_out():
     assert max(slots - others for slots, _ in counts) <= 2 * weights / 4 * 1.02
 
 
-
-
 def custom_optimizers():
     import keras
 
