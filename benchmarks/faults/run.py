@@ -241,7 +241,7 @@ def strike(
         return
     if scenario.fault == "link cut":
         assert host is not None
-        ip("-n", bridge_of(host), "link", "set", f"port{VICTIM}", "down")
+        ip("-n", host.bridge, "link", "set", host.port, "down")
         return
     number = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}.get(scenario.fault.partition(",")[0])
     os.kill(victim.process.pid, number or signal.SIGUSR1)
@@ -279,7 +279,7 @@ def why_no_disk() -> str | None:
 def lossy_link(host: namespaces.Host | None) -> Iterator[subprocess.Popen]:
     """In place of the host's link one that loses packets after SIGUSR1."""
     assert host is not None
-    bridge, port = bridge_of(host), f"port{VICTIM}"
+    bridge, port = host.bridge, host.port
     ip("-n", bridge, "link", "delete", port)
     command = ["ip", "netns", "exec", bridge, sys.executable, str(HERE / "lossy.py"), port, "eth0", str(LOSS_RATE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as link:
@@ -297,10 +297,6 @@ def lossy_link(host: namespaces.Host | None) -> Iterator[subprocess.Popen]:
 def why_no_loss() -> str | None:
     """What is missing for a link that loses packets, if something is."""
     return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "there is no /dev/net/tun to be used"
-
-
-def bridge_of(host: namespaces.Host) -> str:
-    return f"{host.namespace.rpartition('-')[0]}-bridge"
 
 
 def ip(*arguments: str) -> None:
