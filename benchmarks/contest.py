@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -132,6 +133,58 @@ def started(worker, wanted, ranks, hosts=(), realtime=False):
         finally:
             for contestant in running:
                 contestant.close()
+
+
+@contextlib.contextmanager
+def own_ranks(make, ranks, transport):
+    """Processes of this program's own, where there is one contestant.
+
+    Args:
+      make: a class of the program, whose `make(rank, addresses, transport)` each process holds.
+      ranks: their number.
+      transport: of the ring.
+
+    Yields:
+      `ask(realtime, *question)`: what their `measure(*question)` return, by rank.
+    """
+    context = multiprocessing.get_context("spawn")
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(ranks)]
+    pipes, processes = [], []
+
+    def answers(seconds):
+        for pipe in pipes:
+            if not pipe.poll(seconds):
+                raise RuntimeError(f"A rank did not answer within {seconds} s.")
+        return [pipe.recv() for pipe in pipes]
+
+    def ask(realtime, *question):
+        for pipe in pipes:
+            pipe.send((realtime, question))
+        return answers(MEASURE_SECONDS)
+
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_answer, args=(theirs, make, rank, addresses, transport), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        answers(START_SECONDS)
+        yield ask
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _answer(pipe, make, *arguments):
+    made = make(*arguments)
+    pipe.send(None)
+    while True:
+        at_realtime, question = pipe.recv()
+        with realtime(at_realtime):
+            answer = made.measure(*question)
+        pipe.send(answer)
 
 
 def add_arguments(parser, contestants):

@@ -75,37 +75,23 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
           active: bool scalar; where False this worker contributes nothing, whatever its values hold.
           keep_sparse: whether IndexedSlices stay what they are, whatever `SparseOptions.dense` says.
         """
-        value_names = value_names or [f"{name}/{i}" for i in range(len(values))]
-        results: list = [None] * len(values)
-        sparse = [
-            i
-            for i, value in enumerate(values)
-            if isinstance(value, tf.IndexedSlices)
-            and (keep_sparse or not goes_dense(value, self._sparse, self._collectives.world_size))
-        ]
-        reduced = reduce_sparse(
-            self._collectives,
-            [values[i] for i in sparse],
-            [value_names[i] for i in sparse],
-            self._sparse,
-            name=name,
-            active=active,
-        )
-        for i, value in zip(sparse, reduced, strict=True):
-            results[i] = value
+        world_size = self._collectives.world_size
 
-        dense = [i for i in range(len(values)) if i not in sparse]
-        reduced = reduce_dense(
-            self._collectives,
-            [tf.convert_to_tensor(values[i]) for i in dense],
-            name=name,
-            active=active,
-            buckets=self._buckets,
-            compression=self._compression,
-        )
-        for i, value in zip(dense, reduced, strict=True):
-            results[i] = value
-        return results
+        def stays_sparse(i):
+            return keep_sparse or not goes_dense(values[i], self._sparse, world_size)
+
+        def all_reduce(tensors, positions):
+            return reduce_dense(
+                self._collectives,
+                tensors,
+                name=name,
+                active=active,
+                buckets=self._buckets,
+                compression=self._compression,
+            )
+
+        value_names = value_names or [f"{name}/{i}" for i in range(len(values))]
+        return self._reduce(values, stays_sparse, all_reduce, name, value_names, active)
 
     def reduce_scatter_over_workers(
         self,
@@ -128,15 +114,33 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
           active: as of `sum_over_workers`.
           is_zero_unless_active: whether dense values hold zeros where `active` is False.
         """
-        results: list = [None] * len(values)
-        sparse = [
-            i
-            for i, (value, cut) in enumerate(zip(values, cuts, strict=True))
-            if isinstance(value, tf.IndexedSlices)
-            and cut.by_rows
-            and not goes_dense(value, self._sparse, self._collectives.world_size)
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+
+        def stays_sparse(i):
+            return cuts[i].by_rows and not goes_dense(values[i], self._sparse, world_size)
+
+        def reduce_scatter(tensors, positions):
+            return reduce_scatter_dense(
+                self._collectives,
+                tensors,
+                [cuts[i] for i in positions],
+                name=name,
+                active=None if is_zero_unless_active else active,
+                buckets=self._buckets,
+            )
+
+        sums = self._reduce(values, stays_sparse, reduce_scatter, name, value_names, active)
+        return [
+            _rows_of_piece(value, cut, rank) if isinstance(value, tf.IndexedSlices) else value
+            for value, cut in zip(sums, cuts, strict=True)
         ]
-        sums = reduce_sparse(
+
+    def _reduce(self, values, stays_sparse, reduce, name, value_names, active):
+        """The sums of IndexedSlices for which `stays_sparse(i)`, and `reduce(tensors, positions)` of the others."""
+        results: list = [None] * len(values)
+        sparse = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices) and stays_sparse(i)]
+        dense = [i for i in range(len(values)) if i not in sparse]
+        rows = reduce_sparse(
             self._collectives,
             [values[i] for i in sparse],
             [value_names[i] for i in sparse],
@@ -144,19 +148,8 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             name=name,
             active=active,
         )
-        for i, value in zip(sparse, sums, strict=True):
-            results[i] = _rows_of_piece(value, cuts[i], self._collectives.rank)
-
-        dense = [i for i in range(len(values)) if i not in sparse]
-        pieces = reduce_scatter_dense(
-            self._collectives,
-            [tf.convert_to_tensor(values[i]) for i in dense],
-            [cuts[i] for i in dense],
-            name=name,
-            active=None if is_zero_unless_active else active,
-            buckets=self._buckets,
-        )
-        for i, value in zip(dense, pieces, strict=True):
+        reduced = reduce([tf.convert_to_tensor(values[i]) for i in dense], dense)
+        for i, value in zip([*sparse, *dense], [*rows, *reduced], strict=True):
             results[i] = value
         return results
 

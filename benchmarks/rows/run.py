@@ -16,7 +16,6 @@ Bytes are those that a rank sends a step; "every row" is what gathering would ta
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import pathlib
 import statistics
@@ -31,8 +30,6 @@ sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS), str(BENCHMARKS / "train
 import contest  # noqa: E402
 import models  # noqa: E402
 
-START_SECONDS = 120
-MEASURE_SECONDS = 300
 WAYS = ("TensorFlow", "gather", "owner", "auto")
 BATCH, WIDTH = 2048, 16
 
@@ -103,51 +100,19 @@ class Gradients:
         return [total / len(self.steps) for total in totals]
 
 
-def serve(pipe, *arguments):
-    gradients = Gradients(*arguments)
-    pipe.send(None)
-    while (question := pipe.recv()) is not None:
-        with contest.realtime(question[-1]):
-            answer = gradients.measure(*question[:-1])
-        pipe.send(answer)
-
-
-def answers(pipes, seconds):
-    for pipe in pipes:
-        if not pipe.poll(seconds):
-            raise RuntimeError(f"A rank did not answer within {seconds} s.")
-    return [pipe.recv() for pipe in pipes]
-
-
 def measured(ranks, arguments):
     """`{way: (milliseconds by the clock, of a rank's processor, most bytes any rank sent)}`, the first two medians."""
-    context = multiprocessing.get_context("spawn")
-    addresses = [f"127.0.0.1:{port}" for port in contest.free_ports(ranks)]
-    pipes, processes = [], []
-    try:
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, addresses, arguments.transport), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        answers(pipes, START_SECONDS)
-        found = {}
+    found = {}
+    with contest.own_ranks(Gradients, ranks, arguments.transport) as ask:
         for _ in range(arguments.rounds):
             for way in WAYS:
-                for pipe in pipes:
-                    pipe.send((way, arguments.realtime))
-                results = answers(pipes, MEASURE_SECONDS)
-                found.setdefault(way, []).append([max(column) for column in zip(*results, strict=True)])
-        results = {}
-        for way, rows in found.items():
-            clock, worked, sent = (statistics.median(column) for column in zip(*rows, strict=True))
-            results[way] = clock * 1e3, worked * 1e3, sent
-        return results
-    finally:
-        for process in processes:
-            process.kill()
+                rows = ask(arguments.realtime, way)
+                found.setdefault(way, []).append([max(column) for column in zip(*rows, strict=True)])
+    results = {}
+    for way, rows in found.items():
+        clock, worked, sent = (statistics.median(column) for column in zip(*rows, strict=True))
+        results[way] = clock * 1e3, worked * 1e3, sent
+    return results
 
 
 def main():
@@ -155,7 +120,7 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--transport", default="auto", choices=["auto", "tcp", "shm"])
-    parser.add_argument("--realtime", action="store_true", help="with real-time priority")
+    contest.add_realtime(parser)
     arguments = parser.parse_args()
     os.environ.setdefault("TFRING_SECRET", "without one, a host takes no TCP")
     print("| ranks | way | ms a step | of them its processor | kB a rank sends | of every row |")
@@ -166,6 +131,7 @@ def main():
         for way, (clock, worked, sent) in measured(ranks, arguments).items():
             figures = f"{clock:.2f} | {worked:.2f} | {sent / 1e3:.0f} | 1 / {every_row / sent:.2f}"
             print(f"| {ranks} | {way} | {figures} |", flush=True)
+    contest.print_conditions(arguments.realtime)
 
 
 if __name__ == "__main__":

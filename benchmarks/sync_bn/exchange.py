@@ -10,7 +10,6 @@ sent; times are medians over interleaved rounds.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import pathlib
 import statistics
 import sys
@@ -24,8 +23,6 @@ sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
 
 import contest  # noqa: E402
 
-START_SECONDS = 60
-MEASURE_SECONDS = 120
 WAYS = ("all_reduce", "central")
 
 
@@ -74,49 +71,17 @@ class Exchange:
         return (time.perf_counter() - start) / exchanges, (self.bytes_sent() - sent) / exchanges
 
 
-def serve(pipe, *arguments):
-    exchange = Exchange(*arguments)
-    pipe.send(None)
-    while (question := pipe.recv()) is not None:
-        with contest.realtime(question[-1]):
-            answer = exchange.measure(*question[:-1])
-        pipe.send(answer)
-
-
-def answers(pipes, seconds):
-    for pipe in pipes:
-        if not pipe.poll(seconds):
-            raise RuntimeError(f"A rank did not answer within {seconds} s.")
-    return [pipe.recv() for pipe in pipes]
-
-
 def measured(ranks, arguments):
     """`{(way, channels): (median milliseconds, most bytes any rank sent)}`."""
-    context = multiprocessing.get_context("spawn")
-    addresses = [f"127.0.0.1:{port}" for port in contest.free_ports(ranks)]
-    pipes, processes = [], []
-    try:
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, addresses, arguments.transport), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        answers(pipes, START_SECONDS)
-        seconds, sent = {}, {}
+    seconds, sent = {}, {}
+    with contest.own_ranks(Exchange, ranks, arguments.transport) as ask:
         for _ in range(arguments.rounds):
             for channels in arguments.channels:
                 for way in WAYS:
-                    for pipe in pipes:
-                        pipe.send((way, channels, arguments.exchanges, arguments.realtime))
-                    results = answers(pipes, MEASURE_SECONDS)
+                    results = ask(arguments.realtime, way, channels, arguments.exchanges)
                     seconds.setdefault((way, channels), []).append(max(s for s, _ in results))
                     sent[way, channels] = max(b for _, b in results)
-        return {key: (statistics.median(values) * 1e3, sent[key]) for key, values in seconds.items()}
-    finally:
-        for process in processes:
-            process.kill()
+    return {key: (statistics.median(values) * 1e3, sent[key]) for key, values in seconds.items()}
 
 
 def main():

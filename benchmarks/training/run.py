@@ -17,6 +17,7 @@ import contextlib
 import json
 import pathlib
 import sys
+from collections.abc import Iterator
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -42,16 +43,17 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for workers in filter(None, arguments.workers.split(",")):
-        results[workers] = compare(int(workers), arguments)
-        RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+        for so_far in compare(int(workers), arguments):
+            results[workers] = so_far
+            RESULTS.write_text(json.dumps(results, indent=0) + "\n")
     if arguments.network:
         results["network"] = network.measure(arguments.rounds) or results.get("network")
         RESULTS.write_text(json.dumps(results, indent=0) + "\n")
     tables.write(results)
 
 
-def compare(workers: int, arguments) -> dict:
-    """Each contestant with one worker and with several: the times, round by round."""
+def compare(workers: int, arguments) -> Iterator[dict]:
+    """Each contestant with one worker and with several: after each round the times so far, round by round."""
     pythons = {"horovod": arguments.horovod_python, "old": arguments.horovod_python, "torch": arguments.peers_python}
     wanted = [
         (name, tables.HEADINGS[name], pythons.get(name, sys.executable), MODULES.get(name, "tensorflow"))
@@ -67,6 +69,7 @@ def compare(workers: int, arguments) -> dict:
             started = contest.started(HERE / "worker.py", mine, ranks)
             contestants, missing = stack.enter_context(started)
             running += [(ranks, contestant) for contestant in contestants]
+        versions = sorted({fact for _, contestant in running for fact in contestant.facts})
         for round_number in range(arguments.rounds):
             for name in names:
                 for ranks, contestant in running:
@@ -75,13 +78,12 @@ def compare(workers: int, arguments) -> dict:
                         slowest = max(answers, key=lambda answer: answer["seconds"])
                         times.setdefault((contestant.name, ranks, name), []).append(slowest)
             print(f"{workers} workers, round {round_number + 1} of {arguments.rounds}", file=sys.stderr)
-        versions = sorted({fact for _, contestant in running for fact in contestant.facts})
-    return {
-        "conditions": conditions,
-        "versions": versions,
-        "missing": missing,
-        "times": [[*cell, values] for cell, values in times.items()],
-    }
+            yield {
+                "conditions": conditions,
+                "versions": versions,
+                "missing": missing,
+                "times": [[*cell, values] for cell, values in times.items()],
+            }
 
 
 if __name__ == "__main__":

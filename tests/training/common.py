@@ -38,6 +38,35 @@ def skewed_ids(num_rows=83, vocabulary=30, ids_per_row=3, seed=0):
     return ids.astype("int32"), y.astype("float32")
 
 
+def all_optimizers():
+    """Every optimizer of Keras, by name."""
+    import keras
+
+    o = keras.optimizers
+    newer = {
+        "Muon": lambda: o.Muon(0.01),
+        "ScheduleFreeAdamW": lambda: o.ScheduleFreeAdamW(0.01),
+        "MultiOptimizer": lambda: o.MultiOptimizer(o.OptimizerMap(o.Adam(0.01), {"embedding.*": o.SGD(0.03)})),
+    }
+    return {
+        "SGD": lambda: o.SGD(0.03),
+        "SGD momentum": lambda: o.SGD(0.01, momentum=0.9, nesterov=True),
+        "RMSprop": lambda: o.RMSprop(0.003, momentum=0.9, centered=True),
+        "Adam": lambda: o.Adam(0.01),
+        "Adam amsgrad": lambda: o.Adam(0.01, amsgrad=True),
+        "AdamW": lambda: o.AdamW(0.01, weight_decay=0.01),
+        "Adadelta": lambda: o.Adadelta(0.1),
+        "Adagrad": lambda: o.Adagrad(0.05),
+        "Adamax": lambda: o.Adamax(0.01),
+        "Adafactor": lambda: o.Adafactor(0.01),
+        "Nadam": lambda: o.Nadam(0.01),
+        "Ftrl": lambda: o.Ftrl(0.05, l1_regularization_strength=0.01),
+        "Lion": lambda: o.Lion(0.01),
+        "Lamb": lambda: o.Lamb(0.01),
+        **{name: make for name, make in newer.items() if hasattr(o, name)},
+    }
+
+
 def relative_error(got, want):
     """The largest difference over the largest value, over a list of arrays."""
     worst = 0.0

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from common import assert_equal, devices, relative_error, skewed_ids, skewed_rows, train_both
+from common import all_optimizers, assert_equal, devices, relative_error, skewed_ids, skewed_rows, train_both
 from harness import strategy, workers
 
 import tfring
@@ -28,27 +28,7 @@ def test_cuts():
 
 def optimizers():
     """Every optimizer of Keras that is not refused, by name."""
-    import keras
-
-    o = keras.optimizers
-    newer = {
-        "ScheduleFreeAdamW": lambda: o.ScheduleFreeAdamW(0.01),
-        "MultiOptimizer": lambda: o.MultiOptimizer(o.OptimizerMap(o.Adam(0.01), {"embedding.*": o.SGD(0.03)})),
-    }
-    return {
-        "SGD": lambda: o.SGD(0.03),
-        "SGD momentum": lambda: o.SGD(0.01, momentum=0.9, nesterov=True),
-        "RMSprop": lambda: o.RMSprop(0.003, momentum=0.9, centered=True),
-        "Adam": lambda: o.Adam(0.01, amsgrad=True),
-        "AdamW": lambda: o.AdamW(0.01, weight_decay=0.01),
-        "Adadelta": lambda: o.Adadelta(0.1),
-        "Adagrad": lambda: o.Adagrad(0.05),
-        "Adamax": lambda: o.Adamax(0.01),
-        "Nadam": lambda: o.Nadam(0.01),
-        "Ftrl": lambda: o.Ftrl(0.05, l1_regularization_strength=0.01),
-        "Lion": lambda: o.Lion(0.01),
-        **{name: make for name, make in newer.items() if hasattr(o, name)},
-    }
+    return {name: make for name, make in all_optimizers().items() if name not in ("Adafactor", "Lamb", "Muon")}
 
 
 def excluding(optimizer):
