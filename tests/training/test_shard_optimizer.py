@@ -254,7 +254,7 @@ def custom_optimizers():
 
         def build(self, variables):
             super().build(variables)
-            self.sums = self.add_optimizer_variables(variables, "sum")
+            self.sums = [self.add_variable_from_reference(variable, "sum") for variable in variables]
 
         def update_step(self, gradient, variable, learning_rate):
             total = self.sums[self._get_variable_index(variable)]

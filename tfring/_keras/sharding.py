@@ -45,6 +45,7 @@ class Shards:
         self.weights: dict = {}  # by their keys
         self.pieces: dict = {}  # by the keys of the weights
         self.keys: dict = {}  # of weights, by those of their pieces
+        self.untold = iter(variables)  # of which an older Keras makes accumulators, by shapes alone
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 continue
@@ -55,6 +56,11 @@ class Shards:
     def piece(self, variable):
         """The piece of a weight; None of one that is not cut."""
         return self.pieces.get(self.key(variable))
+
+    def slot(self, piece, make, *args, **kwargs):
+        """What `make(*args, **kwargs)` makes: a slot of this worker, for a piece."""
+        with self.strategy.extended.variables_of_worker():
+            return _mark(make(*args, **kwargs), self.strategy, cut_of(piece))
 
     def filled(self, variables) -> list:
         """The pieces, as the weights are now; weights that are not cut stand for themselves."""
@@ -209,9 +215,17 @@ def install():
         piece = None if shards is None or name == _ACCUMULATOR else shards.piece(reference_variable)
         if shards is None or piece is None:
             return original(self, reference_variable, name=name, initializer=initializer)
-        with shards.strategy.extended.variables_of_worker():
-            slot = original(self, piece, name=name, initializer=initializer)
-        return _mark(slot, shards.strategy, cut_of(piece))
+        return shards.slot(piece, original, self, piece, name=name, initializer=initializer)
+
+    def add_variable(original, self, shape, *args, name=None, **kwargs):
+        shards = shards_of(self)
+        piece = shards.piece(next(shards.untold)) if shards is not None and name == "accumulator" else None
+        if shards is None or piece is None:
+            return original(self, shape, *args, name=name, **kwargs)
+        return shards.slot(piece, original, self, piece.shape, *args, name=name, **kwargs)
+
+    for kind in (keras.optimizers.Adagrad, keras.optimizers.Ftrl):  # which make accumulators so, in Keras 3.8
+        seam(kind, "add_variable")(add_variable)
 
     @seam(tf_optimizer, "_var_key")
     def var_key(original, self, variable):
