@@ -3,6 +3,7 @@
     python benchmarks/training/run.py                         # 1 and 2 workers, and 4; twenty minutes on two cores
     python benchmarks/training/run.py --workers 2 --rounds 5
     python benchmarks/training/run.py --workers "" --network  # large gradients between hosts that are namespaces; root
+    python benchmarks/training/run.py --workers "" --threads  # workers that are not bound, by their numbers of threads
     python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
 
 Every worker has one core, so that a second one could at most double the rows a second. The global batch is the same
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import json
 import pathlib
+import statistics
 import sys
 from collections.abc import Iterator
 
@@ -26,6 +28,7 @@ import contest  # noqa: E402
 import models  # noqa: E402
 import network  # noqa: E402
 import tables  # noqa: E402
+import threads  # noqa: E402
 
 RESULTS = HERE / "results.json"
 MODULES = {"horovod": "horovod.tensorflow", "torch": "torch"}
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable, help="has torch")
     parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
     parser.add_argument("--network", action="store_true", help="large gradients between imitated hosts, too")
+    parser.add_argument("--threads", action="store_true", help="the launcher's shares of threads and others, too")
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for workers in filter(None, arguments.workers.split(",")):
@@ -48,6 +52,9 @@ def main() -> None:
             RESULTS.write_text(json.dumps(results, indent=0) + "\n")
     if arguments.network:
         results["network"] = network.measure(arguments.rounds) or results.get("network")
+        RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+    if arguments.threads:
+        results["threads"] = threads.measure(arguments.rounds)
         RESULTS.write_text(json.dumps(results, indent=0) + "\n")
     tables.write(results)
 
@@ -75,7 +82,10 @@ def compare(workers: int, arguments) -> Iterator[dict]:
                 for ranks, contestant in running:
                     answers = contestant.ask("measure", name)
                     if all(isinstance(answer, dict) for answer in answers):
-                        slowest = max(answers, key=lambda answer: answer["seconds"])
+                        slowest = {**max(answers, key=lambda answer: answer["seconds"])}
+                        of_all = zip(*(answer["steps"] for answer in answers), strict=True)
+                        slowest["in_step"] = statistics.median(map(max, of_all))
+                        del slowest["steps"]
                         times.setdefault((contestant.name, ranks, name), []).append(slowest)
             print(f"{workers} workers, round {round_number + 1} of {arguments.rounds}", file=sys.stderr)
             yield {

@@ -38,6 +38,14 @@ class Part:
         values = self.times.get(cell)
         return statistics.median(value["seconds"] for value in values) if values else None
 
+    def most(self, workers: int, name: str, figure: str) -> float | None:
+        """The speed-up of workers that exchange nothing, by a figure of their steps."""
+        one, several = ("plain", 1, name), ("apart", workers, name)
+        if one not in self.times or several not in self.times:
+            return None
+        pairs = zip(self.times[one], self.times[several], strict=True)
+        return statistics.median(s["seconds"] / f[figure] for s, f in pairs)
+
     def last(self, figure: str, *cell) -> float | None:
         values = self.times.get(cell)
         return values[-1][figure] if values else None
@@ -59,12 +67,14 @@ class Part:
 
 def write(results: dict) -> None:
     head = README.read_text().partition(MARKER)[0]
-    parts = {int(workers): Part(result) for workers, result in results.items() if workers != "network"}
+    parts = {int(workers): Part(result) for workers, result in results.items() if workers.isdecimal()}
     sections = [section(workers, part) for workers, part in parts.items()]
     if parts and picture.draw(parts, HEADINGS, OF_ONE):
         sections.insert(0, "![speed-ups of all models](training.png)")
     if results.get("network"):
         sections.append(network_section(results["network"]))
+    if results.get("threads"):
+        sections.append(threads_section(results["threads"]))
     README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
@@ -104,17 +114,19 @@ def section(workers: int, part: Part) -> str:
             lines.append(f"| {heading} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"At most is the speed-up of {workers} workers that exchange nothing, over Keras alone; then tfring's rows a "
-        "second over its peers', and its time with one worker over that of Keras alone.",
+        f"At most is the speed-up of {workers} workers that exchange nothing, over Keras alone; in step, the same if "
+        "each of their steps took as long as the slowest worker's, as it does for workers that wait for each other. "
+        "Then tfring's rows a second over its peers', and its time with one worker over that of Keras alone.",
         "",
-        f"| | speed-up | sharded | at most | {' | '.join(HEADINGS[peer] for peer in PEERS)} | one worker |",
-        "|---|" + "---:|" * 7,
+        f"| | speed-up | sharded | at most | in step | {' | '.join(HEADINGS[peer] for peer in PEERS)} | one worker |",
+        "|---|" + "---:|" * 8,
     ]
     for name in names:
         cells = [
             part.ratio(("tfring", 1, name), ("tfring", workers, name)),
             part.ratio(("tfring", 1, name), ("sharded", workers, name)),
-            part.ratio(("plain", 1, name), ("apart", workers, name)),
+            part.most(workers, name, "seconds"),
+            part.most(workers, name, "in_step"),
             *(part.ratio((peer, workers, name), ("tfring", workers, name)) for peer in PEERS),
             part.ratio(("tfring", 1, name), ("plain", 1, name)),
         ]
@@ -153,6 +165,24 @@ def network_section(result: dict) -> str:
         by_clock = "" if kind == "unshaped" else percent((together - of["milliseconds"]) / (together - alone))
         cells = [f"{of['milliseconds']:,.0f}", f"{of['gradients']:,.0f}", by_clock]
         lines.append(f"| {heading} | " + " | ".join(cells) + f" | {percent(of['gradients_hidden_share'])} |")
+    return "\n".join(lines)
+
+
+def threads_section(result: dict) -> str:
+    cells = {tuple(cell): statistics.median(values) for *cell, values in result["times"]}
+    names = list(dict.fromkeys(name for _, _, name in cells))
+    titles = list(dict.fromkeys(title for _, title, _ in cells))
+    lines = [
+        "## Threads of workers that share a host's cores", "",
+        f"{result['conditions']} Versions: {'; '.join(result['versions'])}.", "",
+        "tfring, workers that are not bound to cores. Milliseconds of the slowest worker's median step, medians of "
+        f"{len(result['times'][0][-1])} rounds.", "",
+        f"| workers | threads | {' | '.join(names)} |", "|---|---|" + "---:|" * len(names),
+    ]  # fmt: skip
+    for workers in dict.fromkeys(workers for workers, _, _ in cells):
+        for title in titles:
+            found = [milliseconds(cells[workers, title, name]) for name in names]
+            lines.append(f"| {workers} | {title} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 

@@ -14,6 +14,8 @@ import models
 
 def take_a_core(rank: int) -> None:
     """As under a scheduler that gives each worker a core of its own; with fewer cores than workers they take turns."""
+    if "BENCHMARK_UNBOUND" in os.environ:  # threads.py says how many
+        return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ.update(TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="2", OMP_NUM_THREADS="1")
@@ -52,7 +54,7 @@ class Plain:
         return [self.version]
 
     def measure(self, name: str) -> dict | str:
-        """The median step of a `fit`, the bytes this rank sent, and what memory it took beside the model's.
+        """The steps of a `fit`, their median, the bytes this rank sent, and what memory it took beside the model's.
 
         The first call makes the model and warms up.
         """
@@ -67,6 +69,7 @@ class Plain:
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
         steps = self.made[name]()
         return {
+            "steps": steps,
             "seconds": statistics.median(steps),
             "memory": memory("VmHWM") - resident,
             "bytes": None if sent is None else (self.bytes_sent() - sent) / models.TASKS[name].steps,
@@ -123,7 +126,9 @@ class Plain:
             image = tf.io.decode_jpeg(file, channels=3)
             return tf.image.resize(tf.cast(image, tf.float32) / 255, [64, 64]), label
 
-        return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch)
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = int(os.environ.get("BENCHMARK_DATA_THREADS", "0")) or None
+        return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch).with_options(options)
 
 
 class Apart(Plain):
