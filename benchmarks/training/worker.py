@@ -127,7 +127,8 @@ class Plain:
             return tf.image.resize(tf.cast(image, tf.float32) / 255, [64, 64]), label
 
         options = tf.data.Options()
-        options.threading.private_threadpool_size = int(os.environ.get("BENCHMARK_DATA_THREADS", "0")) or None
+        if "BENCHMARK_DATA_THREADS" in os.environ:
+            options.threading.private_threadpool_size = int(os.environ["BENCHMARK_DATA_THREADS"])
         return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch).with_options(options)
 
 
