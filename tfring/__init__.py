@@ -22,7 +22,7 @@ _EXPORTS = {
     "save": "tfring._keras.saving",
 }
 _WITHOUT_TENSORFLOW = ("Cluster", "Communicator")
-_ROOMS = ("callbacks", "data", "layers")  # `tfring.callbacks.Backup`, without an import of its own
+_ROOMS = ("callbacks", "data", "layers", "parallel")  # `tfring.callbacks.Backup`, without an import of its own
 
 if TYPE_CHECKING:
     from tfring._keras.saving import save

@@ -1,7 +1,8 @@
 """The seams into Keras, where a strategy alone cannot put things right.
 
 Each seam names what Keras does and the upstream issue, acts only on models, optimizers and variables that belong to
-a RingStrategy, and leaves everything else in the process as it was. This package alone imports `keras.src`.
+a RingStrategy and on sharded tables, and leaves everything else in the process as it was. This package alone imports
+`keras.src`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _installed = False
 
 
 def install() -> None:
-    """Puts the seams in place, once a process; called by the first RingStrategy.
+    """Puts the seams in place, once a process; called by the first RingStrategy or ShardedEmbedding.
 
     Raises:
       ConfigurationError: where Keras is too old, or runs on another backend.
@@ -50,11 +51,13 @@ def install() -> None:
         sharding,
         slots,
         state,
+        tables,
         trace,
         trainer,
     )
 
-    # The trainer's `fit` is entered after arrays were compared; the order of the others is of no importance.
+    # The trainer's `fit` is entered after arrays were compared, and `tables` before `sharding`; the order of the others
+    # is of no importance.
     for module in (
         metrics,
         losses,
@@ -62,6 +65,7 @@ def install() -> None:
         optimizers,
         sharding,
         slots,
+        tables,
         state,
         randomness,
         inputs,

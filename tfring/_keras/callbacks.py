@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfring._keras import loop, outside, place, slots
 from tfring._keras.seam import ring_of_model, seam
+from tfring._keras.sharding import cut_of
 from tfring.errors import ConfigurationError
 
 
@@ -43,7 +44,7 @@ class _SaveNothing:
         self._model = model
 
     def save(self, *args, **kwargs):
-        with slots.whole_slots(self._model, keep=False):
+        with slots.whole_pieces(self._model, keep=False):
             pass
 
     save_weights = save
@@ -68,14 +69,16 @@ def install():
             self._model = model
 
 
-def for_rank(callbacks, strategy) -> list:
+def for_rank(callbacks, model, strategy) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
     import keras
 
-    if strategy.shard_optimizer and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+    in_pieces = "shard_optimizer=True" if strategy.shard_optimizer else ""
+    in_pieces = in_pieces or next((f"the table {v.path!r}" for v in model.variables if cut_of(v) is not None), "")
+    if in_pieces and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
             "BackupAndRestore saves and restores on rank 0 alone, which has a piece of each slot. Received: "
-            "BackupAndRestore with shard_optimizer=True. Use tfring.callbacks.Backup."
+            f"BackupAndRestore with {in_pieces}. Use tfring.callbacks.Backup."
         )
     writers = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.BackupAndRestore)
     if strategy.cluster.is_chief:
@@ -83,12 +86,12 @@ def for_rank(callbacks, strategy) -> list:
     return [c for c in callbacks if not isinstance(c, writers)]
 
 
-def arranged(name, callbacks, strategy, verbose) -> list:
+def arranged(name, callbacks, model, strategy, verbose) -> list:
     """The callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank."""
     import keras
 
     callbacks = [] if callbacks is None else callbacks
-    callbacks = for_rank(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks], strategy)
+    callbacks = for_rank(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks], model, strategy)
     last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
     if strategy.cluster.world_size == 1 and not last:
         return callbacks

@@ -13,6 +13,9 @@ summed as `tf.distribute` has it.
 Clipping on local gradients is horovod #1346; the finite test of LossScaleOptimizer on local gradients sends ranks
 down different branches. The whole of `apply` runs in the cross-replica context: there it may contain `cond`
 (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
+
+The gradient of a sharded table is that of the whole batch already, of this worker's rows: the lookup has weighed it and
+summed it (`layers/lookup.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import threading
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import finite, sharding
+from tfring._keras import finite, sharding, tables
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -40,16 +43,18 @@ class _Applying:
       active: whether this worker contributes; None where it does.
       weighed: whether gradients are zeros where it does not.
       reduced: whether gradients are those of all workers.
-      cut: whether gradients are of this worker's pieces; see `sharding.py`.
+      cut: whether gradients are of pieces of whole weights; see `sharding.py`.
+      apart: whether workers hold different gradients, those of their pieces or tables.
       variables: that the gradients are of.
     """
 
-    def __init__(self, strategy, active=None, weighed=False, reduced=False, cut=False):
+    def __init__(self, strategy, active=None, weighed=False, reduced=False, cut=False, apart=False):
         self.strategy = strategy
         self.active = active
         self.weighed = weighed
         self.reduced = reduced
         self.cut = cut
+        self.apart = apart
         self.variables: list = []
 
 
@@ -85,7 +90,8 @@ def _reduce(applying, gradients, variables, shards=None):
         for i, gradient in zip(positions, reduced, strict=True):
             results[i] = gradient
 
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    tables_at = [i for i, variable in enumerate(variables or ()) if tables.update_of(variable)]
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in tables_at]
     cuts = {i: sharding.cut_of(shards.piece(variables[i])) for i in present} if shards else {}
     cut = [i for i in present if cuts.get(i)]
     ops = strategy.extended.gradient_ops
@@ -99,8 +105,11 @@ def _reduce(applying, gradients, variables, shards=None):
     return results
 
 
-def _sum_on_worker(strategy, optimizer, gradients, active):
-    """`(gradients, active)`: the sum of this worker's replicas; whether the worker contributes, None where it does."""
+def _sum_on_worker(strategy, optimizer, gradients, are_tables, active):
+    """`(gradients, active)`: the sum of this worker's replicas; whether the worker contributes, None where it does.
+
+    A worker without rows of the batch has rows of tables, whose gradients others have sent.
+    """
     ops = strategy.extended.gradient_ops
     flags = None if active is None else values_of(active)
     # One replica without rows is left to the ring, which then adds zeros for free. Not so where gradients are
@@ -108,7 +117,8 @@ def _sum_on_worker(strategy, optimizer, gradients, active):
     active = None
     if flags is not None and len(flags) == 1 and not optimizer.gradient_accumulation_steps:
         [active], flags = flags, None
-    return [None if g is None else ops.sum_on_worker(g, flags) for g in gradients], active
+    pairs = zip(gradients, are_tables, strict=True)
+    return [None if g is None else ops.sum_on_worker(g, None if table else flags) for g, table in pairs], active
 
 
 def _names(variables):
@@ -127,17 +137,22 @@ def install():
             return False
         running = step.current()
         active = running.active if running else None
+        variables = list(variables or optimizer._trainable_variables)
+        if len(variables) != len(gradients):  # Keras says what is missing
+            return False
+        are_tables = [tables.update_of(variable) is not None for variable in variables]
         if running is not None:
             gradients = list(gradients)
-            for i, variable in enumerate(variables or [None] * len(gradients)):
-                if not getattr(variable, "overwrite_with_gradient", False):  # which is no gradient, but a value
+            for i, variable in enumerate(variables):
+                is_value = getattr(variable, "overwrite_with_gradient", False)  # and no gradient
+                if not is_value and not are_tables[i]:
                     gradients[i] = running.weigh(gradients[i])
         weighed = running is not None and running.share is not None
 
         def in_cross_replica(gradients, active):
-            names = _names(variables or optimizer._trainable_variables)
+            names = _names(variables)
             finite.note(strategy, optimizer, gradients, names, active)
-            summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, active)
+            summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, are_tables, active)
             with _running(_Applying(strategy, worker_active, weighed)):
                 body(summed)
 
@@ -161,13 +176,14 @@ def install():
         inner = self.inner_optimizer
         shards = None if inner.gradient_accumulation_steps else sharding.shards_of(inner)  # accumulated whole
         reduced = _reduce(applying, grads, variables, shards)
-        with _running(_Applying(applying.strategy, reduced=True, cut=shards is not None)):
+        apart = shards is not None or any(sharding.cut_of(v) is not None for v in variables)
+        with _running(_Applying(applying.strategy, reduced=True, cut=shards is not None, apart=apart)):
             return self._common_apply(reduced, trainable_variables=trainable_variables)
 
     @seam(loss_scale_optimizer.LossScaleOptimizer, "check_finite")
     def check_finite(original, self, grads):
         applying, is_finite = _under_way(), original(self, grads)
-        if applying is None or not applying.cut:
+        if applying is None or not applying.apart:
             return is_finite
         flags = [tf.reshape(tf.cast(is_finite, tf.int32), [1])]
         [agreed] = applying.strategy.extended.gradients.all_reduce(flags, "min", name="gradients are finite")
@@ -176,23 +192,37 @@ def install():
     @seam(base_optimizer.BaseOptimizer, "_backend_apply_gradients")
     def backend_apply_gradients(original, self, grads, trainable_variables):
         applying = _under_way()
+        if applying is None and any(map(tables.update_of, trainable_variables)):
+            if any(sharding.cut_of(v) is not None for v in trainable_variables):
+                raise _outside(self)
+            applying = _Applying(None, reduced=True)  # of one process
         if applying is not None:
             applying.variables = list(trainable_variables)
-        return original(self, grads, trainable_variables)
+        with _running(applying):
+            return original(self, grads, trainable_variables)
 
     @seam(base_optimizer.BaseOptimizer, "_clip_gradients")
     def clip_gradients(original, self, grads):
         applying, shards = _under_way(), sharding.shards_of(self)
-        if applying is not None and not applying.reduced:
-            grads = _reduce(applying, grads, applying.variables, shards)
-        if shards is None:
-            return original(self, grads)
         if applying is None:
-            raise ConfigurationError(
-                "With shard_optimizer=True gradients are applied where each replica has its own: in `train_step`, or "
-                "in the function given to `strategy.run`. Received: an outside call of apply of "
-                f"{type(self).__name__} {self.name!r}."
-            )
+            if shards is not None:
+                raise _outside(self)
+            return original(self, grads)
+        variables = applying.variables
+        if not applying.reduced:
+            grads = _reduce(applying, grads, variables, shards)
+        pieces = [None if shards is None else shards.piece(v) for v in variables]
         if applying.reduced and not applying.cut:
-            grads = [sharding.piece_of(shards.piece(v), g) for v, g in zip(applying.variables, grads, strict=True)]
-        return sharding.clipped(original, self, shards, grads)
+            grads = [g if p is None else sharding.piece_of(p, g) for p, g in zip(pieces, grads, strict=True)]
+        in_pieces = [p is not None or sharding.cut_of(v) is not None for p, v in zip(pieces, variables, strict=True)]
+        if any(in_pieces) or any(map(tables.update_of, variables)):  # which Keras would make dense
+            return sharding.clipped(original, self, applying.strategy, grads, in_pieces)
+        return original(self, grads)
+
+
+def _outside(optimizer):
+    return ConfigurationError(
+        "With shard_optimizer=True, and for tables divided over workers, gradients are applied where each replica has "
+        "its own: in `train_step`, or in the function given to `strategy.run`. Received: an outside call of apply of "
+        f"{type(optimizer).__name__} {optimizer.name!r}."
+    )

@@ -15,6 +15,8 @@ import tensorflow as tf
 
 from tfring._keras import slots
 from tfring._keras.seam import ring_of_model, seam
+from tfring._keras.sharding import cut_of
+from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring
 
 
@@ -46,7 +48,7 @@ def save(model, path, **options) -> None:
         write(path, **options)
         return
     error = None
-    with slots.whole_slots(model, keep=strategy.cluster.is_chief):
+    with slots.whole_pieces(model, keep=strategy.cluster.is_chief):
         if strategy.cluster.is_chief:
             try:
                 write(path, **options)
@@ -76,7 +78,7 @@ def install():
     def save_model(original, model, filepath, weights_format="h5", zipped=True):
         if zipped:
             return written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
-        with slots.whole_slots(model, keep=is_writer(model)):
+        with slots.whole_pieces(model, keep=is_writer(model)):
             return by_rank_0(original, model, filepath, weights_format=weights_format, zipped=zipped)
 
     def is_writer(model):
@@ -87,7 +89,7 @@ def install():
         return original(model, *args, **kwargs) if is_writer(model) else None
 
     def written_aside(original, model, filepath, *args, **kwargs):
-        with slots.whole_slots(model):
+        with slots.whole_pieces(model):
             return renamed(original, model, filepath, *args, **kwargs)
 
     def renamed(original, model, filepath, *args, **kwargs):
@@ -105,7 +107,17 @@ def install():
 
     seam(saving_lib, "save_weights_only")(written_aside)
     seam(legacy_h5_format, "save_model_to_hdf5")(written_aside)
-    seam(Model, "export")(by_rank_0)
+
+    @seam(Model, "export")
+    def export(original, self, *args, **kwargs):
+        tables = [v.path for v in self.variables if cut_of(v) is not None]
+        if tables:
+            raise ConfigurationError(
+                "An exported model runs in one process, and here each rank has rows of a table. Received: export() of "
+                f"a model with {tables[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
+                "`tfring.save(model, path)`, load that in one process and export there."
+            )
+        return by_rank_0(original, self, *args, **kwargs)
 
 
 def _is_local(filepath) -> bool:

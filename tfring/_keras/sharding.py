@@ -21,6 +21,7 @@ from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 from tfring.reduction.cuts import Cut, plan_cut
+from tfring.reduction.placement import Placement
 
 _ELEMENT_WISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
@@ -47,8 +48,8 @@ class Shards:
         self.keys: dict = {}  # of weights, by those of their pieces
         self.untold = iter(variables)  # of which an older Keras makes accumulators, by shapes alone
         for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                continue
+            if getattr(variable, "overwrite_with_gradient", False) or cut_of(variable) is not None:
+                continue  # a value; a table, of which this worker has its rows already
             piece = _new_piece(strategy, variable)
             key = self.key(variable)
             self.weights[key], self.pieces[key], self.keys[self.key(piece)] = variable, piece, key
@@ -60,7 +61,7 @@ class Shards:
     def slot(self, piece, make, *args, **kwargs):
         """What `make(*args, **kwargs)` makes: a slot of this worker, for a piece."""
         with self.strategy.extended.variables_of_worker():
-            return _mark(make(*args, **kwargs), self.strategy, cut_of(piece))
+            return mark(make(*args, **kwargs), self.strategy, cut_of(piece))
 
     def filled(self, variables) -> list:
         """The pieces, as the weights are now; weights that are not cut stand for themselves."""
@@ -82,9 +83,16 @@ def shards_of(optimizer) -> Shards | None:
     return getattr(optimizer, "_tfring_shards", None)
 
 
-def cut_of(variable) -> Cut | None:
+def cut_of(variable) -> Cut | Placement | None:
     """How the whole is cut of which a Keras variable holds a piece; None of a whole variable."""
     return getattr(variable, "_tfring_cut", None)
+
+
+def mark(variable, strategy, cut: Cut | Placement | None):
+    """Notes that a Keras variable holds this worker's piece of a whole."""
+    variable._tfring_cut = cut
+    variable._tfring_rank = strategy.cluster.rank
+    return variable
 
 
 def whole_shape(variable) -> tuple[int, ...]:
@@ -95,7 +103,7 @@ def whole_shape(variable) -> tuple[int, ...]:
 
 def gather(ops, variables, *, name: str) -> list[tf.Tensor]:
     """The whole values of variables, on all ranks; `ops` is a RingAllReduce, `name` is for errors."""
-    values = [_held(variable) for variable in variables]
+    values = [held_of(variable) for variable in variables]
     cuts = [cut_of(variable) for variable in variables]
     chosen = [i for i, cut in enumerate(cuts) if cut is not None]
     whole = ops.gather_pieces([values[i] for i in chosen], [cuts[i] for i in chosen], name=name)
@@ -109,21 +117,26 @@ def piece_of(variable, value):
     cut = cut_of(variable)
     if cut is None:
         return value
-    value = _held(value)
-    if value.shape != cut.shape:
-        return value
-    begin, end = cut.bounds[variable._tfring_rank]
-    return tf.reshape(value, cut.lined_up)[begin:end]
+    rows = cut.rows(variable._tfring_rank)
+    if cut.lined_up == cut.shape == tuple(getattr(value, "shape", ())) and not tf.is_tensor(value):
+        return value[rows]  # of an array in a file nothing else is read
+    value = held_of(value)
+    return tf.reshape(value, cut.lined_up)[rows] if value.shape == cut.shape else value
 
 
-def clipped(clip, optimizer, shards, gradients) -> list:
-    """As Keras' `_clip_gradients`, here `clip`, of whole variables; the gradients are of pieces, on all workers."""
+def clipped(clip, optimizer, strategy, gradients, in_pieces) -> list:
+    """As Keras' `_clip_gradients`, here `clip`, of whole variables.
+
+    `in_pieces` says of each gradient whether it is of this worker's piece, of which others have other elements.
+    """
     limit = optimizer.clipnorm or optimizer.global_clipnorm
     if not limit or limit < 0:
         return clip(optimizer, gradients)
     wide = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
     squares = tf.stack([tf.reduce_sum(tf.square(tf.cast(_values(g), wide))) for g in gradients])
-    [squares] = shards.strategy.extended.gradients.all_reduce([squares], name="squares of gradients")
+    if any(in_pieces):
+        [everyones] = strategy.extended.gradients.all_reduce([squares], name="squares of gradients")
+        squares = tf.where(tf.constant(in_pieces), everyones, squares)
     if optimizer.clipnorm:
         scales = limit / tf.maximum(tf.sqrt(squares), limit)
     else:
@@ -142,7 +155,7 @@ def _scaled(gradient, scale):
     return gradient * scale
 
 
-def _held(value) -> tf.Tensor:
+def held_of(value) -> tf.Tensor:
     """What a variable of Keras or TensorFlow holds on this worker, or another value as a tensor."""
     import keras
 
@@ -163,16 +176,10 @@ def _new_piece(strategy, variable):
             name="piece",
         )
     piece._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
-    return _mark(piece, strategy, cut)
+    return mark(piece, strategy, cut)
 
 
-def _mark(variable, strategy, cut):
-    variable._tfring_cut = cut
-    variable._tfring_rank = strategy.cluster.rank
-    return variable
-
-
-def _refuse(optimizer) -> None:
+def refuse_unless_element_wise(optimizer, rule: str, way_out: str) -> None:
     """Raises ConfigurationError for an optimizer of which nobody knows that it computes element by element."""
     import keras
 
@@ -181,10 +188,10 @@ def _refuse(optimizer) -> None:
     if known or vars(kind).get("element_wise", False):
         return
     raise ConfigurationError(
-        "shard_optimizer=True gives each worker a piece of every weight, so an optimizer has to update each element "
+        f"{rule}, so an optimizer has to update each element "
         "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; of a class that is not "
         f"Keras' own nobody knows. Received: {kind.__name__} {optimizer.name!r}. Use another optimizer, such as "
-        "AdamW, or leave shard_optimizer out; a class of your own that computes element by element, and makes its "
+        f"AdamW, or {way_out}; a class of your own that computes element by element, and makes its "
         "slots by `add_optimizer_variables` or `add_variable_from_reference`, says so by the class attribute "
         "`element_wise = True`."
     )
@@ -205,7 +212,9 @@ def install():
         strategy = ring_of(getattr(self, "_distribution_strategy", None))
         is_sharded = strategy is not None and strategy.shard_optimizer and strategy.cluster.world_size > 1
         if is_sharded and not isinstance(self, delegating):
-            _refuse(self)
+            refuse_unless_element_wise(
+                self, "shard_optimizer=True gives each worker a piece of every weight", "leave shard_optimizer out"
+            )
             self._tfring_shards = Shards(strategy, self, variables)
         return original(self, variables)
 
@@ -267,8 +276,10 @@ def install():
         if shards is None:
             return original(self, grads, trainable_variables, learning_rate)
         pieces = [shards.piece(variable) for variable in trainable_variables]
-        original(self, grads, pieces, learning_rate)
-        return shards.spread(trainable_variables, pieces)
+        pairs = list(zip(trainable_variables, pieces, strict=True))
+        original(self, grads, [variable if piece is None else piece for variable, piece in pairs], learning_rate)
+        pairs = [(variable, piece) for variable, piece in pairs if piece is not None]
+        return shards.spread([variable for variable, _ in pairs], [piece for _, piece in pairs])
 
     @seam(base_optimizer.BaseOptimizer, "_update_model_variables_moving_average")
     def update_model_variables_moving_average(original, self, trainable_variables):
@@ -282,4 +293,8 @@ def install():
             return original(self, trainable_variables)
         averages = zip(trainable_variables, self._model_variables_moving_average, strict=False)
         pairs = [(variable, average) for variable, average in averages if average is not None]
+        for variable, average in pairs:
+            if shards.piece(variable) is None:
+                variable.assign(average)
+        pairs = [(variable, average) for variable, average in pairs if shards.piece(variable) is not None]
         return shards.spread([variable for variable, _ in pairs], [average for _, average in pairs])

@@ -1,58 +1,74 @@
-"""Slots of a sharded optimizer in files: whole, as one process writes them, so that they load into any cluster.
+"""Pieces in files: slots of a sharded optimizer and sharded tables are whole there, as one process writes them.
 
-A rank has a piece of each slot, so all ranks take part in saving, also where one alone writes. Whoever saves a model
-gathers its slots first, all of them at once and always in the same order, whatever goes on to be written.
+So they load into any cluster. A rank has a piece of each, so all ranks take part in saving, also where one alone
+writes. Whoever saves a model gathers its pieces first, all of them and always in the same order, whatever goes on to be
+written; a rank that does not write holds no more than a block of rows of each rank at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 
 import numpy as np
 
 from tfring._keras import outside
-from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import cut_of, gather, shards_of
+from tfring._keras.seam import seam
+from tfring._keras.sharding import cut_of, gather, held_of, piece_of, shards_of
 from tfring.errors import ConfigurationError
 
-_gathered: dict[int, np.ndarray] = {}  # whole slots while a model is saved, by the identity of the variable
+BLOCK_BYTES = 4 << 20  # of each rank's piece that go round at a time
+
+_gathered: dict[int, np.ndarray] = {}  # whole values while a model is saved, by the identity of the variable
 
 
-def slots_of(model) -> list:
-    """The slots of a model's optimizers of which each rank has a piece."""
-    variables = [v for optimizer in outside.optimizers_of(model) for v in optimizer.variables]
+def pieces_of(model) -> list:
+    """The weights of a model, and the slots of its optimizers, of which each rank has a piece."""
+    variables = [*model.variables, *(v for optimizer in outside.optimizers_of(model) for v in optimizer.variables)]
     return [v for v in {id(v): v for v in variables}.values() if cut_of(v) is not None]
 
 
 @contextlib.contextmanager
-def whole_slots(model, keep: bool = True):
+def whole_pieces(model, keep: bool = True):
     """While a model is saved; all ranks call it. `keep`: whether this rank writes."""
-    slots = [] if _gathered else slots_of(model)
-    for slot in slots:  # one by one: a rank that does not write has room for no more
-        value = whole(ring_of_model(model), slot)
+    pieces = [] if _gathered else pieces_of(model)
+    for piece in pieces:  # one by one: a rank that does not write has room for no more
+        value = whole(piece, keep)
         if keep:
-            _gathered[id(slot)] = value
+            _gathered[id(piece)] = value
     try:
         yield
     finally:
-        if slots:
+        if pieces:
             _gathered.clear()
 
 
-def whole(strategy, slot) -> np.ndarray:
-    """The whole value of a slot; all ranks call it."""
-    if id(slot) in _gathered:
-        return _gathered[id(slot)]
-    [value] = gather(strategy.extended.control_ops, [slot], name=f"{slot.path} of all ranks, which save together")
-    return value.numpy()
+def whole(variable, keep: bool = True) -> np.ndarray:
+    """The whole of which a variable holds a piece; all ranks call it. Nothing where this rank does not `keep` it."""
+    if id(variable) in _gathered:
+        return _gathered[id(variable)]
+    held, cut = held_of(variable), cut_of(variable)
+    assert cut is not None
+    strategy = variable.value.distribute_strategy
+    sizes = [cut.shape_of(rank)[0] for rank in range(strategy.cluster.world_size)]
+    dtype = held.dtype.as_numpy_dtype
+    result = np.empty(cut.lined_up if keep else (0, *cut.lined_up[1:]), dtype)
+    step = max(1, BLOCK_BYTES // max(1, held.dtype.size * math.prod(cut.lined_up[1:])))
+    name = "pieces of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
+    for begin in range(0, max(sizes), step):
+        counts = [min(step, max(0, size - begin)) for size in sizes]
+        block = strategy.extended.control.all_gather(held[begin : begin + step], name=name)
+        for rank, rows in enumerate(np.split(block.numpy(), np.cumsum(counts)[:-1]) if keep else ()):
+            result[cut.rows(rank)][begin : begin + step] = rows
+    return result.reshape(cut.shape) if keep else result
 
 
 class _Whole:
     """Stands for a slot where Keras asks for its path and its value."""
 
-    def __init__(self, strategy, slot):
+    def __init__(self, slot):
         self.path = slot.path
-        self._value = whole(strategy, slot)
+        self._value = whole(slot)
 
     def __array__(self, dtype=None, copy=None):
         return self._value if dtype is None else self._value.astype(dtype)
@@ -78,14 +94,35 @@ def install():
             return original(self, store)
         for number, variable in enumerate(variables):
             is_cut = cut_of(variable) is not None
-            store[str(number)] = whole(self._distribution_strategy, variable) if is_cut else variable.numpy()
+            store[str(number)] = whole(variable) if is_cut else variable.numpy()
+
+    @seam(keras.layers.Layer, "get_weights")
+    def get_weights(original, self):
+        if all(cut_of(v) is None for v in self.weights):
+            return original(self)
+        return [v.numpy() if cut_of(v) is None else whole(v) for v in self.weights]
+
+    @seam(keras.layers.Layer, "set_weights")
+    def set_weights(original, self, weights):
+        pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
+        pieces = [piece_of(v, np.asarray(w)) if cut_of(v) is not None else w for v, w in pairs]
+        return original(self, [*pieces, *weights[len(pieces) :]])
+
+    @seam(legacy_h5_format, "_legacy_weights")
+    def legacy_weights(original, layer):
+        tables = [v for v in layer.weights if cut_of(v) is not None]
+        if tables:
+            raise ConfigurationError(
+                "Files of Keras' older format (.h5) do not take a table of which each rank has rows. Received: "
+                f"{tables[0].path!r}. Save a .keras or a .weights.h5 file."
+            )
+        return original(layer)
 
     @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
     def save_optimizer_weights_to_hdf5_group(original, group, optimizer):
         variables = getattr(optimizer, "variables", ())
         if any(cut_of(v) is not None for v in variables):
-            strategy = optimizer._distribution_strategy
-            optimizer = _Weights([v if cut_of(v) is None else _Whole(strategy, v) for v in variables])
+            optimizer = _Weights([v if cut_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
     @seam(tensorflow_optimizer.TFOptimizer, "_trackable_children")
@@ -104,7 +141,9 @@ def install():
         if shards is None:
             return original(self, optimizer)
         for variable, average in _averaged(optimizer):
-            [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
+            value = held_of(average)
+            if cut_of(variable) is None:  # and of a table the average is as large a piece
+                [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
             average.assign(variable)
             variable.assign(value)
 

@@ -119,7 +119,7 @@ def _entry(name, signature):
         callbacks = given.get("callbacks")
         if not isinstance(callbacks, CallbackList):
             callbacks = given["callbacks"] = ring_callbacks.arranged(
-                name, callbacks, strategy, given.get("verbose", "auto")
+                name, callbacks, self, strategy, given.get("verbose", "auto")
             )
         around = ring_callbacks.around(name, callbacks, self)
         traced = trace.entry(strategy)

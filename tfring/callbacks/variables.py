@@ -6,6 +6,7 @@ gathered. What differs is taken from every replica: the state of metrics, gradie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import tensorflow as tf
 from tfring import equality
 from tfring._keras import slots
 from tfring._keras.callbacks import all_variables
-from tfring._keras.sharding import cut_of, piece_of, whole_shape
+from tfring._keras.sharding import cut_of, whole_shape
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
@@ -67,7 +68,7 @@ def take(strategy, model, variables: Sequence[keras.Variable]) -> tuple[list[dic
         is_cut = cut_of(variable) is not None
         differs = not is_cut and (id(variable) in apart or bool((digest != digest[0, 0]).any()))
         if is_cut:
-            array = slots.whole(strategy, variable)
+            array = slots.whole(variable, keep=strategy.cluster.is_chief)
         else:
             array = np.stack([value.numpy() for value in values]) if differs else values[0].numpy()
         array = _bits(array)
@@ -105,19 +106,24 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
         if description["of_each_replica"]:
             shape = (cluster_then["num_workers"] * cluster_then["replicas_per_worker"], *shape)
         array = None if arrays is None else arrays[number].view(dtype).reshape(shape)
-        array = broadcast(strategy, array, shape, dtype)
-        replicas = values_of(variable.value)
-        if not description["of_each_replica"]:
-            values = [array] * len(replicas)
-        elif same_cluster:
-            values = list(array[rank * replicas_per_worker :][: len(replicas)])
+        replicas, cut = values_of(variable.value), cut_of(variable)
+        if cut is not None:
+            if array is not None and description["of_each_replica"]:  # accumulated where one process had all rows
+                array = array.sum(0, dtype=array.dtype)
+            values = [scatter(strategy, array, cut, dtype)] * len(replicas)
         else:
-            is_accumulator = id(variable) in accumulators
-            if is_accumulator:  # the replicas of a worker hold the same
-                array = array[:: cluster_then["replicas_per_worker"]]
-            values = _spread(array, variable, rank, len(replicas), is_accumulator)
+            whole = broadcast(strategy, array, shape, dtype)
+            if not description["of_each_replica"]:
+                values = [whole] * len(replicas)
+            elif same_cluster:
+                values = list(whole[rank * replicas_per_worker :][: len(replicas)])
+            else:
+                is_accumulator = id(variable) in accumulators
+                if is_accumulator:  # the replicas of a worker hold the same
+                    whole = whole[:: cluster_then["replicas_per_worker"]]
+                values = _spread(whole, variable, rank, len(replicas), is_accumulator)
         for replica, value in zip(replicas, values, strict=True):
-            replica.assign(piece_of(variable, value))
+            replica.assign(value)
 
 
 def _spread(array, variable, rank, num_replicas, is_accumulator):
@@ -181,6 +187,18 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
         array = np.empty(shape, dtype)
     [received] = strategy.extended.control.broadcast([tf.constant(_octets(array))], name="variable of a backup")
     return received.numpy().view(dtype).reshape(shape)
+
+
+def scatter(strategy, array: np.ndarray | None, cut, dtype) -> np.ndarray:
+    """Of rank 0's array each rank its piece."""
+    dtype, ranks = np.dtype(dtype), range(strategy.cluster.world_size)
+    octets = np.empty(0, np.uint8)
+    if array is not None:
+        octets = np.concatenate([_octets(array.reshape(cut.lined_up)[cut.rows(rank)]) for rank in ranks])
+    sizes = [math.prod(cut.shape_of(rank)) * dtype.itemsize for rank in ranks]
+    counts = None if array is None else tf.constant(sizes, tf.int64)
+    received = strategy.extended.control.scatter(tf.constant(octets), counts, name="variable of a backup")
+    return received.numpy().view(dtype).reshape(cut.shape_of(strategy.cluster.rank))
 
 
 def broadcast_bytes(strategy, data: bytes) -> bytes:

@@ -6,9 +6,11 @@ from tfring.layers.batch_normalization import (
     to_sync_batch_normalization,
     unfreeze_batch_normalization,
 )
+from tfring.layers.sharded_embedding import ShardedEmbedding
 from tfring.layers.sync_batch_normalization import SyncBatchNormalization
 
 __all__ = [
+    "ShardedEmbedding",
     "SyncBatchNormalization",
     "freeze_batch_normalization",
     "to_group_normalization",

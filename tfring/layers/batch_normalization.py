@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import keras
 
 from tfring._keras.layers import all_layers
+from tfring.layers.conversion import check_built, converted
 from tfring.layers.sync_batch_normalization import SyncBatchNormalization
 
 
@@ -37,7 +37,7 @@ def to_sync_batch_normalization(
     'SyncBatchNormalization'
     """
 
-    _check_built(model)
+    check_built(model)
 
     def synchronized(layer):
         config = {**layer.get_config(), "synchronization": synchronization, "sync_every": sync_every}
@@ -75,7 +75,7 @@ def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], 
     >>> to_group_normalization(model, groups=4).layers[0].groups
     4
     """
-    _check_built(model)
+    check_built(model)
     chosen = {}
     problems = []
     for layer in _batch_normalizations(model):
@@ -157,75 +157,17 @@ def _batch_normalizations(model) -> list[keras.layers.BatchNormalization]:
     return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
-def _check_built(model):
-    if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(f"`model` must be a built Keras model. Received: {model}")
-
-
 def _converted(model, convert, copy_weights, may_remain):
-    """Rebuilds `model` with `convert(layer)` for each batch normalization; only `may_remain` may be left."""
-    copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one used in several places stays one
-    weights_of: list[tuple] = []
+    """`model` with `convert(layer)` for each batch normalization; only `may_remain` may be left."""
 
-    def copy_of(layer):
-        if id(layer) not in copies:
-            copies[id(layer)] = make(layer)
-        return copies[id(layer)]
+    def is_wanted(layer):
+        return type(layer) in (keras.layers.BatchNormalization, SyncBatchNormalization)
 
-    def make(layer):
-        if isinstance(layer, keras.Model):
-            return rebuild(layer)
-        if type(layer) in (keras.layers.BatchNormalization, SyncBatchNormalization):
-            new = convert(layer)
-            weights_of.append((layer, new, copy_weights))
-            return new
-        if isinstance(layer, keras.layers.Wrapper) and _batch_normalizations(layer):
-            config = layer.get_config()
-            del config["layer"]
-            return type(layer)(copy_of(layer.layer), **config)
-        new = type(layer).from_config(layer.get_config())
-        if isinstance(layer, keras.layers.Layer):  # and not an operation, such as a mask's `!=`
-            weights_of.append((layer, new, lambda old, new: new.set_weights(old.get_weights())))
-        return new
-
-    def call(layer, *args, **kwargs):
-        if isinstance(layer, keras.layers.GroupNormalization):
-            kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}  # it knows neither
-        return layer(*args, **kwargs)
-
-    def rebuild(model):
-        call_function = None if isinstance(model, keras.Sequential) else call
-        try:
-            return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)
-        except ValueError as error:
-            if "`clone_function`" not in str(error):
-                raise
-            raise ValueError(
-                "Only functional and sequential models can be rebuilt layer by layer. Received: "
-                f"{model.name}, a {type(model).__name__}. Use the new layer in its source."
-            ) from error
-
-    with _not_compiled(model):
-        converted = rebuild(model)
-    hidden = [layer for layer in _batch_normalizations(converted) if not isinstance(layer, may_remain)]
+    copy = converted(model, is_wanted, convert, copy_weights)
+    hidden = [layer for layer in _batch_normalizations(copy) if not isinstance(layer, may_remain)]
     if hidden:
         raise ValueError(
             "Batch normalization that a custom layer makes or derives from stays as it is. Received: a "
             f"model with {', '.join(layer.path for layer in hidden)}. Use the new layer in its source."
         )
-    for old, new, copy in weights_of:
-        copy(old, new)
-    return converted
-
-
-@contextlib.contextmanager
-def _not_compiled(model):
-    """Newer versions of Keras compile the copy of a compiled model as well, which not every loss survives."""
-    compiled = [m for m in all_layers(model) if isinstance(m, keras.Model) and m.compiled]
-    try:
-        for m in compiled:
-            m.compiled = False
-        yield
-    finally:
-        for m in compiled:
-            m.compiled = True
+    return copy

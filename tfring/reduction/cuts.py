@@ -48,6 +48,10 @@ class Cut(NamedTuple):
         begin, end = self.bounds[rank]
         return (end - begin, *self.lined_up[1:])
 
+    def rows(self, rank: int) -> slice:
+        """A rank's piece of the first dimension of the lined-up whole."""
+        return slice(*self.bounds[rank])
+
 
 def plan_cut(shape: Sequence[int], world_size: int) -> Cut:
     """The cut of a weight of this shape, the same on every rank.

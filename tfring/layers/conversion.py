@@ -1,0 +1,94 @@
+"""A copy of a functional or sequential model in which some layers are others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import keras
+
+from tfring._keras.layers import all_layers
+
+
+def check_built(model) -> None:
+    """Raises ValueError for what is no built Keras model."""
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(f"`model` must be a built Keras model. Received: {model}")
+
+
+def converted(
+    model: keras.Model,
+    is_wanted: Callable[[keras.layers.Layer], bool],
+    convert: Callable[[keras.layers.Layer], keras.layers.Layer],
+    copy_weights: Callable[[keras.layers.Layer, keras.layers.Layer], None],
+) -> keras.Model:
+    """A copy of `model`, not compiled, also of models and wrappers inside of it; all other weights are kept.
+
+    Args:
+      model: a built model.
+      is_wanted: whether a layer is to be another in the copy.
+      convert: makes that other of the layer.
+      copy_weights: called with the layer and its other, once both are built.
+
+    Raises:
+      ValueError: where the model cannot be rebuilt layer by layer.
+    """
+    copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one used in several places stays one
+    weights_of: list[tuple] = []
+
+    def copy_of(layer):
+        if id(layer) not in copies:
+            copies[id(layer)] = make(layer)
+        return copies[id(layer)]
+
+    def make(layer):
+        if isinstance(layer, keras.Model):
+            return rebuild(layer)
+        if is_wanted(layer):
+            new = convert(layer)
+            weights_of.append((layer, new, copy_weights))
+            return new
+        if isinstance(layer, keras.layers.Wrapper) and any(map(is_wanted, all_layers(layer))):
+            config = layer.get_config()
+            del config["layer"]
+            return type(layer)(copy_of(layer.layer), **config)
+        new = type(layer).from_config(layer.get_config())
+        if isinstance(layer, keras.layers.Layer):  # and not an operation, such as a mask's `!=`
+            weights_of.append((layer, new, lambda old, new: new.set_weights(old.get_weights())))
+        return new
+
+    def call(layer, *args, **kwargs):
+        if isinstance(layer, keras.layers.GroupNormalization):
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}  # it knows neither
+        return layer(*args, **kwargs)
+
+    def rebuild(model):
+        call_function = None if isinstance(model, keras.Sequential) else call
+        try:
+            return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)
+        except ValueError as error:
+            if "`clone_function`" not in str(error):
+                raise
+            raise ValueError(
+                "Only functional and sequential models can be rebuilt layer by layer. Received: "
+                f"{model.name}, a {type(model).__name__}. Use the new layer in its source."
+            ) from error
+
+    with _not_compiled(model):
+        copy = rebuild(model)
+    for old, new, give in weights_of:
+        give(old, new)
+    return copy
+
+
+@contextlib.contextmanager
+def _not_compiled(model):
+    """Newer versions of Keras compile the copy of a compiled model as well, which not every loss survives."""
+    compiled = [m for m in all_layers(model) if isinstance(m, keras.Model) and m.compiled]
+    try:
+        for m in compiled:
+            m.compiled = False
+        yield
+    finally:
+        for m in compiled:
+            m.compiled = True

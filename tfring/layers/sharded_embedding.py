@@ -1,0 +1,206 @@
+"""ShardedEmbedding: a table of embeddings whose rows are divided over the workers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfring import _keras
+from tfring._keras import slots, tables
+from tfring._keras.layers import save_under_name_of
+from tfring._keras.sharding import cut_of, piece_of
+from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
+from tfring.layers.choice import number_of_layer
+from tfring.layers.lookup import Exchange
+from tfring.reduction.placement import Placement
+from tfring.ring.collectives import LocalCollectives
+
+_COMBINERS = (None, "sum", "mean", "sqrtn")
+_UPDATES = ("rows", "dense")
+_REFUSED = ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "lora_alpha", "quantization_config")
+
+
+@keras.saving.register_keras_serializable(package="tfring")
+class ShardedEmbedding(keras.layers.Embedding):
+    """A `keras.layers.Embedding` whose table is divided over the workers of a `tfring.RingStrategy`.
+
+    Each worker holds its rows of the table and of the optimizer's slots, asks the owners for the rows of its ids, each
+    once, and sends them their gradients, which the owners add up and apply: what one process computes on the whole
+    batch. In one process, with or without a strategy, it has the whole table and exchanges nothing.
+
+    Every call is a collective: all workers call the layer, eagerly, too. `weights` and `embeddings` hold this worker's
+    rows; `get_weights()` gathers the whole table, on all ranks together, and `set_weights` takes a whole one. Files
+    hold the whole table, as those of `keras.layers.Embedding` do, and load into either layer and any number of workers.
+
+    Args:
+      input_dim: how many rows the table has; ids run from 0 to `input_dim - 1`.
+      output_dim: how many columns.
+      embeddings_initializer: default "uniform". Up to 16,777,216 elements the table is drawn whole, as
+        `keras.layers.Embedding` draws it; a larger one in blocks of rows, the same whatever the number of workers, by
+        one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal.
+      mask_zero: whether id 0 is padding: it is masked, and no `combiner` counts it. Default False.
+      combiner: None (default); or "sum", "mean" or "sqrtn" of the rows of the ids along the last axis:
+        `sum w_i r_i`, divided by `sum w_i` or by `sqrt(sum w_i^2)`; zeros where all `w_i` are 0.
+      placement: "interleaved" (default), row `r` at worker `r % N`: loads are even where ids are sorted by how
+        frequent they are; or "range", equal ranges of rows.
+      update: what an optimizer does with rows that have no gradient in a step. "rows" (default): nothing, so a step
+        costs what its rows cost; SGD without momentum and Adagrad compute the same as ever, others as in LazyAdam:
+        momenta and weight decay of a row stand still until its next gradient. "dense": what Keras does, with all of
+        this worker's rows.
+      **kwargs: `weights` of `keras.layers.Embedding`, and those of `keras.layers.Layer`.
+
+    Call arguments:
+      inputs: int32 or int64 ids of any shape, `[..., ids]` with a combiner; others are cast to int32.
+      id_weights: float `w_i`, of the shape of `inputs`; with a combiner only. Default: 1 for each id.
+
+    Returns:
+      `[*inputs.shape, output_dim]`, with a combiner `[*inputs.shape[:-1], output_dim]`, in the layer's compute dtype.
+
+    Raises:
+      ConfigurationError: for arguments that it does not support, for several replicas a worker, and in `fit` for
+        optimizers that need more than rows (Adafactor, Lamb, Muon), or with `update="rows"` for `use_ema` and
+        `gradient_accumulation_steps`.
+      tf.errors.InvalidArgumentError: on every rank, for an id that the table has no row for.
+
+    >>> layer = ShardedEmbedding(4, 2, embeddings_initializer="ones", combiner="mean")
+    >>> layer(tf.constant([[3, 3, 1]])).numpy()
+    array([[1., 1.]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        input_dim,
+        output_dim,
+        embeddings_initializer="uniform",
+        *,
+        mask_zero=False,
+        combiner=None,
+        placement="interleaved",
+        update="rows",
+        **kwargs,
+    ):
+        _keras.install()
+        for name in _REFUSED:
+            if kwargs.pop(name, None) is not None:
+                raise ConfigurationError(
+                    f"A ShardedEmbedding takes no `{name}`: no worker has the whole table. Received: {name} for "
+                    f"input_dim={input_dim}. Use keras.layers.Embedding, or leave it out."
+                )
+        for name, value, values in (("combiner", combiner, _COMBINERS), ("update", update, _UPDATES)):
+            if value not in values:
+                raise ConfigurationError(f"`{name}` is one of {values}. Received: {name}={value!r}")
+        weights = kwargs.pop("weights", None)
+        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
+        Placement((input_dim, output_dim), 1, placement)  # which checks it
+        self.combiner = combiner
+        self.placement = placement
+        self.update = update
+        self.supports_jit = False  # XLA has no operations whose results are as large as the ids are different
+        if weights is not None:
+            self.build()
+            self.set_weights(weights if isinstance(weights, (list, tuple)) else [weights])
+
+    def build(self, input_shape=None):
+        if getattr(self, "built", False):
+            return
+        strategy = tables.table_strategy()
+        cluster = None if strategy is None else strategy.cluster
+        shape = (self.input_dim, self.output_dim)
+        placement = Placement(shape, 1 if cluster is None else cluster.world_size, self.placement)
+        self._embeddings = tables.add_table(self, placement, strategy)
+        collectives = LocalCollectives() if strategy is None else strategy.extended.control
+        self._exchange = Exchange(placement, collectives, self.name, f"table {number_of_layer()}")
+        self.built = True
+
+    def call(self, inputs, id_weights=None):
+        if isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
+            raise _not_dense(type(inputs).__name__)
+        if id_weights is not None and self.combiner is None:
+            raise ValueError("`id_weights` are for a combiner. Received: id_weights with combiner=None.")
+        if inputs.dtype not in ("int32", "int64"):
+            inputs = keras.ops.cast(inputs, "int32")
+        rows = self._exchange.rows(values_of(self._embeddings.value)[0], tf.convert_to_tensor(inputs))
+        rows = tf.cast(rows, self.compute_dtype)
+        return rows if self.combiner is None else self._combined(rows, inputs, id_weights)
+
+    def _combined(self, rows, ids, weights):
+        if weights is None:
+            weights = tf.ones_like(ids, rows.dtype)
+        weights = tf.cast(weights, rows.dtype)
+        if self.mask_zero:
+            weights = tf.where(tf.equal(ids, 0), tf.zeros_like(weights), weights)
+        total = tf.reduce_sum(rows * weights[..., None], -2)
+        if self.combiner == "sum":
+            return total
+        size = tf.reduce_sum(weights if self.combiner == "mean" else tf.square(weights), -1, keepdims=True)
+        return tf.math.divide_no_nan(total, size if self.combiner == "mean" else tf.sqrt(size))
+
+    def compute_mask(self, inputs, mask=None):
+        return None if self.combiner is not None else super().compute_mask(inputs, mask)
+
+    def compute_output_shape(self, input_shape):
+        shape = input_shape if self.combiner is None else input_shape[:-1]
+        return (*shape, self.output_dim)
+
+    def compute_output_spec(self, inputs, id_weights=None):
+        for name in ("sparse", "ragged"):
+            if getattr(inputs, name, False):
+                raise _not_dense(f"{name} inputs")
+        return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype)
+
+    def enable_lora(self, *args, **kwargs):
+        raise _not_supported("enable_lora")
+
+    def quantize(self, *args, **kwargs):
+        raise _not_supported("quantize")
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save_own_variables(self, store):
+        """All ranks call it, or are in `tfring.save` or `model.save` together."""
+        if self.built:
+            store["0"] = self._embeddings if cut_of(self._embeddings) is None else slots.whole(self._embeddings)
+
+    def load_own_variables(self, store):
+        if not self.built:
+            return
+        self._check_load_own_variables(store)
+        shape = (self.input_dim, self.output_dim)
+        if tuple(store["0"].shape) != shape:
+            raise ValueError(
+                f"A file for {self.name!r} has a table of shape {shape}. Received: shape {tuple(store['0'].shape)}."
+            )
+        self._embeddings.assign(np.asarray(piece_of(self._embeddings, store["0"])))
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        if save_type == "checkpoint" and getattr(self, "built", False) and cut_of(self._embeddings) is not None:
+            raise ConfigurationError(
+                "A rank has its rows of a table, and tf.train.Checkpoint would write those. Received: "
+                f"{self.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
+                "tfring.callbacks.Backup."
+            )
+        return super()._trackable_children(save_type, **kwargs)
+
+    def get_config(self):
+        config = super().get_config()
+        for name in _REFUSED:
+            config.pop(name, None)
+        return {**config, "combiner": self.combiner, "placement": self.placement, "update": self.update}
+
+
+def _not_dense(received):
+    return ConfigurationError(
+        f"A ShardedEmbedding looks up dense ids. Received: {received}. Pad them (`to_tensor()`, `tf.sparse.to_dense`) "
+        "with 0, and give the layer mask_zero=True."
+    )
+
+
+def _not_supported(method):
+    return ConfigurationError(
+        f"A ShardedEmbedding has no `{method}`: no worker has the whole table. Use keras.layers.Embedding."
+    )
+
+
+save_under_name_of(ShardedEmbedding, keras.layers.Embedding)

@@ -1,0 +1,64 @@
+"""Large tables of a model, divided over the workers."""
+
+from __future__ import annotations
+
+import keras
+
+from tfring._keras.layers import all_layers
+from tfring.layers.conversion import check_built, converted
+from tfring.layers.sharded_embedding import ShardedEmbedding
+
+
+def shard_embeddings(
+    model: keras.Model,
+    *,
+    min_rows: int = 1_000_000,
+    placement: str = "interleaved",
+    update: str = "rows",
+) -> keras.Model:
+    """A copy of the model whose large tables are divided over the workers; all weights are kept.
+
+    Every `keras.layers.Embedding` of at least `min_rows` rows becomes a `tfring.layers.ShardedEmbedding`, also inside
+    nested models and wrappers. Call it in the scope of the strategy that will train the copy, on all ranks, then
+    compile the copy: it is not compiled. Each worker has had the whole tables of `model` then; a table that fits no
+    worker is made as a ShardedEmbedding at once.
+
+    Args:
+      model: a built functional or sequential model.
+      min_rows: tables with fewer rows stay whole, one on each worker. Default 1,000,000.
+      placement: see `ShardedEmbedding`.
+      update: see `ShardedEmbedding`.
+
+    Returns:
+      A new model, with the weights, names and `trainable` settings of the old.
+
+    Raises:
+      ValueError: where the model cannot be rebuilt layer by layer, or a custom layer hides a large table.
+      ConfigurationError: for a large table with a regularizer, a constraint or LoRA.
+
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(1000, 4)])
+    >>> type(shard_embeddings(model, min_rows=100).layers[0]).__name__
+    'ShardedEmbedding'
+    """
+    check_built(model)
+
+    def is_large(layer):
+        return isinstance(layer, keras.layers.Embedding) and layer.input_dim >= min_rows
+
+    def sharded(layer):
+        return ShardedEmbedding.from_config({**layer.get_config(), "placement": placement, "update": update})
+
+    def copy_weights(old, new):
+        new.set_weights(old.get_weights())
+
+    def is_wanted(layer):
+        return type(layer) is keras.layers.Embedding and is_large(layer)
+
+    copy = converted(model, is_wanted, sharded, copy_weights)
+    hidden = [layer for layer in all_layers(copy) if is_large(layer) and not isinstance(layer, ShardedEmbedding)]
+    if hidden:
+        raise ValueError(
+            "A table that a custom layer makes or derives from stays as it is. Received: a model with "
+            f"{', '.join(layer.path for layer in hidden)}. Use tfring.layers.ShardedEmbedding in its source."
+        )
+    return copy
