@@ -40,6 +40,7 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     "-ffp-contract=off",
+    "-fno-math-errno",  # which would keep square roots from being vectorized
     "-g0",
     "-fPIC",
     "-fvisibility=hidden",

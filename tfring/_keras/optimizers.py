@@ -72,6 +72,11 @@ def _under_way() -> _Applying | None:
     return getattr(_local, "applying", None)
 
 
+def each_id_once() -> bool:
+    """Whether gradients that come as IndexedSlices just now hold no id twice: the ring has summed them."""
+    return _under_way() is not None
+
+
 def _reduce(applying, gradients, variables, shards=None):
     """The gradients of all workers; where there are `shards`, of the pieces of variables that are cut."""
     strategy = applying.strategy

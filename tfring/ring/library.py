@@ -9,7 +9,7 @@ import signal
 
 from tfring import errors
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 DIRECTORY = pathlib.Path(__file__).parent / "native"
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"

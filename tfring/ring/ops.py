@@ -382,6 +382,39 @@ def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], na
     return list(results)
 
 
+def adam(weight: Any, momentum: Any, velocity: Any, gradient: Any, scalars: Any) -> list[tf.Tensor]:
+    """One update of Adam (Kingma and Ba 2015) in one pass over memory, in the operations and the order of Keras.
+
+    Args:
+        weight: A variable of TensorFlow, float32 or float64, on a CPU.
+        momentum: Of its shape and dtype, as all that follow.
+        velocity: As `momentum`.
+        gradient: A tensor.
+        scalars: `[4]`, `alpha`, `1 - beta_1`, `1 - beta_2`, `epsilon`.
+
+    Returns:
+        The new momentum, velocity and weight, which are not assigned yet.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> weight, momentum, velocity = (tf.Variable([value]) for value in (1.0, 0.0, 0.0))
+        >>> [new.numpy().item() for new in adam(weight, momentum, velocity, [2.0], [0.5, 0.5, 0.25, 0.0])]
+        [1.0, 1.0, 0.5]
+    """
+    with tf.device("CPU:0"):
+        # The weight's own handle keeps this in order with what else reads and assigns it.
+        return _ops().tfring_adam(
+            token=weight.handle,
+            handle=0,
+            key="adam",
+            scalars=tf.convert_to_tensor(scalars, weight.dtype),
+            gradient=tf.convert_to_tensor(gradient, weight.dtype),
+            momentum=momentum,
+            velocity=velocity,
+            weight=weight,
+        )
+
+
 def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
     op = getattr(_ops(), f"tfring_{kind}")
     try:

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 6
+#define TFRING_ABI_VERSION 7
 #define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
@@ -229,6 +229,12 @@ TFRING_API int tfring_schedule(const char* which, int position, int size, int mo
                                int max_steps);
 // Fills `positions` with those that `position` exchanges anything with; returns how many.
 TFRING_API int tfring_partners(int position, int size, int local_size, int32_t* positions);
+
+// Adam's update (Kingma and Ba 2015) of `count` elements of float32 or float64. `scalars` are the step's size
+// alpha, 1 - beta_1, 1 - beta_2 and epsilon; `from` and `to` the momentum, the velocity and the weight before
+// and after, which may be the same memory.
+TFRING_API void tfring_adam(int dtype, const void* scalars, const void* gradients, const void* const* from,
+                            void* const* to, int64_t count);
 
 // The arithmetic alone (kernels.h), for tests and benchmarks. Instructions are "plain", "avx2" or "avx512";
 // returns 0 where this processor has them not.

@@ -28,6 +28,11 @@ void add_rows(DType dtype, void* const* to, const int32_t* positions, const void
 void widen(DType dtype, float* out, const void* in, int64_t count);
 void narrow(DType dtype, void* out, const float* in, int64_t count);
 
+// Adam's update of weights, as Keras computes it, each operation rounded by itself; see tfring_adam. In the
+// arithmetic that the caller has set, which is that of TensorFlow's other operations.
+void adam(DType dtype, const void* scalars, const void* gradients, const void* const* from, void* const* to,
+          int64_t count);
+
 // One set of instructions; each has a file.
 struct Kernels {
   const char* name;
@@ -35,6 +40,7 @@ struct Kernels {
   void (*reduce)(DType, Op, void*, const void*, const void*, int64_t);
   void (*widen)(DType, float*, const void*, int64_t);
   void (*narrow)(DType, void*, const float*, int64_t);
+  void (*adam)(DType, const void*, const void*, const void* const*, void* const*, int64_t);
 };
 extern const Kernels kPlain;  // what the compiler may assume of any processor of this kind
 #if defined(__x86_64__)

@@ -40,7 +40,7 @@ bool supported() {
 
 }  // namespace
 
-const Kernels kAvx2{"avx2", supported, reduce_any, widen_any, narrow_any};
+const Kernels kAvx2{"avx2", supported, reduce_any, widen_any, narrow_any, adam_any};
 
 }  // namespace tfring
 #if defined(__clang__)

@@ -48,7 +48,7 @@ bool supported() {
 
 }  // namespace
 
-const Kernels kAvx512{"avx512", supported, reduce_unfused, widen_any, narrow_any};
+const Kernels kAvx512{"avx512", supported, reduce_unfused, widen_any, narrow_any, adam_any};
 
 }  // namespace tfring
 #if defined(__clang__)

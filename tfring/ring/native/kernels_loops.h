@@ -171,6 +171,34 @@ void reduce_any(DType dtype, Op op, void* out, const void* a, const void* b, int
   }
 }
 
+inline float root(float value) { return __builtin_sqrtf(value); }
+inline double root(double value) { return __builtin_sqrt(value); }
+
+// In the order in which Keras computes it, each operation rounded by itself.
+template <typename T>
+void adam_loop(const void* scalars, const void* gradients, const void* const* from, void* const* to,
+               int64_t count) {
+  const T alpha = load<T>(scalars, 0), rest_1 = load<T>(scalars, 1), rest_2 = load<T>(scalars, 2),
+          epsilon = load<T>(scalars, 3);
+  const void *const from_momentum = from[0], *const from_velocity = from[1], *const from_weight = from[2];
+  void *const to_momentum = to[0], *const to_velocity = to[1], *const to_weight = to[2];
+  TFRING_INDEPENDENT
+  for (int64_t i = 0; i < count; ++i) {
+    const T gradient = load<T>(gradients, i);
+    const T momentum = load<T>(from_momentum, i) + (gradient - load<T>(from_momentum, i)) * rest_1;
+    const T velocity = load<T>(from_velocity, i) + (gradient * gradient - load<T>(from_velocity, i)) * rest_2;
+    store<T>(to_momentum, i, momentum);
+    store<T>(to_velocity, i, velocity);
+    store<T>(to_weight, i, load<T>(from_weight, i) - momentum * alpha / (root(velocity) + epsilon));
+  }
+}
+
+void adam_any(DType dtype, const void* scalars, const void* gradients, const void* const* from,
+              void* const* to, int64_t count) {
+  if (dtype == DType::kFloat64) return adam_loop<double>(scalars, gradients, from, to, count);
+  adam_loop<float>(scalars, gradients, from, to, count);
+}
+
 template <typename Element>
 void widen_loop(float* out, const void* in, int64_t count) {
   TFRING_INDEPENDENT

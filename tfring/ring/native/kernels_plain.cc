@@ -53,6 +53,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Kernels kPlain{"plain", supported, reduce_any, widen_any, narrow_any};
+const Kernels kPlain{"plain", supported, reduce_any, widen_any, narrow_any, adam_any};
 
 }  // namespace tfring

@@ -85,6 +85,29 @@ void barrier(void* state, TF_OpKernelContext* context) {
   invocation.check(tfring_barrier(invocation.handle(), &invocation.call(), invocation.error()));
 }
 
+// Of momentum, velocity and weight, for a gradient; `token` is the weight, which orders this with its
+// assignments.
+void adam(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  const TF_Tensor* scalars = invocation.input(1);
+  const TF_Tensor* gradient = invocation.input(2);
+  if (!invocation.ok()) return;
+  const InPlaceTensors tensors(&invocation, 3);
+  if (!invocation.ok()) return;
+  const tfring_tensor* all = tensors.data();
+  const size_t size = tf.TF_TensorByteSize(gradient);
+  bool fits = tensors.count() == 3 &&
+              tf.TF_TensorByteSize(scalars) ==
+                  4 * static_cast<size_t>(size_of(static_cast<DType>(tf.TF_TensorType(gradient))));
+  for (int i = 0; fits && i < 3; ++i) fits = static_cast<size_t>(num_bytes(all[i])) == size;
+  if (!fits) return invocation.fail(kTfInvalidArgument, "a gradient has the shape of its weight and slots");
+  const void* const from[] = {all[0].input, all[1].input, all[2].input};
+  void* const to[] = {all[0].output, all[1].output, all[2].output};
+  const int64_t item = size_of(static_cast<DType>(all[0].dtype));
+  tfring_adam(all[0].dtype, tf.TF_TensorData(scalars), tf.TF_TensorData(gradient), from, to,
+              static_cast<int64_t>(size) / item);
+}
+
 void mark(void* state, TF_OpKernelContext*) { tfring_mark(static_cast<Attributes*>(state)->key.c_str()); }
 
 void send(void* state, TF_OpKernelContext* context) {
@@ -243,6 +266,12 @@ __attribute__((constructor)) void register_ops() {
       {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, receive},
       {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, broadcast},
       {"TfringBarrier", {}, {}, {}, unknown_shapes, barrier},
+      {"TfringAdam",
+       {"scalars: T", "gradient: T", "momentum: T", "velocity: T", "weight: T"},
+       {"new_momentum: T", "new_velocity: T", "new_weight: T"},
+       {"T: {float, double}"},
+       same_shapes<3>,
+       adam},
       {"TfringMark", {}, {}, {}, unknown_shapes, mark},
   };
   for (const OpSpec& spec : specs) {

@@ -1,0 +1,81 @@
+"""Updates that compute what Keras does, bit for bit, and pass over less memory.
+
+**Adam** is about twelve operations on whole tensors in Keras, of which most make a tensor: large tables spend most of a
+step there. Here it is one, which reads and writes the weight and each slot once, and computes element by element what
+Keras does, in its order.
+
+**Adagrad** takes the root of a whole table's accumulator in Keras, also where few rows have a gradient. Rows without one
+stay as they are, so here the others alone are read.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring._keras import optimizers
+from tfring._keras.seam import seam
+from tfring.cpus import available_cpus
+from tfring.cross_device_ops import values_of
+from tfring.recognition import ring_of
+from tfring.ring import library
+
+_MOST_THREADS = 4  # it runs on one, Keras' operations on all that TensorFlow has
+
+
+def install():
+    import keras
+
+    @seam(keras.optimizers.Adam, "update_step")
+    def adam(original, self, gradient, variable, learning_rate):
+        weight = None if self.amsgrad else _weight_of(self, variable)
+        if weight is None or not _suits(weight):
+            return original(self, gradient, variable, learning_rate)
+        from tfring.ring import ops
+
+        index, dtype = self._get_variable_index(variable), weight.dtype
+        step = tf.cast(self.iterations + 1, dtype)
+        powers = [tf.pow(keras.ops.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
+        alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
+        rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
+        gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)  # of rows, too: the momenta of others go on
+        slots = [_held(self._momentums[index]), _held(self._velocities[index])]
+        results = ops.adam(weight, *slots, gradient, tf.stack([alpha, *rest]))
+        for held, value in zip([*slots, weight], results, strict=True):
+            held.assign(value)
+        return None
+
+    @seam(keras.optimizers.Adagrad, "update_step")
+    def adagrad(original, self, gradient, variable, learning_rate):
+        weight = _weight_of(self, variable) if isinstance(gradient, tf.IndexedSlices) else None
+        if weight is None or not optimizers.each_id_once():
+            return original(self, gradient, variable, learning_rate)
+        accumulator, ids = _held(self._accumulators[self._get_variable_index(variable)]), gradient.indices
+        values = tf.cast(gradient.values, weight.dtype)
+        sums = tf.gather(accumulator, ids) + tf.square(values)
+        accumulator.scatter_update(tf.IndexedSlices(sums, ids))
+        change = tf.cast(learning_rate, weight.dtype) * values / tf.sqrt(sums + self.epsilon)
+        weight.scatter_sub(tf.IndexedSlices(change, ids))
+        return None
+
+
+def _weight_of(optimizer, variable):
+    """The variable of TensorFlow that a ring's worker updates; None for other strategies, and several replicas."""
+    if ring_of(getattr(optimizer, "_distribution_strategy", None)) is None:
+        return None
+    weight = _held(variable)
+    return weight if isinstance(weight, tf.Variable) else None
+
+
+def _suits(weight) -> bool:
+    """Whether the native operation takes it, and on one thread is faster than Keras on all."""
+    num_threads = tf.config.threading.get_intra_op_parallelism_threads() or available_cpus()
+    is_there = library.OPS.exists() and "GPU" not in weight.device
+    return is_there and weight.dtype in (tf.float32, tf.float64) and num_threads <= _MOST_THREADS
+
+
+def _held(variable):
+    """The variable of TensorFlow in one of Keras; None where this worker holds several."""
+    import keras
+
+    values = values_of(variable.value if isinstance(variable, keras.Variable) else variable)
+    return values[0] if len(values) == 1 else None
