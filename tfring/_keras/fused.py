@@ -1,11 +1,11 @@
-"""Updates that compute what Keras does, bit for bit, and pass over less memory.
+"""Updates that compute what Keras does, and pass over less memory.
 
 **Adam** is about twelve operations on whole tensors in Keras, of which most make a tensor: large tables spend most of a
 step there. Here it is one, which reads and writes the weight and each slot once, and computes element by element what
-Keras does, in its order.
+Keras does, in its order: the same bits.
 
-**Adagrad** takes the root of a whole table's accumulator in Keras, also where few rows have a gradient. Rows without one
-stay as they are, so here the others alone are read.
+**Adagrad** takes the root of a whole table's accumulator in Keras, also where few rows have a gradient. Rows without
+one stay as they are, so here the others alone are read.
 """
 
 from __future__ import annotations

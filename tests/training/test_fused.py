@@ -1,0 +1,94 @@
+"""Updates that tfring computes in fewer passes over memory are Keras' own."""
+
+import numpy as np
+import pytest
+from common import relative_error
+from harness import strategy, workers
+
+SHAPES = ((1003, 33), (7,), ())
+ROWS = np.array([5, 900, 17, 0])
+
+
+def makers():
+    import keras
+
+    o = keras.optimizers
+    decay = o.schedules.ExponentialDecay(0.1, 2, 0.5)
+    return {
+        "Adam": lambda: o.Adam(0.01),
+        "Adam, other betas, clipped": lambda: o.Adam(0.01, beta_1=0.8, beta_2=0.95, epsilon=1e-5, clipnorm=1.0),
+        "Adam amsgrad": lambda: o.Adam(0.01, amsgrad=True),
+        "Adam of a schedule": lambda: o.Adam(decay),
+        "AdamW": lambda: o.AdamW(0.01, weight_decay=0.1),
+        "Adagrad": lambda: o.Adagrad(0.05),
+        "Adagrad, decay": lambda: o.Adagrad(0.05, weight_decay=0.1),
+    }
+
+
+def gradients(dtype, sparse):
+    """Of five steps, from subnormal to large numbers."""
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+
+    def one(shape):
+        exponents = rng.integers(-44, 4, size=shape).astype("float64")
+        return tf.constant((rng.normal(size=shape) * 10.0**exponents).astype(dtype))
+
+    for _ in range(5):
+        table = one(SHAPES[0])
+        if sparse:
+            table = tf.IndexedSlices(tf.gather(table, ROWS), tf.constant(ROWS), tf.constant(SHAPES[0], tf.int64))
+        yield [table, *(one(shape) for shape in SHAPES[1:])]
+
+
+def trained(make, dtype, sparse, ring):
+    """Weights and slots, and the names of the operations of a step."""
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(1)
+    weights = [keras.Variable(keras.random.normal(shape, dtype=dtype), dtype=dtype) for shape in SHAPES]
+    optimizer = make()
+    optimizer.build(weights)
+
+    @tf.function
+    def step(gradients):
+        def apply():
+            optimizer.apply(list(gradients), weights)
+
+        apply() if ring is None else ring.run(apply)
+
+    steps = list(gradients(dtype, sparse))
+    kinds = {op.type for op in step.get_concrete_function(steps[0]).graph.get_operations()}
+    for each in steps:
+        step(each)
+    return [v.numpy() for v in [*weights, *optimizer.variables]], kinds
+
+
+def compared(dtype, sparse):
+    """The largest error of each optimizer's results, whether they have Keras' bits, and the operations of its step."""
+    ring = strategy()
+    found = {}
+    for name, make in makers().items():
+        want, _ = trained(make, dtype, sparse, None)
+        with ring.scope():
+            got, kinds = trained(make, dtype, sparse, ring)
+        same = all(a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=True))
+        found[name] = (relative_error(got, want), same, sorted(kinds))
+    return found
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("dtype", "sparse"), [
+    ("float32", False), ("float64", False), ("float32", True), ("float64", True), ("bfloat16", False),
+])
+def test_as_keras(dtype, sparse):
+    [found] = workers(1).run(compared, dtype, sparse)
+    for name, (error, same_bits, kinds) in found.items():
+        by_rows = name.startswith("Adagrad") and sparse
+        # TensorFlow's graphs multiply by a reciprocal root where they see a division by one, as they do here.
+        assert error <= 1e-6 if by_rows else same_bits, (name, error)
+        is_native = name.startswith("Adam") and "amsgrad" not in name and dtype != "bfloat16"
+        assert ("TfringAdam" in kinds) == is_native, (name, kinds)
+        assert ("ResourceScatterUpdate" in kinds) == by_rows, (name, kinds)
