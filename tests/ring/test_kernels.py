@@ -173,3 +173,30 @@ def test_the_arithmetic_of_the_calling_thread_is_left_alone_and_not_used(name, i
 def test_instructions_unknown_or_not_there_are_refused():
     assert not core.tfring_use_instructions(b"mmx")
     assert "plain" in INSTRUCTIONS
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_adam(dtype, instructions):
+    rng = np.random.default_rng(5)
+    alpha, rest_1, rest_2, epsilon = scalars = np.array([0.01, 0.1, 0.001, 1e-7], dtype)
+    item = scalars.itemsize
+    for count in (0, 1, 7, 8, 9, 31, 300):
+        exponents = 10.0 ** rng.integers(-18, 4, size=(4, count))
+        gradient, momentum, velocity, weight = (rng.normal(size=(4, count)) * exponents).astype(dtype)
+        velocity = np.abs(velocity)
+        want_momentum = momentum + (gradient - momentum) * rest_1
+        want_velocity = velocity + (gradient * gradient - velocity) * rest_2
+        want = [want_momentum, want_velocity, weight - want_momentum * alpha / (np.sqrt(want_velocity) + epsilon)]
+        memory = [np.full(2 * GUARD + 8 + count * item, 0xA5, np.uint8) for _ in range(7)]
+        arrays = [gradient, momentum, velocity, weight]
+        inputs = [place(m, i, a.tobytes()) for i, (m, a) in enumerate(zip(memory, arrays, strict=False))]
+        apart = [place(m, 7 - i, b"") for i, m in enumerate(memory[4:])]
+        slots = (ctypes.c_void_p * 3)(*inputs[1:])
+        for outputs in (apart, inputs[1:]):  # elsewhere, and in place
+            to = (ctypes.c_void_p * 3)(*outputs)
+            core.tfring_adam(library.DTYPES[scalars.dtype.name], scalars.ctypes.data, inputs[0], slots, to, count)
+            for output, expected in zip(outputs, want, strict=True):
+                assert_same_bits(np.frombuffer(ctypes.string_at(output, count * item), dtype), expected)
+        for outside, output in zip(memory[4:], apart, strict=True):
+            begin = output - outside.ctypes.data
+            assert set(outside[:begin]) | set(outside[begin + count * item :]) == {0xA5}

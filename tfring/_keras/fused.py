@@ -38,9 +38,9 @@ def install():
         alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
         rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
         gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)  # of rows, too: the momenta of others go on
-        slots = [_held(self._momentums[index]), _held(self._velocities[index])]
-        results = ops.adam(weight, *slots, gradient, tf.stack([alpha, *rest]))
-        for held, value in zip([*slots, weight], results, strict=True):
+        momentum, velocity = _held(self._momentums[index]), _held(self._velocities[index])
+        results = ops.adam(weight, momentum, velocity, gradient, tf.stack([alpha, *rest]))
+        for held, value in zip((momentum, velocity, weight), results, strict=True):
             held.assign(value)
         return None
 

@@ -272,6 +272,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
         "tfring_use_instructions": (size, ctypes.c_char_p),
         "tfring_reduce_two": (None, size, size, address, address, address, ctypes.c_int64),
+        "tfring_adam": (None, size, address, address, ctypes.POINTER(address), ctypes.POINTER(address), ctypes.c_int64),
         "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
         "tfring_choose_row_sums": (ctypes.c_int, size, ctypes.c_int64, ctypes.c_int64, size),
