@@ -112,7 +112,6 @@ def plain():
     return results
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize(("n", "communication"), [(3, "ring"), (4, "ring"), (2, "tensorflow")])
 def test_equals_one_process(n, communication):
     assert_equal(workers(n, communication).run(plain))
