@@ -27,30 +27,31 @@ def install():
 
     @seam(keras.optimizers.Adam, "update_step")
     def adam(original, self, gradient, variable, learning_rate):
-        weight = None if self.amsgrad else _weight_of(self, variable)
-        if weight is None or not _suits(weight):
+        held = None if self.amsgrad else _held_by_worker(self, variable, "_momentums", "_velocities")
+        if held is None or not _suits(held[0]):
             return original(self, gradient, variable, learning_rate)
         from tfring.ring import ops
 
-        index, dtype = self._get_variable_index(variable), weight.dtype
+        weight, momentum, velocity = held
+        dtype = weight.dtype
         step = tf.cast(self.iterations + 1, dtype)
         powers = [tf.pow(keras.ops.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
         alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
         rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
         gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)  # of rows, too: the momenta of others go on
-        momentum, velocity = _held(self._momentums[index]), _held(self._velocities[index])
         results = ops.adam(weight, momentum, velocity, gradient, tf.stack([alpha, *rest]))
-        for held, value in zip((momentum, velocity, weight), results, strict=True):
-            held.assign(value)
+        for variable, value in zip((momentum, velocity, weight), results, strict=True):
+            variable.assign(value)
         return None
 
     @seam(keras.optimizers.Adagrad, "update_step")
     def adagrad(original, self, gradient, variable, learning_rate):
-        weight = _weight_of(self, variable) if isinstance(gradient, tf.IndexedSlices) else None
-        if weight is None or not optimizers.each_id_once():
+        is_sparse = isinstance(gradient, tf.IndexedSlices) and optimizers.each_id_once()
+        held = _held_by_worker(self, variable, "_accumulators") if is_sparse else None
+        if held is None:
             return original(self, gradient, variable, learning_rate)
-        accumulator, ids = _held(self._accumulators[self._get_variable_index(variable)]), gradient.indices
-        values = tf.cast(gradient.values, weight.dtype)
+        weight, accumulator = held
+        ids, values = gradient.indices, tf.cast(gradient.values, weight.dtype)
         sums = tf.gather(accumulator, ids) + tf.square(values)
         accumulator.scatter_update(tf.IndexedSlices(sums, ids))
         change = tf.cast(learning_rate, weight.dtype) * values / tf.sqrt(sums + self.epsilon)
@@ -58,12 +59,17 @@ def install():
         return None
 
 
-def _weight_of(optimizer, variable):
-    """The variable of TensorFlow that a ring's worker updates; None for other strategies, and several replicas."""
+def _held_by_worker(optimizer, variable, *slots):
+    """The variables of TensorFlow behind a weight and its slots; None unless a ring's worker holds one of each."""
+    import keras
+
     if ring_of(getattr(optimizer, "_distribution_strategy", None)) is None:
         return None
-    weight = _held(variable)
-    return weight if isinstance(weight, tf.Variable) else None
+    index = optimizer._get_variable_index(variable)
+    every = [variable, *(getattr(optimizer, name)[index] for name in slots)]
+    held = [values_of(each.value if isinstance(each, keras.Variable) else each) for each in every]
+    is_one = all(len(values) == 1 and isinstance(values[0], tf.Variable) for values in held)
+    return [values[0] for values in held] if is_one else None
 
 
 def _suits(weight) -> bool:
@@ -71,11 +77,3 @@ def _suits(weight) -> bool:
     num_threads = tf.config.threading.get_intra_op_parallelism_threads() or available_cpus()
     is_there = library.OPS.exists() and "GPU" not in weight.device
     return is_there and weight.dtype in (tf.float32, tf.float64) and num_threads <= _MOST_THREADS
-
-
-def _held(variable):
-    """The variable of TensorFlow in one of Keras; None where this worker holds several."""
-    import keras
-
-    values = values_of(variable.value if isinstance(variable, keras.Variable) else variable)
-    return values[0] if len(values) == 1 else None
