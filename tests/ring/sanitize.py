@@ -47,7 +47,7 @@ def main() -> int:
             print(f"sanitizer {name}: ", end="", flush=True)
             began = time.monotonic()
             finished = subprocess.run(
-                [str(program), *words], timeout=None if arguments.frames else 120, env={**os.environ, **OPTIONS}
+                [str(program), *words], timeout=None if arguments.frames else 300, env={**os.environ, **OPTIONS}
             )
             if finished.returncode != 0:
                 return 1

@@ -47,8 +47,8 @@ def trained(make, dtype, sparse, ring):
     import keras
     import tensorflow as tf
 
-    keras.utils.set_random_seed(1)
-    weights = [keras.Variable(keras.random.normal(shape, dtype=dtype), dtype=dtype) for shape in SHAPES]
+    rng = np.random.default_rng(1)
+    weights = [keras.Variable(rng.normal(size=shape), dtype=dtype) for shape in SHAPES]
     optimizer = make()
     optimizer.build(weights)
 
