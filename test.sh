@@ -3,6 +3,7 @@
 #
 #   ./test.sh                 everything
 #   ./test.sh ring training   these folders of tests/ only, no lint
+#   ./test.sh --long          the cases that it leaves out for their time (BUILD.md)
 #   PYTHON=python3.12 ./test.sh    another Python (3.10 to 3.13; default python3.11, else python3)
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -39,6 +40,12 @@ tests() {
 
 environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.8"
 
+if [ "${1:-}" = --long ]; then
+  shift
+  tests .venv-test -m long "$@"
+  exit
+fi
+
 if [ $# -gt 0 ]; then
   tests .venv-test "$@"
   exit
@@ -57,4 +64,4 @@ tests .venv-test
 
 echo "== oldest TensorFlow"
 environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.8.0"
-tests .venv-test-oldest -m oldest
+tests .venv-test-oldest -m 'oldest and not long'

@@ -19,7 +19,8 @@ How it is laid out:
 
 Over the ring engine a process is a rank of any world size, because its place in the ring comes with each
 task; so `workers(2)`, `workers(3)` and `workers(4)` share four processes. TensorFlow's own runtime is wired
-up once in a process's life, so over it each world size has its own processes. Five such pools live at a time.
+up once in a process's life, so over it each world size has its own processes. Five such pools live at a time, and
+processes that have grown large make room for new ones.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ _START_SECONDS = 180
 _CLEAN_UP_SECONDS = 60
 _GRACE_SECONDS = 10  # how long the others may go on after the first rank has failed
 _TAIL_LINES = 60
+_FULL_BYTES = 1536 << 20  # resident; what tasks leave to TensorFlow is never collected, see _clean_up
 
 # ------------------------------------------------------------------------------------------- in the test
 
@@ -170,6 +172,8 @@ _pools: collections.OrderedDict[_Kind, _Pool] = collections.OrderedDict()  # lea
 
 
 def _pool(kind: _Kind) -> _Pool:
+    if kind in _pools and _pools[kind].is_full():
+        _discard(kind)
     while kind not in _pools and len(_pools) >= _MAX_POOLS:
         _discard(next(iter(_pools)))
     if kind not in _pools:
@@ -225,6 +229,10 @@ class _Pool:
             self._processes.append(new[-1])
         self._await(new, _START_SECONDS, 0)
 
+    def is_full(self) -> bool:
+        """Whether a process has grown so large that new ones are better."""
+        return any(process.resident_bytes() > _FULL_BYTES for process in self._processes)
+
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
@@ -277,6 +285,13 @@ class _Process:
         except Exception:
             return _Reply("raised", f"The result does not unpickle in the test:\n{traceback.format_exc()}")
         return _Reply(kind, value)
+
+    def resident_bytes(self) -> int:
+        try:
+            pages = pathlib.Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):  # it is gone
+            return 0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def dump_stacks(self) -> None:
         self.popen.send_signal(signal.SIGUSR1)

@@ -91,6 +91,13 @@ def test_processes_are_shared_over_world_sizes():
     assert workers(3).run(pid)[:2] == workers(2).run(pid)
 
 
+def test_processes_that_have_grown_large_are_replaced(monkeypatch):
+    before = workers(2).run(who, "", per_rank=[1, 2])
+    monkeypatch.setattr(harness, "_FULL_BYTES", 1 << 20)
+    after = workers(2).run(who, "", per_rank=[1, 2])
+    assert not {reply[4] for reply in before} & {reply[4] for reply in after}
+
+
 def test_tensorflow_has_no_listening_socket():
     results = workers(2, "tensorflow").run(who, "hello", per_rank=["a", "b"])
     assert [result[5] for result in results] == ["tensorflow"] * 2

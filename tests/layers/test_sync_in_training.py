@@ -83,7 +83,7 @@ def fit(data, options, compile_options, converted=False, devices=None):
         (3, "ring", IMAGES, {}, {}),
         (3, "ring", ROWS, {}, {"run_eagerly": True}),
         (4, "ring", ROWS, {"synchronization": "central"}, {}),
-        (3, "tensorflow", ROWS, {}, {}),
+        pytest.param(3, "tensorflow", ROWS, {}, {}, marks=pytest.mark.long),
     ],
 )
 def test_fit_equals_one_process(world_size, communication, data, options, compile_options):

@@ -184,6 +184,8 @@ def wait_crosswise(cluster):
         for thread in threads:
             thread.join()
         if seen:
+            for ring in rings:  # the other may have finished the call that failed here, and begun one more
+                ring.close()
             return seen
 
 

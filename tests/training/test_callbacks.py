@@ -165,7 +165,7 @@ def every_metric():
 NOT_TESTED = {"Metric", "Mean", "Sum", "MeanMetricWrapper", "ConcordanceCorrelation", "PearsonCorrelation"}
 
 
-@pytest.mark.parametrize("communication", ["ring", "tensorflow"])
+@pytest.mark.parametrize("communication", ["ring", pytest.param("tensorflow", marks=pytest.mark.long)])
 def test_every_metric(communication):
     import keras
 

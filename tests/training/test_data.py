@@ -141,7 +141,7 @@ def rows_seen(kinds):
     return results
 
 
-@pytest.mark.parametrize(("n", "logical_cpus"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("n", "logical_cpus"), [(3, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_every_row_once(n, logical_cpus):
     results = workers(n, logical_cpus=logical_cpus).run(rows_seen, KINDS, timeout=300)
     for kind in KINDS:

@@ -79,8 +79,8 @@ OTHERWISE = ["steps_per_execution", "accumulation", "loss_scale", "a last batch 
 @pytest.mark.parametrize(("n", "options", "more"), [
     (2, {}, ["sample_weight"]),
     (4, {}, ["fewer rows than workers"]),
-    (3, {"communication": "tensorflow"}, []),
-    (2, {"logical_cpus": 2}, ["run_eagerly", "clipnorm"]),
+    pytest.param(3, {"communication": "tensorflow"}, [], marks=pytest.mark.long),
+    pytest.param(2, {"logical_cpus": 2}, ["run_eagerly", "clipnorm"], marks=pytest.mark.long),
 ])
 def test_training_options_otherwise(n, options, more):
     results = workers(n, **options).run(training_options, [*OTHERWISE, *more], timeout=400)

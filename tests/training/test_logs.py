@@ -183,6 +183,7 @@ def test_metrics_of_compile():
     assert_equal(workers(3).run(of_compile, timeout=300))
 
 
+@pytest.mark.long
 def test_metrics_of_compile_with_two_replicas_a_worker():
     assert_equal(workers(2, logical_cpus=2).run(of_compile, timeout=300))
 

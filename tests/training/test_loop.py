@@ -268,6 +268,7 @@ def test_some_and_all_ranks_stop():
     check_courses(workers(3).run(courses, FEW, [0, 1, 2], timeout=300))
 
 
+@pytest.mark.long
 def test_one_rank_stops_two_replicas_a_worker():
     check_courses(workers(2, logical_cpus=2).run(courses, FEW, [1], timeout=300))
 

@@ -42,11 +42,13 @@ def test_other_programs():
     assert_equal(workers(3).run(train, names, timeout=400))
 
 
+@pytest.mark.long
 def test_programs_with_two_replicas_a_worker():
     names = ["mean, eager", "contrastive, eager", "mean, accumulated", "masked", "own anchors", "clipped by hand"]
     assert_equal(workers(2, logical_cpus=2).run(train, names, timeout=300))
 
 
+@pytest.mark.long
 def test_programs_over_tensorflow():
     assert_equal(workers(3, "tensorflow").run(train, ["masked", "contrastive"], timeout=300))
 
