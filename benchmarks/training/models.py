@@ -165,6 +165,19 @@ TABLES_TASK = Task(
     lambda keras, embedded=embedded: dlrm(keras, LARGE_TABLES, LARGE_WIDTH, embedded),
     lambda g, n: dlrm_rows(g, n, LARGE_TABLES), "adagrad",
 )  # fmt: skip
+DEPTH, DEEP_WIDTH, DEEP_INPUTS = 32, 128, 8  # so that a batch is small beside what layers keep of it
+MANY_ROWS, FEW_ROWS = 65536, 64  # of a batch, where memory is measured
+
+
+def deep(keras):
+    hidden = [keras.layers.Dense(DEEP_WIDTH, activation="relu", name=f"layer_{i}") for i in range(DEPTH)]
+    return keras.Sequential([keras.Input((DEEP_INPUTS,)), *hidden, keras.layers.Dense(1)])
+
+
+DEEP_TASK = Task(
+    f"{DEPTH} dense layers of {DEEP_WIDTH}, batch 16,384, SGD", 16384, 8, deep,
+    lambda g, n: (g.random((n, DEEP_INPUTS), np.float32), g.random((n, 1), np.float32)),
+)  # fmt: skip
 LARGE = Task("convolutions with 25 million weights, SGD, batch 32", 32, 4, large_convolutions, images, classes=True)
 
 

@@ -5,6 +5,7 @@
     python benchmarks/training/run.py --workers "" --network  # large gradients between hosts that are namespaces; root
     python benchmarks/training/run.py --workers "" --threads  # workers that are not bound, by their numbers of threads
     python benchmarks/training/run.py --workers "" --embeddings  # tables divided over the workers
+    python benchmarks/training/run.py --workers "" --pipeline  # layers divided over the workers
     python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
 
 Every worker has one core, so that a second one could at most double the rows a second. The global batch is the same
@@ -29,6 +30,7 @@ import contest  # noqa: E402
 import embeddings  # noqa: E402
 import models  # noqa: E402
 import network  # noqa: E402
+import pipeline  # noqa: E402
 import tables  # noqa: E402
 import threads  # noqa: E402
 
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--network", action="store_true", help="large gradients between imitated hosts, too")
     parser.add_argument("--threads", action="store_true", help="the launcher's shares of threads and others, too")
     parser.add_argument("--embeddings", action="store_true", help="tables divided over the workers, too")
+    parser.add_argument("--pipeline", action="store_true", help="layers divided over the workers, too")
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for workers in filter(None, arguments.workers.split(",")):
@@ -56,7 +59,7 @@ def main() -> None:
     if arguments.network:
         results["network"] = network.measure(arguments.rounds) or results.get("network")
         RESULTS.write_text(json.dumps(results, indent=0) + "\n")
-    for name, part in (("threads", threads), ("embeddings", embeddings)):
+    for name, part in (("threads", threads), ("embeddings", embeddings), ("pipeline", pipeline)):
         if getattr(arguments, name):
             results[name] = part.measure(arguments.rounds)
             RESULTS.write_text(json.dumps(results, indent=0) + "\n")

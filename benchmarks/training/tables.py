@@ -72,7 +72,10 @@ class Part:
 def write(results: dict) -> None:
     head = README.read_text().partition(MARKER)[0]
     parts = {int(workers): Part(result) for workers, result in results.items() if workers.isdecimal()}
-    sections = [targets(parts, results.get("network")), *(section(workers, part) for workers, part in parts.items())]
+    sections = [
+        targets(parts, results.get("network"), results.get("pipeline")),
+        *(section(workers, part) for workers, part in parts.items()),
+    ]
     if parts and picture.draw(parts, HEADINGS, OF_ONE):
         sections.insert(0, "![speed-ups of all models](training.png)")
     if results.get("network"):
@@ -81,10 +84,12 @@ def write(results: dict) -> None:
         sections.append(threads_section(results["threads"]))
     if results.get("embeddings"):
         sections.append(embeddings_section(results["embeddings"]))
+    if results.get("pipeline"):
+        sections.append(pipeline_section(results["pipeline"]))
     README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
-def targets(parts: dict[int, Part], over_network: dict | None) -> str:
+def targets(parts: dict[int, Part], over_network: dict | None, of_pipelines: dict | None) -> str:
     """What was to be reached, beside what was; nothing of what was not measured."""
     lines = [
         "## Targets", "",
@@ -116,6 +121,7 @@ def targets(parts: dict[int, Part], over_network: dict | None) -> str:
         rest.append((f"{name}, one worker, time over that of Keras alone, at most", f"{ONE_WORKER}", number(ratio)))
     if over_network:
         rest.append(("4 hosts, 1 Gbit/s, gradients' collectives hidden, by the clock", "80 %", hidden(over_network)))
+    rest += pipeline_targets(of_pipelines) if of_pipelines else []
     lines += [f"| {' | '.join(row)} | | | |" for row in rest]
     return "\n".join(lines)
 
@@ -277,6 +283,79 @@ def embeddings_section(result: dict) -> str:
         cells = [f"{worst[name] / 1e6:,.0f}" for name in ("share", "taken")]
         cells += [number(worst["taken"] / worst["share"]), milliseconds(worst["seconds"])]
         lines.append(f"| {rows:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def idle_of_stages(result: dict) -> list[float | None]:
+    """Of each variant that computes forward passes once: the share of a step in which stages do not compute."""
+    whole = dict(result["microbatched"])
+    found: list[float | None] = []
+    for _, microbatches, recompute, rounds in result["times"]:
+        pairs = zip(whole[microbatches], rounds, strict=True)
+        shares = [1 - statistics.mean(busy) / (len(step) * max(step)) for busy, step in pairs]
+        found.append(None if recompute else statistics.median(shares))
+    return found
+
+
+def idle_by_plan(stages: int, microbatches: int) -> float:
+    return (stages - 1) / (microbatches + stages - 1)
+
+
+def pipeline_targets(result: dict) -> list[tuple[str, str, str]]:
+    """What was to be reached of pipelines, beside what was."""
+    times = {(schedule, m): rounds for schedule, m, recompute, rounds in result["times"] if not recompute}
+    memory = {(s, schedule): max(taken) for s, schedule, _, recompute, taken in result["memory"] if not recompute}
+    stages = len(times["1f1b", 8][0])
+    pairs = zip(times["1f1b", 8], times["gpipe", 8], strict=True)
+    ratio = statistics.median(max(ours) / max(theirs) for ours, theirs in pairs)
+    rows = [("2 stages, 8 microbatches, time of 1F1B over GPipe's, at most", "1", number(ratio))]
+    for count in (2, 4):
+        title = f"{count} stages, 8 microbatches, memory of the fullest stage, GPipe's over 1F1B's"
+        rows.append((title, "1.5", number(memory[count, "gpipe"] / memory[count, "1f1b"])))
+    for (schedule, m, *_), idle in zip(result["times"], idle_of_stages(result), strict=True):
+        if idle is not None and schedule == "1f1b":
+            title = f"{stages} stages, {m} microbatches, 1F1B, idle beyond the plan's, points, at most"
+            rows.append((title, "10", f"{100 * (idle - idle_by_plan(stages, m)):.0f}"))
+    return rows
+
+
+def pipeline_section(result: dict) -> str:
+    whole, stages = dict(result["microbatched"]), len(result["times"][0][-1][0])
+    one = statistics.median(statistics.mean(seconds) for seconds in whole[1])
+    lines = [
+        "## Layers divided over the workers", "",
+        f"{result['conditions']} Versions: {'; '.join(result['versions'])}.", "",
+        f"{models.DEEP_TASK.title}, in {stages} stages of {models.DEPTH // stages} layers, medians of {len(whole[1])} "
+        f"rounds, in which each schedule has its turn. Computing is what a worker of Keras alone takes to train on the "
+        f"same microbatches, a step each, {stages} such workers at once and nothing exchanged; on the whole batch it "
+        f"takes {milliseconds(one)} ms. Idle is which part of a step the stages do not compute: by the plan "
+        "(S - 1) / (M + S - 1); measured 1 - C / (S T), with the time T of a step and that of computing, C, so that "
+        "what travels is in it.", "",
+        "| schedule | microbatches | forward pass | ms a step | ms of computing | idle, by the plan | idle, measured |",
+        "|---|---:|---|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for (schedule, m, recompute, rounds), idle in zip(result["times"], idle_of_stages(result), strict=True):
+        cells = [
+            schedule, str(m), "twice" if recompute else "once",
+            milliseconds(statistics.median(map(max, rounds))),
+            milliseconds(statistics.median(map(statistics.mean, whole[m]))),
+            percent(idle_by_plan(stages, m)), "" if idle is None else percent(idle),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"MB that steps of {models.MANY_ROWS:,} rows take at most on each stage, beyond what its process has once it "
+        f"has trained the same model on {models.FEW_ROWS} rows: the batch, activations, gradients. One stage is the "
+        "model itself, without microbatches. Each has processes of its own, whose malloc gives large blocks back at "
+        "once, so that the most there is at a time is seen.", "",
+        "| stages | schedule | microbatches | forward pass | MB, by stage | the fullest, of one stage's |",
+        "|---:|---|---:|---|---:|---:|",
+    ]  # fmt: skip
+    [undivided] = [max(taken) for count, *_, taken in result["memory"] if count == 1]
+    for count, schedule, m, recompute, taken in result["memory"]:
+        kind = ("", "", "once") if count == 1 else (schedule, str(m), "twice" if recompute else "once")
+        cells = [str(count), *kind, ", ".join(f"{each / 1e6:,.0f}" for each in taken), percent(max(taken) / undivided)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,6 +13,7 @@ import time
 import contest
 import models
 import numpy as np
+from plain import Apart, Clock, Old, Plain, between, memory
 
 
 def take_a_core(rank: int) -> None:
@@ -20,152 +23,6 @@ def take_a_core(rank: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ.update(TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="2", OMP_NUM_THREADS="1")
-
-
-def between(times: list[float]) -> list[float]:
-    """From one to the next, but for the first, when buffers are filled."""
-    return [times[i + 1] - times[i] for i in range(1, len(times) - 1)]
-
-
-class Clock:
-    """A model's train function that notes when each step begins. A callback for it costs ranks a collective a step."""
-
-    def __init__(self, model) -> None:
-        self.function = model.train_function
-        self.begun: list[float] = []
-        model.train_function = self
-
-    def __call__(self, iterator):
-        self.begun.append(time.perf_counter())
-        return self.function(iterator)
-
-    def __getattr__(self, name):
-        return getattr(self.function, name)
-
-
-def memory(field: str) -> int:
-    """Bytes of this process: VmRSS what it has now, VmHWM the most it had."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition(f"{field}:")[2].split()[0])
-
-
-class Plain:
-    """Keras 3 by itself."""
-
-    answers = ("facts", "measure")
-
-    def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
-        self.rank, self.ranks, self.ports = rank, ranks, ports
-        self.made: dict = {}
-        self.start()
-
-    def start(self) -> None:
-        os.environ["KERAS_BACKEND"] = "tensorflow"
-        import keras
-        import tensorflow as tf
-
-        self.tf, self.keras = tf, keras
-        self.version = f"Keras {keras.__version__} on TensorFlow {tf.__version__}"
-
-    def facts(self) -> list[str]:
-        return [self.version]
-
-    def measure(self, name: str) -> dict | str:
-        """The steps of a `fit`, their median, the bytes this rank sent, and what memory it took beside the model's.
-
-        The first call makes the model and warms up.
-        """
-        if name not in self.made:
-            try:
-                self.made[name] = self.ready(self.task(name))
-            except NotImplementedError as error:
-                return str(error)
-        sent = self.bytes_sent()
-        resident = memory("VmRSS")
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
-        steps = self.made[name]()
-        return {
-            "steps": steps,
-            "seconds": statistics.median(steps),
-            "memory": memory("VmHWM") - resident,
-            "bytes": None if sent is None else (self.bytes_sent() - sent) / self.task(name).steps,
-        }
-
-    def task(self, name: str) -> models.Task:
-        return models.TABLES_TASK if name == "tables" else models.TASKS[name]
-
-    def ready(self, task: models.Task):
-        """A function that trains the model through its data and returns seconds from step to step; it has run once."""
-        keras = self.keras
-        keras.utils.set_random_seed(1)
-        model = self.model(task)
-        losses = keras.losses
-        loss = losses.SparseCategoricalCrossentropy(from_logits=True) if task.classes else losses.MeanSquaredError()
-        model.compile(self.optimizer(keras.optimizers.get(task.optimizer)), loss, **self.compile_options)
-        data, batch = self.share(task)
-        given = (self.decoded(data, batch),) if task.jpeg else data
-        options = {} if task.jpeg else {"batch_size": batch, "shuffle": False}
-
-        def fit():
-            model.fit(*given, epochs=1, verbose=0, callbacks=self.callbacks(), **options)
-
-        fit()  # which builds the step
-        clock = Clock(model)
-
-        def train():
-            clock.begun.clear()
-            fit()
-            return between(clock.begun)
-
-        return train
-
-    compile_options: dict = {}
-
-    def model(self, task):
-        return task.make(self.keras)
-
-    def optimizer(self, optimizer):
-        return optimizer
-
-    def callbacks(self) -> list:
-        return []
-
-    def share(self, task):
-        """This rank's rows, and how many of them make a step."""
-        return task.data(), task.batch
-
-    def bytes_sent(self):
-        return None
-
-    def decoded(self, data, batch):
-        tf = self.tf
-        files = [tf.io.encode_jpeg(tf.cast(image * 255, tf.uint8)).numpy() for image in data[0]]
-
-        def decode(file, label):
-            image = tf.io.decode_jpeg(file, channels=3)
-            return tf.image.resize(tf.cast(image, tf.float32) / 255, [64, 64]), label
-
-        options = tf.data.Options()
-        if "BENCHMARK_DATA_THREADS" in os.environ:
-            options.threading.private_threadpool_size = int(os.environ["BENCHMARK_DATA_THREADS"])
-        return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch).with_options(options)
-
-
-class Apart(Plain):
-    """Each on its share of the rows, and nothing exchanged: what workers could buy at most."""
-
-    def share(self, task):
-        return models.shares(task.data(), self.rank, self.ranks, task.batch), task.batch // self.ranks
-
-
-class Old(Apart):
-    """As Apart, in tf.keras."""
-
-    def start(self) -> None:
-        import tensorflow as tf
-
-        self.tf, self.keras = tf, tf.keras
-        self.version = f"tf.keras of TensorFlow {tf.__version__}"
 
 
 class Tfring(Plain):
@@ -252,6 +109,62 @@ class Divided(Tfring):
         clock = Clock(model)
         model.fit(ids, ids[:, :1] % 2, batch_size=batch, verbose=0)
         return statistics.median(between(clock.begun))
+
+
+class Microbatched(Plain):
+    """The whole deep model on each worker, a microbatch a step, and nothing exchanged: what stages compute in all."""
+
+    answers = (*Plain.answers, "measure_microbatches")
+
+    def measure_microbatches(self, number: int) -> float:
+        """Seconds for all microbatches of a batch, of which there are so many."""
+        return number * self.measure(f"deep {number}")["seconds"]
+
+    def task(self, name: str) -> models.Task:
+        number = int(name.split()[1])
+        return dataclasses.replace(models.DEEP_TASK, batch=models.DEEP_TASK.batch // number, steps=3 * number + 2)
+
+
+class Piped(Tfring):
+    """In stages, each worker one."""
+
+    answers = (*Tfring.answers, "measure_stages", "memory_of_stages")
+
+    def start(self) -> None:
+        super().start()
+        import tfring
+
+        self.strategy.close()
+        self.strategy = tfring.RingStrategy(mesh=tfring.Mesh(data=1, pipeline=self.ranks))
+
+    def measure_stages(self, schedule: str, num_microbatches: int, recompute: bool) -> float:
+        """Seconds of a step."""
+        self.settings = {"schedule": schedule, "num_microbatches": num_microbatches, "recompute": recompute}
+        return self.measure("deep")["seconds"]
+
+    def memory_of_stages(self, schedule: str, num_microbatches: int, recompute: bool) -> int:
+        """Bytes that steps of many rows take at most, beyond what the process has that has trained on few."""
+        self.settings = {"schedule": schedule, "num_microbatches": num_microbatches, "recompute": recompute}
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed of large blocks is given back at once
+        x, y = dataclasses.replace(models.DEEP_TASK, batch=models.MANY_ROWS, steps=1).data()
+        with self.strategy.scope():
+            model = self.model(models.DEEP_TASK)
+            model.compile(models.DEEP_TASK.optimizer, "mse")
+
+        def fit(rows):
+            model.fit(x[:rows], y[:rows], batch_size=rows, epochs=2, shuffle=False, verbose=0)
+
+        fit(models.FEW_ROWS)  # which traces the step
+        resident = memory("VmRSS")
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        fit(models.MANY_ROWS)
+        return memory("VmHWM") - resident
+
+    def model(self, task):
+        from tfring.parallel import Pipeline
+
+        begins = [f"layer_{models.DEPTH * stage // self.ranks}" for stage in range(1, self.ranks)]
+        return Pipeline(super().model(task), begins, **self.settings)
 
 
 class Sharded(Tfring):
@@ -342,6 +255,8 @@ MAKERS = {
     "tfring": Tfring,
     "sharded": Sharded,
     "divided": Divided,
+    "piped": Piped,
+    "microbatched": Microbatched,
     "tensorflow": OnTensorFlow,
     "horovod": Horovod,
     "old": Old,
