@@ -14,6 +14,7 @@ _EXPORTS = {
     "Cluster": "tfring.cluster",
     "ClusterResolver": "tfring.cluster_resolver",
     "Communicator": "tfring.ring.communicator",
+    "Mesh": "tfring.cluster",
     "RingAllReduce": "tfring.cross_device_ops",
     "RingStrategy": "tfring.strategy",
     "SparseOptions": "tfring.reduction.sparse",
@@ -21,12 +22,12 @@ _EXPORTS = {
     "gather_for_loss": "tfring.losses",
     "save": "tfring._keras.saving",
 }
-_WITHOUT_TENSORFLOW = ("Cluster", "Communicator")
+_WITHOUT_TENSORFLOW = ("Cluster", "Communicator", "Mesh")
 _ROOMS = ("callbacks", "data", "layers", "parallel")  # `tfring.callbacks.Backup`, without an import of its own
 
 if TYPE_CHECKING:
     from tfring._keras.saving import save
-    from tfring.cluster import Cluster
+    from tfring.cluster import Cluster, Mesh
     from tfring.cluster_resolver import ClusterResolver
     from tfring.cross_device_ops import RingAllReduce
     from tfring.layers import SyncBatchNormalization
@@ -39,6 +40,7 @@ __all__ = [
     "Cluster",
     "ClusterResolver",
     "Communicator",
+    "Mesh",
     "RingAllReduce",
     "RingStrategy",
     "SparseOptions",
@@ -56,6 +58,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tfring' has no attribute {name!r}")
     if name not in _WITHOUT_TENSORFLOW:
         check_tensorflow()
+    if name == "RingStrategy":
+        _register_layers()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
@@ -65,5 +69,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+def _register_layers() -> None:
+    """So that `keras.models.load_model` finds them."""
+    importlib.import_module("tfring.layers")
+
+
 if "keras" in sys.modules and "tensorflow" in sys.modules:
-    importlib.import_module("tfring.layers")  # registers the layers, so that `keras.saving.load_model` finds them
+    _register_layers()

@@ -29,29 +29,34 @@ def digest(value: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(octets), tf.int64)[0]
 
 
-def assert_equal(strategy, variables: Sequence, names: Sequence[str]) -> None:
+def assert_equal(strategy, variables: Sequence, names: Sequence[str], in_pieces: Sequence[bool]) -> None:
     """Compares mirrored variables of TensorFlow on all replicas; others are passed over.
+
+    `in_pieces` says of each whether ranks along other axes than "data" hold other pieces: it is compared along that.
 
     Raises:
       tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ from replica 0.
     """
     chosen = [
-        (variable, name)
-        for variable, name in zip(variables, names, strict=True)
+        (variable, name, in_pieces)
+        for variable, name, in_pieces in zip(variables, names, in_pieces, strict=True)
         if isinstance(variable, tf.distribute.DistributedValues)
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and variable.dtype != tf.string
     ]
-    if not chosen or strategy.num_replicas_in_sync == 1:
+    if not chosen or strategy.extended.is_alone:
         return
     replicas = len(strategy.extended.worker_devices)
-    mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, _ in chosen]) for r in range(replicas)]
-    everyone = strategy.extended.control.gather_equal(tf.stack(mine), name="digests of variables")
-    differs = tf.not_equal(everyone, everyone[:1])  # [replicas, variables]
+    mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, *_ in chosen]) for r in range(replicas)]
+    everyone = strategy.extended.world.gather_equal(tf.stack(mine), name="digests of variables")
+    first_on_line = [strategy.mesh.ranks("data", rank)[0] for rank in range(strategy.cluster.world_size)]
+    first_of_line = tf.gather(everyone, [rank * replicas for rank in first_on_line for _ in range(replicas)])
+    wanted = tf.where(tf.constant([in_pieces for *_, in_pieces in chosen]), first_of_line, everyone[:1])
+    differs = tf.not_equal(everyone, wanted)  # [replicas, variables]
     text = tf.strings.format(
         "Replicas hold other bits than replica 0. Variables: {}; replicas: {} (rank = replica // {}). " + _ADVICE,
         (
-            tf.boolean_mask(tf.constant([name for _, name in chosen]), tf.reduce_any(differs, 0)),
+            tf.boolean_mask(tf.constant([name for _, name, _ in chosen]), tf.reduce_any(differs, 0)),
             tf.where(tf.reduce_any(differs, 1))[:, 0],
             replicas,
         ),

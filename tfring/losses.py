@@ -40,7 +40,9 @@ def gather_for_loss(tensors: Any) -> Any:
     >>> gather_for_loss({"anchors": tf.constant([[1.0], [2.0]]), "labels": tf.constant([0, 1])})["labels"].numpy()
     array([0, 1], dtype=int32)
     """
-    strategy = current_ring()
+    strategy, running = current_ring(), step.current()
+    if running is not None:
+        running.refuse_in_parts("gather_for_loss")
     flat = [_checked(t) for t in tf.nest.flatten(tensors)]
     if strategy is not None and strategy.num_replicas_in_sync > 1 and tf.distribute.get_replica_context() is not None:
         present = [i for i, t in enumerate(flat) if t is not None]

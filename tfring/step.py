@@ -10,6 +10,8 @@ import threading
 
 import tensorflow as tf
 
+from tfring.errors import ConfigurationError
+
 _local = threading.local()
 
 
@@ -26,13 +28,23 @@ class Step:
       written: `(variable, rule)` of each Keras variable that the step assigned in this replica, and how what replicas
         wrote becomes one.
       gathered: whether `tfring.gather_for_loss` gave this step the rows of all replicas.
+      microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
+      part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
     """
 
-    def __init__(self, share: tf.Tensor | None = None, active: tf.Tensor | None = None):
+    def __init__(
+        self,
+        share: tf.Tensor | None = None,
+        active: tf.Tensor | None = None,
+        microbatches: int = 1,
+        part: tf.Tensor | None = None,
+    ):
         self.share = share
         self.active = active
         self.written: list = []
         self.gathered = False
+        self.microbatches = microbatches
+        self.part = part
 
     def weigh(self, value):
         """`value` times the share, where it is known; a replica without rows gives zero, whatever it holds."""
@@ -56,6 +68,14 @@ class Step:
         sizes = tf.shape(value)
         size = tf.where(self.active, sizes[axis], 0)
         return tf.slice(value, tf.zeros_like(sizes), tf.tensor_scatter_nd_update(sizes, [[axis]], [size]))
+
+    def refuse_in_parts(self, what: str) -> None:
+        """Raises ConfigurationError where a pipeline has cut the replica's rows, for `what` needs all of them."""
+        if self.microbatches > 1:
+            raise ConfigurationError(
+                f"A Pipeline has one microbatch at a time for its loss, and {what} needs the whole batch. Received: "
+                f"num_microbatches={self.microbatches}. Make the Pipeline with num_microbatches=1, or use another loss."
+            )
 
     def _by_share(self, operation, value):
         if value is None or self.share is None:

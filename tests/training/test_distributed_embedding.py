@@ -10,9 +10,11 @@ from harness import strategy, workers
 
 import tfring
 
-SIZES = {"items": (30, 5), "users": (17, 5), "tags": (23, 3), "genres": (4, 5)}
+SIZES = {"items": (30, 5), "users": (17, 5), "tags": (23, 2), "genres": (4, 5)}
 COMBINERS = {"items": "mean", "users": "sum", "tags": "sqrtn", "genres": "mean"}
-PLAN = {"items": "rows", "users": "rows", "tags": "rows", "genres": "replicated"}
+PLAN = {"items": "whole", "users": "rows", "tags": "columns", "genres": "replicated"}
+BY_ROWS = {"items": "rows", "users": "rows", "tags": "rows", "genres": "replicated"}
+OTHERS = {"items": "columns", "users": "whole", "tags": "whole", "genres": "whole"}
 FEATURES = {  # its table, how its ids are laid out, and how many ids an example has at most
     "item": ("items", "one", 1),
     "history": ("items", "ragged", 4),
@@ -120,20 +122,24 @@ def recommender(optimizer, table=None, **options):
 
 
 def cases():
-    """Optimizers, what they update of divided tables, and the layer of one process that is the same."""
+    """Plans, optimizers, what they update of divided tables, and the layer of one process that is the same."""
     import keras
 
     def embedding(name):
         return keras.layers.Embedding(*SIZES[name])
 
     def sharded(name):  # for which an id counts once: Keras' own has optimizers square its gradients one by one
-        return tfring.layers.ShardedEmbedding(*SIZES[name], update="rows" if PLAN[name] == "rows" else "dense")
+        return tfring.layers.ShardedEmbedding(*SIZES[name], update="dense" if PLAN[name] == "replicated" else "rows")
+
+    def dense(name):
+        return tfring.layers.ShardedEmbedding(*SIZES[name], update="dense")
 
     o = keras.optimizers
     return {
-        "momentum": (lambda: o.SGD(0.02, momentum=0.9), "dense", embedding),
-        "Adagrad": (lambda: o.Adagrad(0.05), "rows", sharded),
-        "Adam": (lambda: o.Adam(0.01, global_clipnorm=0.1), "rows", sharded),
+        "momentum": (BY_ROWS, lambda: o.SGD(0.02, momentum=0.9), "dense", embedding),
+        "Adagrad": (PLAN, lambda: o.Adagrad(0.05), "rows", sharded),
+        "Adam": (PLAN, lambda: o.Adam(0.01, global_clipnorm=0.1), "rows", sharded),
+        "dense Adam": (OTHERS, lambda: o.Adam(0.01), "dense", dense),
     }
 
 
@@ -152,9 +158,9 @@ def fitted(names):
         return history, [*(tables[name] for name in SIZES), *model.last.get_weights()], model(inputs)
 
     for name in names:
-        optimizer, update, table = cases()[name]
+        plan, optimizer, update, table = cases()[name]
         with ring.scope():
-            model = recommender(optimizer, update=update)
+            model = recommender(optimizer, update=update, plan=plan)
         control = ring.extended.control.communicator
         before = control.statistics()["collectives"].get("all_to_all", 0)
         history, weights, predicted = outcome(model, inputs_of(features))
@@ -172,12 +178,13 @@ def fitted(names):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(("n", "names"), [(3, ["momentum", "Adagrad"]), (2, ["Adam"])])
+@pytest.mark.parametrize(("n", "names"), [(3, ["momentum", "Adagrad"]), (2, ["Adam", "dense Adam"])])
 def test_equals_one_layer_for_each_table(n, names):
     results = workers(n).run(fitted, names)
     for name in names:
-        # Of two widths: three in each of six steps of training, two of inference.
-        assert all(rank[name]["exchanges"] == 2 * (3 * 6 + 2) for rank in results)
+        # Of two widths, and one by columns: three in each of six steps of training, two of inference.
+        widths = 3 if name == "dense Adam" else 2
+        assert all(rank[name]["exchanges"] == widths * (3 * 6 + 2) for rank in results)
         errors = [error for rank in results for error in rank[name].get("errors", ())]
         assert len(errors) == 3
         assert max(errors) < 1e-5, (name, errors)
@@ -231,11 +238,19 @@ def lookups():
     ids = {name: generator.integers(0, 4, size=(2 + rank, 3)) for name in ("last", "user", "any", "genre")}
     plans = [dict.fromkeys(("items", "users", "genres"), "rows")]
     plans.append({**plans[0], "genres": "replicated"})
+    plans += [OTHERS, {"items": "whole", "users": "columns", "genres": "columns"}]
+    plans = [{name: plan[name] for name in plans[0]} for plan in plans]
+    n = ring.cluster.world_size
+    owned = [(name, *SIZES[name], "whole", 0, owner % n) for name, owner in (("items", 2), ("users", 1), ("genres", 2))]
+    plans.append(tfring.parallel.TablePlan(n, tuple(tfring.parallel.PlannedTable(*table) for table in owned)))
     with ring.scope():
         layers = [tfring.layers.DistributedEmbedding(nested, plan=plan) for plan in plans]
-        layers.append(tfring.layers.DistributedEmbedding.from_config(layers[0].get_config()))
+        for layer in (layers[0], layers[3], layers[4]):
+            layers.append(tfring.layers.DistributedEmbedding.from_config(layer.get_config()))
         single = tfring.layers.DistributedEmbedding(FeatureOfOthers("user", users))
         half = tfring.layers.DistributedEmbedding(FeatureOfOthers("user", users), dtype="mixed_float16")
+        for layer in (*layers, single, half):
+            layer.build()
     errors = []
     for layer in layers:
         layer.set_embedding_tables({name: values[name] for name in ("items", "users", "genres")})
@@ -260,16 +275,20 @@ def lookups():
     symbols = keras.Input((3,), dtype="int32")
     symbolic = layers[0]({"b": [symbols, (symbols,)], "a": {"any": symbols, "genre": symbols}})
     shapes = layers[0].compute_output_shape({"b": [(None, 3), ((8,),)], "a": {"any": (2, 3), "genre": (2, 3)}})
-    return errors, [symbolic["b"][0].shape, symbolic["b"][1][0].shape], shapes["b"][1][0]
+    held = [layers[number].weights[0].shape[0] for number in (4, 7)]
+    return errors, [symbolic["b"][0].shape, symbolic["b"][1][0].shape], shapes["b"][1][0], held
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("n", [1, 3])
 def test_lookups(n):
-    for errors, symbolic, shape in workers(n).run(lookups):
+    results = workers(n).run(lookups)
+    for errors, symbolic, shape, _ in results:
         assert max(errors) < 1e-5, errors
         assert symbolic == [(None, 3, 5), (None, 5)]
         assert shape == (8, 5)
+    # Whole tables are at the owners that the plan names; made again of a config, dealt by bytes.
+    assert [held for *_, held in results] == ([[51, 51]] if n == 1 else [[0, 30], [17, 17], [34, 4]])
 
 
 def initial():
@@ -284,7 +303,7 @@ def initial():
     made = []
     limits = tables.WHOLE_ELEMENTS, tables.BLOCK_ELEMENTS
     try:
-        for limit in (limits, (60, 35)):
+        for limit in (limits, (40, 35)):
             tables.WHOLE_ELEMENTS, tables.BLOCK_ELEMENTS = limit
             own = {name: tfring.layers.TableConfig(name, *size, draw(name)) for name, size in SIZES.items()}
             kind = keras.layers.Embedding if limit == limits else tfring.layers.ShardedEmbedding
@@ -340,9 +359,11 @@ def trained(folder, loads):
     x = {name: ids for name, (ids, _, _) in features.items()}
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     results = []
-    with strategy().scope():
+    ring = strategy()
+    with ring.scope():
         model = keras.models.load_model(f"{folder}/model.keras") if loads else dense_model()
         again, other = dense_model(), dense_model(plan=dict.fromkeys(SIZES, "rows"))
+        swapped = dense_model(plan={**PLAN, "items": "rows", "users": "whole"})
     if not loads:
         model.fit(x, y, callbacks=[tfring.callbacks.Backup(f"{folder}/backup")], **options)
         tfring.save(model, f"{folder}/model.keras")
@@ -356,15 +377,18 @@ def trained(folder, loads):
         again.optimizer.build(again.trainable_variables)
         again.load_weights(f"{folder}/model.weights.h5")
         other.load_weights(f"{folder}/model.weights.h5", skip_mismatch=True)  # whose optimizer has other slots
-        results += [held(again), held(other)]
+        with ring.scope():
+            swapped.optimizer.build(swapped.trainable_variables)
+        swapped.load_weights(f"{folder}/model.weights.h5")  # in the same, which have the same rows in the same order
+        results += [held(again), held(swapped), held(other)]
     return results
 
 
 def test_files(tmp_path):
     (first, second), *_ = workers(2).run(trained, str(tmp_path), False)
     for n in (1, 3):
-        for loaded, gone_on, restored, weights, other in workers(n).run(trained, str(tmp_path), True):
-            for got in (loaded, weights):
+        for loaded, gone_on, restored, weights, swapped, other in workers(n).run(trained, str(tmp_path), True):
+            for got in (loaded, weights, swapped):
                 assert relative_error(got[0].values(), first[0].values()) == 0
                 assert relative_error(got[1], first[1]) == 0
             assert relative_error(other[0].values(), first[0].values()) == 0
@@ -383,7 +407,7 @@ def bad_id():
     messages = []
     features, y = data()
     x = {name: ids for name, (ids, _, _) in features.items()}
-    for eager, name, id in ((False, "history", 30), (True, "user", -1)):
+    for eager, name, id in ((False, "history", 30), (True, "user", -1), (False, "tag", 23)):
         ring = strategy()
         with ring.scope():
             model = dense_model("sgd")
@@ -400,11 +424,13 @@ def bad_id():
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_ids_without_a_row(n):
-    for in_step, eagerly in workers(n).run(bad_id):
+    for in_step, eagerly, by_columns in workers(n).run(bad_id):
         assert "'items" in in_step
         assert "run from 0 to 29, for it has 30 rows. Received: id 30" in in_step
         assert "Ids of 'users' run from 0 to 16, for it has 17 rows. Received: id -1" in eagerly
-        assert n == 1 or all(f"of rank {n - 1}" in message for message in (in_step, eagerly))
+        assert "'tags" in by_columns
+        assert "run from 0 to 22, for it has 23 rows. Received: id 23" in by_columns
+        assert n == 1 or all(f"of rank {n - 1}" in message for message in (in_step, eagerly, by_columns))
 
 
 def refused(folder):
@@ -431,7 +457,7 @@ def refused(folder):
     attempt("no table", lambda: Layer([FeatureOfOthers("a", "items")]))
     attempt("names", lambda: Layer([Feature("a", items()), Feature("b", items())]))
     attempt("plan", lambda: Layer(Feature("a", items()), plan={"users": "rows"}))
-    attempt("kind", lambda: Layer(Feature("a", items()), plan={"items": "columns"}))
+    attempt("kind", lambda: Layer(Feature("a", items()), plan={"items": "hash"}))
     attempt("update", lambda: Layer(Feature("a", items()), update="some"))
     attempt("initializer", lambda: Layer(Feature("a", Table("large", 1 << 24, 2, "glorot_uniform"))).build())
 
@@ -464,7 +490,7 @@ def test_what_is_refused(tmp_path):
         assert "Received: 'items', a TableConfig without name, vocabulary_size" in errors["no table"]
         assert "tables items, items" in errors["names"]
         assert "Received: {'users': 'rows'} for tables items" in errors["plan"]
-        assert "'columns'" in errors["kind"]
+        assert "('replicated', 'rows', 'whole', 'columns')" in errors["kind"] and "'items': 'hash'" in errors["kind"]
         assert "update='some'" in errors["update"]
         assert "embeddings_initializer=GlorotUniform" in errors["initializer"]
         assert "`inputs` have the structure of `feature_configs`. Received: a instead of 0" in errors["structure"]

@@ -10,7 +10,7 @@ from common import assert_equal, element_wise_optimizers, optimizer_settings, re
 from harness import strategy, workers
 
 import tfring
-from tfring.reduction.placement import KINDS, Placement
+from tfring.reduction.placement import BY_ROWS, KINDS, Placement, place
 
 VOCABULARY, DIM = 30, 5
 
@@ -18,10 +18,10 @@ VOCABULARY, DIM = 30, 5
 def test_placements():
     for world_size in (1, 2, 3, 4, 7):
         for rows in (1, 2, 3, 7, 8, 30):
-            for kind in KINDS:
+            for kind in BY_ROWS:
                 placement = Placement((rows, 2), world_size, kind)
                 whole = np.arange(rows)
-                pieces = [whole[placement.rows(rank)] for rank in range(world_size)]
+                pieces = [whole[placement.slices(rank)[0]] for rank in range(world_size)]
                 assert sorted(np.concatenate(pieces)) == list(whole)
                 for rank, piece in enumerate(pieces):
                     assert placement.shape_of(rank) == (len(piece), 2)
@@ -30,10 +30,35 @@ def test_placements():
                     assert np.array_equal(placement.row_of_owner(piece), np.arange(len(piece)))
                     for begin in range(rows):
                         for end in (begin + 1, begin + 5, rows):
-                            within = whole[begin:end][placement.rows_within(rank, begin, min(end, rows))]
+                            within = whole[begin:end][placement.part_within(rank, begin, min(end, rows))]
                             assert np.array_equal(within, piece[(piece >= begin) & (piece < end)])
     with pytest.raises(tfring.errors.ConfigurationError, match="placement='hash'"):
-        Placement((4, 2), 2, "hash")
+        place((4, 2), 2, "hash")
+
+
+def test_placements_of_several_tables():
+    sizes = (2, 5, 1, 7, 3)
+    for world_size in (1, 2, 3, 4, 7):
+        for owners in ((0, None, 1, None, 0), (None, 1, None, 0, 1), (2, 2, 0, 1, 0), (None,) * 5):
+            owners = [None if owner is None else owner % world_size for owner in owners]
+            placement = Placement((18, 2), world_size, tables=tuple(zip(sizes, owners, strict=True)))
+            whole = np.arange(18)
+            pieces = [np.concatenate([whole[part] for part in placement.slices(rank)]) for rank in range(world_size)]
+            assert sorted(np.concatenate(pieces)) == list(whole)
+            assert [placement.shape_of(rank) for rank in range(world_size)] == [(len(piece), 2) for piece in pieces]
+            begin = 0
+            for size, owner, (first, step) in zip(sizes, owners, placement.numbers, strict=True):
+                numbers = first + step * np.arange(size)
+                assert numbers.max() < placement.end
+                places = zip(placement.owner(numbers), placement.row_of_owner(numbers), strict=True)
+                assert [pieces[rank][row] for rank, row in places] == list(range(begin, begin + size))
+                assert owner is None or set(placement.owner(numbers)) == {owner}
+                for rank, piece in enumerate(pieces):
+                    for last in (begin + 1, begin + size):
+                        within = whole[begin:last][placement.part_within(rank, begin, last)]
+                        assert np.array_equal(within, piece[(piece >= begin) & (piece < last)])
+                begin += size
+            assert placement.end < world_size * (max(map(len, pieces)) + 1)  # so int32 holds them as long as it can
 
 
 def skewed_ids(num_rows=43, ids_per_row=3, seed=0):
@@ -81,22 +106,25 @@ def model_of(optimizer, dtype=None, alone="dense", compiled=(), **options):
 # -- training equals one process -------------------------------------------------------------------------------------
 
 
-def plain():
+def plain(other):
     import keras
 
     ring = strategy(check_equal=True)
     x, y = skewed_ids()
     results = {}
-    for update, placement in (("rows", "interleaved"), ("dense", "range")):
+    for update, placement in (("rows", "interleaved"), ("dense", other)):
         make = model_of(lambda: keras.optimizers.SGD(0.05), alone="embedding", update=update, placement=placement)
         also = {"evaluate": (x, y), "predict": x} if update == "rows" else {}
         results[update] = train_both(ring, make, x, y, **also)
     return results
 
 
-@pytest.mark.parametrize(("n", "communication"), [(3, "ring"), (4, "ring"), (2, "tensorflow")])
-def test_equals_one_process(n, communication):
-    assert_equal(workers(n, communication).run(plain))
+@pytest.mark.parametrize(
+    ("n", "communication", "placement"),
+    [(3, "ring", "columns"), pytest.param(4, "ring", "range", marks=pytest.mark.long), (2, "tensorflow", "columns")],
+)
+def test_equals_one_process(n, communication, placement):
+    assert_equal(workers(n, communication).run(plain, placement))
 
 
 def fitted(dtype, cases):
@@ -117,7 +145,7 @@ def fitted(dtype, cases):
 @pytest.mark.parametrize(("n", "dtype", "cases"), [
     (2, "float64", [("global_clipnorm", "dense"), ("weight_decay", "rows", ("run_eagerly", True))]),
     (3, None, [("accumulation", "dense"), ("loss_scale", "rows"), ("Adam", "rows", ("steps_per_execution", 3))]),
-    (4, None, [("ema", "dense"), ("Adagrad", "rows"), ("loss_scale", "dense")]),
+    pytest.param(4, None, [("ema", "dense"), ("Adagrad", "rows"), ("loss_scale", "dense")], marks=pytest.mark.long),
 ])
 def test_fit(n, dtype, cases):
     assert_equal(workers(n).run(fitted, dtype, cases), tolerance=1e-12 if dtype == "float64" else 1e-5)
@@ -363,10 +391,10 @@ def initial(seeds):
 def test_initial_values():
     [(alone, message)] = workers(1).run(initial, [5])
     assert "embeddings_initializer=GlorotUniform" in message
-    assert np.unique(alone[2]).size > VOCABULARY * DIM // 2  # blocks are not drawn alike
+    assert np.unique(alone[len(KINDS)]).size > VOCABULARY * DIM // 2  # blocks are not drawn alike
     for seeds in ([5], [5, 6, 7]):  # rank 0's hold
         for made, _ in workers(3).run(initial, seeds):
-            for number, want in enumerate((alone[-1], alone[-1], alone[2], alone[2])):
+            for number, want in enumerate([alone[-1]] * len(KINDS) + [alone[len(KINDS)]] * len(KINDS)):
                 assert np.array_equal(made[number], want), number
 
 
@@ -685,12 +713,12 @@ def play(folder, blocks):
     for block in blocks:
         exec(block, given)
     shapes = {name: given[name].get_weights()[0].shape for name in ("layer", "large")}
-    printed = str(given["plan"]) in DOCUMENT.read_text()
+    printed = all(str(given[plan]) in DOCUMENT.read_text() for plan in ("plan", "mixed"))
     return shapes, printed, relative_error(given["again"].get_weights(), given["model"].get_weights())
 
 
 def test_programs_in_the_document(tmp_path):
-    assert len(blocks()) == 5
+    assert len(blocks()) == 6
     for shapes, printed, error in workers(2).run(play, str(tmp_path), blocks()):
         assert shapes == {"layer": (100_000, 16), "large": (50_000, 8)}
         assert printed

@@ -51,7 +51,7 @@ def check_equal(strategy, caller: str, arguments: dict) -> None:
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    control = strategy.extended.control
+    control = strategy.extended.world
     mine = dict(part for name, value in arguments.items() for part in _described(name, value))
     text = json.dumps(mine, sort_keys=True).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -74,7 +74,7 @@ def for_rank(callbacks, model, strategy) -> list:
     import keras
 
     in_pieces = "shard_optimizer=True" if strategy.shard_optimizer else ""
-    in_pieces = in_pieces or next((f"the table {v.path!r}" for v in model.variables if cut_of(v) is not None), "")
+    in_pieces = in_pieces or next((f"{v.path!r} in pieces" for v in model.variables if cut_of(v) is not None), "")
     if in_pieces and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
             "BackupAndRestore saves and restores on rank 0 alone, which has a piece of each slot. Received: "
@@ -160,7 +160,7 @@ def agreement(strategy, name, callbacks, verbose):
     """
     import keras
 
-    control = strategy.extended.control
+    control = strategy.extended.world
     last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
     kinds = {"fit": ["train", "test"], "evaluate": ["test"], "predict": []}[name]
     shown = {"fit": "train", "evaluate": "test"}.get(name) if verbose in ("auto", 1, True) else None
@@ -278,7 +278,7 @@ def broadcast_variables(strategy, model) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     for variable in all_variables(model):
-        [value] = strategy.extended.control.broadcast(
+        [value] = strategy.extended.world.broadcast(
             [tf.convert_to_tensor(np.asarray(variable.numpy()))], name="restored variable"
         )
         variable.assign(value)

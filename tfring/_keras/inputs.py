@@ -34,7 +34,7 @@ def agreed_seed(strategy) -> int:
     seed = random.SystemRandom().getrandbits(62)
     if given is not None:
         seed = random.Random(f"{given}/{next(_num_seeds)}").getrandbits(62)
-    [agreed] = strategy.extended.control.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
+    [agreed] = strategy.extended.world.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
     return int(agreed)
 
 
@@ -42,7 +42,7 @@ def global_seed(strategy) -> int | None:
     """TensorFlow's global seed (`keras.utils.set_random_seed`) where all ranks have the same."""
     seed = _tf.eager_context.global_seed()
     seed = -1 if seed is None else int(seed)
-    [bounds] = strategy.extended.control.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
+    [bounds] = strategy.extended.world.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
     return seed if seed >= 0 and int(bounds[0]) == -int(bounds[1]) else None
 
 
@@ -156,7 +156,7 @@ def install():
                 if dataset.num_batches is not None:
                     order = list(range(dataset.num_batches))
                     random.shuffle(order)
-                    collectives = strategy.extended.control
+                    collectives = strategy.extended.world
                     [agreed] = collectives.broadcast([tf.constant(order, tf.int64)], name="order of batches")
                     self._order = agreed.numpy().tolist()
 

@@ -143,7 +143,7 @@ class Logs:
     def _packed(self, numbers, shares) -> dict:
         """By dtype a matrix with a row for each replica: its share, then its numbers; rows of other workers are 0."""
         replicas = len(self._strategy.extended.worker_devices)
-        before = self._strategy.cluster.rank * replicas
+        before = self._strategy.extended.control.rank * replicas
         after = self._strategy.num_replicas_in_sync - before - replicas
         columns: dict = {}
         for values in numbers:

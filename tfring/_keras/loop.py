@@ -83,7 +83,7 @@ class _Loop:
     def was_left(self):
         """Keras has left it without an error."""
         strategy = ring_of_model(self._model)
-        if strategy.num_replicas_in_sync == 1:
+        if strategy.extended.is_alone:
             return
         stopped, others_drew = status.behind_loop(strategy, bool(getattr(self._model, self._flag)))
         if stopped:

@@ -194,6 +194,7 @@ def _replace_reductions(loss_module):
 
 def _over_replicas(running, value, name):
     """The sum of a scalar over all replicas, without a gradient."""
+    running.refuse_in_parts(f"a mean by the {name} of a batch")
     extended = current_ring().extended
 
     def on_worker(values):

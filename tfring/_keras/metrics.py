@@ -133,7 +133,7 @@ def local_state(strategy, variable) -> tf.Tensor | None:
         return None
     copies = [tf.convert_to_tensor(copy) for copy in values_of(value)]
     if value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-        return copies[0] if strategy.cluster.is_chief else tf.zeros_like(copies[0])
+        return copies[0] if strategy.extended.control.rank == 0 else tf.zeros_like(copies[0])
     total = copies[0] if len(copies) == 1 else tf.add_n(copies)
     if value.aggregation == tf.VariableAggregation.MEAN:
         return total / tf.cast(strategy.num_replicas_in_sync, total.dtype)

@@ -14,8 +14,8 @@ Clipping on local gradients is horovod #1346; the finite test of LossScaleOptimi
 down different branches. The whole of `apply` runs in the cross-replica context: there it may contain `cond`
 (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
 
-The gradient of a sharded table is that of the whole batch already, of this worker's rows: the lookup has weighed it and
-summed it (`layers/lookup.py`).
+The gradient of a piece that others along the data axis have other pieces of is that of the whole batch already: what
+made it has weighed it and summed it (`layers/lookup.py`, `layers/own_rows.py`).
 """
 
 from __future__ import annotations
@@ -96,12 +96,19 @@ def _reduce(applying, gradients, variables, shards=None):
         for i, gradient in zip(positions, reduced, strict=True):
             results[i] = gradient
 
-    tables_at = [i for i, variable in enumerate(variables or ()) if tables.update_of(variable)]
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in tables_at]
+    alone = strategy.extended.gradients.world_size == 1  # and the ids of tables are there once
+    complete = [
+        i
+        for i, variable in enumerate(variables or ())
+        if sharding.gradient_is_complete(variable) or (alone and tables.update_of(variable))
+    ]
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in complete]
     cuts = {i: sharding.cut_of(shards.piece(variables[i])) for i in present} if shards else {}
     cut = [i for i in present if cuts.get(i)]
+    by_rows = [i for i in present if variables and tables.update_of(variables[i]) == "rows"]
     ops = strategy.extended.gradient_ops
-    reduce([i for i in present if i not in cut], ops.sum_over_workers)
+    reduce([i for i in present if i not in cut and i not in by_rows], ops.sum_over_workers)
+    reduce(by_rows, ops.sum_over_workers, keep_sparse=True)
     reduce(
         cut,
         ops.reduce_scatter_over_workers,
@@ -111,10 +118,10 @@ def _reduce(applying, gradients, variables, shards=None):
     return results
 
 
-def _sum_on_worker(strategy, optimizer, gradients, are_tables, active):
+def _sum_on_worker(strategy, optimizer, gradients, are_complete, active):
     """`(gradients, active)`: the sum of this worker's replicas; whether the worker contributes, None where it does.
 
-    A worker without rows of the batch has rows of tables, whose gradients others have sent.
+    A worker without rows of the batch has pieces whose gradients are of the rows of others.
     """
     ops = strategy.extended.gradient_ops
     flags = None if active is None else values_of(active)
@@ -123,8 +130,8 @@ def _sum_on_worker(strategy, optimizer, gradients, are_tables, active):
     active = None
     if flags is not None and len(flags) == 1 and not optimizer.gradient_accumulation_steps:
         [active], flags = flags, None
-    pairs = zip(gradients, are_tables, strict=True)
-    return [None if g is None else ops.sum_on_worker(g, None if table else flags) for g, table in pairs], active
+    pairs = zip(gradients, are_complete, strict=True)
+    return [None if g is None else ops.sum_on_worker(g, None if done else flags) for g, done in pairs], active
 
 
 def _names(variables):
@@ -146,19 +153,19 @@ def install():
         variables = list(variables or optimizer._trainable_variables)
         if len(variables) != len(gradients):  # Keras says what is missing
             return False
-        are_tables = [tables.update_of(variable) is not None for variable in variables]
+        are_complete = list(map(sharding.gradient_is_complete, variables))
         if running is not None:
             gradients = list(gradients)
             for i, variable in enumerate(variables):
                 is_value = getattr(variable, "overwrite_with_gradient", False)  # and no gradient
-                if not is_value and not are_tables[i]:
+                if not is_value and not are_complete[i]:
                     gradients[i] = running.weigh(gradients[i])
         weighed = running is not None and running.share is not None
 
         def in_cross_replica(gradients, active):
             names = _names(variables)
             finite.note(strategy, optimizer, gradients, names, active)
-            summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, are_tables, active)
+            summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, are_complete, active)
             with _running(_Applying(strategy, worker_active, weighed)):
                 body(summed)
 
@@ -182,7 +189,8 @@ def install():
         inner = self.inner_optimizer
         shards = None if inner.gradient_accumulation_steps else sharding.shards_of(inner)  # accumulated whole
         reduced = _reduce(applying, grads, variables, shards)
-        apart = shards is not None or any(sharding.cut_of(v) is not None for v in variables)
+        has_pieces = any(sharding.cut_of(v) is not None for v in variables)
+        apart = shards is not None or has_pieces or not applying.strategy.mesh.is_data_only
         with _running(_Applying(applying.strategy, reduced=True, cut=shards is not None, apart=apart)):
             return self._common_apply(reduced, trainable_variables=trainable_variables)
 
@@ -192,15 +200,16 @@ def install():
         if applying is None or not applying.apart:
             return is_finite
         flags = [tf.reshape(tf.cast(is_finite, tf.int32), [1])]
-        [agreed] = applying.strategy.extended.gradients.all_reduce(flags, "min", name="gradients are finite")
+        everyone = applying.strategy.extended.along("world", "gradients")
+        [agreed] = everyone.all_reduce(flags, "min", name="gradients are finite")
         return agreed[0] > 0
 
     @seam(base_optimizer.BaseOptimizer, "_backend_apply_gradients")
     def backend_apply_gradients(original, self, grads, trainable_variables):
         applying = _under_way()
+        if applying is None and any(map(sharding.axis_of, trainable_variables)):
+            raise _outside(self)
         if applying is None and any(map(tables.update_of, trainable_variables)):
-            if any(sharding.cut_of(v) is not None for v in trainable_variables):
-                raise _outside(self)
             applying = _Applying(None, reduced=True)  # of one process
         if applying is not None:
             applying.variables = list(trainable_variables)
@@ -220,15 +229,15 @@ def install():
         pieces = [None if shards is None else shards.piece(v) for v in variables]
         if applying.reduced and not applying.cut:
             grads = [g if p is None else sharding.piece_of(p, g) for p, g in zip(pieces, grads, strict=True)]
-        in_pieces = [p is not None or sharding.cut_of(v) is not None for p, v in zip(pieces, variables, strict=True)]
-        if any(in_pieces) or any(map(tables.update_of, variables)):  # which Keras would make dense
-            return sharding.clipped(original, self, applying.strategy, grads, in_pieces)
+        axes = [sharding.axis_of(v if p is None else p) for p, v in zip(pieces, variables, strict=True)]
+        if any(axes) or any(map(tables.update_of, variables)):  # which Keras would make dense
+            return sharding.clipped(original, self, applying.strategy, grads, axes)
         return original(self, grads)
 
 
 def _outside(optimizer):
     return ConfigurationError(
-        "With shard_optimizer=True, and for tables divided over workers, gradients are applied where each replica has "
+        "With shard_optimizer=True, and for weights divided over workers, gradients are applied where each replica has "
         "its own: in `train_step`, or in the function given to `strategy.run`. Received: an outside call of apply of "
         f"{type(optimizer).__name__} {optimizer.name!r}."
     )

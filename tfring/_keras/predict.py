@@ -63,7 +63,7 @@ class PredictFunction:
             if isinstance(batch, data.Shares):
                 batch = _tf.distribute_utils.regroup(_parts(batch))
             outputs = self._on_worker(self._run(batch))
-            if self._strategy.cluster.world_size > 1:
+            if self._strategy.extended.control.world_size > 1:
                 outputs = _map(lambda value: self._gather(value), outputs)
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
@@ -79,7 +79,7 @@ class PredictFunction:
             return tf.RaggedTensor.from_nested_row_lengths(gather(value.flat_values), lengths, validate=False)
         if isinstance(value, tf.SparseTensor):
             shapes = gather(value.dense_shape[None])  # [workers, rank]
-            before = tf.reduce_sum(shapes[: self._strategy.cluster.rank, 0])
+            before = tf.reduce_sum(shapes[: self._strategy.extended.control.rank, 0])
             indices = value.indices + tf.concat([[before], tf.zeros_like(value.dense_shape[1:])], 0)
             shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
             return tf.SparseTensor(gather(indices), gather(value.values), shape)

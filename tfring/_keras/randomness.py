@@ -5,7 +5,9 @@ The state of a SeedGenerator is a mirrored variable, so under Keras every replic
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 
 import tensorflow as tf
 
@@ -13,6 +15,8 @@ from tfring import step
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring
+
+_local = threading.local()  # .recorded, .replayed: seeds drawn, or to be drawn again
 
 _GOLDEN_RATIO = 0x9E3779B9  # odd: multiples of it modulo 2**32 are all different
 
@@ -35,8 +39,17 @@ def install():
 
     @seam(seed_generator.SeedGenerator, "next")
     def next_seed(original, self, *args, **kwargs):
+        replayed = getattr(_local, "replayed", None)
+        if replayed is not None:
+            return replayed.pop(0)
         step.written_alike(self.state)
-        seed = original(self, *args, **kwargs)
+        seed = of_replica(original(self, *args, **kwargs))
+        recorded = getattr(_local, "recorded", None)
+        if recorded is not None:
+            recorded.append(seed)
+        return seed
+
+    def of_replica(seed):
         context = tf.distribute.get_replica_context()
         if current_ring() is None or context is None:
             return seed
@@ -45,6 +58,29 @@ def install():
             return seed
         offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
         return seed + tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
+
+
+@contextlib.contextmanager
+def recorded():
+    """While layers are called: yields the list of the seeds that they draw."""
+    before = getattr(_local, "recorded", None)
+    seeds: list = []
+    _local.recorded = seeds
+    try:
+        yield seeds
+    finally:
+        _local.recorded = before
+
+
+@contextlib.contextmanager
+def replayed(seeds):
+    """While the same layers are called once more: they draw these seeds again, and none else."""
+    before = getattr(_local, "replayed", None)
+    _local.replayed = list(seeds)
+    try:
+        yield
+    finally:
+        _local.replayed = before
 
 
 def take_global_seed() -> list[int] | None:

@@ -54,7 +54,7 @@ def save(model, path, **options) -> None:
                 write(path, **options)
             except Exception as e:
                 error = e
-    [failed] = strategy.extended.control.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
+    [failed] = strategy.extended.world.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
     if error is not None:
         raise error
     if failed[0] > 0:
@@ -110,11 +110,11 @@ def install():
 
     @seam(Model, "export")
     def export(original, self, *args, **kwargs):
-        tables = [v.path for v in self.variables if cut_of(v) is not None]
-        if tables:
+        pieces = [v.path for v in self.variables if cut_of(v) is not None]
+        if pieces:
             raise ConfigurationError(
-                "An exported model runs in one process, and here each rank has rows of a table. Received: export() of "
-                f"a model with {tables[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
+                "An exported model runs in one process, and here each rank has a piece of a weight. Received: export() "
+                f"of a model with {pieces[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
                 "`tfring.save(model, path)`, load that in one process and export there."
             )
         return by_rank_0(original, self, *args, **kwargs)

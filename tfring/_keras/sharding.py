@@ -14,20 +14,29 @@ What changes in `apply` is in `optimizers.py`; saving in `slots.py`.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
 
 from tfring._keras.seam import seam
+from tfring.cluster.mesh import axes_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 from tfring.reduction.cuts import Cut, plan_cut
+from tfring.reduction.owned import Owned
 from tfring.reduction.placement import Placement
+from tfring.ring.collectives import LocalCollectives
 
 _ELEMENT_WISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
     "ScheduleFreeAdamW",  # of Keras 3.14 on
 )
 _DELEGATING = ("LossScaleOptimizer", "MultiOptimizer")  # to others, which have the slots
+DIVIDING = ("model", "data")  # the axes of a mesh over which a layer can be divided
 _ACCUMULATOR = "gradient_accumulator"  # of each worker's own gradients, which are whole
 
 
@@ -47,8 +56,9 @@ class Shards:
         self.pieces: dict = {}  # by the keys of the weights
         self.keys: dict = {}  # of weights, by those of their pieces
         for variable in variables:
-            if getattr(variable, "overwrite_with_gradient", False) or cut_of(variable) is not None:
-                continue  # a value; a table, of which this worker has its rows already
+            is_value = getattr(variable, "overwrite_with_gradient", False)
+            if is_value or cut_of(variable) is not None or hasattr(variable, "_tfring_table"):
+                continue  # or a piece already, or a table, of which some rows are updated
             piece = _new_piece(strategy, variable)
             key = self.key(variable)
             self.weights[key], self.pieces[key], self.keys[self.key(piece)] = variable, piece, key
@@ -56,11 +66,6 @@ class Shards:
     def piece(self, variable):
         """The piece of a weight; None of one that is not cut."""
         return self.pieces.get(self.key(variable))
-
-    def slot(self, piece, make, *args, **kwargs):
-        """What `make(*args, **kwargs)` makes: a slot of this worker, for a piece."""
-        with self.strategy.extended.variables_of_worker():
-            return mark(make(*args, **kwargs), self.strategy, cut_of(piece))
 
     def filled(self, variables) -> list:
         """The pieces, as the weights are now; weights that are not cut stand for themselves."""
@@ -82,16 +87,131 @@ def shards_of(optimizer) -> Shards | None:
     return getattr(optimizer, "_tfring_shards", None)
 
 
-def cut_of(variable) -> Cut | Placement | None:
+def cut_of(variable) -> Cut | Owned | Placement | None:
     """How the whole is cut of which a Keras variable holds a piece; None of a whole variable."""
     return getattr(variable, "_tfring_cut", None)
 
 
-def mark(variable, strategy, cut: Cut | Placement | None):
-    """Notes that a Keras variable holds this worker's piece of a whole."""
+def axis_of(variable) -> str | None:
+    """The axis of the mesh, or axes joined by "+", along which ranks hold the pieces of a Keras variable; None of a
+    whole one."""
+    return getattr(variable, "_tfring_axis", None)
+
+
+def mark(variable, strategy, cut: Cut | Owned | Placement | None, axis: str = "data"):
+    """Notes that a Keras variable holds this worker's piece of a whole, cut for the ranks along an axis or several."""
     variable._tfring_cut = cut
-    variable._tfring_rank = strategy.cluster.rank
+    variable._tfring_axis = axis
+    variable._tfring_rank = strategy.mesh.coordinate(axis, strategy.cluster.rank)
     return variable
+
+
+def gradient_is_complete(variable) -> bool:
+    """Whether what a tape gives for a Keras variable is the gradient of the whole batch.
+
+    Ranks along the data axis hold different pieces then. What makes their gradients weighs and sums over all rows on
+    its way, and an optimizer does neither.
+    """
+    return "data" in axes_of(axis_of(variable) or "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The ranks over which a layer is divided: those along an axis of a strategy's mesh, or this process alone.
+
+    Attributes:
+      strategy: the RingStrategy; None for this process alone.
+      axis: "model" or "data".
+    """
+
+    strategy: Any = None
+    axis: str = "data"
+
+    @classmethod
+    def of(cls, axis: str | None, layer: str, instead: str) -> Division:
+        """That of a layer that is built under the strategy in scope.
+
+        Args:
+          axis: "model" or "data"; None for the model axis where the mesh has one, else the data axis.
+          layer: what it is called, for errors.
+          instead: what to use instead, for errors.
+
+        Raises:
+          ConfigurationError: for several replicas a process.
+        """
+        if not tf.distribute.has_strategy():
+            return cls()
+        strategy = tf.distribute.get_strategy()
+        ring = ring_of(strategy)
+        here = strategy.num_replicas_in_sync if ring is None else len(ring.extended.worker_devices)
+        if here > 1:
+            raise ConfigurationError(
+                f"A {layer} works for one replica of each worker. Received: {type(strategy).__name__} with {here} "
+                f"replicas in this process. Give each worker one device, or use {instead}."
+            )
+        if ring is None:
+            return cls()
+        axis = axis or ("model" if ring.mesh.model > 1 else "data")
+        return cls(ring, axis) if ring.mesh.size_along(axis) > 1 else cls()
+
+    @property
+    def is_alone(self) -> bool:
+        return self.strategy is None
+
+    @property
+    def collectives(self):
+        """Those of its ranks, on the channel of everything but gradients."""
+        return LocalCollectives() if self.is_alone else self.strategy.extended.along(self.axis)
+
+    @property
+    def world(self):
+        """Those of all workers."""
+        return LocalCollectives() if self.is_alone else self.strategy.extended.world
+
+    def add_weight(self, add_weight, cut: Cut | Placement, initializer, **options):
+        """The weight of a layer that holds this worker's piece.
+
+        Args:
+          add_weight: the layer's.
+          cut: how the whole is divided.
+          initializer: called with the shape of the piece, and its dtype.
+          **options: for `add_weight`.
+        """
+        own = contextlib.nullcontext() if self.is_alone else self.strategy.extended.variables_of_worker()
+        with own:
+            shape = cut.shape_of(self.collectives.rank)
+            variable = add_weight(shape=shape, initializer=initializer, **options)
+        return variable if self.is_alone else mark(variable, self.strategy, cut, self.axis)
+
+
+class InitialPiece:
+    """The initializer of a piece: of the whole that one process draws, with the values of rank 0.
+
+    Args:
+      initializer: of Keras, for the whole.
+      cut: how it is divided.
+      division: over whom.
+    """
+
+    def __init__(self, initializer, cut: Cut, division: Division):
+        self._initializer = initializer
+        self._cut = cut
+        self._division = division
+
+    def __call__(self, shape, dtype=None):
+        from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+        if in_stateless_scope():  # while Keras looks what shapes come out
+            return tf.zeros(shape, dtype)
+        whole = tf.convert_to_tensor(self._initializer(self._cut.shape, dtype=dtype))
+        [whole] = self._division.world.broadcast([whole], name="initial value of a weight in pieces")
+        return tf.reshape(whole, self._cut.lined_up)[self._cut.part(self._division.collectives.rank)]
+
+
+def check_axis(axis: str | None) -> None:
+    """Raises ConfigurationError for what layers cannot be divided over."""
+    if axis not in (None, *DIVIDING):
+        raise ConfigurationError(f"`axis` is one of {DIVIDING} or None. Received: axis={axis!r}")
 
 
 def whole_shape(variable) -> tuple[int, ...]:
@@ -116,26 +236,42 @@ def piece_of(variable, value):
     cut = cut_of(variable)
     if cut is None:
         return value
-    rows = cut.rows(variable._tfring_rank)
+    rank = variable._tfring_rank
     if cut.lined_up == cut.shape == tuple(getattr(value, "shape", ())) and not tf.is_tensor(value):
-        return value[rows]  # of an array in a file nothing else is read
+        return taken(cut, value, rank)  # of an array in a file nothing else is read
     value = held_of(value)
-    return tf.reshape(value, cut.lined_up)[rows] if value.shape == cut.shape else value
+    if value.shape != cut.shape:
+        return value
+    return tf.reshape(taken(cut, tf.reshape(value, cut.lined_up), rank), cut.shape_of(rank))
 
 
-def clipped(clip, optimizer, strategy, gradients, in_pieces) -> list:
+def count(cut: Cut | Owned | Placement, rank: int) -> int:
+    """How many rows of the lined-up whole a rank has; or columns or elements, what it is cut between."""
+    return sum(len(range(*rows.indices(cut.lined_up[cut.dimension]))) for rows in cut.slices(rank))
+
+
+def taken(cut: Cut | Owned | Placement, whole, rank: int):
+    """A rank's piece of a lined-up whole: a tensor, an array, or one in a file."""
+    pieces = [whole[(*[slice(None)] * cut.dimension, rows)] for rows in cut.slices(rank)]
+    if len(pieces) == 1:
+        return pieces[0]
+    return (tf.concat if tf.is_tensor(whole) else np.concatenate)(pieces, cut.dimension)
+
+
+def clipped(clip, optimizer, strategy, gradients, axes) -> list:
     """As Keras' `_clip_gradients`, here `clip`, of whole variables.
 
-    `in_pieces` says of each gradient whether it is of this worker's piece, of which others have other elements.
+    `axes` says of each gradient along which axis others have other pieces of it; None where it is whole.
     """
     limit = optimizer.clipnorm or optimizer.global_clipnorm
     if not limit or limit < 0:
         return clip(optimizer, gradients)
     wide = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
     squares = tf.stack([tf.reduce_sum(tf.square(tf.cast(_values(g), wide))) for g in gradients])
-    if any(in_pieces):
-        [everyones] = strategy.extended.gradients.all_reduce([squares], name="squares of gradients")
-        squares = tf.where(tf.constant(in_pieces), everyones, squares)
+    for axis in sorted({axis for axis in axes if axis}):
+        collectives = strategy.extended.along(axis, "gradients")
+        [everyones] = collectives.all_reduce([squares], name="squares of gradients")
+        squares = tf.where(tf.constant([a == axis for a in axes]), everyones, squares)
     if optimizer.clipnorm:
         scales = limit / tf.maximum(tf.sqrt(squares), limit)
     else:
@@ -204,6 +340,13 @@ def install():
     tf_optimizer = optimizer.TFOptimizer
     delegating = tuple(getattr(keras.optimizers, name) for name in _DELEGATING if hasattr(keras.optimizers, name))
 
+    @seam(core.Variable, "_deferred_initialize")
+    def deferred_initialize(original, self):
+        if cut_of(self) is None:
+            return original(self)
+        with tf.distribute.get_strategy().extended.variables_of_worker():
+            return original(self)
+
     # -- making slots ----------------------------------------------------------------------------------------------
 
     @seam(base_optimizer.BaseOptimizer, "build")
@@ -215,15 +358,25 @@ def install():
                 self, "shard_optimizer=True gives each worker a piece of every weight", "leave shard_optimizer out"
             )
             self._tfring_shards = Shards(strategy, self, variables)
+        elif any(map(axis_of, variables)) and not isinstance(self, delegating):
+            refuse_unless_element_wise(
+                self, "A worker has a piece of each weight that is divided over workers", "layers that are not divided"
+            )
         return original(self, variables)
 
     @seam(tf_optimizer, "add_variable_from_reference")
     def add_variable_from_reference(original, self, reference_variable, name=None, initializer="zeros"):
-        shards = shards_of(self)
-        piece = None if shards is None or name == _ACCUMULATOR else shards.piece(reference_variable)
-        if shards is None or piece is None:
-            return original(self, reference_variable, name=name, initializer=initializer)
-        return shards.slot(piece, original, self, piece, name=name, initializer=initializer)
+        shards, piece = shards_of(self), None
+        if shards is not None and name != _ACCUMULATOR:
+            piece = shards.piece(reference_variable)
+        piece = reference_variable if piece is None else piece
+        axis = axis_of(piece)
+        if axis is None:
+            return original(self, piece, name=name, initializer=initializer)
+        strategy = piece.value.distribute_strategy
+        with strategy.extended.variables_of_worker():
+            slot = original(self, piece, name=name, initializer=initializer)
+        return mark(slot, strategy, cut_of(piece), axis)
 
     @seam(tf_optimizer, "_var_key")
     def var_key(original, self, variable):

@@ -1,8 +1,9 @@
-"""Pieces in files: slots of a sharded optimizer and sharded tables are whole there, as one process writes them.
+"""Pieces in files: slots of a sharded optimizer and weights in pieces are whole there, as one process writes them.
 
 So they load into any cluster. A rank has a piece of each, so all ranks take part in saving, also where one alone
 writes. Whoever saves a model gathers its pieces first, all of them and always in the same order, whatever goes on to be
-written; a rank that does not write holds no more than a block of rows of each rank at a time.
+written. No rank holds more than a block of rows at a time, and on the one that writes large wholes lie in
+a file until then (`blocks.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import contextlib
 import math
 
 import numpy as np
+import tensorflow as tf
 
-from tfring._keras import outside
+from tfring import blocks
+from tfring._keras import outside, stores
 from tfring._keras.seam import seam
-from tfring._keras.sharding import cut_of, gather, held_of, piece_of, shards_of
+from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, piece_of, shards_of, whole_shape
 from tfring.errors import ConfigurationError
-
-BLOCK_BYTES = 4 << 20  # of each rank's piece that go round at a time
 
 _gathered: dict[int, np.ndarray] = {}  # whole values while a model is saved, by the identity of the variable
 
@@ -47,19 +48,21 @@ def whole(variable, keep: bool = True) -> np.ndarray:
     """The whole of which a variable holds a piece; all ranks call it. Nothing where this rank does not `keep` it."""
     if id(variable) in _gathered:
         return _gathered[id(variable)]
-    held, cut = held_of(variable), cut_of(variable)
+    held, cut = held_of(variable).numpy(), cut_of(variable)
     assert cut is not None
-    strategy = variable.value.distribute_strategy
-    sizes = [cut.shape_of(rank)[0] for rank in range(strategy.cluster.world_size)]
-    dtype = held.dtype.as_numpy_dtype
-    result = np.empty(cut.lined_up if keep else (0, *cut.lined_up[1:]), dtype)
-    step = max(1, BLOCK_BYTES // max(1, held.dtype.size * math.prod(cut.lined_up[1:])))
+    collectives = variable.value.distribute_strategy.extended.along(axis_of(variable))
+    held = np.atleast_1d(held)
+    sizes = [count(cut, rank) for rank in range(collectives.world_size)]
+    result = blocks.room(cut.lined_up if keep else (0,), held.dtype)
+    held = np.moveaxis(held, cut.dimension, 0)
+    rows_of = np.moveaxis(result, cut.dimension, 0) if keep else result  # a view
+    step = blocks.rows_of_a_block(held, len(sizes))
     name = "pieces of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
     for begin in range(0, max(sizes), step):
         counts = [min(step, max(0, size - begin)) for size in sizes]
-        block = strategy.extended.control.all_gather(held[begin : begin + step], name=name)
+        block = collectives.all_gather(tf.constant(held[begin : begin + step]), name=name)
         for rank, rows in enumerate(np.split(block.numpy(), np.cumsum(counts)[:-1]) if keep else ()):
-            result[cut.rows(rank)][begin : begin + step] = rows
+            blocks.write_rows(rows, begin, [rows_of[part] for part in cut.slices(rank)])
     return result.reshape(cut.shape) if keep else result
 
 
@@ -67,8 +70,8 @@ def refuse_checkpoint(layer, save_type: str) -> None:
     """Raises ConfigurationError where tf.train.Checkpoint asks a layer what to write, and it has pieces."""
     if save_type == "checkpoint" and any(cut_of(v) is not None for v in layer.weights):
         raise ConfigurationError(
-            "A rank has its rows of a table, and tf.train.Checkpoint would write those. Received: "
-            f"{layer.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
+            "A rank has its piece of a weight that is divided over workers, and tf.train.Checkpoint would write that. "
+            f"Received: {layer.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
             "tfring.callbacks.Backup."
         )
 
@@ -93,9 +96,31 @@ class _Weights:
 
 def install():
     import keras
+    from keras.src.backend.tensorflow import core
     from keras.src.backend.tensorflow import optimizer as tensorflow_optimizer
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.optimizers import base_optimizer
+    from keras.src.saving import saving_lib
+
+    @seam(core.Variable, "__array__")  # which files write of a layer's weight
+    def array_of_variable(original, self, *args, **kwargs):
+        found = _gathered.get(id(self))
+        return original(self, *args, **kwargs) if found is None else found
+
+    entry = getattr(saving_lib, "H5Entry", saving_lib.H5IOStore)  # of Keras 3.8, and of newer ones
+
+    @seam(entry, "__setitem__")
+    def set_item(original, self, key, value):
+        value = _gathered.get(id(value), value)
+        if isinstance(value, np.memmap) and value.dtype.isbuiltin == 1:
+            return stores.write(self, key, value)
+        return original(self, key, value)
+
+    @seam(saving_lib, "is_memory_sufficient")
+    def is_memory_sufficient(original, model):
+        """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
+        wholes = [math.prod(whole_shape(v)) * v.value.dtype.size for v in pieces_of(model)]
+        return max(wholes, default=0) < blocks.LARGE_BYTES and original(model)
 
     @seam(base_optimizer.BaseOptimizer, "save_own_variables")
     def save_own_variables(original, self, store):
@@ -105,6 +130,11 @@ def install():
         for number, variable in enumerate(variables):
             is_cut = cut_of(variable) is not None
             store[str(number)] = whole(variable) if is_cut else variable.numpy()
+
+    @seam(base_optimizer.BaseOptimizer, "load_own_variables")
+    def load_own_variables(original, self, store):
+        is_cut = any(cut_of(v) is not None for v in self.variables)
+        return original(self, stores.InBlocks(store) if is_cut else store)
 
     @seam(keras.layers.Layer, "get_weights")
     def get_weights(original, self):
@@ -120,11 +150,11 @@ def install():
 
     @seam(legacy_h5_format, "_legacy_weights")
     def legacy_weights(original, layer):
-        tables = [v for v in layer.weights if cut_of(v) is not None]
-        if tables:
+        pieces = [v for v in layer.weights if cut_of(v) is not None]
+        if pieces:
             raise ConfigurationError(
-                "Files of Keras' older format (.h5) do not take a table of which each rank has rows. Received: "
-                f"{tables[0].path!r}. Save a .keras or a .weights.h5 file."
+                "Files of Keras' older format (.h5) do not take a weight of which each rank has a piece. Received: "
+                f"{pieces[0].path!r}. Save a .keras or a .weights.h5 file."
             )
         return original(layer)
 

@@ -244,7 +244,7 @@ def _part(strategy, variable, rule, copies, shares, before):
 
 def _rows_of_replicas(strategy, copies, shares):
     """A row for each replica of all workers: whether it has rows of the batch, then its copy; others' rows are 0."""
-    before = strategy.cluster.rank * len(copies)
+    before = strategy.extended.control.rank * len(copies)
     after = strategy.num_replicas_in_sync - before - len(copies)
     flags = tf.cast(shares > 0, copies[0].dtype)[:, None]
     mine = tf.concat([flags, tf.reshape(tf.stack(copies), [len(copies), -1])], 1)

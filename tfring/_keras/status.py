@@ -62,7 +62,7 @@ def before_step(strategy, inputs, has_batch, fingerprint=None) -> Status:
     rows = [data.num_rows(element) for element in inputs]
     rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
     has_batch = tf.convert_to_tensor(has_batch)
-    if strategy.num_replicas_in_sync == 1:
+    if strategy.extended.is_alone:
         return Status(has_batch, has_batch, None, None, tf.ones([1], tf.float64))
     prints = tf.zeros([2], tf.int64)
     if fingerprint is not None:
@@ -113,9 +113,9 @@ def behind_loop(strategy, stop: bool) -> tuple[bool, bool]:
 
 def _told(strategy, prints, has_batch, intent, rows):
     """The largest of each number over all ranks."""
-    before = strategy.cluster.rank * rows.shape[0]
+    before = strategy.extended.control.rank * rows.shape[0]
     after = strategy.num_replicas_in_sync - before - rows.shape[0]
     flags = [int(intent == flag) for flag in (_BEGINS, _STOPS, _ENDS)]
     mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], flags, tf.pad(rows, [[before, after]])], 0)
-    [everyone] = strategy.extended.control.all_reduce([mine], "max", name="status")
+    [everyone] = strategy.extended.world.all_reduce([mine], "max", name="status")
     return everyone

@@ -14,18 +14,17 @@ What `apply` does with gradients of several workers is in `optimizers.py`; files
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
+import uuid
 
 import numpy as np
 import tensorflow as tf
 
 from tfring._keras.seam import seam
-from tfring._keras.sharding import cut_of, mark, refuse_unless_element_wise, shards_of
+from tfring._keras.sharding import Division, axis_of, cut_of, refuse_unless_element_wise, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
+from tfring.reduction.cuts import Cut
 from tfring.reduction.placement import Placement
 from tfring.ring.collectives import LocalCollectives
 
@@ -42,22 +41,15 @@ def update_of(variable) -> str | None:
     return getattr(variable, "_tfring_table", None)
 
 
-def add_table(layer, name: str, parts, placement: Placement, strategy):
-    """The weight of a layer with `update` that holds this worker's rows of a table, or of several in one.
+def add_table(layer, name: str, parts, placement: Placement | Cut, division: Division):
+    """The weight of a layer with `update` that holds this worker's part of a table, or of several in one.
 
-    `parts` are the initializers and numbers of rows of those; `strategy` is None where this process has all rows.
+    `parts` are as of `InitialRows`.
     """
-    initializer = InitialRows(parts, placement, strategy, layer.name)
-    own = contextlib.nullcontext() if strategy is None else strategy.extended.variables_of_worker()
-    with own:
-        variable = layer.add_weight(
-            name=name,
-            shape=placement.shape_of(0 if strategy is None else strategy.cluster.rank),
-            initializer=initializer,
-            trainable=True,
-        )
+    initializer = InitialRows(parts, placement, division, layer.name)
+    variable = division.add_weight(layer.add_weight, placement, initializer, name=name, trainable=True)
     variable._tfring_table = layer.update
-    return variable if strategy is None else mark(variable, strategy, placement)
+    return variable
 
 
 def check_update(update: str) -> None:
@@ -66,52 +58,32 @@ def check_update(update: str) -> None:
         raise ConfigurationError(f"`update` is one of {UPDATES}. Received: update={update!r}")
 
 
-def table_strategy():
-    """The RingStrategy under which a table is made; None for one process alone.
-
-    Raises:
-      ConfigurationError: for several replicas a process.
-    """
-    if not tf.distribute.has_strategy():
-        return None
-    strategy = tf.distribute.get_strategy()
-    ring = ring_of(strategy)
-    here = strategy.num_replicas_in_sync // (1 if ring is None else ring.cluster.world_size)
-    if here > 1:
-        raise ConfigurationError(
-            "A ShardedEmbedding or DistributedEmbedding is looked up by one replica of each worker. Received: "
-            f"{type(strategy).__name__} with {here} replicas in this process. Give each worker one device, or use "
-            "keras.layers.Embedding."
-        )
-    return ring if ring is not None and ring.cluster.world_size > 1 else None
-
-
 # -- initial values ----------------------------------------------------------------------------------------------------
 
 
 class InitialRows:
-    """The initializer of this worker's rows: those of the same tables whatever the number of workers.
+    """The initializer of this worker's part: that of the same tables whatever the number of workers.
 
     Args:
-      parts: `(initializer, rows)` of each table, which lie one after another: an initializer of Keras for the whole of
-        it, and how many rows it has.
-      placement: how the rows of all together are divided.
-      strategy: the RingStrategy; None for one process.
+      parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: an initializer of Keras
+        for the whole of it, and its rows among those of all.
+      placement: how all together are divided.
+      division: over whom.
       layer: its name, for errors.
     """
 
-    def __init__(self, parts, placement: Placement, strategy, layer: str):
+    def __init__(self, parts, placement: Placement | Cut, division: Division, layer: str):
         self._parts = list(parts)
         self._placement = placement
-        self._rank = 0 if strategy is None else strategy.cluster.rank
-        self._control = LocalCollectives() if strategy is None else strategy.extended.control
-        for initializer, rows in self._parts:
-            if self._is_large(rows) and not _draws_row_by_row(initializer):
+        self._rank = division.collectives.rank
+        self._world = division.world
+        for initializer, begin, end in self._parts:
+            if self._is_large(end - begin) and not _draws_row_by_row(initializer):
                 raise ConfigurationError(
                     f"A table of more than {WHOLE_ELEMENTS} elements is drawn in blocks of rows, by an initializer "
                     f"whose values do not depend on the number of rows: {', '.join(_ROW_BY_ROW)}, or VarianceScaling "
                     f'with mode="fan_out". Received: embeddings_initializer={type(initializer).__name__} for '
-                    f"{layer!r}, of shape {(rows, *placement.shape[1:])}."
+                    f"{layer!r}, of shape {(end - begin, *placement.shape[1:])}."
                 )
 
     def __call__(self, shape, dtype=None):
@@ -119,10 +91,9 @@ class InitialRows:
 
         if in_stateless_scope():  # while Keras looks what shapes come out
             return tf.zeros(shape, dtype)
-        begins = itertools.accumulate((rows for _, rows in self._parts), initial=0)
         drawn = [
-            (self._in_blocks if self._is_large(rows) else self._at_once)(initializer, begin, begin + rows, dtype)
-            for (initializer, rows), begin in zip(self._parts, begins, strict=False)
+            (self._in_blocks if self._is_large(end - begin) else self._at_once)(initializer, begin, end, dtype)
+            for initializer, begin, end in self._parts
         ]
         return drawn[0] if len(drawn) == 1 else tf.concat(drawn, 0)
 
@@ -131,14 +102,14 @@ class InitialRows:
 
     def _at_once(self, initializer, begin, end, dtype):
         whole = tf.convert_to_tensor(initializer((end - begin, *self._placement.shape[1:]), dtype=dtype))
-        [whole] = self._control.broadcast([whole], name="initial value of a table")
-        return whole[self._placement.rows_within(self._rank, begin, end)]
+        [whole] = self._world.broadcast([whole], name="initial value of a table")
+        return whole[self._placement.part_within(self._rank, begin, end)]
 
     def _in_blocks(self, initializer, begin, end, dtype):
         row_shape = self._placement.shape[1:]
         step = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
         config, seed = initializer.get_config(), self._agreed_seed(initializer)
-        result = np.empty((self._count(begin, end), *row_shape), tf.as_dtype(dtype).as_numpy_dtype)
+        result = _Filled((self._count(begin, end), *self._placement.shape_of(self._rank)[1:]), dtype)
         filled = 0
         for number, first in enumerate(range(begin, end, step)):
             last = min(first + step, end)
@@ -148,20 +119,42 @@ class InitialRows:
             if "seed" in config:
                 config["seed"] = int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
             block = type(initializer).from_config(config)((last - first, *row_shape), dtype=dtype)
-            result[filled : filled + count] = np.asarray(block)[self._placement.rows_within(self._rank, first, last)]
+            result.write(filled, tf.convert_to_tensor(block)[self._placement.part_within(self._rank, first, last)])
             filled += count
-        return result
+        return result.finish()
 
     def _count(self, begin: int, end: int) -> int:
         """How many of these rows are this worker's."""
-        rows = self._placement.rows_within(self._rank, begin, end)
-        return len(range(rows.start, rows.stop, rows.step))
+        rows, *_ = self._placement.part_within(self._rank, begin, end)
+        return len(range(*rows.indices(end - begin)))
 
     def _agreed_seed(self, initializer) -> int:
         seed = getattr(initializer, "seed", 0)
         seed = seed if isinstance(seed, int) else int(np.asarray(seed.next()).reshape(-1)[0])
-        [agreed] = self._control.broadcast([tf.constant([seed], tf.int64)], name="seed of a table")
+        [agreed] = self._world.broadcast([tf.constant([seed], tf.int64)], name="seed of a table")
         return abs(int(agreed[0]))
+
+
+class _Filled:
+    """A tensor that is written piece by piece: it is there once, and TensorFlow's own memory, so that what holds it may
+    write to it (of NumPy's it would make a copy).
+    """
+
+    def __init__(self, shape, dtype):
+        self._of = {"dtype": tf.as_dtype(dtype)}
+        self._handle = tf.raw_ops.VarHandleOp(**self._of, shape=shape, shared_name=f"tfring/filled/{uuid.uuid4()}")
+        empty = tf.raw_ops.Empty(shape=shape, **self._of)
+        tf.raw_ops.AssignVariableOp(resource=self._handle, value=empty)
+
+    def write(self, begin: int, rows) -> None:
+        tf.raw_ops.ResourceStridedSliceAssign(
+            ref=self._handle, begin=[begin], end=[begin + len(rows)], strides=[1], value=rows
+        )
+
+    def finish(self) -> tf.Tensor:
+        tensor = tf.raw_ops.ReadVariableOp(resource=self._handle, **self._of)
+        tf.raw_ops.DestroyResourceOp(resource=self._handle)
+        return tensor
 
 
 def _draws_row_by_row(initializer) -> bool:
@@ -276,46 +269,38 @@ def _check(optimizer, variables) -> None:
         )
 
 
+def _filling(initializer):
+    """An initializer of the same values; for one number without the temporary copies of Keras' Constant."""
+    import keras
+
+    if type(initializer) is not keras.initializers.Constant or np.ndim(initializer.value):
+        return initializer
+    return lambda shape, dtype=None: tf.fill(shape, tf.cast(initializer.value, dtype))
+
+
 def install():
     import keras
-    from keras.src.backend.tensorflow import core, optimizer
+    from keras.src.backend.tensorflow import optimizer
     from keras.src.optimizers import base_optimizer
 
     tf_optimizer = optimizer.TFOptimizer
-
-    @seam(core.Variable, "_deferred_initialize")
-    def deferred_initialize(original, self):
-        if cut_of(self) is None:
-            return original(self)
-        with tf.distribute.get_strategy().extended.variables_of_worker():
-            return original(self)
 
     @seam(base_optimizer.BaseOptimizer, "build")
     def build(original, self, variables):
         _check(self, variables)
         return original(self, variables)
 
-    def slot(variable, make):
-        """What `make()` makes, for a table: a piece as the table is."""
-        cut = cut_of(variable)
-        if cut is None:
-            made = make()
-        else:
-            strategy = variable.value.distribute_strategy
-            with strategy.extended.variables_of_worker():
-                made = mark(make(), strategy, cut)
-        made._tfring_table = update_of(variable)
-        return made
-
     @seam(tf_optimizer, "add_variable_from_reference")
     def add_variable_from_reference(original, self, reference_variable, name=None, initializer="zeros"):
-        def make():
+        update = update_of(reference_variable)
+        if update is None:
             return original(self, reference_variable, name=name, initializer=initializer)
-
-        return make() if update_of(reference_variable) is None else slot(reference_variable, make)
+        slot = original(self, reference_variable, name=name, initializer=_filling(initializer))
+        slot._tfring_table = update
+        return slot
 
     def add_variable(original, self, shape, *args, name=None, **kwargs):
-        in_pieces = shards_of(self) is not None or any(map(update_of, self._trainable_variables))
+        in_pieces = shards_of(self) is not None or any(update_of(v) or axis_of(v) for v in self._trainable_variables)
         if name != "accumulator" or not in_pieces:
             return original(self, shape, *args, name=name, **kwargs)
         variable = self._trainable_variables[len(self._accumulators)]

@@ -16,7 +16,7 @@ def _recorder(strategy):
 
 
 def _control(strategy):
-    return getattr(strategy.extended.control, "communicator", None)  # none where there is one worker
+    return getattr(strategy.extended.world, "communicator", None)  # none where there is one worker
 
 
 def install():

@@ -123,7 +123,8 @@ def _entry(name, signature):
             )
         around = ring_callbacks.around(name, callbacks, self)
         traced = trace.entry(strategy)
-        with entered(name), on_rank_0(strategy), failures.named(strategy.extended.channels), traced, around:
+        naming = failures.named(strategy.extended.channels, strategy.mesh)
+        with entered(name), on_rank_0(strategy), naming, traced, around:
             return original(*bound.args, **bound.kwargs)
 
     return replacement

@@ -80,7 +80,7 @@ class CheckFinite(keras.callbacks.Callback):
             tf.concat([self._watch.notes[r], [_first_bad([values_of(v.value)[r] for v in variables])]], 0)
             for r in replicas
         ]
-        everyone = self._strategy.extended.control.gather_equal(tf.stack(mine), name="what is not finite").numpy()
+        everyone = self._strategy.extended.world.gather_equal(tf.stack(mine), name="what is not finite").numpy()
         noted = [(step, number, replica) for replica, (step, number, _) in enumerate(everyone) if step >= 0]
         if noted:
             step, number, replica = min(noted)

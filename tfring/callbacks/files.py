@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from tfring import blocks
+
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.npz")
 _STATE = "state.json"
 _NOT_WHOLE = (zipfile.BadZipFile, ValueError, KeyError, EOFError, RuntimeError)  # as zipfile and numpy put it
@@ -80,10 +82,22 @@ def _plain(value):
 
 def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(name) as member:
-        array = np.lib.format.read_array(member, allow_pickle=False)
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(member)
+        if dtype.hasobject:
+            raise ValueError(f"{name} has objects")
+        array = blocks.room(shape[::-1] if is_fortran else shape, dtype)
+        octets = array.reshape(-1).view(np.uint8)
+        filled = 0
+        while filled < octets.size and (read := member.read(min(blocks.BLOCK_BYTES, octets.size - filled))):
+            octets[filled : filled + len(read)] = np.frombuffer(read, np.uint8)
+            filled += len(read)
+        if filled < octets.size:
+            raise ValueError(f"{name} is shorter than its array")
         if member.read(1):  # which also has the CRC checked
             raise ValueError(f"{name} is longer than its array")
-        return array
+        return array.T if is_fortran else array
 
 
 def _found(folder: pathlib.Path) -> list[pathlib.Path]:

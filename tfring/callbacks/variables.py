@@ -6,7 +6,6 @@ gathered. What differs is taken from every replica: the state of metrics, gradie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfring import equality
+from tfring import blocks, equality
 from tfring._keras import slots
 from tfring._keras.callbacks import all_variables
-from tfring._keras.sharding import cut_of, whole_shape
+from tfring._keras.sharding import axis_of, count, cut_of, whole_shape
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
@@ -56,7 +55,7 @@ def take(strategy, model, variables: Sequence[keras.Variable]) -> tuple[list[dic
     """
     replicas = [values_of(v.value) for v in variables]
     digests = [tf.stack([equality.digest(tf.convert_to_tensor(value)) for value in values]) for values in replicas]
-    control = strategy.extended.control
+    control = strategy.extended.world
     num_replicas = [len(values) for values in replicas]
     everyone = control.all_gather(tf.concat(digests, 0), name="digests of a backup").numpy()
     everyone = everyone.reshape(strategy.cluster.world_size, -1)
@@ -110,7 +109,7 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
         if cut is not None:
             if array is not None and description["of_each_replica"]:  # accumulated where one process had all rows
                 array = array.sum(0, dtype=array.dtype)
-            values = [scatter(strategy, array, cut, dtype)] * len(replicas)
+            values = [scatter(strategy, array, variable, dtype)] * len(replicas)
         else:
             whole = broadcast(strategy, array, shape, dtype)
             if not description["of_each_replica"]:
@@ -167,13 +166,13 @@ def describe_cluster(strategy) -> dict[str, int]:
 
 def gather(strategy, array: np.ndarray, name: str) -> np.ndarray:
     """Concatenates arrays of one dtype along dimension 0, by rank."""
-    everyone = strategy.extended.control.all_gather(tf.constant(_octets(array)), name=name).numpy()
+    everyone = strategy.extended.world.all_gather(tf.constant(_octets(array)), name=name).numpy()
     return everyone.view(array.dtype).reshape(-1, *array.shape[1:])
 
 
 def gather_bytes(strategy, data: bytes) -> list[bytes]:
     """Every rank's bytes, by rank."""
-    control = strategy.extended.control
+    control = strategy.extended.world
     lengths = control.all_gather(tf.constant([len(data)], tf.int64), name="lengths of a backup").numpy()
     joined = control.all_gather(tf.constant(np.frombuffer(data, np.uint8)), name="state of a backup").numpy().tobytes()
     ends = np.cumsum(lengths)
@@ -185,28 +184,37 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
     dtype = np.dtype(dtype)
     if array is None:
         array = np.empty(shape, dtype)
-    [received] = strategy.extended.control.broadcast([tf.constant(_octets(array))], name="variable of a backup")
+    [received] = strategy.extended.world.broadcast([tf.constant(_octets(array))], name="variable of a backup")
     return received.numpy().view(dtype).reshape(shape)
 
 
-def scatter(strategy, array: np.ndarray | None, cut, dtype) -> np.ndarray:
-    """Of rank 0's array each rank its piece."""
-    dtype, ranks = np.dtype(dtype), range(strategy.cluster.world_size)
-    octets = np.empty(0, np.uint8)
-    if array is not None:
-        octets = np.concatenate([_octets(array.reshape(cut.lined_up)[cut.rows(rank)]) for rank in ranks])
-    sizes = [math.prod(cut.shape_of(rank)) * dtype.itemsize for rank in ranks]
-    counts = None if array is None else tf.constant(sizes, tf.int64)
-    received = strategy.extended.control.scatter(tf.constant(octets), counts, name="variable of a backup")
-    return received.numpy().view(dtype).reshape(cut.shape_of(strategy.cluster.rank))
+def scatter(strategy, array: np.ndarray | None, variable, dtype) -> np.ndarray:
+    """Of rank 0's array each rank its piece, as of a variable that holds one."""
+    dtype, cut = np.dtype(dtype), cut_of(variable)
+    assert cut is not None
+    ranks = [strategy.mesh.coordinate(axis_of(variable), rank) for rank in range(strategy.cluster.world_size)]
+    counts = [count(cut, rank) for rank in ranks]
+    inner = tuple(np.delete(cut.lined_up, cut.dimension))
+    mine = np.empty((counts[strategy.cluster.rank], *inner), dtype)
+    lined_up = None if array is None else np.moveaxis(array.reshape(cut.lined_up), cut.dimension, 0)
+    step = blocks.rows_of_a_block(mine, len(ranks))
+    for begin in range(0, max(counts), step):
+        octets, sizes = np.empty(0, np.uint8), None
+        if lined_up is not None:
+            everyones = [[lined_up[rows] for rows in cut.slices(rank)] for rank in ranks]
+            parts = [_octets(blocks.read_rows(begin, step, pieces)) for pieces in everyones]
+            octets, sizes = np.concatenate(parts), tf.constant([part.size for part in parts], tf.int64)
+        received = strategy.extended.world.scatter(tf.constant(octets), sizes, name="variable of a backup")
+        mine[begin : begin + step] = received.numpy().view(dtype).reshape(-1, *inner)
+    return np.moveaxis(mine, 0, cut.dimension).reshape(cut.shape_of(ranks[strategy.cluster.rank]))
 
 
 def broadcast_bytes(strategy, data: bytes) -> bytes:
     """Rank 0's bytes, on every rank."""
-    [length] = strategy.extended.control.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
+    [length] = strategy.extended.world.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
     if not strategy.cluster.is_chief:
         data = bytes(int(length[0]))
-    [received] = strategy.extended.control.broadcast(
+    [received] = strategy.extended.world.broadcast(
         [tf.constant(np.frombuffer(data, np.uint8))], name="state of a backup"
     )
     return received.numpy().tobytes()

@@ -3,7 +3,8 @@
 from tfring.cluster.address import Address, parse_address
 from tfring.cluster.cluster import Cluster
 from tfring.cluster.detection import detect
+from tfring.cluster.mesh import Mesh
 from tfring.cluster.ports import listen
 from tfring.cluster.tf_config import for_hosts
 
-__all__ = ["Address", "Cluster", "detect", "for_hosts", "listen", "parse_address"]
+__all__ = ["Address", "Cluster", "Mesh", "detect", "for_hosts", "listen", "parse_address"]

@@ -26,7 +26,7 @@ def is_sliced(dataset: tf.data.Dataset) -> bool:
 def distribute(strategy, dataset: tf.data.Dataset, options=None):
     """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
     extended = strategy.extended
-    cardinality = agreed_cardinality(extended.control, int(dataset.cardinality()))
+    cardinality = agreed_cardinality(extended.world, int(dataset.cardinality()))
     shares = single_shares(dataset, *_place(strategy))
     if options is None and len(extended.worker_devices) == 1 and extended.is_on_cpu:
         options = _WITHOUT_MULTI_DEVICE_ITERATOR
@@ -46,10 +46,11 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
     rank, replicas, world_size = _place(strategy)
     workers = _tf.workers_of_one_iterator(extended)
     cardinality = int(dataset.cardinality())
-    if world_size * replicas == 1:
+    if extended.is_alone:
         return _distributed(dataset, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
     if is_sliced(dataset):
-        shares = worker_shares(dataset, rank, replicas, world_size, ahead=ahead)
+        several = strategy.cluster.world_size > 1
+        shares = worker_shares(dataset, rank, replicas, world_size, ahead=ahead, compare=several)
     elif _policy(dataset) == _Policy.OFF:
         shares, cardinality = pieces(dataset, replicas, world_size)
     else:
@@ -57,7 +58,7 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
         if distributed.cardinality >= 0:  # of the batches before TensorFlow made more and smaller ones
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
-    cardinality = agreed_cardinality(extended.control, cardinality)
+    cardinality = agreed_cardinality(extended.world, cardinality)
     return _distributed(shares, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
 
 
@@ -90,13 +91,14 @@ def _policy(dataset):
 
 
 def _place(strategy) -> tuple[int, int, int]:
-    """Rank, replicas a worker, number of workers."""
-    return strategy.cluster.rank, len(strategy.extended.worker_devices), strategy.cluster.world_size
+    """Of this worker among those whose rows differ, replicas a worker, number of such workers."""
+    extended = strategy.extended
+    return extended.control.rank, len(extended.worker_devices), extended.control.world_size
 
 
 def _distributed(dataset, input_workers, strategy, options, cardinality):
     shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
-    if strategy.num_replicas_in_sync > 1:
+    if not strategy.extended.is_alone:
         dataset = _untuned(dataset)
     return _tf.distributed_dataset(
         dataset, input_workers, strategy, options, cardinality, one_value_a_worker=shares

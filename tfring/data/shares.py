@@ -22,7 +22,15 @@ class Shares(NamedTuple):
     fingerprint: tf.Tensor
 
 
-def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int, *, ahead: int = 2):
+def worker_shares(
+    dataset: tf.data.Dataset,
+    rank: int,
+    replicas_per_worker: int,
+    world_size: int,
+    *,
+    ahead: int = 2,
+    compare: bool | None = None,
+):
     """A dataset of `Shares`: one worker's slices of each global batch.
 
     Args:
@@ -32,6 +40,8 @@ def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
       replicas_per_worker: replicas on each worker.
       world_size: number of workers.
       ahead: batches drawn before they are asked for. Defaults to 2.
+      compare: whether other workers draw the same batches, which are compared by their fingerprints. Default: where
+        there are several of them.
 
     Raises:
       ValueError: where an element has a component without a first dimension.
@@ -40,10 +50,11 @@ def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
     num_replicas = replicas_per_worker * world_size
     place = pipeline.Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
     _check_batched(dataset.element_spec)
-    parts = pipeline.take_apart(dataset) if world_size > 1 else None
+    compare = world_size > 1 if compare is None else compare
+    parts = pipeline.take_apart(dataset) if compare else None
     if parts is None:
         pipeline.check_share(dataset)
-        shares = dataset.map(_of_whole_batches(dataset.element_spec, place, world_size))
+        shares = dataset.map(_of_whole_batches(dataset.element_spec, place, compare))
     else:
         shares = pipeline.own_batches(parts, place).map(_of_own_rows(place, parts.whole))
         shares = shares.with_options(dataset.options())
@@ -51,11 +62,11 @@ def worker_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
     return shares.prefetch(ahead) if ahead else shares
 
 
-def _of_whole_batches(spec, place, world_size):
+def _of_whole_batches(spec, place, compare):
     @tf.autograph.experimental.do_not_convert
     def shares(*components):
         batch = pipeline.as_element(components, spec)
-        about = fingerprint.of_batch(batch) if world_size > 1 else tf.constant(0, tf.int64)
+        about = fingerprint.of_batch(batch) if compare else tf.constant(0, tf.int64)
         return Shares(_parts(batch, place), about)
 
     return shares

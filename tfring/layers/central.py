@@ -26,27 +26,28 @@ _lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strat
 def connect(strategy) -> None:
     """Connects rank 0 with each other rank, once a strategy; every rank calls it at the same point."""
     extended = strategy.extended
-    if extended in _lines or strategy.cluster.world_size == 1 or extended.communication != "ring":
+    if extended in _lines or extended.control.world_size == 1 or extended.communication != "ring":
         return
     from tfring.ring import ops
     from tfring.ring.communicator import Communicator
 
     cluster = strategy.cluster
-    others = range(1, cluster.world_size) if cluster.rank == 0 else [cluster.rank]
+    first, *rest = extended.mesh.ranks("data", cluster.rank)
+    others = rest if cluster.rank == first else [cluster.rank]
     lines = []
     for other in others:
         pair = types.SimpleNamespace(
-            rank=0 if cluster.rank == 0 else 1,
+            rank=0 if cluster.rank == first else 1,
             world_size=2,
             local_world_size=cluster.local_world_size,
-            addresses=(cluster.addresses[0], cluster.addresses[other]),
+            addresses=(cluster.addresses[first], cluster.addresses[other]),
             listen_fd=cluster.listen_fd,
             secret=cluster.secret,
         )
-        communicator = Communicator.connect(pair, "central", beside=extended.control.communicator)
+        communicator = Communicator.connect(pair, "central", beside=extended.world.communicator)
         # Ordered with the control ring: a rank then waits in one of its rings at a time, and no two ranks
         # can wait for each other in different ones.
-        ops.share_order(communicator, extended.control.communicator)
+        ops.share_order(communicator, extended.world.communicator)
         lines.append(RingCollectives(communicator))
     extended.channels.extend(lines)  # counted and closed with the others
     _lines[extended] = lines

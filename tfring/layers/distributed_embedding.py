@@ -4,7 +4,9 @@
 table items, 5 rows   ─┐                          feature bought   ids 4 1      ─┐
 table users, 3 rows   ─┼─► one weight of 8 rows   feature seen     ids 0        ─┼─► ids 4 1 0 7 of the weight
   of the same width    │   row r at worker r % N  feature user     ids 2 = 5 + 2 ─┘   in one exchange
-table genres, small   ─┘─► a weight of its own, whole at each worker
+table tags, whole     ─┘   all of it at one worker
+table genres, small   ───► a weight of its own, replicated: whole at each worker
+tables by columns     ───► one weight a width, of which each worker has some columns
 ```
 """
 
@@ -19,18 +21,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras import slots, tables
-from tfring._keras.sharding import cut_of
+from tfring._keras import slots, stores, tables
+from tfring._keras.sharding import Division, check_axis, cut_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers import embedding_configs
 from tfring.layers.choice import number_of_layer
 from tfring.layers.combiners import check_ids, combined, flat
 from tfring.layers.embedding_configs import TableConfig
-from tfring.layers.lookup import Exchange
-from tfring.reduction.placement import Placement
-from tfring.reduction.table_plan import KINDS, TablePlan, plan_tables
-from tfring.ring.collectives import LocalCollectives
+from tfring.layers.lookup import exchange
+from tfring.reduction.placement import Placement, place
+from tfring.reduction.table_plan import KINDS, TablePlan, deal, plan_tables
 
 
 @keras.saving.register_keras_serializable(package="tfring")
@@ -38,21 +39,25 @@ class DistributedEmbedding(keras.layers.Layer):
     """Looks up many features in many tables, which are divided over the workers of a `tfring.RingStrategy`.
 
     Tables of one width lie one after another in one weight, whose rows are divided as those of a `ShardedEmbedding`: a
-    step costs three `all_to_all` a width, one weight a width has one set of slots and one update. Small tables are
-    replicated: each worker has all of their rows at hand, and their gradients join those of other weights.
+    step costs three `all_to_all` a width, one weight a width has one set of slots and one update. A table may have all
+    of its rows at one worker ("whole") and still be in that weight. Tables divided by columns are in another. Small
+    tables are replicated: each worker has all of their rows at hand, and their gradients join those of other weights.
 
     The interface is that of `keras_rs.layers.DistributedEmbedding`, whose configs are taken as well. What a
     `ShardedEmbedding` says of calls, weights, files and updates holds here: calls are collectives, `weights` are this
-    worker's rows, `get_weights()` gathers, files hold whole tables and load into any number of workers, and with
+    worker's part, `get_weights()` gathers, files hold whole tables and load into any number of workers, and with
     another `plan` too, but for the slots of an optimizer.
 
     Args:
       feature_configs: a nested structure of `FeatureConfig`; inputs and results have the same.
-      plan: which tables are replicated and of which workers have rows: a plan of `tfring.parallel.plan_tables`, or a
-        dict from names of tables to "replicated" or "rows". Default: `plan_tables` of their sizes, by which those of up
-        to 64 KiB are replicated.
+      plan: what becomes of each table: a plan of `tfring.parallel.plan_tables`, or a dict from their names to
+        "replicated", whole at each worker; "rows", divided; "whole", at one worker; or "columns", of which each worker
+        has some. Default: `plan_tables` of their sizes, by which those of up to 64 KiB are replicated and others
+        divided by rows. A plan of that many workers says which one owns a whole table; otherwise they are dealt by
+        bytes.
       update: "rows" (default) or "dense", of divided tables: see `ShardedEmbedding`. Optimizers update replicated
         tables as any weight.
+      axis: over which workers tables are divided, "model" or "data": see `ShardedEmbedding`.
       **kwargs: those of `keras.layers.Layer`.
 
     Call arguments:
@@ -79,16 +84,19 @@ class DistributedEmbedding(keras.layers.Layer):
     [[2.0, 2.0], [0.0, 0.0]]
     """
 
-    def __init__(self, feature_configs, *, plan=None, update="rows", **kwargs):
+    def __init__(self, feature_configs, *, plan=None, update="rows", axis=None, **kwargs):
         _keras.install()
         super().__init__(**kwargs)
         tables.check_update(update)
+        check_axis(axis)
         self.update = update
+        self.axis = axis
         self.supports_jit = False  # XLA has no operations whose results are as large as the ids are different
         self._features = tuple(embedding_configs.features_of(feature_configs))
         self._tables = tuple({f.table.name: f.table for f in self._features}.values())
         self._kinds = self._kinds_of(plan)
-        self._stacks = tuple(_Stack(chosen, self._features, kind) for chosen, kind in self._stacked())
+        self._plan = plan if isinstance(plan, TablePlan) else None
+        self._stacks = tuple(_Stack(chosen, self._features, self._kinds) for chosen in self._stacked())
         numbers = keras.tree.pack_sequence_as(feature_configs, list(range(len(self._features))))
         self._paths = _paths_of(numbers)
         self._packed = functools.partial(keras.tree.pack_sequence_as, numbers)  # Keras tracks no structure in there
@@ -106,20 +114,31 @@ class DistributedEmbedding(keras.layers.Layer):
         return kinds
 
     def _stacked(self):
-        """The tables that share a weight, and their kind."""
-        divided = [table for table in self._tables if self._kinds[table.name] == "rows"]
-        for width in dict.fromkeys(table.embedding_dim for table in divided):
-            yield [table for table in divided if table.embedding_dim == width], "rows"
+        """The tables that share a weight."""
+        for kinds in (("rows", "whole"), ("columns",)):
+            chosen = [table for table in self._tables if self._kinds[table.name] in kinds]
+            for width in dict.fromkeys(table.embedding_dim for table in chosen):
+                yield [table for table in chosen if table.embedding_dim == width]
         for table in self._tables:
             if self._kinds[table.name] == "replicated":
-                yield [table], "replicated"
+                yield [table]
 
     def build(self, input_shape=None):
         if self.built:
             return
-        strategy, number = tables.table_strategy(), number_of_layer()
+        division = Division.of(self.axis, "DistributedEmbedding", "keras.layers.Embedding")
+        number, owners = number_of_layer(), self._owners(division.collectives.world_size)
         for stack in self._stacks:
-            stack.build(self, strategy, f"tables {number}")
+            stack.build(self, division, owners, f"tables {number}")
+
+    def _owners(self, world_size: int) -> dict[str, int]:
+        """Which worker owns each whole table; one process alone has no need to know."""
+        if world_size == 1:
+            return {}
+        if self._plan is not None and self._plan.world_size == world_size:
+            return self._plan.owners
+        whole = [table for table in self._tables if self._kinds[table.name] == "whole"]
+        return deal({table.name: (table.vocabulary_size * table.embedding_dim,) for table in whole}, world_size)
 
     def build_from_config(self, config):
         self.build()
@@ -174,7 +193,7 @@ class DistributedEmbedding(keras.layers.Layer):
         return {table.name: whole[table.name] for table in self._tables}
 
     def set_embedding_tables(self, embedding_tables: Mapping[str, np.ndarray]) -> None:
-        """Takes whole tables by their names, of which each worker keeps its rows.
+        """Takes whole tables by their names, of which each worker keeps its part.
 
         Raises:
           ValueError: where one is missing, or of another shape.
@@ -196,6 +215,7 @@ class DistributedEmbedding(keras.layers.Layer):
     def load_own_variables(self, store):
         if not self.built:
             return
+        store = stores.InBlocks(store)
         if len(store.keys()) != len(self._tables):
             raise ValueError(
                 f"A file for {self.name!r} has {len(self._tables)} tables. Received: {len(store.keys())} of them."
@@ -213,6 +233,7 @@ class DistributedEmbedding(keras.layers.Layer):
             "structure": self._packed(list(range(len(self._features)))),
             "plan": dict(self._kinds),
             "update": self.update,
+            "axis": self.axis,
         }
 
     @classmethod
@@ -230,31 +251,38 @@ class _Stack:
     Args:
       chosen: the tables.
       features: all features of the layer.
-      kind: "rows" or "replicated".
+      kinds: by the names of tables.
     """
 
-    def __init__(self, chosen: list[TableConfig], features, kind: str):
-        self._tables = chosen
-        self._kind = kind
-        self._bounds = list(itertools.pairwise(itertools.accumulate((t.vocabulary_size for t in chosen), initial=0)))
+    def __init__(self, chosen: list[TableConfig], features, kinds: Mapping[str, str]):
+        self._kind = kinds[chosen[0].name]
+        bounds = itertools.pairwise(itertools.accumulate((t.vocabulary_size for t in chosen), initial=0))
+        self._tables = [(table, *own) for table, own in zip(chosen, bounds, strict=True)]  # and their rows among all
         numbers = {table.name: number for number, table in enumerate(chosen)}
         self._lookups = [(i, numbers[f.table.name]) for i, f in enumerate(features) if f.table.name in numbers]
 
-    def build(self, layer, strategy, key: str) -> None:
-        strategy = strategy if self._kind == "rows" else None
-        width = self._tables[0].embedding_dim
-        shape = (self._bounds[-1][1], width)
-        self._rank = 0 if strategy is None else strategy.cluster.rank
-        self._placement = Placement(shape, 1 if strategy is None else strategy.cluster.world_size)
-        if self._kind == "rows":
-            parts = [(table.initializer, table.vocabulary_size) for table in self._tables]
-            self._variable = tables.add_table(layer, f"embeddings_{width}", parts, self._placement, strategy)
+    def build(self, layer, division: Division, owners: Mapping[str, int], key: str) -> None:
+        division = Division() if self._kind == "replicated" else division
+        if sum(end - begin for table, begin, end in self._tables if table.name not in owners) == 1:
+            # Which is not divided either: so a worker that has all rows has them in the order of whole tables.
+            owners = {table.name: owners.get(table.name, 0) for table, _, _ in self._tables}
+        last, _, rows = self._tables[-1]
+        shape, world_size = (rows, last.embedding_dim), division.collectives.world_size
+        self._rank = division.collectives.rank
+        name = f"embeddings_{last.embedding_dim}"
+        if self._kind == "columns":
+            self._placement, name = place(shape, world_size, "columns"), f"{name}_by_columns"
         else:
-            [table] = self._tables
-            self._variable = layer.add_weight(name=table.name, shape=shape, initializer=table.initializer)
-        collectives = LocalCollectives() if strategy is None else strategy.extended.control
-        names = [(table.name, table.vocabulary_size) for table in self._tables]
-        self._exchange = Exchange(self._placement, names, collectives, f"{key} of width {width}")
+            owned = tuple((table.vocabulary_size, owners.get(table.name)) for table, _, _ in self._tables)
+            self._placement = Placement(shape, world_size, tables=owned)
+        self._held = sorted(self._tables, key=lambda each: each[0].name in owners)  # divided ones before whole ones
+        if self._kind == "replicated":
+            self._variable = layer.add_weight(name=last.name, shape=shape, initializer=last.initializer)
+        else:
+            parts = [(table.initializer, begin, end) for table, begin, end in self._held]
+            self._variable = tables.add_table(layer, name, parts, self._placement, division)
+        names = [(table.name, table.vocabulary_size) for table, _, _ in self._tables]
+        self._exchange = exchange(self._placement, names, division, f"{key}, {name}")
 
     def rows(self, ids):
         """Pairs of the number of a feature and the rows of its ids, `[*flat(ids).shape, width]`."""
@@ -266,13 +294,13 @@ class _Stack:
         """The whole tables by their names; all ranks call it."""
         variable = self._variable
         value = variable.numpy() if cut_of(variable) is None else slots.whole(variable)
-        return {table.name: value[begin:end] for table, (begin, end) in zip(self._tables, self._bounds, strict=True)}
+        return {table.name: value[begin:end] for table, begin, end in self._tables}
 
     def assign(self, whole) -> None:
-        """Keeps this worker's rows of whole tables; of an array in a file nothing else is read."""
+        """Keeps this worker's part of whole tables; of an array in a file nothing else is read."""
         pieces = [
-            np.asarray(whole[table.name][self._placement.rows_within(self._rank, begin, end)])
-            for table, (begin, end) in zip(self._tables, self._bounds, strict=True)
+            np.asarray(whole[table.name][self._placement.part_within(self._rank, begin, end)])
+            for table, begin, end in self._held
         ]
         self._variable.assign(np.concatenate(pieces))
 

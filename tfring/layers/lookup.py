@@ -1,4 +1,6 @@
-"""Rows of a table whose rows are divided over the workers, for the ids of each worker; the gradient comes back.
+"""Rows of a table that is divided over ranks, for the ids of each rank; the gradient comes back.
+
+Along the data axis each rank has ids of its own:
 
 ```
 worker 0   ids 4 1 4 ─► unique 4 1 ─┐ (1)                     (3)  ┌─► rows of 4 1 ─► of 4 1 4
@@ -9,6 +11,24 @@ worker 1   ids 7 4   ─► unique 7 4 ─┘                              └�
 (1) each id once to its owner, (2) who gathers the rows of its piece, (3) which go back: two `all_to_all`. In the
 backward pass a worker adds up the gradients of each of its ids, weighs them by its share of the batch, and one
 `all_to_all` carries them to the owners: there they are the gradient of the whole batch.
+
+Along the model axis all ranks have the same ids, and each gathers the rows that it owns:
+
+```
+rank 0     ids 4 1 4 7 ─► unique 4 1 7 ─► own 4 ───┐
+                                                   ├─ all_gather ─► rows of 4 1 7 ─► of 4 1 4 7
+rank 1     ids 4 1 4 7 ─► unique 4 1 7 ─► own 1 7 ─┘
+```
+
+In the backward pass each keeps the gradients of the rows it owns. They are of the examples of its data coordinate, as
+those of any other weight.
+
+Where columns are divided, all ranks own a part of each row. Ids go to all of them, and what comes back is put together:
+
+```
+worker 0   unique 4 1 ─► to all ─► rank 0: 4 1 by its columns   4a 1a ─┐
+                                   rank 1: 4 1 by its columns   4b 1b ─┴─► 4a 4b, 1a 1b
+```
 """
 
 from __future__ import annotations
@@ -18,23 +38,28 @@ import itertools
 import tensorflow as tf
 
 from tfring import step
+from tfring.reduction.cuts import Cut
+from tfring.reduction.placement import Placement
 
 
 class Exchange:
     """How a worker comes by rows of a table, or of several that lie one after another in one.
 
     Args:
-      placement: who owns which row of all together.
+      placement: who owns which row of all together, a `Placement`.
       tables: the name, for errors, and the number of rows of each table.
-      collectives: the engine, see `tfring.ring.collectives`; of one process alone, for which nothing is exchanged.
+      division: over which ranks the rows are divided, see `tfring._keras.sharding.Division`.
       key: what the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
     """
 
-    def __init__(self, placement, tables, collectives, key: str):
+    def __init__(self, placement, tables, division, key: str):
         self._placement = placement
         self._names, self._counts = zip(*tables, strict=True)
-        self._offsets = [0, *itertools.accumulate(self._counts)][:-1]
-        self._collectives = collectives
+        self._first, self._step, self._end = self._numbers()
+        self._collectives = division.collectives
+        self._of = self._of_one_process
+        if not division.is_alone:
+            self._of = self._of_same_ids if division.axis == "model" else self._of_workers
         self._key = key
 
     def rows(self, variable, lookups) -> list[tf.Tensor]:
@@ -45,35 +70,78 @@ class Exchange:
           lookups: pairs of which table, by its number, and int32 or int64 ids of any shape.
         """
         ids, bad = self._ids_of_all(lookups)
-        alone = self._collectives.world_size == 1
-        rows = self._of_one_process(variable, ids, bad) if alone else self._of_workers(variable, ids, bad)
+        rows = self._of(variable, ids, bad)
         parts = tf.split(rows, [tf.size(ids) for _, ids in lookups]) if len(lookups) > 1 else [rows]
         return [_shaped(part, ids) for part, (_, ids) in zip(parts, lookups, strict=True)]
 
+    # -- who owns what; `ColumnExchange` has others ------------------------------------------------------------------
+
+    def _numbers(self):
+        """For each table the number of its first row, and the step to that of its next; and the end of all."""
+        first, step = zip(*self._placement.numbers, strict=True)
+        return first, step, self._placement.end
+
+    def _row_of_owner(self, numbers):
+        return self._placement.row_of_owner(numbers)
+
+    def _by_owner(self, unique):
+        """Which of these each rank is asked for; and where each is in what comes back from all."""
+        owner = tf.cast(self._placement.owner(unique), tf.int32)
+        order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, self._collectives.world_size)
+        return order, tf.math.invert_permutation(tf.concat(order, 0))
+
+    def _back(self, mine, asked_of_each):
+        """Sends each rank the rows that it asked for, and receives those that this one did."""
+        back, _ = self._collectives.all_to_all(mine, asked_of_each, name=f"{self._key}/rows")
+        back.set_shape([None, *mine.shape[1:]])
+        return back
+
+    def _of_all(self, mine, counts):
+        """The rows of all ranks, which have so many; the gradient of this rank's alone goes back."""
+        rank = self._collectives.rank
+        begin = tf.add_n(counts[:rank]) if rank else 0
+        end = begin + counts[rank]
+
+        @tf.custom_gradient
+        def of_all(mine):
+            return self._collectives.all_gather(mine, name=f"{self._key}/rows"), lambda gradient: gradient[begin:end]
+
+        return of_all(mine)
+
+    # -- a lookup ----------------------------------------------------------------------------------------------------
+
     def _ids_of_all(self, lookups):
-        """All ids, flat and counted over all tables; and `[-1 - table, id]` of the first without a row, else `[]`."""
-        is_narrow = all(ids.dtype == tf.int32 for _, ids in lookups) and self._placement.shape[0] <= tf.int32.max
+        """The numbers of all ids, flat; and `[-1 - table, id]` of the first without a row, else `[]`."""
+        is_narrow = all(ids.dtype == tf.int32 for _, ids in lookups) and self._end <= tf.int32.max
         dtype = tf.int32 if is_narrow else tf.int64
         ids = tf.concat([tf.cast(tf.reshape(ids, [-1]), dtype) for _, ids in lookups], 0)
         table = tf.repeat([number for number, _ in lookups], tf.stack([tf.size(ids) for _, ids in lookups]))
         is_bad = tf.logical_or(ids < 0, ids >= tf.gather(tf.constant(self._counts, dtype), table))
         first = tf.where(is_bad)[:1, 0]
         bad = tf.concat([-1 - tf.cast(tf.gather(table, first), dtype), tf.gather(ids, first)], 0)
-        ids += tf.gather(tf.constant(self._offsets, dtype), table)
+        if set(self._step) != {1}:
+            ids *= tf.gather(tf.constant(self._step, dtype), table)
+        ids += tf.gather(tf.constant(self._first, dtype), table)
         return tf.where(is_bad, tf.zeros_like(ids), ids), bad
 
     def _of_one_process(self, variable, ids, bad):
         with tf.control_dependencies(self._check(bad)):
             return tf.gather(variable, ids)
 
+    def _of_same_ids(self, variable, ids, bad):
+        """Where all ranks have the same."""
+        with tf.control_dependencies(self._check(bad)):
+            unique, position = tf.unique(ids)
+        order, places = self._by_owner(unique)
+        mine = tf.gather(variable, self._row_of_owner(tf.gather(unique, order[self._collectives.rank])))
+        return _spread(self._of_all(mine, [tf.size(asked) for asked in order]), tf.gather(places, position))
+
     def _of_workers(self, variable, ids, bad):
-        world_size, placement = self._collectives.world_size, self._placement
         running = step.current() or step.Step()
         unique, position = tf.unique(ids)
         # A worker without rows of the batch computes on a row that does not count: it asks for none of it.
         unique, bad = running.counted_rows(unique), running.counted_rows(bad)
-        owner = tf.cast(placement.owner(unique), tf.int32)
-        order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, world_size)
+        order, places = self._by_owner(unique)
         # An id that nobody owns is told to all, so that all fail alike and none waits.
         asked = [tf.concat([tf.gather(unique, numbers), bad], 0) for numbers in order]
         asked, asked_of_each = self._collectives.all_to_all(  # (1)
@@ -81,12 +149,10 @@ class Exchange:
         )
 
         with tf.control_dependencies(self._check(asked, asked_of_each)):
-            mine = tf.gather(variable, placement.row_of_owner(asked))  # (2)
-        back, _ = self._collectives.all_to_all(mine, asked_of_each, name=f"{self._key}/rows")  # (3)
-        back.set_shape([None, *variable.shape[1:]])
-        places = tf.math.invert_permutation(tf.concat(order, 0))
+            mine = tf.gather(variable, self._row_of_owner(asked))  # (2)
+        back = self._back(mine, asked_of_each)  # (3)
         if running.active is not None:  # of a row that does not count, the place is that of zeros behind all others
-            back = tf.concat([back, tf.zeros([1, *variable.shape[1:]], back.dtype)], 0)
+            back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
             position = tf.where(running.active, position, 0)
         return _spread(back, tf.gather(places, position), lambda gradient: running.counted(running.weigh(gradient)))
@@ -119,13 +185,53 @@ class Exchange:
         return [tf.cond(tf.reduce_any(is_bad), failing, lambda: tf.constant(True))]
 
 
+class ColumnExchange(Exchange):
+    """An `Exchange` of tables whose columns are divided, by a `Cut`: each rank is asked for all ids."""
+
+    def _numbers(self):
+        *begins, end = itertools.accumulate(self._counts, initial=0)
+        return begins, [1] * len(begins), end
+
+    def _row_of_owner(self, numbers):
+        return numbers
+
+    def _by_owner(self, unique):
+        all_of_them = tf.range(tf.size(unique))
+        return [all_of_them] * self._collectives.world_size, all_of_them
+
+    # Parts of rows, of as many columns as a rank has, travel flat.
+
+    def _back(self, mine, asked_of_each):
+        return self._joined(super()._back(tf.reshape(mine, [-1]), asked_of_each * mine.shape[1]))
+
+    def _of_all(self, mine, counts):
+        counts = [count * width for count, width in zip(counts, self._widths, strict=True)]
+        return self._joined(super()._of_all(tf.reshape(mine, [-1]), counts))
+
+    @property
+    def _widths(self):
+        return [self._placement.shape_of(rank)[1] for rank in range(self._collectives.world_size)]
+
+    def _joined(self, flat):
+        """Rows of the parts of them that came from each rank."""
+        count = tf.size(flat, tf.int64) // self._placement.shape[1]
+        parts = tf.split(flat, [count * width for width in self._widths])
+        return tf.concat([tf.reshape(p, [count, width]) for p, width in zip(parts, self._widths, strict=True)], 1)
+
+
+def exchange(placement: Placement | Cut, tables, division, key: str) -> Exchange:
+    """That of tables divided so; arguments as of `Exchange`."""
+    kind = ColumnExchange if isinstance(placement, Cut) else Exchange
+    return kind(placement, tables, division, key)
+
+
 def _shaped(rows, ids):
     result = tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
     result.set_shape([*ids.shape, *rows.shape[1:]])
     return result
 
 
-def _spread(rows, place, weigh):
+def _spread(rows, place, weigh=tf.identity):
     """`tf.gather(rows, place)`, whose gradient adds up in the dtype of the rows and then is weighed."""
 
     @tf.custom_gradient

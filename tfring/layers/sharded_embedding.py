@@ -1,4 +1,4 @@
-"""ShardedEmbedding: a table of embeddings whose rows are divided over the workers."""
+"""ShardedEmbedding: a table of embeddings whose rows, or columns, are divided over the workers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras import slots, tables
+from tfring._keras import slots, stores, tables
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import cut_of, piece_of
+from tfring._keras.sharding import Division, check_axis, cut_of, piece_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import number_of_layer
 from tfring.layers.combiners import check_combiner, check_ids, combined, flat
-from tfring.layers.lookup import Exchange
-from tfring.reduction.placement import Placement
-from tfring.ring.collectives import LocalCollectives
+from tfring.layers.lookup import exchange
+from tfring.reduction.placement import place
 
 _REFUSED = ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "lora_alpha", "quantization_config")
 
@@ -43,11 +42,15 @@ class ShardedEmbedding(keras.layers.Embedding):
       combiner: None (default); or "sum", "mean" or "sqrtn" of the rows of the ids along the last axis:
         `sum w_i r_i`, divided by `sum w_i` or by `sqrt(sum w_i^2)`; zeros where all `w_i` are 0.
       placement: "interleaved" (default), row `r` at worker `r % N`: loads are even where ids are sorted by how
-        frequent they are; or "range", equal ranges of rows.
+        frequent they are; "range", equal ranges of rows; or "columns", some columns of all rows, for a table of few
+        wide rows: where this speaks of a worker's rows, those are parts of all of them.
       update: what an optimizer does with rows that have no gradient in a step. "rows" (default): nothing, so a step
         costs what its rows cost; SGD without momentum and Adagrad compute the same as ever, others as in LazyAdam:
         momenta and weight decay of a row stand still until its next gradient. "dense": what Keras does, with all of
         this worker's rows.
+      axis: over which workers the table is divided: those along the "model" axis of the strategy's mesh, which look up
+        the same ids; or those along its "data" axis, each of which has ids of its own. Default: "model" where the mesh
+        has that axis, else "data".
       **kwargs: `weights` of `keras.layers.Embedding`, and those of `keras.layers.Layer`.
 
     Call arguments:
@@ -79,6 +82,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         combiner=None,
         placement="interleaved",
         update="rows",
+        axis=None,
         **kwargs,
     ):
         _keras.install()
@@ -92,10 +96,12 @@ class ShardedEmbedding(keras.layers.Embedding):
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
         check_combiner(combiner, self.name)
         tables.check_update(update)
-        Placement((input_dim, output_dim), 1, placement)  # which checks it
+        check_axis(axis)
+        place((input_dim, output_dim), 1, placement)  # which checks it
         self.combiner = combiner
         self.placement = placement
         self.update = update
+        self.axis = axis
         self.supports_jit = False  # XLA has no operations whose results are as large as the ids are different
         if weights is not None:
             self.build()
@@ -104,15 +110,13 @@ class ShardedEmbedding(keras.layers.Embedding):
     def build(self, input_shape=None):
         if getattr(self, "built", False):
             return
-        strategy = tables.table_strategy()
-        cluster = None if strategy is None else strategy.cluster
+        division = Division.of(self.axis, "ShardedEmbedding", "keras.layers.Embedding")
         shape = (self.input_dim, self.output_dim)
-        placement = Placement(shape, 1 if cluster is None else cluster.world_size, self.placement)
-        parts = [(self.embeddings_initializer, self.input_dim)]
-        self._embeddings = tables.add_table(self, "embeddings", parts, placement, strategy)
-        collectives = LocalCollectives() if strategy is None else strategy.extended.control
+        placement = place(shape, division.collectives.world_size, self.placement)
+        parts = [(self.embeddings_initializer, 0, self.input_dim)]
+        self._embeddings = tables.add_table(self, "embeddings", parts, placement, division)
         key = f"table {number_of_layer()}"
-        self._exchange = Exchange(placement, [(self.name, self.input_dim)], collectives, key)
+        self._exchange = exchange(placement, [(self.name, self.input_dim)], division, key)
         self.built = True
 
     def call(self, inputs, id_weights=None):
@@ -154,6 +158,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         if not self.built:
             return
         self._check_load_own_variables(store)
+        store = stores.InBlocks(store)
         shape = (self.input_dim, self.output_dim)
         if tuple(store["0"].shape) != shape:
             raise ValueError(
@@ -169,7 +174,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         config = super().get_config()
         for name in _REFUSED:
             config.pop(name, None)
-        return {**config, "combiner": self.combiner, "placement": self.placement, "update": self.update}
+        own = {"combiner": self.combiner, "placement": self.placement, "update": self.update, "axis": self.axis}
+        return {**config, **own}
 
 
 def _not_supported(method):

@@ -1,26 +1,34 @@
-"""Which tables each worker holds whole, and of which it holds rows: a pure plan from sizes.
+"""What becomes of each table of a layer with many: a pure plan from sizes.
 
 ```
-            sharded                                replicated
-holds       its rows and their slots               the whole table and its slots
-a step      u different ids of a worker fetch      a table of bytes B is summed: 2 B (N - 1) / N
-            u rows and send u gradients
+            rows                    columns                whole                   replicated
+a worker    its rows                some columns of        the tables it owns      all tables
+holds                               all rows
+a step      u different ids of a    u ids go to all, who   u ids go to the owner,  a table of bytes B is
+            worker fetch u rows     each send a part of    who sends u rows and    summed: 2 B (N - 1) / N
+            and send u gradients    u rows                 takes u gradients
 ```
 
-A sharded table never sends more than a replicated one, for a worker has no more different ids than there are rows. But
+A divided table never sends more than a replicated one, for a worker has no more different ids than there are rows. But
 a worker waits for the rows in the forward pass. So tables are replicated that are small, and those of which each worker
 looks up as many ids a step as they have rows, while there is room.
+
+Rows are the way to divide others. By columns each worker serves as much as the others whichever ids come, at the price
+of N times the ids: few beside a wide row. A whole table moves as many bytes as one by rows, from one owner: tables are
+dealt so that owners hold and serve alike, which takes more tables than workers and none that is large beside the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 from tfring.errors import ConfigurationError
 
-KINDS = ("replicated", "rows")
+KINDS = ("replicated", "rows", "whole", "columns")
 SMALL_BYTES = 64 << 10  # of a table's values: up to here SparseOptions sums gradients as dense ones
+WIDE_COLUMNS = 32  # of a worker's part of a wide row: its 128 bytes make little of the 4 of an id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +39,9 @@ class PlannedTable:
       name: of the table.
       rows: how many it has.
       width: how many columns.
-      kind: "replicated", whole at each worker, or "rows", divided.
+      kind: "replicated", whole at each worker; "rows" or "columns", divided by those; or "whole", at one worker.
       bytes_a_worker: of its values and their slots, at the worker that has most.
+      owner: the rank that has a whole table; else None.
     """
 
     name: str
@@ -40,6 +49,7 @@ class PlannedTable:
     width: int
     kind: str
     bytes_a_worker: int
+    owner: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,27 +57,47 @@ class TablePlan:
     """What becomes of each table; `str(plan)` is a table of it.
 
     Attributes:
-      world_size: how many workers the bytes are computed for.
+      world_size: how many workers it is computed for.
       tables: in the order they were given.
+
+    Raises:
+      ConfigurationError: for a whole table without an owner, and an owner of another.
     """
 
     world_size: int
     tables: tuple[PlannedTable, ...]
 
+    def __post_init__(self):
+        for table in self.tables:
+            if table.owner not in (range(self.world_size) if table.kind == "whole" else (None,)):
+                raise ConfigurationError(
+                    f"A whole table has an owner, from 0 to {self.world_size - 1}, and no other has one. Received: "
+                    f"{table}. Make plans by tfring.parallel.plan_tables."
+                )
+
     @property
     def kinds(self) -> dict[str, str]:
-        """By the name of a table "replicated" or "rows"."""
+        """By the name of a table "replicated", "rows", "whole" or "columns"."""
         return {table.name: table.kind for table in self.tables}
 
     @property
+    def owners(self) -> dict[str, int]:
+        """By the name of a whole table the rank that has it."""
+        return {table.name: table.owner for table in self.tables if table.owner is not None}
+
+    @property
     def bytes_a_worker(self) -> int:
-        """Of all tables."""
-        return sum(table.bytes_a_worker for table in self.tables)
+        """Of all tables, at the worker that has most."""
+        owned = [0] * self.world_size
+        for table in self.tables:
+            if table.owner is not None:
+                owned[table.owner] += table.bytes_a_worker
+        return sum(table.bytes_a_worker for table in self.tables if table.owner is None) + max(owned)
 
     def __str__(self) -> str:
         lines = [
             ("table", "rows", "width", "kind", "bytes a worker"),
-            *((t.name, f"{t.rows:,}", str(t.width), t.kind, f"{t.bytes_a_worker:,}") for t in self.tables),
+            *((t.name, f"{t.rows:,}", str(t.width), _shown_kind(t), f"{t.bytes_a_worker:,}") for t in self.tables),
             (f"all, of {self.world_size} workers", "", "", "", f"{self.bytes_a_worker:,}"),
         ]
         w = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -77,10 +107,15 @@ class TablePlan:
         )
 
 
+def _shown_kind(table: PlannedTable) -> str:
+    return table.kind if table.owner is None else f"{table.kind} at {table.owner}"
+
+
 def plan_tables(
     tables: Mapping[str, tuple[int, int]],
     world_size: int,
     *,
+    kinds: Sequence[str] = ("replicated", "rows"),
     slots: int = 1,
     lookups: Mapping[str, int] | None = None,
     small_bytes: int = SMALL_BYTES,
@@ -89,16 +124,27 @@ def plan_tables(
 ) -> TablePlan:
     """Divides tables: small ones are replicated, the rows of others divided over the workers.
 
-    A pure function, which speaks to nobody: every rank finds the same plan. A table is replicated whose values take at
-    most `small_bytes`, or of which each worker looks up at least as many ids a step as it has rows. Where that takes
-    more than `memory_bytes` a worker, the largest replicated tables are divided too, one after another.
+    A pure function, which speaks to nobody: every rank finds the same plan. Of the `kinds` that are allowed a table is,
+    the first that holds,
+
+    1. "replicated" if its values take at most `small_bytes`, or each worker looks up at least as many ids of it a step
+       as it has rows;
+    2. "columns" if it is so wide that each worker has 32 columns or more;
+    3. "whole" if it takes no more than one worker's share of the bytes of all tables that are not replicated, and of
+       the values that are looked up in them; owners are dealt by both, the largest first;
+    4. "rows".
+
+    Where that takes more than `memory_bytes` at the worker that has most, tables are divided by rows after all, the
+    largest first: whole ones, then replicated ones, then those by columns.
 
     Args:
       tables: by name `(rows, width)`.
       world_size: how many workers.
+      kinds: which are allowed, of "replicated", "rows", "whole" and "columns", and always "rows". Default: "replicated"
+        and "rows".
       slots: how many values the optimizer keeps for each of a table's: 0 for SGD, 1 for Adagrad, 2 for Adam.
       lookups: by name, how many ids of a table each worker looks up in a step. Default: unknown, and small tables alone
-        are replicated; the plan then is the same for any number of workers that have the memory.
+        are replicated; the plan of default `kinds` then is the same for any number of workers that have the memory.
       small_bytes: default 65,536.
       memory_bytes: what a worker has for tables and slots. Default: enough.
       itemsize: bytes of a value. Default 4.
@@ -107,40 +153,108 @@ def plan_tables(
       A `TablePlan`, for `tfring.layers.DistributedEmbedding(..., plan=plan)`.
 
     Raises:
-      ConfigurationError: for lookups of an unknown table; where all rows divided do not fit into `memory_bytes`.
+      ConfigurationError: for other kinds; for lookups of an unknown table; where all rows divided do not fit into
+        `memory_bytes`.
 
     >>> print(plan_tables({"items": (1_000_000, 32), "colours": (12, 32)}, 4))
     table                   rows  width  kind        bytes a worker
     items              1,000,000     32  rows            64,000,000
     colours                   12     32  replicated           3,072
     all, of 4 workers                                    64,003,072
+
+    >>> sizes = {"items": (9_000, 32), "users": (6_000, 32), "tags": (5_000, 32), "texts": (5_000, 256)}
+    >>> print(plan_tables(sizes, 2, kinds=("replicated", "rows", "whole", "columns")))
+    table               rows  width  kind        bytes a worker
+    items              9,000     32  whole at 0       2,304,000
+    users              6,000     32  whole at 1       1,536,000
+    tags               5,000     32  whole at 1       1,280,000
+    texts              5,000    256  columns          5,120,000
+    all, of 2 workers                                 7,936,000
     """
+    if not {"rows"} <= set(kinds) <= set(KINDS):
+        raise ConfigurationError(
+            f'`kinds` are of {KINDS}, with "rows" for what is none of the others. Received: kinds={tuple(kinds)}'
+        )
     lookups = lookups or {}
     if unknown := sorted(lookups.keys() - tables.keys()):
         raise ConfigurationError(
             f"`lookups` are of tables. Received: lookups of {', '.join(unknown)}, and tables {', '.join(tables)}."
         )
 
-    def planned(name: str, kind: str) -> PlannedTable:
+    def is_replicated(name: str) -> bool:
         rows, width = tables[name]
-        held = rows if kind == "replicated" else -(-rows // world_size)
-        return PlannedTable(name, rows, width, kind, held * width * itemsize * (1 + slots))
+        return rows * width * itemsize <= small_bytes or lookups.get(name, 0) >= rows
 
-    def kind_of(name: str) -> str:
-        rows, width = tables[name]
-        is_small = rows * width * itemsize <= small_bytes
-        return "replicated" if is_small or lookups.get(name, 0) >= rows else "rows"
+    chosen = {name: "replicated" if "replicated" in kinds and is_replicated(name) else "rows" for name in tables}
+    costs = {
+        name: (rows * width, lookups.get(name, 0) * width)
+        for name, (rows, width) in tables.items()
+        if chosen[name] == "rows"
+    }
+    totals = [sum(column) for column in zip(*costs.values(), strict=True)]
+    for name, cost in costs.items():
+        if "columns" in kinds and tables[name][1] // world_size >= WIDE_COLUMNS:
+            chosen[name] = "columns"
+        elif "whole" in kinds and all(own * world_size <= total for own, total in zip(cost, totals, strict=True)):
+            chosen[name] = "whole"
 
-    plan = {name: planned(name, kind_of(name)) for name in tables}
-    if memory_bytes is not None:
-        replicated = [table for table in plan.values() if table.kind == "replicated"]
-        for table in sorted(replicated, key=lambda table: -table.bytes_a_worker):
-            if sum(each.bytes_a_worker for each in plan.values()) > memory_bytes:
-                plan[table.name] = planned(table.name, "rows")
-    result = TablePlan(world_size, tuple(plan.values()))
-    if memory_bytes is not None and result.bytes_a_worker > memory_bytes:
+    def planned() -> TablePlan:
+        owners = deal({name: costs[name] for name, kind in chosen.items() if kind == "whole"}, world_size)
+        held = {
+            name: {"rows": -(-rows // world_size) * width, "columns": rows * -(-width // world_size)}
+            for name, (rows, width) in tables.items()
+        }
+        return TablePlan(
+            world_size,
+            tuple(
+                PlannedTable(
+                    name,
+                    rows,
+                    width,
+                    chosen[name],
+                    held[name].get(chosen[name], rows * width) * itemsize * (1 + slots),
+                    owners.get(name),
+                )
+                for name, (rows, width) in tables.items()
+            ),
+        )
+
+    plan = planned()
+    if memory_bytes is None:
+        return plan
+    for kind in ("whole", "replicated", "columns"):
+        for table in sorted(plan.tables, key=lambda table: -table.bytes_a_worker):
+            if table.kind == kind and plan.bytes_a_worker > memory_bytes:
+                chosen[table.name] = "rows"
+                plan = planned()
+    if plan.bytes_a_worker > memory_bytes:
         raise ConfigurationError(
-            f"Tables and their slots have to fit the workers. Received: memory_bytes={memory_bytes:,} for\n{result}\n"
+            f"Tables and their slots have to fit the workers. Received: memory_bytes={memory_bytes:,} for\n{plan}\n"
             "Take more workers, fewer columns, or an optimizer with fewer slots."
         )
-    return result
+    return plan
+
+
+def deal(costs: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, int]:
+    """Which worker gets each of some things: the largest first, each to the worker with least of what it costs.
+
+    Args:
+      costs: by name, one or several costs of each thing, such as bytes and lookups, which are compared as shares of
+        their totals. The largest thing is that with the largest share of any.
+      world_size: how many workers.
+
+    >>> deal({"a": (5, 0), "b": (3, 0), "c": (2, 0), "d": (1, 5)}, 2)
+    {'d': 0, 'a': 1, 'b': 0, 'c': 0}
+    """
+    totals = [max(1, sum(column)) for column in zip(*costs.values(), strict=True)]
+    shares = {  # exact, so that among equal workers the first is taken
+        name: [Fraction(own, total) for own, total in zip(cost, totals, strict=True)] for name, cost in costs.items()
+    }
+    loads = [[Fraction(0)] * len(totals) for _ in range(world_size)]
+    owners = {}
+    for name in sorted(shares, key=lambda name: -max(shares[name])):
+        share = shares[name]
+        owner = min(range(world_size), key=lambda rank: sum(a * b for a, b in zip(loads[rank], share, strict=True)))
+        loads[owner] = [a + b for a, b in zip(loads[owner], share, strict=True)]
+        owners[name] = owner
+    return owners

@@ -121,17 +121,19 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(
-        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self, tensor: tf.Tensor | Sequence[tf.Tensor], counts: Any = None, *, name: str
+    ) -> tuple[Any, Any]:
         """Some rows of every rank to every rank.
 
         Args:
-            tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on.
-            counts: Integers `[world_size]`, how many go to each rank. Default: as `reduce_scatter`.
+            tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
+            counts: Integers `[world_size]`, how many go to each rank; for a list, a list of such. Default: as
+                `reduce_scatter`.
             name: What is sent, for errors.
 
         Returns:
-            The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each.
+            The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a
+            list, two lists.
         """
 
     @abc.abstractmethod
@@ -226,6 +228,8 @@ class LocalCollectives(Collectives):
         return [tf.identity(t) for t in tensors]
 
     def all_to_all(self, tensor, counts=None, *, name):
+        if isinstance(tensor, Sequence):
+            return [tf.identity(each) for each in tensor], [tf.shape(each, tf.int64)[:1] for each in tensor]
         return tf.identity(tensor), tf.shape(tensor, tf.int64)[:1]
 
     def gather(self, tensor, root=0, *, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,17 +12,19 @@ import tensorflow as tf
 from tfring.errors import MismatchError, PeerLostError
 
 if TYPE_CHECKING:
+    from tfring.cluster.mesh import Mesh
     from tfring.ring.collectives import Collectives
 
 
 @contextlib.contextmanager
-def named(channels: Sequence[Collectives]) -> Iterator[None]:
+def named(channels: Sequence[Collectives], mesh: Mesh) -> Iterator[None]:
     """Raises what broke one of these channels, caused by the error in which TensorFlow reports it.
 
     The other channels break with it: a rank may wait there for one that has left its step.
 
     Args:
         channels: The rings of a strategy.
+        mesh: Its mesh: where ranks have parts of a model, the error tells which, of those it names.
 
     Raises:
         MismatchError, PeerLostError, CollectiveTimeoutError: See there.
@@ -36,10 +39,19 @@ def named(channels: Sequence[Collectives]) -> Iterator[None]:
         failure = min(failures, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
         for channel in channels:
             channel.abort(failure)
-        raise failure from error
+        raise _placed(failure, mesh) from error
     except RuntimeError as error:
         raise_interrupt(error)
         raise
+
+
+def _placed(failure: BaseException, mesh: Mesh) -> BaseException:
+    """The failure, with the places of the ranks that it names."""
+    if mesh.is_data_only:
+        return failure
+    ranks = sorted({int(rank) for rank in re.findall(r"\brank (\d+)", str(failure))} & set(range(mesh.size)))
+    places = "; ".join(f"rank {rank} has {mesh.place(rank)}" for rank in ranks)
+    return type(failure)(f"{failure} ({places})") if places else failure
 
 
 def raise_interrupt(error: RuntimeError) -> None:

@@ -455,6 +455,11 @@ def _token(communicator: Any) -> tf.Tensor:
     return _resource(communicator.order % num_threads("inter"))
 
 
+def share_a_token(one: Any, other: Any) -> bool:
+    """Whether the collectives of two communicators run in one order: TensorFlow has too few threads for two."""
+    return one.order % num_threads("inter") == other.order % num_threads("inter")
+
+
 def _resource(number: int | str) -> tf.Tensor:
     if number not in _tokens:
         with tf.init_scope(), tf.device("CPU:0"):

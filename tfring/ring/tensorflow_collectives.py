@@ -126,6 +126,10 @@ class TensorFlowCollectives(Collectives):
         return reduced if self.rank == root else [tf.zeros_like(each) for each in reduced]
 
     def all_to_all(self, tensor, counts=None, *, name):
+        if isinstance(tensor, Sequence):
+            everyones = [None] * len(tensor) if counts is None else counts
+            pairs = [self.all_to_all(each, n, name=name) for each, n in zip(tensor, everyones, strict=True)]
+            return [rows for rows, _ in pairs], [received for _, received in pairs]
         rows = tf.shape(tensor, tf.int64)[0]
         if counts is None:
             numbers = tf.range(self.world_size, dtype=tf.int64)

@@ -32,6 +32,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self,
         container_strategy,
         cluster,
+        mesh,
         *,
         cluster_resolver,
         communication,
@@ -45,6 +46,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         _tf.StrategyExtendedV1.__init__(self, container_strategy)
         # TensorFlow's server binds the port itself.
         self.cluster = release_listener(cluster) if communication == "tensorflow" else cluster
+        self.mesh = mesh
         self.communication = communication
         self._requested_devices = tuple(devices) if devices else None
         self._cluster_resolver = cluster_resolver or ClusterResolver(self.cluster, release_port=False)
@@ -57,34 +59,71 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         if communication == "tensorflow" and self.cluster.world_size > 1:
             self._initialize_tensorflow_worker()
-            control = gradients = _tensorflow_runtime[1]
+            world = gradients = _tensorflow_runtime[1]
         else:
             self._initialize_ring_worker()
-            control, gradients = _connect(self.cluster)
-        self.control: Collectives = control
-        """The channel of everything but gradients: counts of rows, statistics, logs, initial values."""
-        self.gradients: Collectives = gradients
-        """The channel of gradients, so that no bucket waits for a statistic of the backward pass."""
-        self.channels = [control] if control is gradients else [control, gradients]
+            world, gradients = _connect(self.cluster)
+        self.world: Collectives = world
+        """All workers, on the control channel: what is to be alike on every rank, files, initial values."""
+        self.channels = [world] if world is gradients else [world, gradients]
+        self._along = {"control": {"world": world}, "gradients": {"world": gradients}}
+        self.control: Collectives = self.along("data")
+        """The workers that share each weight, for everything but gradients: statistics, logs, results."""
+        self.gradients: Collectives = self.along("data", "gradients")
+        """The same on the channel of gradients, so that no bucket waits for a statistic of the backward pass."""
         buckets = BucketSizes(bucket_bytes) if bucket_bytes else BucketSizes.of(self.cluster.num_nodes)
-        self.control_ops = RingAllReduce(control, self.worker_devices, sparse, buckets)
+        self.control_ops = RingAllReduce(self.control, self.worker_devices, sparse, buckets)
         self._cross_device_ops = self._host_cross_device_ops = self.control_ops
-        self.gradient_ops = RingAllReduce(gradients, self.worker_devices, sparse, buckets, compression)
+        self.gradient_ops = RingAllReduce(self.gradients, self.worker_devices, sparse, buckets, compression)
 
     def start_trace(self, folder):
         """Has this rank write what it does when into a folder; see `tfring.ring.trace`."""
-        communicator = getattr(self.control, "communicator", None)
+        communicator = getattr(self.world, "communicator", None)
         recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, communicator)
         if communicator is not None:
             self.gradients.marks_ready = True
         return recorder
 
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one replica, of one worker: nobody to exchange anything with."""
+        return self.cluster.world_size * len(self.worker_devices) == 1
+
+    def along(self, axis: str, channel: str = "control") -> Collectives:
+        """The collectives of the ranks along an axis of the mesh through this one, in the order of their coordinates.
+
+        Those of one channel are called in one order; those of the other may be under way at the same time.
+
+        Args:
+          axis: "data", "model", "pipeline", several joined by "+", or "world".
+          channel: "control" or "gradients".
+        """
+        found = self._along[channel]
+        if axis not in found:
+            ranks = self.mesh.ranks(axis, self.cluster.rank)
+            world = found["world"]
+            if len(ranks) == 1:
+                found[axis] = LocalCollectives()
+            elif len(ranks) == world.world_size:
+                found[axis] = world
+            else:
+                found[axis] = world.group(ranks, f"{axis} of ranks {', '.join(map(str, ranks))}")
+        return found[axis]
+
+    def bytes_sent(self) -> int | None:
+        """By this worker so far, in all collectives; None where the engine does not count."""
+        everyone = [*self.channels, *(c for found in self._along.values() for c in found.values())]
+        counts = [c.bytes_sent() for c in {id(c): c for c in everyone}.values()]
+        return None if None in counts else sum(counts)
+
     # -- devices ---------------------------------------------------------------------------------------------------
 
     def _initialize_ring_worker(self):
         """Each process is a plain local TensorFlow runtime; what crosses processes goes round the ring."""
-        self._num_workers = self.cluster.world_size
-        self._id_in_cluster = self.cluster.rank
+        self._num_workers = self.mesh.size_along("data")  # a replica is all the workers of one share of the rows
+        self._id_in_cluster = self.mesh.coordinate("data", self.cluster.rank)
         self._is_chief = self.cluster.is_chief
         self._worker_device = _tf.device_util.canonicalize("/device:CPU:0")
         devices, self._local_device_type = self._initialize_local_devices(self._cluster_resolver, "")
@@ -266,7 +305,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 if value.dtype == tf.string or self.cluster.world_size == 1 or of_worker:
                     return value
                 # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
-                return self.control.broadcast([value], name="initial value of a variable")[0]
+                return self.world.broadcast([value], name="initial value of a variable")[0]
 
         return initial_value_fn
 
@@ -282,7 +321,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return self._with_agreed_cardinality(super()._distribute_datasets_from_function(dataset_fn, options))
 
     def _with_agreed_cardinality(self, distributed):
-        cardinality = data.agreed_cardinality(self.control, int(distributed.cardinality))
+        cardinality = data.agreed_cardinality(self.world, int(distributed.cardinality))
         _tf.set_cardinality(distributed, cardinality)
         return distributed
 
@@ -290,7 +329,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _call_for_each_replica(self, fn, args, kwargs):
         self._container_strategy().warn_of_another_cluster()
-        if step.current() is not None or self.cluster.world_size * len(self.worker_devices) == 1:
+        if step.current() is not None or self.is_alone:
             return self._run_replicas(fn, args, kwargs)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not meet.
@@ -332,7 +371,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             with how what replicas wrote becomes one.
         """
         strategy = self._container_strategy()
-        alone = strategy.num_replicas_in_sync == 1
+        alone = self.is_alone
         written: list = []
 
         def replica_fn(element, share):

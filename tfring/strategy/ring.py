@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfring import _keras, equality
 from tfring import config as settings
-from tfring._keras.sharding import cut_of
-from tfring.cluster import Cluster, detect, detection
+from tfring._keras.sharding import axis_of, gradient_is_complete
+from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
 from tfring.recognition import RingMarker
@@ -34,6 +34,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
       cluster: a `tfring.cluster.Cluster`; by default what `tfring launch` or TF_CONFIG say, and this process alone
         where neither does.
       cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` instead of `cluster`.
+      mesh: how the workers divide the work, see `Mesh`. With a model or a pipeline axis several workers are one
+        replica: they train on the same rows, and `num_replicas_in_sync` is the size of the data axis. Default: each
+        worker is a replica.
       communication: "ring", the compiled ring of this package (default), or "tensorflow", TensorFlow's collective
         runtime (NCCL between GPUs, gRPC between CPUs).
       devices: this worker's devices, such as `["GPU:0", "GPU:1"]`; by default all its GPUs, or its CPU. Every worker
@@ -75,6 +78,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         cluster: Cluster | None = None,
         *,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        mesh: Mesh | None = None,
         communication: str = "ring",
         devices: Sequence[str] | None = None,
         sparse: SparseOptions | None = None,
@@ -114,6 +118,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             cluster = _cluster_of(cluster_resolver)
         self._found = detection.Outlook(os.environ) if cluster is None else None
         cluster = detect(cluster)
+        mesh = (mesh or Mesh()).of(cluster.world_size)
+        _check_mesh(mesh, communication, shard_optimizer, devices)
         trace = settings.read("TFRING_TRACE") if trace is None else trace
         if trace is not None and communication != "ring":
             raise ConfigurationError(
@@ -123,6 +129,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         extended = RingExtended(
             self,
             cluster,
+            mesh,
             cluster_resolver=cluster_resolver,
             communication=communication,
             devices=devices,
@@ -163,11 +170,16 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """Who this worker is and who the others are."""
         return self.extended.cluster
 
+    @property
+    def mesh(self) -> Mesh:
+        """How the workers divide the work."""
+        return self.extended.mesh
+
     @tf.autograph.experimental.do_not_convert
     def run(self, fn, args=(), kwargs=None, options=None):
         """As `tf.distribute.Strategy.run`. Where a collective fails, it raises tfring's error, unless TensorFlow runs
         it later, in a `tf.function` around this call."""
-        with failures.named(self.extended.channels):
+        with failures.named(self.extended.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op, value, axis):
@@ -205,12 +217,11 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     def bytes_sent(self) -> int | None:
         """Bytes this worker has sent to others so far; None with communication="tensorflow"."""
-        counts = [channel.bytes_sent() for channel in self.extended.channels]
-        return None if None in counts else sum(counts)
+        return self.extended.bytes_sent()
 
     def barrier(self) -> None:
         """Returns once every worker has called it."""
-        self.extended.control.barrier(name="barrier")
+        self.extended.world.barrier(name="barrier")
 
     def assert_equal(self, variables: Sequence) -> None:
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
@@ -227,10 +238,10 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         ...     variable = tf.Variable([1.0, 2.0])
         >>> strategy.assert_equal([variable])
         """
-        variables = [v for v in variables if cut_of(v) is None]
+        variables = [v for v in variables if not gradient_is_complete(v)]  # others have other pieces
         names = [getattr(v, "path", None) or v.name for v in variables]
         values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
-        equality.assert_equal(self, values, names)
+        equality.assert_equal(self, values, names, [axis_of(v) is not None for v in variables])
 
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""
@@ -239,6 +250,22 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             self.trace = None
         for channel in self.extended.channels:
             channel.close()
+
+
+def _check_mesh(mesh: Mesh, communication: str, shard_optimizer: bool, devices) -> None:
+    if mesh.is_data_only:
+        return
+    others = {
+        'communication="tensorflow"': communication == "tensorflow",
+        "shard_optimizer=True": bool(shard_optimizer),
+        f"devices={devices}": devices is not None and len(devices) > 1,
+    }
+    for given, is_given in others.items():
+        if is_given:
+            raise ConfigurationError(
+                "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one "
+                f"device, and its optimizer all that its weights need. Received: {mesh} with {given}. Leave out one."
+            )
 
 
 def _cluster_of(resolver) -> Cluster:

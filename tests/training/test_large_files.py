@@ -1,0 +1,107 @@
+"""Files of tables that are large: written and read in blocks, so that no rank holds a whole table in memory."""
+
+import hashlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from harness import strategy, workers
+
+import tfring
+
+ROWS, WIDTH = 1_000_001, 8  # of uneven pieces
+WHOLE_BYTES = 2 * ROWS * WIDTH * 4  # of the largest weight, two tables in one
+LIMIT = 1.25 * WHOLE_BYTES  # for a worker's own piece, a few times, and blocks; the whole besides would be twice that
+
+
+def made():
+    import keras
+
+    inputs = keras.Input((3,), dtype="int32")
+    rows = tfring.layers.ShardedEmbedding(ROWS, WIDTH, combiner="sum", embeddings_initializer="normal", name="rows")
+    many = tfring.layers.DistributedEmbedding(
+        {
+            name: tfring.layers.FeatureConfig(name, tfring.layers.TableConfig(name, ROWS, WIDTH, combiner="sum"))
+            for name in ("first", "second")
+        }
+    )
+    found = [rows(inputs), *many({"first": inputs, "second": inputs}).values()]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(found)))
+    model.compile(keras.optimizers.Adagrad(0.05), "mse")
+    return model
+
+
+def data():
+    generator = np.random.default_rng(0)
+    return generator.integers(0, ROWS, (40, 3)).astype("int32"), generator.normal(size=(40, 1)).astype("float32")
+
+
+class Memory:
+    """The most that Python's and NumPy's objects take, beyond what they took before, by what was done."""
+
+    def __init__(self):
+        self.peaks = {}
+
+    def of(self, what, function):
+        tracemalloc.start()
+        try:
+            result = function()
+            self.peaks[what] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        return result
+
+
+def digests(model):
+    return [hashlib.sha256(weight).hexdigest() for weight in model.get_weights()]
+
+
+def forget(model):
+    for variable in model.weights:
+        variable.value.assign(variable.value * 0)
+
+
+def saved(folder):
+    """The digests of what was saved, and what it took."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    ring, memory = strategy(), Memory()
+    with ring.scope():
+        model = made()
+    backup = tfring.callbacks.Backup(f"{folder}/backup")
+    memory.of("Backup", lambda: model.fit(*data(), batch_size=20, verbose=0, callbacks=[backup]))
+    memory.of("save", lambda: tfring.save(model, f"{folder}/model.keras"))
+    memory.of("save_weights", lambda: tfring.save(model, f"{folder}/model.weights.h5"))
+    return digests(model), memory.peaks
+
+
+def loaded(folder):
+    """The digests of weights by where they came from, the least of slots, and what it took."""
+    import keras
+
+    ring, memory, found = strategy(), Memory(), {}
+    with ring.scope():
+        model = keras.models.load_model(f"{folder}/model.keras")  # which draws a table of this size whole at first
+        found["load_model"] = digests(model)
+        least = min(float(v.numpy().min()) for v in model.optimizer.variables if v.shape.rank)
+        forget(model)
+        memory.of("load_weights", lambda: model.load_weights(f"{folder}/model.weights.h5"))
+        found["load_weights"] = digests(model)
+    forget(model)
+    restore = tfring.callbacks.Backup(f"{folder}/backup")
+    memory.of("restore", lambda: model.fit(*data(), batch_size=20, verbose=0, callbacks=[restore]))
+    found["restore"] = digests(model)
+    return found, least, memory.peaks
+
+
+@pytest.mark.oldest
+def test_no_rank_holds_a_whole_table(tmp_path):
+    (wanted, _), *_ = results = workers(2).run(saved, str(tmp_path))
+    for _, peaks in results:
+        assert max(peaks.values()) < LIMIT, peaks
+    for size in (1, 4):
+        for found, least, peaks in workers(size).run(loaded, str(tmp_path)):
+            assert all(digests == wanted for digests in found.values())
+            assert least >= 0.1 - 1e-7  # where Adagrad's slots begin
+            assert size == 1 or max(peaks.values()) < LIMIT, peaks

@@ -1,0 +1,492 @@
+"""Pipeline: a model in stages over several workers trains as the model in one process does."""
+
+import functools
+import math
+
+import common
+import numpy as np
+import pytest
+from common import history_error, is_reference, relative_error
+from harness import strategy, workers
+
+import tfring
+from tfring._keras.sharding import axis_of
+
+BATCH = 20
+ROWS = 43  # the last batch has 3: fewer than microbatches
+
+
+def data():
+    """Two inputs and two targets, which drift with the row."""
+    generator = np.random.default_rng(0)
+    drift = np.linspace(0, 2, ROWS)[:, None]
+    a = generator.normal(size=(ROWS, 4)) * (1 + drift) + drift
+    b = generator.normal(size=(ROWS, 3)) - drift
+    y = np.sin(a.sum(1, keepdims=True)) + b[:, :1]
+    return {"a": a, "b": b}, {"y": y, "z": a[:, :2]}
+
+
+def chain():
+    """Sequential, of one input and one output."""
+    import keras
+
+    layers = [keras.layers.Dense(5, activation="tanh", name=name) for name in ("d1", "d2", "d3")]
+    return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, name="d4")])
+
+
+def graph():
+    """Skip connections over stages, an input that is used late, an output that is made early, losses of layers."""
+    import keras
+
+    layers = keras.layers
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    first = layers.Dense(6, activation="tanh", name="d1", kernel_regularizer="l2")(a)
+    early = layers.Dense(2, name="z")(first)
+    second = layers.Dense(6, activation="tanh", name="d2", activity_regularizer="l2")(first) + first
+    third = layers.Dense(6, activation="tanh", name="d3")(second)
+    third = layers.Concatenate(name="join")([third, first, layers.Dense(2, name="side")(b)])
+    y = layers.Dense(1, name="y", bias_regularizer="l2")(third)
+    return keras.Model({"a": a, "b": b}, {"y": y, "z": early})
+
+
+def table():
+    """With a sparse gradient in the first stage."""
+    import keras
+
+    layers = keras.layers
+    inputs = keras.Input((4,))
+    x = layers.Embedding(9, 3, name="rows")(keras.ops.cast(keras.ops.clip(inputs, 0, 8), "int32"))
+    x = layers.LayerNormalization(name="d2")(layers.Flatten()(x))
+    return keras.Model(inputs, layers.Dense(1, name="d4")(layers.Dense(4, activation="tanh", name="d3")(x)))
+
+
+def divided(axis, update="rows"):
+    """With sharded layers in both stages; outside of a strategy they are whole."""
+    import keras
+
+    layers = tfring.layers
+    inputs = keras.Input((4,))
+    ids = keras.ops.cast(keras.ops.clip(inputs, 0, 8), "int32")
+    x = layers.ShardedEmbedding(9, 3, axis=axis, update=update, name="rows")(ids)
+    x = keras.layers.Flatten()(x)
+    x = layers.ShardedDense(6, "columns", gather_output=False, activation="tanh", axis=axis)(x)
+    x = layers.ShardedDense(4, "rows", input_is_parallel=True, kernel_regularizer="l2", axis=axis)(x)
+    x = layers.ShardedDense(5, "columns", activation="tanh", axis=axis, name="d3")(x)
+    return keras.Model(inputs, keras.layers.Dense(1, name="d4")(x))
+
+
+MODELS = {
+    "chain": chain,
+    "graph": graph,
+    "table": table,
+    "along model": functools.partial(divided, "model"),
+    "along data": functools.partial(divided, "data"),
+    "dense": functools.partial(divided, None, "dense"),
+}
+BEGINS = {1: [], 2: ["d3"], 3: ["d2", "d3"], 4: ["d2", "d3", "d4"]}
+
+
+def optimizer(name):
+    import keras
+
+    return {
+        **common.element_wise_optimizers(),
+        **common.optimizer_settings(),
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3),
+        "adam": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+        "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+        "plain": lambda: keras.optimizers.SGD(0.05),  # others take duplicate ids of one process one by one
+        "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, 0.9, global_clipnorm=0.1)),
+        "accumulating": lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+    }[name]()
+
+
+def compiled(model, kind, by="sgd", **options):
+    import keras
+
+    rmse = keras.metrics.RootMeanSquaredError()
+    metrics = {"y": ["mae", rmse], "z": ["mae"]} if kind == "graph" else ["mae", rmse]
+    model.compile(optimizer(by), "mse", metrics=metrics, **options)
+    return model
+
+
+def inputs_of(kind):
+    import keras
+
+    x, y = data()
+    x, y = ({name: v.astype(keras.config.floatx()) for name, v in part.items()} for part in (x, y))
+    return (x, y) if kind == "graph" else (x["a"], y["y"])
+
+
+def outcome(model, kind, thorough):
+    """History, evaluation, predictions, weights."""
+    x, y = inputs_of(kind)
+    weighted = {"sample_weight": np.linspace(0.5, 2, ROWS).astype("float32")} if kind == "chain" else {}
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, **weighted).history
+    evaluated, predicted = {}, {}
+    if thorough:
+        evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
+        predicted = model.predict(x, batch_size=BATCH, verbose=0)
+        predicted = predicted if kind == "graph" else {"y": predicted}
+    return history, evaluated, predicted, model.get_weights()
+
+
+def trained(mesh, cases, floatx):
+    """For each case `(model, options of Pipeline, optimizer, options of compile)` what there is to compare."""
+    import keras
+
+    keras.config.set_floatx(floatx)
+    ring = strategy(mesh=tfring.Mesh(**mesh), check_equal=True)
+    results = []
+    for number, (kind, options, by, compile_options) in enumerate(cases):
+        keras.utils.set_random_seed(3)
+        with ring.scope():
+            model = MODELS[kind]()
+            start = model.get_weights()
+            pipeline = tfring.parallel.Pipeline(model, BEGINS[ring.mesh.pipeline], **options)
+            compiled(pipeline, kind, by, **compile_options)
+        got = outcome(pipeline, kind, number == 0)
+        found = {"bits": b"".join(np.ascontiguousarray(w).tobytes() for w in got[3]), "logs": repr(got[:2])}
+        every = [*pipeline.weights, *pipeline.optimizer.variables]
+        found["held"] = sum(int(np.prod(v.shape)) for v in every)
+        # Of that its part: others at other places of the mesh hold the same.
+        holders = [ring.mesh.size_along(axis_of(v) or "") for v in every]
+        found["part"] = sum(int(np.prod(v.shape)) * n / ring.mesh.size for v, n in zip(every, holders, strict=True))
+        if is_reference(ring):
+            alone = MODELS[kind]()
+            alone.set_weights(start)
+            want = outcome(compiled(alone, kind, by), kind, number == 0)
+            found["errors"] = [history_error(got[i], want[i]) for i in range(3)]
+            found["errors"].append(relative_error(got[3], want[3]))
+            found["all"] = sum(v.numpy().size for v in [*alone.weights, *alone.optimizer.variables])
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases", "floatx"),
+    [
+        pytest.param(
+            {"pipeline": 2},
+            [
+                ("graph", {"num_microbatches": 4, "recompute": True}, "sgd", {}),
+                ("chain", {"num_microbatches": 1}, "adam", {}),
+                ("table", {"num_microbatches": 2, "schedule": "gpipe"}, "plain", {}),
+            ],
+            "float32",
+            marks=pytest.mark.oldest,
+        ),
+        ({"pipeline": 3}, [("graph", {"num_microbatches": 4}, "adam", {})], "float32"),
+        pytest.param(
+            {"pipeline": 3},
+            [
+                ("graph", {"num_microbatches": 4, "schedule": "gpipe", "recompute": True}, "adagrad", {}),
+                ("chain", {"num_microbatches": 4}, "accumulating", {}),
+                ("chain", {"num_microbatches": 3}, "sgd", {"run_eagerly": True}),
+            ],
+            "float32",
+            marks=pytest.mark.long,
+        ),
+        ({"pipeline": 3}, [("chain", {"num_microbatches": 4}, "adam", {})], "float64"),
+        (
+            {"pipeline": 2, "data": 2},
+            [
+                ("graph", {"num_microbatches": 4}, "sgd", {}),
+                ("along data", {"num_microbatches": 2, "recompute": True}, "adagrad", {}),
+                ("chain", {"num_microbatches": 8}, "scaled", {"steps_per_execution": 2}),
+            ],
+            "float32",
+        ),
+        (
+            {"pipeline": 2, "model": 2},
+            [
+                ("along model", {"num_microbatches": 4}, "plain", {}),
+                ("dense", {"num_microbatches": 2, "schedule": "gpipe", "recompute": True}, "adam", {}),
+            ],
+            "float32",
+        ),
+        ({"pipeline": 2, "data": 2, "model": 2}, [("along model", {"num_microbatches": 2}, "scaled", {})], "float32"),
+    ],
+    ids=["two", "three", "three otherwise", "float64", "data", "model", "all three"],
+)
+def test_equals_one_process(mesh, cases, floatx):
+    size = math.prod(mesh.values())
+    results = workers(size).run(trained, mesh, cases, floatx)
+    for number, case in enumerate(cases):
+        of_case = [rank[number] for rank in results]
+        [reference] = [found for found in of_case if "errors" in found]
+        assert max(reference["errors"]) < (1e-5 if floatx == "float32" else 1e-12), (case, reference["errors"])
+        for what in ("bits", "logs"):
+            assert len({found[what] for found in of_case}) == 1, (case, what)
+        # All of them together, each weight and slot on one stage and there in pieces, hold what one process does.
+        assert sum(found["part"] for found in of_case) == pytest.approx(reference["all"], abs=1e-6), case
+        assert max(found["held"] for found in of_case) < reference["all"]
+
+
+def with_dropout(recompute):
+    """Weights after training with dropout in all stages, and what is predicted."""
+    import keras
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    x, y = inputs_of("chain")
+    keras.utils.set_random_seed(3)
+    with ring.scope():
+        layers = []
+        for number in range(4):
+            layers += [keras.layers.Dense(6, activation="tanh", name=f"d{number}"), keras.layers.Dropout(0.4)]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        pipeline = tfring.parallel.Pipeline(model, ["d2"], num_microbatches=2, recompute=recompute)
+        compiled(pipeline, "chain")
+    history = pipeline.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    return pipeline.get_weights(), pipeline(x[:5]).numpy(), history["loss"]
+
+
+def test_dropout_is_the_same_when_computed_again():
+    kept = workers(2).run(with_dropout, False)
+    again = workers(2).run(with_dropout, True)
+    assert relative_error(kept[0][0], kept[1][0]) == 0
+    assert relative_error(again[0][0], kept[0][0]) < 1e-5
+    assert relative_error(again[1][1:], kept[0][1:]) < 1e-5
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def saved(folder, kind, mesh):
+    """Trains, saves in every way, and goes on."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    ring = strategy(mesh=tfring.Mesh(**mesh))
+    with ring.scope():
+        pipeline = compiled(tfring.parallel.Pipeline(MODELS[kind](), ["d3"], num_microbatches=2), kind, "adam")
+    x, y = inputs_of(kind)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    backup = tfring.callbacks.Backup(f"{folder}/backup")
+    checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/checkpoint.weights.h5", save_weights_only=True)
+    pipeline.fit(x, y, callbacks=[backup, checkpoint], **options)
+    tfring.save(pipeline, f"{folder}/model.keras")
+    pipeline.save_weights(f"{folder}/model.weights.h5")
+    first = pipeline.get_weights()
+    pipeline.fit(x, y, initial_epoch=1, epochs=2, **options)
+    return first, pipeline.get_weights()
+
+
+def loaded(folder, kind, stages):
+    """The weights of models made of the files, at once and after another epoch."""
+    import keras
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=stages))
+
+    def divided(model):
+        return tfring.parallel.Pipeline(model, BEGINS.get(stages, ["d3"]), num_microbatches=2)
+
+    x, y = inputs_of(kind)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    results = []
+    with ring.scope():
+        whole = keras.models.load_model(f"{folder}/model.keras")
+        given = whole.get_weights()
+        restored, weights, checkpoint = (compiled(divided(MODELS[kind]()), kind, "adam") for _ in range(3))
+        for model, file in ((weights, "model"), (checkpoint, "checkpoint")):
+            model.optimizer.build(model.trainable_variables)
+            model.load_weights(f"{folder}/{file}.weights.h5")
+            results.append(model.get_weights())
+    weights.fit(x, y, initial_epoch=1, epochs=2, **options)
+    restored.fit(x, y, epochs=2, callbacks=[tfring.callbacks.Backup(f"{folder}/backup")], **options)
+    return given, *results, weights.get_weights(), restored.get_weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "into"),
+    [
+        pytest.param("graph", {"pipeline": 2}, (1, 3), marks=pytest.mark.oldest),
+        ("along model", {"pipeline": 2, "model": 2}, (1, 2)),
+    ],
+    ids=["stages", "stages in pieces"],
+)
+def test_files(tmp_path, kind, mesh, into):
+    (first, second), *_ = workers(math.prod(mesh.values())).run(saved, str(tmp_path), kind, mesh)
+    for stages in into:
+        for given, weights, checkpoint, gone_on, restored in workers(stages).run(loaded, str(tmp_path), kind, stages):
+            for got in (given, weights, checkpoint):
+                assert relative_error(got, first) == 0
+            for got in (gone_on, restored):
+                assert relative_error(got, second) < 1e-5
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused():
+    """The errors of what cannot be right, by name."""
+    import keras
+
+    layers = keras.layers
+    errors = {}
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+
+    def attempt(name, function, error=tfring.errors.ConfigurationError):
+        with pytest.raises(error) as raised, ring.scope():
+            function()
+        errors[name] = str(raised.value)
+
+    def made(model, stages=("d3",), **options):
+        return tfring.parallel.Pipeline(model, list(stages), **options)
+
+    def sequence(*parts):
+        return keras.Sequential([keras.Input((4,)), *parts, layers.Dense(1, name="d3")])
+
+    class Own(keras.Model):
+        def call(self, inputs):
+            return inputs
+
+    class OwnStep(keras.Model):
+        def train_step(self, data):
+            return {}
+
+    def own_step():
+        inputs = keras.Input((4,))
+        return OwnStep(inputs, layers.Dense(1, name="d3")(layers.Dense(2)(inputs)))
+
+    def tied():
+        inputs = keras.Input((4,))
+        shared = layers.Dense(4, name="shared")
+        return keras.Model(inputs, shared(layers.Dense(4, name="d3")(shared(inputs))))
+
+    def masked():
+        inputs = keras.Input((4,), dtype="int32")
+        rows = layers.Embedding(9, 3, mask_zero=True)(inputs)
+        return keras.Model(inputs, layers.GlobalAveragePooling1D()(layers.Dense(1, name="d3")(rows)))
+
+    def of_batch_size():
+        inputs = keras.Input(batch_shape=(20, 4))
+        return keras.Model(inputs, layers.Dense(1, name="d3")(layers.Dense(2)(inputs)))
+
+    def twice():
+        model = chain()
+        made(model)
+        made(model)
+
+    def fitted(model, **options):
+        x, y = inputs_of("chain")
+        pipeline = made(model, num_microbatches=2)
+        pipeline.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+        pipeline.fit(x, y, batch_size=BATCH, verbose=0)
+
+    weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    attempt("name", lambda: made(chain(), ["d9"]))
+    attempt("string", lambda: tfring.parallel.Pipeline(chain(), "d3"))
+    attempt("order", lambda: made(chain(), ["d3", "d2"]))
+    attempt("first", lambda: made(chain(), ["d1"]))
+    attempt("number", lambda: made(chain(), ["d2", "d3"]))
+    attempt("subclass", lambda: made(Own()))
+    attempt("not built", lambda: made(keras.Sequential([layers.Dense(1), layers.Dense(1, name="d3")])))
+    attempt("step", lambda: made(own_step()))
+    attempt("tied", lambda: made(tied()))
+    attempt("mask", lambda: made(masked()))
+    attempt("rows", lambda: made(of_batch_size()))
+    attempt("normalization", lambda: made(sequence(layers.BatchNormalization(name="bn"))))
+    attempt("schedule", lambda: made(chain(), schedule="zigzag"))
+    attempt("microbatches", lambda: made(chain(), num_microbatches=0))
+    attempt("twice", twice)
+    attempt("loss", lambda: fitted(chain(), loss=weighted))
+    attempt("Lamb", lambda: fitted(chain(), optimizer=keras.optimizers.Lamb()))
+    attempt("jit", lambda: fitted(chain(), jit_compile=True))
+    outside = chain()
+    attempt("outside", lambda: made(outside))
+    return errors
+
+
+def test_what_is_refused():
+    for errors in workers(2).run(refused):
+        assert "Received: 'd9'" in errors["name"] and "'d1', 'd2', 'd3', 'd4'" in errors["name"]
+        assert "Received: stages='d3'" in errors["string"]
+        assert "Received: ['d3', 'd2']" in errors["order"]
+        assert "Received: ['d1']" in errors["first"]
+        assert "Received: 2 names, which make 3 stages" in errors["number"]
+        assert "a Own" in errors["subclass"] and "that is not built" in errors["not built"]
+        assert "with its own `train_step`" in errors["step"]
+        assert "used by 'shared' in stage 1 and by 'shared' in stage 2" in errors["tied"]
+        assert "a masked tensor between stages 1 and 2" in errors["mask"]
+        assert "a fixed number of rows" in errors["rows"]
+        assert "BatchNormalization 'bn' with num_microbatches=8" in errors["normalization"]
+        assert "schedule='zigzag'" in errors["schedule"] and "num_microbatches=0" in errors["microbatches"]
+        assert "along the pipeline axis" in errors["twice"]
+        assert "reduction='mean_with_sample_weight'" in errors["loss"]
+        assert "Received: Lamb" in errors["Lamb"] and "jit_compile=True" in errors["jit"]
+        assert "made outside" in errors["outside"]
+
+
+def one_thread():
+    """How training with each schedule ends where TensorFlow has one thread for both channels."""
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    x, y = inputs_of("chain")
+    with ring.scope():
+        with pytest.raises(tfring.errors.ConfigurationError, match="Received: 1 inter-op threads"):
+            tfring.parallel.Pipeline(chain(), ["d3"], num_microbatches=2)
+        pipeline = compiled(tfring.parallel.Pipeline(chain(), ["d3"], num_microbatches=2, schedule="gpipe"), "chain")
+    return pipeline.fit(x, y, batch_size=BATCH, verbose=0).history
+
+
+def test_one_thread_for_both_channels():
+    first, second = workers(2, env={"TF_NUM_INTEROP_THREADS": "1"}).run(one_thread)
+    assert first == second and np.isfinite(first["loss"]).all()
+
+
+def in_one_process():
+    """The largest difference to the model itself, without a strategy."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    model = graph()
+    copy = keras.models.clone_model(model)
+    copy.set_weights(model.get_weights())
+    pipeline = compiled(tfring.parallel.Pipeline(model, ["d2", "d3"], num_microbatches=4), "graph")
+    got, want = (outcome(each, "graph", True) for each in (pipeline, compiled(copy, "graph")))
+    return max([*(history_error(got[i], want[i]) for i in range(3)), relative_error(got[3], want[3])])
+
+
+def test_one_process_without_a_strategy():
+    [error] = workers(1).run(in_one_process)
+    assert error < 1e-6
+
+
+def refused_while_training(what):
+    """What this rank raises: of what one stage finds out alone, the others hear when its rank leaves."""
+    import keras
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape):
+            self.total = self.add_weight(shape=(4,), trainable=False, name="total")
+
+        def call(self, x):
+            self.total.assign(keras.ops.mean(x, 0))
+            return x
+
+    def of_all(y_true, y_pred):
+        return keras.ops.square(tfring.gather_for_loss(y_true) - y_pred)
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    x, y = inputs_of("chain")
+    with ring.scope():
+        first = Counting(name="counting") if what == "state" else keras.layers.Dense(4)
+        model = keras.Sequential([keras.Input((4,)), first, keras.layers.Dense(1, name="d3")])
+        pipeline = tfring.parallel.Pipeline(model, ["d3"], num_microbatches=2)
+        pipeline.compile("sgd", of_all if what == "loss" else "mse")
+    try:
+        pipeline.fit(x, y, batch_size=BATCH, verbose=0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        ring.close()
+
+
+@pytest.mark.parametrize(("what", "rank"), [("loss", 1), ("state", 0)])
+def test_what_a_stage_refuses_while_training(what, rank):
+    results = workers(2).run(refused_while_training, what)
+    kind, message = results[rank]
+    assert kind == "ConfigurationError"
+    assert {"loss": "gather_for_loss needs the whole batch", "state": "total' with num_microbatches=2"}[what] in message
+    kind, message = results[1 - rank]
+    assert kind == "PeerLostError" and f"rank {rank} has stage {rank + 1} of 2" in message

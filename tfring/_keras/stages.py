@@ -1,0 +1,56 @@
+"""Weights of a pipeline: each rank holds those of its stage, and slots of them, and of other stages nothing.
+
+A weight of another stage is an empty piece (`sharding.py`) of a whole that one rank of the pipeline axis owns, or, of a
+divided layer, the ranks of its stage: pieces along two axes, "pipeline+model" or "pipeline+data". So slots of it are
+empty, files hold wholes, and whoever loads one keeps what is its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfring._keras.sharding import axis_of, cut_of, mark, whole_shape
+from tfring._keras.tables import update_of
+from tfring.errors import ConfigurationError
+from tfring.reduction.owned import Owned
+
+
+def give(strategy, variable, stage: int) -> None:
+    """Leaves a Keras variable to the workers of a stage, in the pieces they have; the memory of the others' is free."""
+    axis, pieces = axis_of(variable), cut_of(variable)
+    assert not isinstance(pieces, Owned)
+    owners = 1 if axis is None else strategy.mesh.size_along(axis)
+    cut = Owned(whole_shape(variable), stage * owners, pieces, owners)
+    axis = "pipeline" if axis is None else f"pipeline+{axis}"
+    if strategy.mesh.coordinate("pipeline", strategy.cluster.rank) != stage:
+        shape = cut.shape_of(strategy.mesh.coordinate(axis, strategy.cluster.rank))
+        with strategy.scope(), strategy.extended.variables_of_worker():
+            variable._initialize(np.zeros(shape, variable.value.dtype.as_numpy_dtype))
+        variable._shape = shape
+        variable._ndim = len(shape)
+    mark(variable, strategy, cut, axis)
+
+
+def no_gradient(variable) -> tf.Tensor | tf.IndexedSlices:
+    """What stands for the gradient of a variable that nothing depends on here."""
+    if update_of(variable) is None:
+        return tf.zeros(variable.shape, variable.dtype)
+    rows = tf.zeros((0, *variable.shape[1:]), variable.dtype)
+    return tf.IndexedSlices(rows, tf.zeros([0], tf.int32), tf.constant(tuple(variable.shape), tf.int32))
+
+
+def is_symbolic() -> bool:
+    """Whether Keras only asks for shapes just now."""
+    from keras.src.backend.common import symbolic_scope
+
+    return symbolic_scope.in_symbolic_scope()
+
+
+def written_in_parts(variable, num_microbatches: int, recompute: bool) -> ConfigurationError:
+    """The error for state that a layer writes in each pass of a step, which takes several."""
+    return ConfigurationError(
+        "What layers of a Pipeline write while they train would be written in each pass of a step. Received: "
+        f"{variable.path!r} with num_microbatches={num_microbatches}, recompute={recompute}. Freeze the layer "
+        "(`trainable = False`), or use num_microbatches=1 and recompute=False."
+    )

@@ -1,0 +1,77 @@
+"""Large values in Keras' files: written, and read, a block of rows at a time. Keras copies each as a whole."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tfring.blocks import LARGE_BYTES, rows_of_a_block
+
+
+class Stored:
+    """A large array in a file. An index of slices reads blocks of it, and keeps what they say.
+
+    Args:
+      dataset: of h5py.
+    """
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+        self.shape = tuple(dataset.shape)
+        self.dtype = dataset.dtype
+
+    def __getitem__(self, part) -> np.ndarray:
+        rows, *inner = part if isinstance(part, tuple) else (part,)
+        wanted = range(*rows.indices(self.shape[0]))
+        empty = self._dataset[0:0][(slice(None), *inner)]
+        result = np.empty((len(wanted), *empty.shape[1:]), self.dtype)
+        step = rows_of_a_block(self) // wanted.step + 1  # of those that are wanted
+        for begin in range(0, len(wanted), step):
+            these = wanted[begin : begin + step]
+            block = self._dataset[these[0] : these[-1] + 1]
+            result[begin : begin + step] = block[(slice(None, None, wanted.step), *inner)]
+        return result
+
+    def __array__(self, dtype=None, copy=None):
+        return self._dataset[...].astype(dtype or self.dtype)
+
+
+class InBlocks:
+    """An entry of a file of Keras', whose large values are `Stored` ones."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getitem__(self, key):
+        group = _group_of(self._store)
+        dataset = group[key] if group is not None and key in group else None
+        if dataset is None or "dtype" in dataset.attrs or dataset.nbytes < LARGE_BYTES:  # bfloat16, say, as bytes
+            return self._store[key]
+        return Stored(dataset)
+
+    def __len__(self):
+        return len(self._store)
+
+    def keys(self):
+        return self._store.keys()
+
+    def __contains__(self, key):
+        return key in self.keys()
+
+
+def _group_of(store):
+    """The group of h5py that an entry of a file stands for, in Keras' newer and older words; None of other files."""
+    import h5py
+
+    group = getattr(store, "_h5_entry_group", None)
+    group = getattr(store, "group", None) if group is None else group
+    return group if isinstance(group, h5py.Group) else None
+
+
+def write(store, key: str, value: np.ndarray) -> None:
+    """Writes a large value to an entry of a file of Keras'."""
+    if not getattr(store, "_h5_entry_initialized", True):
+        store._create_h5_group(store._h5_entry_path)
+    dataset = _group_of(store).create_dataset(key, value.shape, value.dtype)
+    step = rows_of_a_block(value)
+    for begin in range(0, len(value), step):
+        dataset[begin : begin + step] = value[begin : begin + step]

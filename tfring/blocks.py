@@ -1,0 +1,45 @@
+"""Large arrays a block of rows at a time: no rank holds in memory the whole of what ranks hold in pieces.
+
+A whole is put together in a file without a name, in the folder for temporary files, and goes from there into the file
+that somebody asked for (`_keras/stores.py`, `callbacks/files.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+
+import numpy as np
+
+LARGE_BYTES = 16 << 20  # smaller values are held, as ever
+BLOCK_BYTES = 4 << 20
+
+
+def room(shape, dtype) -> np.ndarray:
+    """An array to put a whole together in: a large one lies in a file that is gone when nobody holds the array."""
+    if math.prod(shape) * np.dtype(dtype).itemsize < LARGE_BYTES:
+        return np.empty(shape, dtype)
+    with tempfile.TemporaryFile(prefix="tfring-") as file:
+        return np.memmap(file, dtype, "w+", shape=tuple(shape))
+
+
+def rows_of_a_block(array, num_ranks: int = 1) -> int:
+    """How many rows of an array, or of whatever has its `shape` and `dtype`, go together; of each of several ranks."""
+    return max(1, BLOCK_BYTES // num_ranks // max(1, array.dtype.itemsize * math.prod(array.shape[1:])))
+
+
+def read_rows(begin: int, count: int, parts) -> np.ndarray:
+    """So many rows, from row `begin` on, of arrays that stand for one with all of their rows."""
+    found = []
+    for part in parts:
+        found.append(part[begin : begin + count])
+        begin, count = max(0, begin - len(part)), count - len(found[-1])
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def write_rows(rows: np.ndarray, begin: int, parts) -> None:
+    """Writes rows into arrays that stand for one with all of their rows, from row `begin` on."""
+    for part in parts:
+        target = part[begin : begin + len(rows)]
+        target[...], rows = rows[: len(target)], rows[len(target) :]
+        begin = max(0, begin - len(part))

@@ -1,0 +1,205 @@
+"""Products with a kernel that is divided over ranks, each of which has rows of its own.
+
+```
+kernel by columns   rows of each ─(1)─► rows of all ─► times W_r ─► columns r of all rows ─(2)─► own rows
+kernel by rows      rows of each ─(2')─► columns r of all rows ─► times W_r ─► parts of sums ─(1')─► own rows
+```
+
+(1) is an `all_gather`; (1') brings a rank what all have of its rows, and adds it up; (2) and (2') are `all_to_all`. In
+the backward pass a gradient takes the same way back: (1') is the gradient of (1), (2') that of (2), and vice versa.
+
+A gradient of the kernel is over the rows of all ranks, each weighed by its rank's share of the batch: that of the
+whole batch, complete when the optimizer takes it. Gradients of the inputs are each rank's own, and not weighed.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import step
+
+
+class OwnRows:
+    """The ranks of an axis, each with rows of its own.
+
+    Args:
+      collectives: the engine, see `tfring.ring.collectives`.
+      bounds: where each rank's columns begin and end: of what comes out by columns, of what goes in by rows.
+      key: what the collectives are called, the same on all ranks.
+    """
+
+    def __init__(self, collectives, bounds, key: str):
+        self._collectives = collectives
+        self._sizes = [end - begin for begin, end in bounds]
+        self._key = key
+
+    def columns(self, inputs, kernel, bias, leaves_parts=False):
+        """`inputs @ kernel + bias` of whole kernels, of which this rank has columns.
+
+        Args:
+          inputs: `[rows, features]`.
+          kernel: `[features, columns of this rank]`, of the dtype of `inputs`.
+          bias: `[columns of this rank]`, or None.
+          leaves_parts: False, for they would be of the rows of all ranks.
+
+        Returns:
+          `[rows, columns of all ranks]`.
+        """
+        assert not leaves_parts
+        call = _Call(self._collectives, self._sizes, self._key, inputs)
+        rows, shares = call.gathered(inputs)
+        return call.whole(_product(rows, kernel, bias, shares))
+
+    def rows(self, inputs, kernel, takes_parts=False):
+        """`inputs @ kernel` of a whole kernel, of which this rank has rows.
+
+        Args:
+          inputs: `[rows, features]`.
+          kernel: `[features of this rank, units]`, of the dtype of `inputs`.
+          takes_parts: False.
+
+        Returns:
+          `[rows, units]`.
+        """
+        assert not takes_parts
+        call = _Call(self._collectives, self._sizes, self._key, inputs)
+        rows, shares = call.divided(inputs)
+        return call.summed(_product(rows, kernel, None, shares))
+
+
+class _Call:
+    """One product: four exchanges, of which the last two need what the first two learn of the rows of all ranks.
+
+    A rank without rows of the batch computes on a row that does not count: it sends none, and gets zeros for it.
+    """
+
+    def __init__(self, collectives, sizes, key, inputs):
+        self._collectives = collectives
+        self._sizes = sizes
+        self._key = key
+        self._running = step.current() or step.Step()
+        self._num_given = tf.shape(inputs)[0]
+        share = self._running.share
+        self._share = None if share is None else tf.cast(share, tf.float64)
+        self._counts = tf.zeros([], tf.int64)  # of the rows of each rank, once they are known
+
+    # -- with gradients ------------------------------------------------------------------------------------------------
+
+    def gathered(self, rows):
+        """(1) `[rows, features]` of all ranks, and the share of each rank for each of its rows; None where unknown."""
+
+        @tf.custom_gradient
+        def exchange(rows):
+            return self._gather(rows, "inputs"), lambda gradient, *_: self._sum(gradient, "gradient of inputs")
+
+        everyones, shares, self._counts = exchange(rows)
+        return everyones, self._of_each_row(shares)
+
+    def summed(self, partial):
+        """(1') `[rows of this rank, units]`: the sum of what all ranks have of them."""
+
+        @tf.custom_gradient
+        def exchange(partial):
+            return self._sum(partial, "outputs"), lambda gradient: self._gather(gradient, "gradient of outputs")[0]
+
+        return exchange(partial)
+
+    def divided(self, rows):
+        """(2') This rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
+
+        @tf.custom_gradient
+        def exchange(rows):
+            return self._divide(rows, "inputs"), lambda gradient, *_: self._unite(gradient, "gradient of inputs")
+
+        columns, shares, self._counts = exchange(rows)
+        return columns, self._of_each_row(shares)
+
+    def whole(self, columns):
+        """(2) `[rows of this rank, all columns]`."""
+
+        @tf.custom_gradient
+        def exchange(columns):
+            return self._unite(columns, "outputs"), lambda gradient: self._divide(gradient, "gradient of outputs")[0]
+
+        return exchange(columns)
+
+    def _of_each_row(self, shares):
+        return None if self._share is None else tf.repeat(shares, self._counts)
+
+    # -- without -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, rows, what):
+        rows = self._running.counted_rows(rows)
+        share = tf.ones([1], tf.float64) if self._share is None else self._share[None]
+        return self._collectives.all_gather([rows, share, tf.shape(rows, tf.int64)[:1]], name=f"{self._key}/{what}")
+
+    def _sum(self, partial, what):
+        mine = self._counts[self._collectives.rank]
+        pieces, _ = self._collectives.all_to_all(partial, self._counts, name=f"{self._key}/{what}")
+        pieces = tf.reshape(pieces, [self._collectives.world_size, mine, partial.shape[1]])
+        wide = tf.float32 if pieces.dtype in (tf.float16, tf.bfloat16) else pieces.dtype
+        return self._as_given(tf.cast(tf.reduce_sum(tf.cast(pieces, wide), 0), pieces.dtype))
+
+    def _divide(self, rows, what):
+        rows = self._running.counted_rows(rows)
+        count = tf.shape(rows, tf.int64)[0]
+        share = tf.ones([], tf.float64) if self._share is None else self._share
+        (columns, shares), (received, _) = self._collectives.all_to_all(
+            [flat_columns(rows, self._sizes), tf.fill([len(self._sizes)], share)],
+            [count * self._sizes, [1] * len(self._sizes)],
+            name=f"{self._key}/{what}",
+        )
+        width = self._sizes[self._collectives.rank]
+        return tf.reshape(columns, [-1, width]), shares, received // width
+
+    def _unite(self, columns, what):
+        sent = self._counts * columns.shape[1]
+        received, _ = self._collectives.all_to_all(tf.reshape(columns, [-1]), sent, name=f"{self._key}/{what}")
+        return self._as_given(beside_each_other(received, self._sizes))
+
+    def _as_given(self, rows):
+        """Of rows that count, those that were given: zeros for one that does not."""
+        if self._running.active is not None:
+            rows = tf.pad(rows, [[0, self._num_given - tf.shape(rows)[0]], [0, 0]])
+        return rows
+
+
+def flat_columns(rows, sizes):
+    """The columns of `[rows, sum(sizes)]`, `sizes` of them after each other: `[rows * sum(sizes)]`.
+
+    >>> flat_columns(tf.constant([[1, 2, 3], [4, 5, 6]]), [2, 1]).numpy()
+    array([1, 2, 4, 5, 3, 6], dtype=int32)
+    """
+    return tf.concat([tf.reshape(part, [-1]) for part in tf.split(rows, sizes, axis=1)], 0)
+
+
+def beside_each_other(flat, sizes):
+    """What `flat_columns` was made of.
+
+    >>> beside_each_other(tf.constant([1, 2, 4, 5, 3, 6]), [2, 1]).numpy()
+    array([[1, 2, 3],
+           [4, 5, 6]], dtype=int32)
+    """
+    num_rows = tf.size(flat) // sum(sizes)
+    parts = tf.split(flat, [num_rows * size for size in sizes], num=len(sizes))
+    return tf.concat([tf.reshape(part, [num_rows, size]) for part, size in zip(parts, sizes, strict=True)], 1)
+
+
+def _product(rows, kernel, bias, shares):
+    """`rows @ kernel + bias`; the gradients of kernel and bias count each row by its share."""
+
+    @tf.custom_gradient
+    def product(rows, kernel, *bias):
+        def gradient(upstream):
+            weighed = upstream
+            if shares is not None:
+                wide = tf.float32 if upstream.dtype in (tf.float16, tf.bfloat16) else upstream.dtype
+                weighed = tf.cast(tf.cast(upstream, wide) * tf.cast(shares, wide)[:, None], upstream.dtype)
+            of_rows = tf.matmul(upstream, kernel, transpose_b=True)
+            of_kernel = tf.matmul(rows, weighed, transpose_a=True)
+            return of_rows, of_kernel, *(tf.reduce_sum(weighed, 0) for _ in bias)
+
+        result = tf.matmul(rows, kernel)
+        return result + bias[0] if bias else result, gradient
+
+    return product(rows, kernel, *([] if bias is None else [bias]))

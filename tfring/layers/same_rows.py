@@ -1,0 +1,114 @@
+"""What ranks exchange that hold the same rows and different parts of a layer (Megatron-LM, arXiv:1909.08053).
+
+```
+                 forward                                 in the backward pass
+copied           every rank has all: nothing             the sum of what each rank's part gives
+gathered         parts of all ranks beside each other    this rank's part: nothing
+divided          this rank's part: nothing               parts of all ranks beside each other
+summed           the sum of what each rank has           every rank has all: nothing
+```
+
+A product by columns is `gathered(copied(x) @ W_r)`, by rows `summed(divided(x) @ W_r)`; one after the other needs
+neither `gathered` nor `divided`, and so one sum in the forward pass and one in the backward pass.
+
+All ranks compute the same loss of what comes out, so a gradient that all of them have is one gradient, not one of each:
+the gradients of the engine's own `all_gather` and `all_reduce`, which add up those of different losses, are not these.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring.layers.own_rows import beside_each_other
+
+
+class SameRows:
+    """The ranks of an axis, which hold the same rows.
+
+    Args:
+      collectives: the engine, see `tfring.ring.collectives`.
+      bounds: where each rank's part begins and ends, of what is gathered and divided.
+      key: what the collectives are called, the same on all ranks.
+    """
+
+    def __init__(self, collectives, bounds, key: str):
+        self._collectives = collectives
+        self._sizes = [end - begin for begin, end in bounds]
+        self._key = key
+
+    def columns(self, inputs, kernel, bias, leaves_parts=False):
+        """`inputs @ kernel + bias` of whole kernels, of which this rank has columns.
+
+        Args:
+          inputs: `[rows, features]`, the same on all ranks.
+          kernel: `[features, columns of this rank]`, of the dtype of `inputs`.
+          bias: `[columns of this rank]`, or None.
+          leaves_parts: whether the result has the columns of this rank alone.
+
+        Returns:
+          `[rows, columns]`, of all ranks or of this one.
+        """
+        result = tf.matmul(self.copied(inputs), kernel)
+        if bias is not None:
+            result += bias
+        return result if leaves_parts else self.gathered(result)
+
+    def rows(self, inputs, kernel, takes_parts=False):
+        """`inputs @ kernel` of a whole kernel, of which this rank has rows.
+
+        Args:
+          inputs: `[rows, features]`: those of all ranks, or of this one.
+          kernel: `[features of this rank, units]`, of the dtype of `inputs`.
+          takes_parts: whether `inputs` are this rank's features.
+
+        Returns:
+          `[rows, units]`.
+        """
+        return self.summed(tf.matmul(inputs if takes_parts else self.divided(inputs), kernel))
+
+    def copied(self, value):
+        """The value; its gradient is the sum over the ranks."""
+
+        @tf.custom_gradient
+        def exchange(value):
+            return tf.identity(value), lambda gradient: self._sum(gradient, "gradient of inputs")
+
+        return exchange(value)
+
+    def summed(self, value):
+        """The sum over the ranks; each rank's gradient is that of the sum."""
+
+        @tf.custom_gradient
+        def exchange(value):
+            return self._sum(value, "outputs"), tf.identity
+
+        return exchange(value)
+
+    def gathered(self, part):
+        """`[rows, columns of all ranks]` of `[rows, columns of this rank]`; the gradient is this rank's part."""
+
+        @tf.custom_gradient
+        def exchange(part):
+            return self._gather(part, "outputs"), self._part
+
+        return exchange(part)
+
+    def divided(self, rows):
+        """`[rows, columns of this rank]` of `[rows, columns of all ranks]`; the gradient is that of all ranks."""
+
+        @tf.custom_gradient
+        def exchange(rows):
+            return self._part(rows), lambda gradient: self._gather(gradient, "gradient of inputs")
+
+        return exchange(rows)
+
+    def _sum(self, value, what):
+        [total] = self._collectives.all_reduce([value], name=f"{self._key}/{what}")
+        return total
+
+    def _gather(self, part, what):
+        flat = self._collectives.all_gather(tf.reshape(part, [-1]), name=f"{self._key}/{what}")
+        return beside_each_other(flat, self._sizes)
+
+    def _part(self, rows):
+        return tf.split(rows, self._sizes, axis=1)[self._collectives.rank]

@@ -1,0 +1,171 @@
+"""ShardedMultiHeadAttention: attention whose heads are divided over the workers."""
+
+from __future__ import annotations
+
+import string
+
+import keras
+import tensorflow as tf
+
+from tfring import _keras
+from tfring._keras.layers import save_under_name_of
+from tfring._keras.sharding import Division
+from tfring.errors import ConfigurationError
+from tfring.layers.choice import number_of_layer
+from tfring.layers.pieces import InPieces, refuse_what_needs_the_whole
+from tfring.layers.same_rows import SameRows
+from tfring.ring.schedule import chunk_bounds
+
+
+@keras.saving.register_keras_serializable(package="tfring")
+class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
+    """A `keras.layers.MultiHeadAttention` whose heads are divided over the "model" axis of a mesh (Megatron-LM, 2019).
+
+    Each worker has the projections of its heads, and their slots; attention of a head needs no other. A step costs one
+    sum over the axis in the forward pass, of the projected outputs, and one in the backward pass for each different
+    tensor among query, value and key. It computes what one process computes, and files are those of
+    `keras.layers.MultiHeadAttention`. Where the strategy's mesh has no model axis, and in one process, it is one.
+
+    Every call is a collective of the axis. What `ShardedDense` says of `weights`, `get_weights` and files holds here.
+    With `dropout` the heads of each worker drop the same places.
+
+    Args:
+      num_heads: as many on each worker along the axis.
+      key_dim: size of each head for query and key.
+      *args, **kwargs: those of `keras.layers.MultiHeadAttention`. Regularizers are L1, L2 or L1L2, constraints NonNeg.
+
+    Call arguments:
+      those of `keras.layers.MultiHeadAttention`, but for `return_attention_scores=True`: a worker has those of its
+      heads.
+
+    Raises:
+      ConfigurationError: for arguments that it does not support, several replicas a worker, heads that do not divide
+        evenly, and in `fit` for optimizers that need whole weights (Adafactor, Lamb, Muon).
+
+    >>> layer = ShardedMultiHeadAttention(num_heads=2, key_dim=3)
+    >>> x = tf.ones([1, 4, 5])
+    >>> layer(x, x).shape
+    TensorShape([1, 4, 5])
+    """
+
+    def __init__(self, num_heads, key_dim, *args, **kwargs):
+        _keras.install()
+        super().__init__(num_heads, key_dim, *args, **kwargs)
+        refuse_what_needs_the_whole(
+            self,
+            kernel_regularizer=self._kernel_regularizer,
+            bias_regularizer=self._bias_regularizer,
+            kernel_constraint=self._kernel_constraint,
+            bias_constraint=self._bias_constraint,
+        )
+        self._ranks: SameRows | None = None
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        division = Division.of("model", "ShardedMultiHeadAttention", "keras.layers.MultiHeadAttention")
+        number = number_of_layer()
+        if division.is_alone:
+            return super().build(query_shape, value_shape, key_shape)
+        collectives, heads = division.collectives, self._num_heads
+        if heads % collectives.world_size:
+            raise ConfigurationError(
+                "Each worker along the model axis has as many heads. Received: "
+                f"num_heads={heads} of {self.name!r} for {collectives.world_size} workers. Use another number of heads "
+                "or another mesh, or keras.layers.MultiHeadAttention."
+            )
+        self.supports_jit = False  # XLA has no collectives of a ring
+        self._ranks = SameRows(collectives, chunk_bounds(heads, collectives.world_size), f"attention {number}")
+        key_shape = value_shape if key_shape is None else key_shape
+
+        def heads_of(shape, size, name, **options):
+            parts = {"kernel": 1, "bias": 0}
+            return self._projection(_Projection, division, parts, shape, 1, (heads, size), name, **options)
+
+        # Made in the order of Keras, so that what is drawn is the same.
+        self._query_dense = heads_of(query_shape, self._key_dim, "query")
+        self._key_dense = heads_of(key_shape, self._key_dim, "key")
+        if getattr(self, "_use_gate", False):  # of Keras 3.12 on
+            self._gate_dense = heads_of(query_shape, self._value_dim, "gate", activation="sigmoid")
+        self._value_dense = heads_of(value_shape, self._value_dim, "value")
+        self._build_attention(len(value_shape) + 1)
+        shape = (*query_shape[:-1], heads, self._value_dim)
+        outputs = self._output_shape or (query_shape[-1],)
+        self._output_dense = self._projection(
+            _Summed, division, {"kernel": 0}, shape, 2, outputs, "attention_output", ranks=self._ranks
+        )
+        self.built = True
+        return None
+
+    def _projection(self, kind, division, dimensions, shape, num_bound, outputs, name, **options):
+        """A layer of Keras, its weights in pieces, that maps so many last dimensions of its inputs to `outputs`."""
+        letters = iter(string.ascii_lowercase)
+        free, bound, new = (
+            "".join(next(letters) for _ in range(count)) for count in (len(shape) - num_bound, num_bound, len(outputs))
+        )
+        layer = kind(
+            f"{free}{bound},{bound}{new}->{free}{new}",
+            output_shape=(*[None] * (len(free) - 1), *outputs),
+            bias_axes=new if self._use_bias else None,
+            name=name,
+            **options,
+            **self._get_common_kwargs_for_sublayer(),
+        )
+        layer.division, layer.dimensions = division, dimensions
+        layer.build(shape)
+        return layer
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+    ):
+        given, copies = [query, value, key], {}
+        if self._ranks is not None:
+            if return_attention_scores:
+                raise ConfigurationError(
+                    "A worker has the attention scores of its heads alone. Received: return_attention_scores=True for "
+                    f"{self.name!r}. Leave it out, or use keras.layers.MultiHeadAttention."
+                )
+            copies = {id(each): self._ranks.copied(tf.convert_to_tensor(each)) for each in given if each is not None}
+        masked = [each for each in given if getattr(each, "_keras_mask", None) is not None and id(each) in copies]
+        for each in masked:
+            copies[id(each)]._keras_mask = each._keras_mask
+        outputs = super().call(
+            *(copies.get(id(each), each) for each in given),
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=attention_mask,
+            return_attention_scores=return_attention_scores,
+            training=training,
+            use_causal_mask=use_causal_mask,
+        )
+        for each in masked:  # of which Keras has taken some
+            each._keras_mask = copies[id(each)]._keras_mask
+        return outputs
+
+
+class _Projection(InPieces, keras.layers.EinsumDense):
+    """To this worker's heads."""
+
+
+class _Summed(_Projection):
+    """From this worker's heads to the outputs of all: the sum of those of each; the bias is whole."""
+
+    def __init__(self, *args, ranks, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._ranks = ranks
+
+    def call(self, inputs, training=None):
+        outputs = self._ranks.summed(keras.ops.einsum(self.equation, inputs, self.kernel))
+        return outputs if self.bias is None else keras.ops.add(outputs, self.bias)
+
+
+save_under_name_of(ShardedMultiHeadAttention, keras.layers.MultiHeadAttention)

@@ -1,0 +1,206 @@
+"""ShardedDense: a dense layer whose kernel is divided over the workers."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfring import _keras
+from tfring._keras.layers import save_under_name_of
+from tfring._keras.sharding import Division, check_axis
+from tfring.errors import ConfigurationError
+from tfring.layers.choice import number_of_layer
+from tfring.layers.own_rows import OwnRows
+from tfring.layers.pieces import InPieces, refuse_what_needs_the_whole
+from tfring.layers.same_rows import SameRows
+from tfring.ring.schedule import chunk_bounds
+
+SPLITS = ("columns", "rows")
+_OVER_UNITS = ("softmax", "log_softmax", "sparsemax", "glu")  # activations that look at more than one unit
+_REFUSED = ("lora_rank", "lora_alpha", "quantization_config")
+
+
+@keras.saving.register_keras_serializable(package="tfring")
+class ShardedDense(InPieces, keras.layers.Dense):
+    """A `keras.layers.Dense` whose kernel is divided over the workers of a `tfring.RingStrategy` (Megatron-LM, 2019).
+
+    Each worker holds its columns or rows of the kernel and of the optimizer's slots: what one process computes on the
+    whole batch, with a part of its memory. Workers along the "model" axis of the strategy's mesh have the same rows of
+    the batch; those along its "data" axis have rows of their own, which they exchange first. In one process, with or
+    without a strategy, it is a `keras.layers.Dense`.
+
+    Every call is a collective: all workers call the layer, eagerly, too. `weights`, `kernel` and, with columns, `bias`
+    hold this worker's pieces; `get_weights()` gathers whole weights, on all ranks together, and `set_weights` takes
+    whole ones. Files hold whole weights, as those of `keras.layers.Dense` do, and load into either layer and any number
+    of workers.
+
+    Args:
+      units: how many outputs there are.
+      split: "columns" (default): each worker has the columns of its outputs, and of the bias; or "rows": it has the
+        rows of its inputs, and all of the bias. Pieces differ by one where they do not divide evenly.
+      axis: over which workers, "model" or "data". Default: "model" where the mesh has that axis, else "data".
+      gather_output: with `split="columns"`, whether each worker gets all outputs (default), or along the model axis
+        those of its columns alone, for a layer with `input_is_parallel=True`. Along the data axis, and in one process,
+        it always gets all.
+      input_is_parallel: with `split="rows"`, whether inputs are what a layer with `gather_output=False` has left: along
+        the model axis those of this worker's rows alone. Between the two comes only what works element by element.
+        Default False.
+      **kwargs: those of `keras.layers.Dense`. Regularizers of the kernel are L1, L2 or L1L2 and its constraint NonNeg;
+        with columns those of the bias, too.
+
+    Call arguments:
+      inputs: `[..., features]`; along the model axis with `input_is_parallel` the features of this worker's rows.
+
+    Returns:
+      `[..., units]`; along the model axis with `gather_output=False` the units of this worker's columns.
+
+    Raises:
+      ConfigurationError: for arguments that it does not support, for several replicas a worker, for fewer columns or
+        rows than workers, and in `fit` for optimizers that need whole weights (Adafactor, Lamb, Muon).
+
+    >>> layer = ShardedDense(2, split="rows", kernel_initializer="ones")
+    >>> layer(tf.constant([[3.0, 1.0]])).numpy()
+    array([[4., 4.]], dtype=float32)
+    """
+
+    def __init__(self, units, split="columns", *, axis=None, gather_output=True, input_is_parallel=False, **kwargs):
+        _keras.install()
+        for name in _REFUSED:
+            if kwargs.pop(name, None) is not None:
+                raise ConfigurationError(
+                    f"A ShardedDense takes no `{name}`: no worker has the whole kernel. Received: {name} for "
+                    f"units={units}. Use keras.layers.Dense, or leave it out."
+                )
+        if split not in SPLITS:
+            raise ConfigurationError(f"`split` is one of {SPLITS}. Received: split={split!r}")
+        check_axis(axis)
+        super().__init__(units, **kwargs)
+        self.split = split
+        self.axis = axis
+        self.gather_output = bool(gather_output)
+        self.input_is_parallel = bool(input_is_parallel)
+        self._check()
+        self._ranks = None
+        self._features: int | None = None  # of all workers, where they are divided
+        self._is_of_one_process = False  # the shape that it is built with
+
+    def _check(self):
+        of_kernel = {"kernel_regularizer": self.kernel_regularizer, "kernel_constraint": self.kernel_constraint}
+        of_bias = {"bias_regularizer": self.bias_regularizer, "bias_constraint": self.bias_constraint}
+        refuse_what_needs_the_whole(self, **of_kernel, **(of_bias if self.split == "columns" else {}))
+        if not self.gather_output and self.split == "rows":
+            raise _wrong(self, "outputs of columns are gathered, those of rows are summed", "gather_output=False")
+        if self.input_is_parallel and self.split == "columns":
+            raise _wrong(self, "columns need all inputs, rows their own", "input_is_parallel=True")
+        activation = getattr(self.activation, "__name__", "")
+        if not self.gather_output and activation in _OVER_UNITS:
+            raise _wrong(self, f"{activation} looks at all units", f"gather_output=False, activation={activation!r}")
+        if not self.gather_output and self.activity_regularizer is not None:
+            raise _wrong(self, "a worker has no outputs of others", "gather_output=False with an activity_regularizer")
+
+    def build(self, input_shape):
+        division = self.division = Division.of(self.axis, "ShardedDense", "keras.layers.Dense")
+        number = number_of_layer()
+        if division.is_alone:
+            return super().build(input_shape)
+        collectives, features = division.collectives, input_shape[-1]
+        if self._takes_parts and not self._is_of_one_process:
+            features = self._all_features(features)
+        self.supports_jit = False  # XLA has no collectives of a ring
+        self.dimensions = {"kernel": 1, "bias": 0} if self.split == "columns" else {"kernel": 0}
+        super().build((*input_shape[:-1], features))
+        divided = chunk_bounds(self.units if self.split == "columns" else features, collectives.world_size)
+        if self._takes_parts:
+            begin, end = divided[collectives.rank]
+            self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: end - begin})
+        self._features = features
+        self._ranks = (SameRows if division.axis == "model" else OwnRows)(collectives, divided, f"dense {number}")
+        return None
+
+    def get_build_config(self):
+        """In files the shape of inputs is that of one process, as weights are."""
+        config = super().get_build_config()
+        if config and self._features is not None:
+            config = {**config, "input_shape": (*config["input_shape"][:-1], self._features)}
+        return config
+
+    def build_from_config(self, config):
+        self._is_of_one_process = True
+        super().build_from_config(config)
+
+    @property
+    def _leaves_parts(self) -> bool:
+        return self.division.axis == "model" and not self.gather_output and not self.division.is_alone
+
+    @property
+    def _takes_parts(self) -> bool:
+        return self.division.axis == "model" and self.input_is_parallel and not self.division.is_alone
+
+    def _all_features(self, mine: int) -> int:
+        """How many features all workers have together."""
+        collectives = self.division.collectives
+        with tf.init_scope():  # also while a step is traced
+            everyones = collectives.gather_equal(tf.constant([mine]), name="features of a dense layer").numpy().tolist()
+        features = sum(everyones)
+        wanted = [end - begin for begin, end in chunk_bounds(features, collectives.world_size)]
+        if everyones != wanted:
+            raise _wrong(self, f"the workers' features are parts of {features}: {wanted}", f"features {everyones}")
+        return features
+
+    def call(self, inputs, training=None):
+        if self._ranks is None:
+            return super().call(inputs)
+        kernel = tf.convert_to_tensor(keras.ops.convert_to_tensor(self._kernel))
+        bias = None if self.bias is None else tf.convert_to_tensor(keras.ops.convert_to_tensor(self.bias))
+        inputs = tf.cast(inputs, kernel.dtype)
+        rows = tf.reshape(inputs, [-1, inputs.shape[-1]])
+        if self.split == "columns":
+            outputs = self._ranks.columns(rows, kernel, bias, self._leaves_parts)
+        else:
+            outputs = self._ranks.rows(rows, kernel, self._takes_parts)
+            outputs = outputs if bias is None else outputs + bias
+        outputs = tf.reshape(outputs, tf.concat([tf.shape(inputs)[:-1], [self._num_outputs()]], 0))
+        outputs.set_shape([*inputs.shape[:-1], self._num_outputs()])
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def _num_outputs(self) -> int:
+        """Units of what comes out on this worker."""
+        if not self._leaves_parts:
+            return self.units
+        collectives = self.division.collectives
+        begin, end = chunk_bounds(self.units, collectives.world_size)[collectives.rank]
+        return end - begin
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], self._num_outputs())
+
+    def enable_lora(self, *args, **kwargs):
+        raise _not_supported("enable_lora")
+
+    def quantize(self, *args, **kwargs):
+        raise _not_supported("quantize")
+
+    def get_config(self):
+        config = super().get_config()
+        for name in _REFUSED:
+            config.pop(name, None)
+        own = {"split": self.split, "axis": self.axis}
+        flags = {"gather_output": self.gather_output, "input_is_parallel": self.input_is_parallel}
+        return {**config, **own, **flags}
+
+
+def _wrong(layer, rule: str, received: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"In a ShardedDense {rule}. Received: {received} for {layer.name!r} with split={layer.split!r}, "
+        f"axis={layer.axis!r}. Leave out gather_output=False and input_is_parallel=True, or use them on a layer with "
+        "columns and the layer with rows behind it, with nothing between but what works element by element."
+    )
+
+
+def _not_supported(method):
+    return ConfigurationError(
+        f"A ShardedDense has no `{method}`: no worker has the whole kernel. Use keras.layers.Dense."
+    )
+
+
+save_under_name_of(ShardedDense, keras.layers.Dense)

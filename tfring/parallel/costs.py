@@ -1,0 +1,224 @@
+"""What each layer of a model costs, measured: by this the stages of a pipeline are balanced.
+
+Each call of a layer runs by itself, forward and backward, on the rows of a microbatch. What it keeps for the backward
+pass is seen in the graph: tensors made in the forward pass that the backward pass takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfring._keras.seam import ring_of_model
+from tfring._keras.sharding import axis_of
+from tfring.errors import ConfigurationError
+from tfring.parallel.stages import calls_of, crossings_of, functional_of, outputs_of
+from tfring.reduction.stage_plan import LayerCost
+
+_SAME_MEMORY = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient")  # as their input
+_NO_ACTIVATIONS = ("ReadVariableOp", "Const", "Placeholder")
+
+
+def measure_layers(model: keras.Model, x: Any, *, slots: int = 2, repetitions: int = 10) -> list[LayerCost]:
+    """Measures what the layers of a model cost, for `tfring.parallel.plan_stages`.
+
+    The calls of layers run one by one as they would in training, forward and backward. What layers write (moving
+    statistics, the state of random numbers) stays as it was. All workers of the strategy call it, at the same time, and
+    get the same answer: times are the mean over workers of the median over repetitions, without what calling any
+    `tf.function` takes. The loss is not in it, nor what loops keep for their backward pass (recurrent layers).
+
+    Args:
+      model: a built `keras.Sequential` or functional model, before it goes into a Pipeline.
+      x: inputs as of `model.fit`, arrays or tensors, with as many rows as a microbatch: activations and times are those
+        of such.
+      slots: how many values the optimizer keeps for each of a weight: 0 for SGD, 1 with momentum, 2 for Adam, which is
+        the default.
+      repetitions: how often each call is timed. Default 10.
+
+    Returns:
+      The costs, in the order of the calls. Stages may not begin where a Pipeline refuses to cut: between layers that
+      share weights, and where masks, sparse or ragged tensors would cross.
+
+    Raises:
+      ConfigurationError: for models that no Pipeline takes, or that are in one; for numbers that are too small.
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")])
+    >>> a, b = measure_layers(model, tf.zeros([3, 4]))
+    >>> a.name, a.weight_bytes, b.crossing_bytes  # (4 + 1) * 8 weights, their gradients, two slots; 3 rows of 8
+    ('a', 640, 96)
+    """
+    functional = functional_of(model)
+    _check(model, slots=slots, repetitions=repetitions)
+    strategy = ring_of_model(model)
+    nodes = calls_of(functional)
+    known = _Known(dict(zip(map(id, functional.inputs), functional._standardize_inputs(x), strict=True)))
+    seconds, inside = [], []
+    for node in nodes:
+        call = _Call(node, known, strategy)
+        seconds.append(_seconds(call.function, call.taken(), repetitions))
+        inside.append(call.bytes_inside)
+    if strategy is not None:
+        world = strategy.extended.world
+        summed = world.all_reduce([tf.constant(seconds, tf.float64)], name="seconds of layers")[0]
+        seconds = (summed.numpy() / world.world_size).tolist()
+    costs: list[LayerCost] = []
+    counted: set[int] = set()
+    for place, node in enumerate(nodes):
+        new = {id(v): v for v in _variables(node) if id(v) not in counted}
+        counted |= new.keys()
+        kept = inside[place] + sum(_bytes(known.values[id(t)]) for t in node.outputs if id(t) in known.kept)
+        crossing = _crossing_bytes(functional, nodes, place, known)
+        weights = sum(_bytes(v) * (2 + slots if v.trainable else 1) for v in new.values())
+        costs.append(
+            LayerCost(node.operation.name, seconds[place], weights, kept, crossing or 0, may_begin=crossing is not None)
+        )
+    return costs
+
+
+def _check(model, **numbers) -> None:
+    for name, number in numbers.items():
+        least = 0 if name == "slots" else 1
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ConfigurationError(f"`{name}` is a whole number, {least} or more. Received: {name}={number!r}")
+    divided = [v.path for v in model.weights if axis_of(v) == "pipeline"]
+    if divided:
+        raise ConfigurationError(
+            "Layers are measured where a worker has them all, before the model goes into a Pipeline. Received: model "
+            f"{model.name!r}, in which {divided[0]!r} belongs to a stage."
+        )
+
+
+class _Known:
+    """What is known of the model's tensors, by id.
+
+    Attributes:
+      values: of one microbatch.
+      roots: for a tensor in the memory of another, the other.
+      wanted: tensors whose gradient a backward pass computes.
+      kept: tensors that a backward pass takes.
+    """
+
+    def __init__(self, inputs: dict[int, Any]):
+        self.values = inputs
+        self.roots = {key: key for key in inputs}
+        self.wanted: set[int] = set()
+        self.kept: set[int] = set()
+
+
+class _Call:
+    """One call of a layer.
+
+    Attributes:
+      function: a `tf.function` of what the call takes: its outputs, and gradients of inputs and weights. While it is
+        traced, `known` learns about the outputs.
+      bytes_inside: of tensors kept for the backward pass that are neither inputs nor outputs.
+    """
+
+    def __init__(self, node, known: _Known, strategy):
+        self._node = node
+        self._known = known
+        self._tensors = list({id(tensor): tensor for tensor in node.input_tensors}.values())
+        self._weights = [variable for variable in _variables(node) if variable.trainable]
+        self.bytes_inside = 0
+
+        @tf.function(autograph=False)
+        def function(values):
+            if strategy is None:
+                return self._passes(values)
+            results = strategy.run(self._passes, args=(values,))
+            return [strategy.experimental_local_results(result)[0] for result in results]
+
+        self.function = function
+        outputs = function(self.taken())[: len(node.outputs)]
+        known.values.update(zip(map(id, node.outputs), outputs, strict=True))
+
+    def taken(self) -> list:
+        return [self._known.values[id(tensor)] for tensor in self._tensors]
+
+    def _passes(self, values) -> list:
+        known, graph = self._known, tf.compat.v1.get_default_graph()
+        wanted = [v for t, v in zip(self._tensors, values, strict=True) if id(t) in known.wanted and _is_float(v)]
+        with keras.StatelessScope(), tf.GradientTape() as tape:
+            tape.watch(wanted)
+            found = outputs_of(self._node, dict(zip(map(id, self._tensors), values, strict=True)), training=True)
+        outputs = [found[id(tensor)] for tensor in self._node.outputs]
+        names: dict[str, int] = {}  # of the tensor in whose memory one of the model is
+        for tensor, value in [*zip(self._tensors, values, strict=True), *zip(self._node.outputs, outputs, strict=True)]:
+            if isinstance(value, tf.Tensor):
+                known.roots[id(tensor)] = names.setdefault(_memory(value).name, known.roots.get(id(tensor), id(tensor)))
+        forward = {operation.name for operation in graph.get_operations()}
+        targets = [value for value in outputs if _is_float(value)]
+        sources = [*wanted, *self._weights]
+        gradients = tape.gradient(targets, sources) if targets and sources else []
+        if sources:
+            known.wanted.update(map(id, self._node.outputs))
+        kept = {
+            tensor.name: tensor
+            for operation in graph.get_operations()
+            if operation.name not in forward
+            for tensor in map(_memory, operation.inputs)
+            if tensor.op.name in forward
+        }
+        known.kept |= {names[name] for name in kept.keys() & names.keys()}
+        inside = [
+            tensor for name, tensor in kept.items() if name not in names and tensor.op.type not in _NO_ACTIVATIONS
+        ]
+        self.bytes_inside = sum(map(_bytes, inside))
+        return [*outputs, *(part for g in gradients if g is not None for part in tf.nest.flatten(g, True))]
+
+
+def _crossing_bytes(model, nodes: Sequence, place: int, known: _Known) -> int | None:
+    """Of what a stage that begins there receives; None where no stage may begin."""
+    name = nodes[place].operation.name
+    if place == 0 or any(node.operation.name == name for node in nodes[:place]):
+        return None  # a name stands for the first call
+    try:
+        crossings = crossings_of(model, nodes, [int(number >= place) for number in range(len(nodes))])
+    except ConfigurationError:
+        return None
+    return sum(_bytes(known.values[id(crossing.tensor)]) for crossing in crossings)
+
+
+@tf.function(autograph=False)
+def _nothing():
+    return tf.constant(0.0)
+
+
+def _seconds(function, values, repetitions: int) -> float:
+    """Of a function that has been traced, beyond those of one that does nothing: medians of calls in turn."""
+    times: list[list[float]] = [[], []]
+    for _ in range(repetitions):
+        for call, taken in zip((_nothing, lambda: function(values)), times, strict=True):
+            begin = time.perf_counter()
+            call()
+            tf.test.experimental.sync_devices()
+            taken.append(time.perf_counter() - begin)
+    nothing, something = map(statistics.median, times)
+    return max(0.0, something - nothing)
+
+
+def _variables(node) -> list[keras.Variable]:
+    return node.operation.variables if isinstance(node.operation, keras.layers.Layer) else []
+
+
+def _memory(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory this one shares."""
+    while tensor.op.type in _SAME_MEMORY:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_float(value) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def _bytes(value) -> int:
+    """Of a tensor or variable; of parts of unknown shape 0."""
+    parts: Iterable = [value] if isinstance(value, keras.Variable) else tf.nest.flatten(value, True)
+    sizes = [(tf.TensorShape(part.shape).num_elements(), tf.as_dtype(part.dtype).size) for part in parts]
+    return sum((elements or 0) * size for elements, size in sizes)

@@ -1,0 +1,407 @@
+"""One step of a pipeline on this worker: forward and backward passes of its stage, and what travels between stages.
+
+```
+stage s      receive inputs ─► forward ─► send outputs                  channel "control", from lower to higher stages
+             receive gradients of outputs ─► backward ─► send those of inputs       "gradients", from higher to lower
+```
+
+A send waits for its receive, so passes in both directions take two channels: neither then waits for the other. Within
+a channel all ranks go through the messages in one order, by microbatch, then by source and where to, and computing
+follows the order of the table by control dependencies: a stage holds the activations of no more microbatches.
+
+Each microbatch is to losses and layers what a replica is: a share of the batch (`tfring.step`), so that the sum of the
+weighed gradients is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfring import data, step
+from tfring._keras import randomness, stages
+from tfring._keras.layers import all_layers
+from tfring._keras.losses import before_division
+from tfring._keras.metrics import metrics_of
+from tfring._keras.sharding import gradient_is_complete
+from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
+from tfring.parallel.stages import Crossing, Cut
+from tfring.reduction.pipeline_schedule import FORWARD, Schedule
+
+
+class Microbatch:
+    """Some rows of this worker's batch.
+
+    Attributes:
+      number: from 0.
+      rows: how many, int or int64 scalar; where there are none it holds another's, which does not count.
+      share: of the rows of the worker's batch, float64 scalar.
+      step: what the losses and layers see while they compute it.
+    """
+
+    def __init__(self, number: int, count: int, element, all_rows):
+        begin, end = number * all_rows // count, (number + 1) * all_rows // count
+        self.number = number
+        self.rows = end - begin
+        if count > 1:
+            begin = tf.minimum(begin, all_rows - 1)
+            element = data.slice_rows(element, begin, tf.maximum(end, begin + 1))
+        self.x, self.y, self.sample_weight = element
+        self.share = tf.cast(self.rows, tf.float64) / tf.cast(all_rows, tf.float64)
+        around = step.current() or step.Step()
+        share = self.share if around.share is None else around.share * self.share
+        self.step = step.Step(share, share > 0, count, self.share)
+
+
+class Held:
+    """What a stage keeps of a forward pass until its backward pass."""
+
+    def __init__(self, microbatch: Microbatch, values: dict[int, Any]):
+        self.microbatch = microbatch
+        self.values = values  # by id of a tensor of the model
+        self.tape: tf.GradientTape | None = None  # None where the pass runs again
+        self.loss: tf.Tensor | None = None
+        self.seeds: list | None = None  # that the first pass drew, where it runs again
+
+
+class Passes:
+    """What this worker does of a pipeline.
+
+    Args:
+      pipeline: the `Pipeline`, for its losses, metrics and optimizer.
+      cut: its model in stages.
+      strategy: the RingStrategy, whose mesh has as many stages.
+      recompute: whether forward passes run again before backward passes.
+    """
+
+    def __init__(self, pipeline, cut: Cut, strategy, recompute: bool):
+        self._pipeline = pipeline
+        self._cut = cut
+        self._strategy = strategy
+        self._recompute = recompute
+        self.control = strategy.extended.along("pipeline", "control")
+        self.gradients = strategy.extended.along("pipeline", "gradients")
+        self.number = self.control.rank
+        self.stage = cut.stages[self.number]
+        self.is_last = self.number == len(cut.stages) - 1
+        self._into = cut.into(self.number)
+        self._out_of = cut.out_of(self.number)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def train(self, element, schedule: Schedule) -> None:
+        """One step of training: gradients, metrics, update."""
+        microbatches = self._microbatches(element, schedule.num_microbatches)
+        weights = self.stage.trainable_weights
+        sums = [_Sum(weight) for weight in weights]
+        counted = _Counted()
+        held: dict[int, Held] = {}
+        done: list[tf.Tensor] = []
+        for task in schedule.tasks[self.number]:
+            microbatch = microbatches[task.microbatch]
+            if task.kind == FORWARD:
+                values = self._received(microbatch)
+                with tf.control_dependencies(done), step.running(microbatch.step):
+                    one = self._first_pass(microbatch, values, counted)
+                done = self._outputs(one) or done
+                self._send(one)
+                held[task.microbatch] = one
+            else:
+                given = self._received_gradients(held[task.microbatch])
+                with tf.control_dependencies([*done, *given.values()]), step.running(microbatch.step):
+                    one = held.pop(task.microbatch)
+                    gradients, back = self._backward(one, weights, given, counted)
+                    for total, gradient in zip(sums, gradients, strict=True):
+                        total.add(gradient, microbatch)
+                done = [tensor for total in sums for tensor in total.tensors()] + [g for g in back if g is not None]
+                self._send_gradients(one, back)
+        self._refuse_written(microbatches)
+        self._update(weights, [total.value() for total in sums])
+        self._share_metrics(counted)
+
+    def test(self, element, num_microbatches: int) -> None:
+        """The metrics of a batch."""
+        counted = _Counted()
+        self._forward_only(element, num_microbatches, counted, training=False)
+        self._share_metrics(counted)
+
+    def predict(self, x, num_microbatches: int, training: bool | None = False):
+        """The outputs for all rows, on all stages."""
+        passed = self._forward_only((x, None, None), num_microbatches, None, training)
+        outputs = []
+        for number, tensor in enumerate(self._cut.model.outputs):
+            if self.is_last:
+                rows = [one.values[id(tensor)][: one.microbatch.rows] for one in passed]
+                outputs.append(rows[0] if len(rows) == 1 else tf.concat(rows, 0))
+                for to in range(self.number):
+                    self.control.send(outputs[-1], to, name=f"output {number}")
+            else:
+                last = len(self._cut.stages) - 1
+                outputs.append(self.control.receive(last, *_kind_of(tensor), name=f"output {number}"))
+        return self._packed(outputs)
+
+    def symbolic_outputs(self):
+        """What the model returns, where Keras only asks for dtypes and shapes."""
+        outputs = []
+        for tensor in self._cut.model.outputs:
+            dtype, shape = _kind_of(tensor)
+            outputs.append(tf.compat.v1.placeholder(dtype, shape))
+        return self._packed(outputs)
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, element, count: int) -> list[Microbatch]:
+        rows = data.num_rows(element)
+        if rows is None:
+            raise ConfigurationError("A Pipeline cuts a batch between rows. Received: a batch without rows.")
+        return [Microbatch(number, count, element, rows) for number in range(count)]
+
+    def _forward_only(self, element, count: int, counted, training) -> list[Held]:
+        passed = []
+        done: list[tf.Tensor] = []
+        for microbatch in self._microbatches(element, count):
+            values = self._received(microbatch)
+            with tf.control_dependencies(done), step.running(microbatch.step):
+                one = Held(microbatch, self.stage(values, training=training))
+                if counted is not None:
+                    self._count(one, self._loss_of(one, training=False), counted)
+            done = self._outputs(one)
+            self._send(one)
+            if self.is_last and counted is None:
+                passed.append(one)
+        return passed
+
+    def _first_pass(self, microbatch, values, counted) -> Held:
+        one = Held(microbatch, values)
+        if not self._recompute:
+            self._taped(one, counted)
+        elif not self.is_last:  # the last stage computes once, when its backward pass comes
+            with randomness.recorded() as one.seeds:
+                computed = self.stage(values, training=True)
+            one.values = {**values, **{id(c.tensor): computed[id(c.tensor)] for c in self._out_of}}
+        return one
+
+    def _taped(self, one: Held, counted) -> None:
+        one.tape = tf.GradientTape()
+        with one.tape:
+            one.tape.watch([value for value in self._differentiable(one.values)])
+            one.values = self.stage(one.values, training=True)
+            loss = self._loss_of(one, training=True)
+            optimizer = self._pipeline.optimizer
+            one.loss = loss if loss is None or optimizer is None else optimizer.scale_loss(loss)
+        self._count(one, loss, counted)
+
+    def _differentiable(self, values) -> list:
+        """What crosses into this stage and may have a gradient."""
+        return [values[id(tensor)] for tensor in _tensors(self._into) if values[id(tensor)].dtype.is_floating]
+
+    def _backward(self, one: Held, weights, given, counted) -> tuple[list, list]:
+        """The gradients of weights, None where there is none, and of what crosses into this stage."""
+        if one.tape is None:
+            into = {id(tensor) for tensor in _tensors(self._into)} | {id(t) for t in self._cut.model.inputs}
+            one.values = {key: value for key, value in one.values.items() if key in into}
+            with contextlib.nullcontext() if one.seeds is None else randomness.replayed(one.seeds):
+                self._taped(one, counted)
+        assert one.tape is not None
+        targets = [one.values[id(tensor)] for tensor in _tensors(self._out_of) if id(tensor) in given]
+        gradients = [given[id(tensor)] for tensor in _tensors(self._out_of) if id(tensor) in given]
+        if one.loss is not None:
+            targets.append(one.loss)
+            gradients.append(tf.ones_like(one.loss))
+        inputs = self._differentiable(one.values)
+        made = one.tape.gradient(targets, [*weights, *inputs], output_gradients=gradients) if targets else []
+        made = made or [None] * (len(weights) + len(inputs))
+        back = [
+            tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
+            for x, g in zip(inputs, made[len(weights) :], strict=True)
+        ]
+        return made[: len(weights)], back
+
+    # -- losses and metrics ----------------------------------------------------------------------------------------
+
+    def _loss_of(self, one: Held, training: bool):
+        """On the last stage the loss that was compiled; and what this stage's layers add. None where there is none."""
+        pipeline = self._pipeline
+        if self.is_last:
+            y_pred = self._packed([one.values[id(tensor)] for tensor in self._cut.model.outputs])
+            batch = one.microbatch
+            return pipeline._compute_loss(
+                x=batch.x, y=batch.y, y_pred=y_pred, sample_weight=batch.sample_weight, training=training
+            )
+        added = [pipeline._aggregate_additional_loss(loss) for loss in self.stage.losses]
+        return tf.add_n([tf.convert_to_tensor(loss) for loss in added]) if added else None
+
+    def _count(self, one: Held, loss, counted) -> None:
+        """Metrics and the mean of the loss, but for what other stages add to it."""
+        pipeline, batch = self._pipeline, one.microbatch
+        if not self.is_last:
+            if loss is not None:
+                counted.add(before_division(loss), batch)
+            return
+        rows = tf.shape(tf.nest.flatten(batch.x)[0])[0]
+        pipeline._loss_tracker.update_state(before_division(loss), sample_weight=rows)
+        if pipeline._compile_metrics is not None:
+            y_pred = self._packed([one.values[id(tensor)] for tensor in self._cut.model.outputs])
+            pipeline._compile_metrics.update_state(batch.y, y_pred, batch.sample_weight)
+
+    def _share_metrics(self, counted) -> None:
+        """Gives all stages the state of all metrics: one collective a dtype."""
+        pipeline = self._pipeline
+        owners = {id(m): s.number for s in self._cut.stages for m in _metrics_of_layers(s.parts)}
+        last = len(self._cut.stages) - 1
+        by_dtype: dict = {}
+        for metric in metrics_of(pipeline):
+            for variable in metric.variables:
+                if all(variable is not other for _, other in by_dtype.get(variable.dtype, ())):
+                    by_dtype.setdefault(variable.dtype, []).append((metric, variable))
+        total = pipeline._loss_tracker.total
+        for pairs in by_dtype.values():
+            parts = []
+            for metric, variable in pairs:
+                value = tf.convert_to_tensor(values_of(variable.value)[0])
+                value = value if owners.get(id(metric), last) == self.number else tf.zeros_like(value)
+                parts.append(value + tf.cast(counted.total, value.dtype) if variable is total else value)
+            summed = self.control.all_reduce(parts, name="state of metrics")
+            for (_, variable), value in zip(pairs, summed, strict=True):
+                values_of(variable.value)[0].assign(value)
+
+    # -- update ----------------------------------------------------------------------------------------------------
+
+    def _update(self, weights, gradients) -> None:
+        """The optimizer sees all weights; those of other stages are empty here, and so are their gradients."""
+        variables = self._pipeline.trainable_variables
+        if not variables:
+            return
+        own = {id(weight): gradient for weight, gradient in zip(weights, gradients, strict=True)}
+        every = [own[id(v)] if id(v) in own else stages.no_gradient(v) for v in variables]
+        self._pipeline.optimizer.apply_gradients(zip(every, variables, strict=True))
+
+    def _refuse_written(self, microbatches: Sequence[Microbatch]) -> None:
+        """State that layers write is written once a pass, which is not what one process does."""
+        written = [variable for microbatch in microbatches for variable, _ in microbatch.step.written]
+        around = step.current()
+        if len(microbatches) == 1 and not self._recompute:
+            if around is not None:
+                around.written.extend(microbatches[0].step.written)
+        elif written:
+            raise stages.written_in_parts(written[0], len(microbatches), self._recompute)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _received(self, microbatch: Microbatch) -> dict[int, Any]:
+        """The values a forward pass begins with."""
+        model = self._cut.model
+        values = dict(zip(map(id, model.inputs), model._standardize_inputs(microbatch.x), strict=True))
+        for crossing in self._into:
+            values[id(crossing.tensor)] = self.control.receive(
+                crossing.source, *_kind_of(crossing.tensor), name=_name(crossing, microbatch)
+            )
+        return values
+
+    def _outputs(self, one: Held) -> list[tf.Tensor]:
+        """When these are there the forward pass is done."""
+        tensors = [one.values[id(tensor)] for tensor in _tensors(self._out_of)]
+        if self.is_last:
+            tensors += [one.values[id(t)] for t in self._cut.model.outputs if id(t) in one.values]
+        return tensors if one.loss is None else [*tensors, one.loss]
+
+    def _send(self, one: Held) -> None:
+        for crossing in self._out_of:
+            value = one.values[id(crossing.tensor)]
+            self.control.send(value, crossing.to, name=_name(crossing, one.microbatch))
+
+    def _received_gradients(self, one: Held) -> dict[int, tf.Tensor]:
+        """By the id of a tensor, the sum of its gradients of all stages that use it."""
+        found: dict[int, tf.Tensor] = {}
+        for crossing in _backwards(self._out_of):
+            value = one.values[id(crossing.tensor)]
+            if value.dtype.is_floating:
+                name = _name(crossing, one.microbatch)
+                part = self.gradients.receive(crossing.to, value.dtype, value.shape, name=f"gradient of {name}")
+                key = id(crossing.tensor)
+                found[key] = found[key] + part if key in found else part
+        return found
+
+    def _send_gradients(self, one: Held, back: Sequence[tf.Tensor]) -> None:
+        tensors = [tensor for tensor in _tensors(self._into) if one.values[id(tensor)].dtype.is_floating]
+        gradients = dict(zip(map(id, tensors), back, strict=True))
+        for crossing in _backwards(self._into):
+            if id(crossing.tensor) in gradients:
+                name = f"gradient of {_name(crossing, one.microbatch)}"
+                self.gradients.send(gradients[id(crossing.tensor)], crossing.source, name=name)
+
+    def _packed(self, outputs):
+        packed = keras.tree.pack_sequence_as(self._cut.model._outputs_struct, outputs)
+        return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed
+
+
+class _Sum:
+    """The gradient of a weight, summed over microbatches."""
+
+    def __init__(self, variable):
+        self._variable = variable
+        self._weighs = not gradient_is_complete(variable)
+        self._total: Any = None
+
+    def add(self, gradient, microbatch: Microbatch) -> None:
+        if gradient is None:
+            return
+        sparse = isinstance(gradient, tf.IndexedSlices)
+        values = gradient.values if sparse else gradient
+        if self._weighs:
+            values = tf.math.multiply_no_nan(values, tf.cast(microbatch.share, values.dtype))
+        if not sparse:
+            self._total = values if self._total is None else self._total + values
+        elif self._total is None:
+            self._total = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        else:
+            total = self._total
+            indices = tf.concat([total.indices, gradient.indices], 0)
+            self._total = tf.IndexedSlices(tf.concat([total.values, values], 0), indices, gradient.dense_shape)
+
+    def tensors(self) -> list[tf.Tensor]:
+        if self._total is None:
+            return []
+        return [self._total.values if isinstance(self._total, tf.IndexedSlices) else self._total]
+
+    def value(self):
+        """Of nothing where no microbatch has one: other stages count on a gradient of every weight."""
+        return stages.no_gradient(self._variable) if self._total is None else self._total
+
+
+class _Counted:
+    """The sum of what this stage's layers add to the loss, times the rows."""
+
+    def __init__(self):
+        self.total: Any = 0.0
+
+    def add(self, loss, microbatch: Microbatch) -> None:
+        rows = tf.where(microbatch.step.active, tf.cast(microbatch.rows, loss.dtype), 0)
+        self.total = self.total + tf.math.multiply_no_nan(loss, rows)
+
+
+def _metrics_of_layers(layers) -> list:
+    return [metric for part in layers for layer in all_layers(part) for metric in layer._metrics]
+
+
+def _tensors(crossings: Sequence[Crossing]) -> list[keras.KerasTensor]:
+    """Each once, in order."""
+    return list({id(crossing.tensor): crossing.tensor for crossing in crossings}.values())
+
+
+def _backwards(crossings: Sequence[Crossing]) -> list[Crossing]:
+    """In the order of messages of backward passes: from later stages to earlier ones."""
+    return sorted(crossings, key=lambda crossing: (-crossing.to, -crossing.source))
+
+
+def _kind_of(tensor: keras.KerasTensor) -> tuple:
+    return tf.as_dtype(tensor.dtype), [None, *tensor.shape[1:]]
+
+
+def _name(crossing: Crossing, microbatch: Microbatch) -> str:
+    return f"{crossing.name} of microbatch {microbatch.number}"

@@ -1,0 +1,213 @@
+"""Pipeline: a model in stages, each on a worker of its own, and batches in microbatches that pass through them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfring._keras import stages
+from tfring._keras.seam import ring_of_model
+from tfring._keras.sharding import axis_of
+from tfring.cluster.mesh import axes_of
+from tfring.errors import ConfigurationError
+from tfring.parallel.passes import Passes
+from tfring.parallel.stages import Cut, batch_normalizations, cut_model
+from tfring.recognition import current_ring
+from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
+
+
+class Pipeline(keras.Model):
+    """A model whose layers are divided over the workers along the pipeline axis of a `tfring.RingStrategy`'s mesh.
+
+    Each worker holds the weights and the optimizer's slots of its stage alone, and of sharded layers in that stage its
+    pieces. A batch is cut into microbatches, which pass through the stages one behind the other; their gradients are
+    summed to that of the whole batch: `fit`, `evaluate` and `predict` compute what the model itself computes in one
+    process, and all workers get the same logs and predictions. With one stage, or without a strategy, it is the model
+    itself.
+
+    The model is made on every worker first, whole; its optimizer and activations are not. Files hold the model, as one
+    process writes it: all workers call `save` and `save_weights` (or `tfring.save`), and what these write loads into
+    the model without a Pipeline, and into any number of stages.
+
+    Args:
+      model: a built `keras.Sequential` or functional model, made in the strategy's scope. Skip connections over stages,
+        several inputs and several outputs work.
+      stages: names of the layers with which stages 2, 3, ... begin, in the order of `model.layers`; one fewer than the
+        pipeline axis is long. `tfring.parallel.plan_stages` finds those of stages that take equally long.
+      num_microbatches: into how many parts the rows of a worker's batch are cut. Stages are idle for
+        `(S - 1) / (M + S - 1)` of a step (with S stages and M microbatches). Default 8.
+      schedule: "1f1b" (default, PipeDream-flush, https://arxiv.org/abs/2006.09503) or "gpipe"
+        (https://arxiv.org/abs/1811.06965); the same results in the same time, with the activations of at most S
+        microbatches on a stage, or of all. See `tfring.parallel.plan_schedule`.
+      recompute: whether a stage keeps only what came into it, and computes its forward pass once more before the
+        backward pass; dropout draws the same. Default False.
+      **kwargs: `name`, of `keras.Model`.
+
+    Raises:
+      ConfigurationError: for what one process would compute differently. Names of no layer, or of too many or too few;
+        weights used in two stages; models with steps of their own; masks that cross stages; a BatchNormalization that
+        trains, with several microbatches or `recompute`. In `compile` for losses that are means by sample weights or
+        masks, with several microbatches; in `fit` for optimizers that need more than element by element (Adafactor,
+        Lamb, Muon).
+
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="a"), keras.layers.Dense(1, name="b")])
+    >>> pipeline = Pipeline(model, stages=["b"], num_microbatches=4)
+    >>> pipeline.compile("sgd", "mse")
+    >>> pipeline.predict(tf.zeros([3, 4]), verbose=0).shape
+    (3, 1)
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        stages: Sequence[str],
+        num_microbatches: int = 8,
+        schedule: str = "1f1b",
+        recompute: bool = False,
+        **kwargs,
+    ):
+        cut = cut_model(model, stages)
+        strategy = ring_of_model(model)
+        if strategy is None and current_ring() is not None:
+            raise ConfigurationError(
+                "A Pipeline belongs to the strategy in whose scope its model was made. Received: model "
+                f"{model.name!r}, made outside. Move the lines that make it inside `with strategy.scope():`."
+            )
+        self._schedule: Schedule = plan_schedule(schedule, len(cut.stages), num_microbatches)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            super().__init__(**{"name": f"pipeline_of_{model.name}", "dtype": model.dtype_policy, **kwargs})
+        self.model = model
+        if hasattr(model, "output_names"):  # by which losses and metrics are given
+            self.output_names = model.output_names
+        self.num_microbatches = num_microbatches
+        self._passes: Passes | None = None
+        if strategy is not None and strategy.mesh.pipeline > 1:
+            self._divide(cut, strategy, bool(recompute))
+        self.built = True
+
+    def _divide(self, cut: Cut, strategy, recompute: bool) -> None:
+        """Leaves each stage to its workers."""
+        _check(self.model, cut, strategy, self._schedule, recompute)
+        passes = Passes(self, cut, strategy, recompute)
+        _check_channels(passes, self._schedule)
+        for stage in cut.stages:
+            for variable in stage.weights:
+                stages.give(strategy, variable, stage.number)
+        self._passes = passes
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def losses(self):
+        """What layers add to the loss: those of this worker's stage."""
+        passes = vars(self).get("_passes")
+        return super().losses if passes is None else passes.stage.losses
+
+    def call(self, inputs, training=None):
+        if self._passes is None:
+            return self.model(inputs, training=training)
+        if stages.is_symbolic():
+            return self._passes.symbolic_outputs()
+        return self._passes.predict(inputs, 1, training)
+
+    def train_step(self, data):
+        if self._passes is None:
+            return super().train_step(data)
+        schedule = self._schedule
+        if self.run_eagerly:  # where one thread goes through both channels
+            schedule = plan_schedule("gpipe", schedule.num_stages, schedule.num_microbatches)
+        self._passes.train(keras.utils.unpack_x_y_sample_weight(data), schedule)
+        return self.get_metrics_result()
+
+    def test_step(self, data):
+        if self._passes is None:
+            return super().test_step(data)
+        self._passes.test(keras.utils.unpack_x_y_sample_weight(data), self.num_microbatches)
+        return self.get_metrics_result()
+
+    def predict_step(self, data):
+        if self._passes is None:
+            return super().predict_step(data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self._passes.predict(x, self.num_microbatches)
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        given = inspect.signature(super().compile).bind(*args, **kwargs).arguments
+        if self._passes is not None and self.num_microbatches > 1:
+            _check_losses(given.get("loss"))
+        # So that its files hold the optimizer, and how it was compiled.
+        self.model.compile(**{**given, "optimizer": self.optimizer, "jit_compile": False})
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save(self, *args, **kwargs):
+        """As `model.save` of the model that the Pipeline was made of; all workers call it."""
+        return self.model.save(*args, **kwargs)
+
+    def save_weights(self, *args, **kwargs):
+        """As `model.save_weights` of the model that the Pipeline was made of; all workers call it."""
+        return self.model.save_weights(*args, **kwargs)
+
+    def load_weights(self, *args, **kwargs):
+        """As `model.load_weights` of the model that the Pipeline was made of: takes its files and those of others."""
+        return self.model.load_weights(*args, **kwargs)
+
+
+def _check(model, cut: Cut, strategy, schedule: Schedule, recompute: bool) -> None:
+    mesh = strategy.mesh
+    if len(cut.stages) != mesh.pipeline:
+        raise ConfigurationError(
+            "A Pipeline has a stage for each worker along the pipeline axis: `stages` names the layers with which "
+            f"{mesh.pipeline - 1} of them begin. Received: {len(cut.stages) - 1} names, which make "
+            f"{len(cut.stages)} stages, with {mesh}."
+        )
+    given = [v for v in model.weights if "pipeline" in axes_of(axis_of(v) or "")]
+    if given:
+        raise ConfigurationError(
+            "A model goes into one Pipeline, which leaves each weight to one stage. Received: "
+            f"{given[0].path!r}, which lies along the pipeline axis already."
+        )
+    normalizations = batch_normalizations(model)
+    if normalizations and (schedule.num_microbatches > 1 or recompute):
+        layer = normalizations[0]
+        raise ConfigurationError(
+            "The statistics of a microbatch are not those of the batch, and with recompute they would count twice. "
+            f"Received: {type(layer).__name__} {layer.name!r} with num_microbatches={schedule.num_microbatches}, "
+            f"recompute={recompute}. Freeze it (`trainable = False`), use LayerNormalization or GroupNormalization, or "
+            "num_microbatches=1 and recompute=False."
+        )
+    fixed = [tensor.name for tensor in cut.model.inputs if tensor.shape[0] is not None]
+    if fixed and schedule.num_microbatches > 1:
+        raise ConfigurationError(
+            "Microbatches have fewer rows than the batch. Received: an input of the model with a fixed number of rows, "
+            f"{fixed[0]!r}. Make it with keras.Input(shape), without a batch size."
+        )
+
+
+def _check_channels(passes: Passes, schedule: Schedule) -> None:
+    """Raises ConfigurationError where TensorFlow has one thread for the messages in both directions."""
+    from tfring.ring import ops
+
+    if not ops.share_a_token(passes.control.communicator, passes.gradients.communicator):
+        return
+    if schedule != plan_schedule("gpipe", schedule.num_stages, schedule.num_microbatches):
+        raise ConfigurationError(
+            "With 1F1B activations and gradients travel at the same time, each waiting on an inter-op thread of "
+            f"TensorFlow's. Received: {ops.num_threads('inter')} inter-op threads. Set "
+            'tf.config.threading.set_inter_op_parallelism_threads(2), or use schedule="gpipe".'
+        )
+
+
+def _check_losses(losses) -> None:
+    for loss in tf.nest.flatten(losses):
+        if getattr(loss, "reduction", None) == "mean_with_sample_weight":
+            raise ConfigurationError(
+                "A mean by the sample weights of a batch does not follow from those of its microbatches. Received: "
+                f"{type(loss).__name__} with reduction='mean_with_sample_weight'. Use reduction='sum_over_batch_size', "
+                "or num_microbatches=1."
+            )

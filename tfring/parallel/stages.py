@@ -1,0 +1,261 @@
+"""A functional model cut into stages: which calls of layers each makes, and which tensors cross from one to another.
+
+```
+model:    in ─► a ─► b ─┬─► c ─► d ─► out          stages=["c", "d"]
+                        └────────► +                stage 0: a, b    stage 1: c    stage 2: d, +
+crossings of forward passes:   b: 0 ─► 1, 0 ─► 2    c: 1 ─► 2
+```
+
+Calls are taken in the order of `model.layers`, in which a layer comes behind those it needs. A tensor goes from the
+stage that computes it straight to each that uses it. Inputs of the model are there on every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+
+from tfring._keras.layers import all_layers
+from tfring.errors import ConfigurationError
+
+
+class Crossing(NamedTuple):
+    """A tensor that one stage computes and a later one uses.
+
+    Attributes:
+      tensor: the `keras.KerasTensor` of the model.
+      source: the stage that computes it.
+      to: the stage that uses it.
+      name: of its messages.
+    """
+
+    tensor: keras.KerasTensor
+    source: int
+    to: int
+    name: str
+
+
+class Stage(keras.layers.Layer):
+    """The calls that one stage makes, as a layer around the model's own layers.
+
+    Call arguments:
+      values: by the id of a tensor of the model, its value: of the model's inputs and of what crosses to this stage.
+      training: as of the model.
+
+    Returns:
+      The same dictionary with the values of all that the stage computes.
+    """
+
+    def __init__(self, number: int, nodes: Sequence):
+        super().__init__(name=f"stage_{number}", autocast=False)
+        self.number = number
+        self._nodes = _Untracked(nodes)
+        operations = {id(node.operation): node.operation for node in nodes}.values()
+        self.parts = [operation for operation in operations if isinstance(operation, keras.layers.Layer)]
+        self.built = True
+
+    def call(self, values, training=None):
+        values = dict(values)
+        for node in self._nodes.value:
+            values.update(outputs_of(node, values, training))
+        return values
+
+
+def outputs_of(node, values, training) -> dict:
+    """Makes one call: what it returns, by the id of the tensors; `values` holds what it takes."""
+
+    def filled(argument):
+        return values[id(argument)] if isinstance(argument, keras.KerasTensor) else argument
+
+    operation = node.operation
+    args, kwargs = keras.tree.map_structure(filled, (node.arguments.args, node.arguments.kwargs))
+    if training is not None and getattr(operation, "_call_has_training_arg", False):  # as Functional does
+        kwargs = {**kwargs, "training": training}
+    outputs = keras.tree.flatten(operation(*args, **kwargs))
+    return dict(zip(map(id, node.outputs), outputs, strict=True))
+
+
+class _Untracked:
+    """Hides what Keras would look through for layers and variables."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Cut(NamedTuple):
+    """A model cut into stages.
+
+    Attributes:
+      model: functional.
+      stages: in order.
+      crossings: of all forward passes of a microbatch, in the order of their messages: by source, then by where to.
+    """
+
+    model: keras.Model
+    stages: list[Stage]
+    crossings: list[Crossing]
+
+    def into(self, stage: int) -> list[Crossing]:
+        return [crossing for crossing in self.crossings if crossing.to == stage]
+
+    def out_of(self, stage: int) -> list[Crossing]:
+        return [crossing for crossing in self.crossings if crossing.source == stage]
+
+
+def cut_model(model: keras.Model, names: Sequence[str]) -> Cut:
+    """Cuts a model before the named layers.
+
+    Args:
+      model: a built Sequential or functional model, with the methods of `keras.Model`.
+      names: of the layers with which the second stage begins, the third, and so on.
+
+    Raises:
+      ConfigurationError: for other models, names that are not those of layers in the order of the model, layers that
+        two stages would use, and tensors that cannot cross.
+    """
+    functional = functional_of(model)
+    nodes = calls_of(functional)
+    begins = _begins(model, nodes, names)
+    stage_of = [sum(begin <= position for begin in begins) for position in range(len(nodes))]
+    crossings = crossings_of(functional, nodes, stage_of)
+    count = len(begins) + 1
+    stages = [Stage(s, [n for n, of in zip(nodes, stage_of, strict=True) if of == s]) for s in range(count)]
+    return Cut(functional, stages, crossings)
+
+
+def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -> list[Crossing]:
+    """What crosses between stages, where `stage_of` each call of `nodes` is known.
+
+    Raises:
+      ConfigurationError: for layers that two stages would use, and tensors that cannot cross.
+    """
+    _refuse_shared(nodes, stage_of)
+    last = stage_of[-1]
+    source = {id(tensor): of for node, of in zip(nodes, stage_of, strict=True) for tensor in node.outputs}
+    users: dict[int, set[int]] = {}
+    tensors = {id(tensor): tensor for node in nodes for tensor in node.outputs}
+    for node, of in zip(nodes, stage_of, strict=True):
+        for tensor in node.input_tensors:
+            users.setdefault(id(tensor), set()).add(of)
+    for tensor in model.outputs:  # of which the last stage makes losses, metrics and predictions
+        users.setdefault(id(tensor), set()).add(last)
+    found = [
+        (source[key], to, number, tensor)
+        for number, (key, tensor) in enumerate(tensors.items())
+        for to in users.get(key, ())
+        if to != source[key]
+    ]
+    crossings = []
+    for begin, to, number, tensor in sorted(found, key=lambda item: item[:3]):
+        _check_crossing(tensor, begin, to)
+        crossings.append(Crossing(tensor, begin, to, f"tensor {number}"))
+    return crossings
+
+
+def functional_of(model) -> keras.Model:
+    """The model as a functional one, whose calls can be told apart.
+
+    Raises:
+      ConfigurationError: for other models than built Sequential and functional ones, with the methods of `keras.Model`.
+    """
+    if isinstance(model, keras.Sequential) and model.built and model.layers:
+        return keras.Model(model.inputs, model.outputs, name=model.name)
+    if isinstance(model, keras.Sequential) or not hasattr(model, "operations"):
+        kind = type(model).__name__
+        raise ConfigurationError(
+            "A Pipeline is made of a built Sequential or functional model, whose layers it can tell apart. Received: "
+            f"{getattr(model, 'name', model)!r}, a {kind}"
+            f"{' that is not built' if isinstance(model, keras.Sequential) else ''}. Make it of keras.Input and layers."
+        )
+    plain = type(keras.Model(model.inputs, model.outputs))
+    for method in ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"):
+        if getattr(type(model), method) is not getattr(plain, method):
+            raise ConfigurationError(
+                "A Pipeline has its own steps, in which no rank holds the whole model. Received: a model of class "
+                f"{type(model).__name__} with its own `{method}`. Use a plain functional model."
+            )
+    return model
+
+
+def calls_of(model: keras.Model) -> list:
+    """The calls of operations that the outputs need, each behind those it needs, as Keras orders its layers."""
+
+    def node_of(tensor):
+        operation, index, _ = tensor._keras_history
+        return operation._inbound_nodes[index]
+
+    behind: list = []  # each node behind those it needs
+    seen: set[int] = set()
+    todo = [(node_of(tensor), False) for tensor in reversed(model.outputs)]
+    while todo:
+        node, is_done = todo.pop()
+        if is_done:
+            behind.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            todo.append((node, True))
+            todo += [(node_of(tensor), False) for tensor in node.input_tensors]
+    depths = dict.fromkeys(seen, 0)
+    for node in reversed(behind):
+        for tensor in node.input_tensors:
+            needed = id(node_of(tensor))
+            depths[needed] = max(depths[needed], depths[id(node)] + 1)
+    rank = {id(operation): number for number, operation in enumerate(model.operations)}
+    calls = [node for node in behind if not node.is_input]
+    return sorted(calls, key=lambda node: (-depths[id(node)], rank[id(node.operation)]))
+
+
+def _begins(model, nodes, names) -> list[int]:
+    """Where the stages behind the first begin."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"`stages` is a list of names of layers. Received: stages={names!r}")
+    order: dict[str, int] = {}
+    for position, node in enumerate(nodes):
+        order.setdefault(node.operation.name, position)
+    unknown = [name for name in names if name not in order]
+    if unknown:
+        raise ConfigurationError(
+            f"`stages` names layers of the model. Received: {unknown[0]!r}; model {model.name!r} has "
+            f"{', '.join(map(repr, order))}."
+        )
+    begins = [order[name] for name in names]
+    if begins != sorted(set(begins)) or begins[:1] == [0]:
+        raise ConfigurationError(
+            "`stages` names the layers with which the second stage begins, the third, and so on, in the order of the "
+            f"model; each stage has a layer. Received: {list(names)!r}; the order is {', '.join(map(repr, order))}."
+        )
+    return begins
+
+
+def _refuse_shared(nodes, stage_of) -> None:
+    user: dict[int, tuple] = {}  # of a variable
+    for node, stage in zip(nodes, stage_of, strict=True):
+        if not isinstance(node.operation, keras.layers.Layer):
+            continue
+        for variable in node.operation.variables:
+            first, name = user.setdefault(id(variable), (stage, node.operation.name))
+            if first != stage:
+                raise ConfigurationError(
+                    "A weight belongs to one stage of a Pipeline: tied weights stay within one. Received: "
+                    f"{variable.path!r}, used by {name!r} in stage {first + 1} and by {node.operation.name!r} in stage "
+                    f"{stage + 1}. Cut elsewhere, or give each its own weights."
+                )
+
+
+def _check_crossing(tensor, source: int, to: int) -> None:
+    where = f"between stages {source + 1} and {to + 1}: {tensor.name!r}, made by {tensor._keras_history[0].name!r}"
+    if getattr(tensor, "_keras_mask", None) is not None:
+        raise ConfigurationError(
+            "A Keras mask does not cross from a stage of a Pipeline to the next. Received: a masked tensor "
+            f"{where}. Cut behind the layers that use the mask, or pass the mask to layers as an input of the model."
+        )
+    if getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
+        raise ConfigurationError(f"Dense tensors cross stages of a Pipeline. Received: a sparse or ragged one {where}.")
+
+
+def batch_normalizations(model) -> list[keras.layers.Layer]:
+    """Layers that compute statistics of a batch when they train, and are not frozen."""
+    kinds = (keras.layers.BatchNormalization,)
+    return [layer for layer in all_layers(model) if isinstance(layer, kinds) and layer.trainable]

@@ -1,0 +1,191 @@
+"""Which stage of a pipeline computes which microbatch when: a pure table.
+
+```
+gpipe   stage 1  F0 F1 F2 .. .. .. B0--- B1--- B2---      all forward passes F, then all backward passes B
+        stage 2  .. F0 F1 F2 B0--- B1--- B2--- .. ..
+
+1f1b    stage 1  F0 F1 .. .. B0--- F2 B1--- .. B2---      no more forward passes ahead than keep all stages busy
+        stage 2  .. F0 B0--- F1 B1--- F2 B2--- .. ..
+```
+
+With S equally long stages and M microbatches both are idle for (S - 1) / (M + S - 1) of the time.
+GPipe (https://arxiv.org/abs/1811.06965) holds the activations of M microbatches on each stage; 1F1B, PipeDream-flush of
+https://arxiv.org/abs/2006.09503, those of S - s at most on stage s, counted from 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tfring.errors import ConfigurationError
+
+SCHEDULES = ("1f1b", "gpipe")
+FORWARD, BACKWARD = "forward", "backward"
+_UNITS = {FORWARD: 1, BACKWARD: 2}  # of time: a backward pass computes the gradients of inputs and of weights
+
+
+class Task(NamedTuple):
+    """What a stage does at a time: the `kind` of pass, FORWARD or BACKWARD, of a microbatch, counted from 0."""
+
+    kind: str
+    microbatch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What each stage does, in order.
+
+    Args:
+      num_microbatches: into how many parts a batch is cut.
+      tasks: of each stage, its tasks.
+
+    >>> plan_schedule("1f1b", 2, 2).tasks[0][:3]
+    (Task(kind='forward', microbatch=0), Task(kind='forward', microbatch=1), Task(kind='backward', microbatch=0))
+    """
+
+    num_microbatches: int
+    tasks: tuple[tuple[Task, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.tasks)
+
+    def played(self, durations: Sequence[tuple[float, float]] | None = None) -> list[dict[Task, float]]:
+        """When each stage begins each task.
+
+        A forward pass waits for that of the stage before, a backward pass for that of the stage behind.
+
+        Args:
+          durations: how long forward and backward passes take on each stage. Default: (1, 2) on all, in units of a
+            forward pass.
+
+        Raises:
+          ValueError: for a table that comes to a standstill.
+
+        >>> plan_schedule("gpipe", 2, 1).played()[1]
+        {Task(kind='forward', microbatch=0): 1, Task(kind='backward', microbatch=0): 2}
+        """
+        lasts = self._lasts(durations)
+        begun: list[dict[Task, float]] = [{} for _ in self.tasks]
+        free: list[float] = [0] * self.num_stages
+        moved = True
+        while moved:
+            moved = False
+            for stage, tasks in enumerate(self.tasks):
+                while len(begun[stage]) < len(tasks):
+                    task = tasks[len(begun[stage])]
+                    ready = self._ready(begun, lasts, stage, task)
+                    if ready is None:
+                        break
+                    begun[stage][task] = max(ready, free[stage])
+                    free[stage] = begun[stage][task] + lasts[stage][task.kind]
+                    moved = True
+        if any(len(b) < len(tasks) for b, tasks in zip(begun, self.tasks, strict=True)):
+            raise ValueError(f"a schedule that comes to a standstill. Received: {self.tasks}")
+        return begun
+
+    def _lasts(self, durations: Sequence[tuple[float, float]] | None) -> list[dict[str, float]]:
+        """Of each stage, by the kind of pass."""
+        if durations is None:
+            return [dict(_UNITS) for _ in self.tasks]
+        return [{FORWARD: forward, BACKWARD: backward} for forward, backward in durations]
+
+    def _ready(self, begun, lasts, stage: int, task: Task) -> float | None:
+        """When what a task waits for is there; None while it is not."""
+        waits_for = stage - 1 if task.kind == FORWARD else stage + 1
+        if task.kind == BACKWARD and Task(FORWARD, task.microbatch) not in begun[stage]:
+            return None
+        if not 0 <= waits_for < self.num_stages:
+            return 0
+        start = begun[waits_for].get(task)
+        return None if start is None else start + lasts[waits_for][task.kind]
+
+    def length(self, durations: Sequence[tuple[float, float]] | None = None) -> float:
+        """From the first pass to the end of the last; `durations` as of `played`.
+
+        >>> plan_schedule("gpipe", 2, 3).length(), plan_schedule("gpipe", 2, 3).length([(1, 2), (2, 4)])
+        (12, 21)
+        """
+        lasts = self._lasts(durations)
+        begun = self.played(durations)
+        return max(start + lasts[s][task.kind] for s, stage in enumerate(begun) for task, start in stage.items())
+
+    def bubble(self, durations: Sequence[tuple[float, float]] | None = None) -> float:
+        """The share of the time in which stages are idle; `durations` as of `played`, by default all equally long.
+
+        >>> plan_schedule("1f1b", 4, 8).bubble()  # (S - 1) / (M + S - 1)
+        0.2727272727272727
+        """
+        lasts = self._lasts(durations)
+        busy = sum(lasts[s][task.kind] for s, tasks in enumerate(self.tasks) for task in tasks)
+        return 1 - busy / (self.length(durations) * self.num_stages)
+
+    def most_held(self) -> tuple[int, ...]:
+        """Of how many microbatches each stage holds the activations at most.
+
+        >>> plan_schedule("1f1b", 3, 8).most_held(), plan_schedule("gpipe", 3, 8).most_held()
+        ((3, 2, 1), (8, 8, 8))
+        """
+        most = []
+        for tasks in self.tasks:
+            held = highest = 0
+            for task in tasks:
+                held += 1 if task.kind == FORWARD else -1
+                highest = max(highest, held)
+            most.append(highest)
+        return tuple(most)
+
+    def draw(self) -> str:
+        """The table as text, a column a unit of time.
+
+        >>> print(plan_schedule("1f1b", 2, 3).draw())
+        stage 1  F0 F1 .. .. B0--- F2 B1--- .. B2---
+        stage 2  .. F0 B0--- F1 B1--- F2 B2--- .. ..
+        """
+        begun, end = self.played(), round(self.length())
+        width = 1 + len(str(self.num_microbatches - 1))
+        lines = []
+        for number, stage in enumerate(begun, 1):
+            cells, now = [], 0
+            for task, start in sorted(stage.items(), key=lambda item: item[1]):
+                cells += ["." * width] * round(start - now)
+                units = _UNITS[task.kind]
+                text = f"{task.kind[0].upper()}{task.microbatch}"
+                cells.append(text.ljust(width if units == 1 else units * (width + 1) - 1, " " if units == 1 else "-"))
+                now = round(start) + units
+            cells += ["." * width] * (end - now)
+            lines.append(f"stage {number}  {' '.join(cells)}")
+        return "\n".join(lines)
+
+
+def plan_schedule(kind: str, num_stages: int, num_microbatches: int) -> Schedule:
+    """The table of one of `SCHEDULES`.
+
+    Args:
+      kind: "1f1b" or "gpipe".
+      num_stages: at least 1.
+      num_microbatches: at least 1.
+
+    Raises:
+      ConfigurationError: for another schedule, or numbers that are too small.
+
+    >>> [task.microbatch for task in plan_schedule("gpipe", 2, 2).tasks[1]]
+    [0, 1, 0, 1]
+    """
+    if kind not in SCHEDULES:
+        raise ConfigurationError(f"`schedule` is one of {SCHEDULES}. Received: schedule={kind!r}")
+    for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigurationError(f"`{name}` is a whole number, 1 or more. Received: {name}={number!r}")
+    table = []
+    for stage in range(num_stages):
+        ahead = num_microbatches if kind == "gpipe" else min(num_stages - 1 - stage, num_microbatches)
+        tasks = [Task(FORWARD, m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            if m + ahead < num_microbatches:
+                tasks.append(Task(FORWARD, m + ahead))
+            tasks.append(Task(BACKWARD, m))
+        table.append(tuple(tasks))
+    return Schedule(num_microbatches, tuple(table))

@@ -1,0 +1,279 @@
+"""With which layers the stages of a pipeline begin: a pure plan from what each layer costs.
+
+```
+layer     a    b    c │  d    e    f         cut before d each stage takes 7 ms,
+ms        2    3    2 │  4    1    2         before c or e one of them 9 or 11
+          ─ stage 1 ──┴─ stage 2 ──
+```
+
+Two searches, each exact, by dynamic programming over where a stage ends: the first finds how fast the slowest stage can
+be, the second, of all plans about as fast, that of which the fewest bytes cross from stage to stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from tfring.errors import ConfigurationError
+from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """What one call of a layer costs, for a microbatch.
+
+    Attributes:
+      name: of the layer.
+      seconds: of its forward and backward pass.
+      weight_bytes: of its weights, their gradients and their slots. Default 0.
+      activation_bytes: what it keeps from a forward pass for the backward pass. Default 0.
+      crossing_bytes: of the tensors made before it that are used by it or behind it: what a stage that begins with it
+        receives. Default 0.
+      may_begin: whether a stage may begin with it. Default True.
+    """
+
+    name: str
+    seconds: float
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    crossing_bytes: int = 0
+    may_begin: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a plan.
+
+    Attributes:
+      layers: their names, in order.
+      forward_seconds: of a microbatch.
+      backward_seconds: of a microbatch, with the forward pass where it is computed again.
+      bytes_a_worker: of its weights, gradients, slots, and what it keeps of microbatches at most.
+      crossing_bytes: of what comes into it of a microbatch; as many go back in the backward pass.
+    """
+
+    layers: tuple[str, ...]
+    forward_seconds: float
+    backward_seconds: float
+    bytes_a_worker: int
+    crossing_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of both passes of a microbatch."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """The stages of a pipeline; `str(plan)` is a table of them.
+
+    Attributes:
+      stages: in order.
+      schedule: in which order they compute microbatches.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    schedule: Schedule
+
+    @property
+    def begins(self) -> list[str]:
+        """The names of the layers with which the second stage begins, the third, and so on."""
+        return [stage.layers[0] for stage in self.stages[1:]]
+
+    @property
+    def seconds(self) -> float:
+        """Of the passes of a step, without what travels and the update."""
+        return self.schedule.length(self._durations)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which stages are idle, with what slower stages keep others waiting."""
+        return self.schedule.bubble(self._durations)
+
+    @property
+    def _durations(self) -> list[tuple[float, float]]:
+        return [(stage.forward_seconds, stage.backward_seconds) for stage in self.stages]
+
+    def __str__(self) -> str:
+        total = sum(stage.seconds for stage in self.stages)
+        lines = [("stage", "layers", "ms", "share", "MB", "MB in")]
+        for number, stage in enumerate(self.stages, 1):
+            first, last = stage.layers[0], stage.layers[-1]
+            layers = first if len(stage.layers) == 1 else f"{first} to {last}"
+            share = f"{100 * stage.seconds / total:.0f} %" if total else ""
+            held, into = f"{stage.bytes_a_worker / 1e6:,.1f}", f"{stage.crossing_bytes / 1e6:,.2f}"
+            lines.append((str(number), layers, f"{stage.seconds * 1e3:,.2f}", share, held, into if number > 1 else ""))
+        w = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            f"{n:>{w[0]}}  {layers:<{w[1]}}  {ms:>{w[2]}}  {share:>{w[3]}}  {held:>{w[4]}}  {into:>{w[5]}}".rstrip()
+            for n, layers, ms, share, held, into in lines
+        ]
+        text.append(
+            f"a step of {self.schedule.num_microbatches} microbatches: {self.seconds * 1e3:,.2f} ms, "
+            f"{100 * self.bubble:.0f} % idle; {100 * self.schedule.bubble():.0f} % with stages of equal length"
+        )
+        return "\n".join(text)
+
+
+def plan_stages(
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    *,
+    num_microbatches: int = 8,
+    schedule: str = "1f1b",
+    recompute: bool = False,
+    memory_bytes: int | None = None,
+    slack: float = 0.05,
+) -> StagePlan:
+    """Divides the layers of a model into stages of a pipeline, so that the slowest is as fast as it can be.
+
+    A pure function, which speaks to nobody: from the same costs every rank finds the same plan. A backward pass is
+    taken for two forward passes. On a worker are its stage's weights with gradients and slots, and of as many
+    microbatches as the schedule has it hold what came in and what its layers keep; with `recompute` what came in, and
+    of one microbatch what its layers keep. The rows of the batch, and what TensorFlow takes, are not counted.
+
+    Args:
+      layers: in the order of the model; `tfring.parallel.measure_layers` gives those of a model.
+      num_stages: at least 1.
+      num_microbatches: as of `tfring.parallel.Pipeline`. Default 8.
+      schedule: as of `tfring.parallel.Pipeline`. Default "1f1b".
+      recompute: as of `tfring.parallel.Pipeline`: all stages but the last compute the forward pass twice, and so get
+        fewer layers. Default False.
+      memory_bytes: what a worker has. Default: enough.
+      slack: how much longer than the least possible, as a share of it, the slowest stage may take where fewer bytes
+        then cross from stage to stage. Default 0.05, about what measured times are apart by chance.
+
+    Returns:
+      A `StagePlan`, for `tfring.parallel.Pipeline(model, plan.begins, ...)`.
+
+    Raises:
+      ConfigurationError: for more stages than the layers can begin; where no plan fits into `memory_bytes`.
+
+    >>> milliseconds = {"a": 2, "b": 3, "c": 2, "d": 4, "e": 1, "f": 2}
+    >>> layers = [LayerCost(name, ms / 1e3, 4_000_000, 100_000, 50_000) for name, ms in milliseconds.items()]
+    >>> plan = plan_stages(layers, 2)
+    >>> plan.begins
+    ['d']
+    >>> print(plan)
+    stage  layers    ms  share    MB  MB in
+        1  a to c  7.00   50 %  12.6
+        2  d to f  7.00   50 %  12.3   0.05
+    a step of 8 microbatches: 63.00 ms, 11 % idle; 11 % with stages of equal length
+    """
+    table = plan_schedule(schedule, num_stages, num_microbatches)
+    costs = _Costs(tuple(layers), table, recompute)
+    cuts = [place for place, layer in enumerate(layers) if place and layer.may_begin]
+    if not layers or len(cuts) < num_stages - 1:
+        names = ", ".join(repr(layers[place].name) for place in cuts)
+        raise ConfigurationError(
+            f"Each stage of a pipeline has a layer with which it may begin. Received: num_stages={num_stages}, and "
+            f"{len(cuts)} layers with which stages behind the first may begin: {names or 'none'}."
+        )
+    places = [0, *cuts, len(layers)]
+
+    def seconds_of(stage, begin, end) -> float:
+        fits = memory_bytes is None or costs.bytes(stage, begin, end) <= memory_bytes
+        return costs.seconds(stage, begin, end) if fits else math.inf
+
+    def slowest(before, stage, begin, end):
+        return (max(before[0], seconds_of(stage, begin, end)),)
+
+    def fewest_bytes(before, stage, begin, end):
+        into = costs.layers[begin].crossing_bytes if stage else 0
+        seconds = max(before[1], seconds_of(stage, begin, end))
+        return before[0] + into if seconds <= limit else math.inf, seconds
+
+    def largest(before, stage, begin, end):
+        return (max(before[0], costs.bytes(stage, begin, end)),)
+
+    (seconds,), _ = _least(slowest, (0.0,), num_stages, places)
+    if seconds == math.inf:
+        _, begins = _least(largest, (0,), num_stages, places)
+        raise ConfigurationError(
+            f"A stage has to fit its worker. Received: memory_bytes={memory_bytes:,}; the plan that takes least is\n"
+            f"{costs.plan(begins)}\n"
+            'Take more stages, recompute=True, schedule="1f1b", microbatches of fewer rows, or an optimizer with fewer '
+            "slots."
+        )
+    limit = seconds * (1 + slack)
+    _, begins = _least(fewest_bytes, (0, 0.0), num_stages, places)
+    return costs.plan(begins)
+
+
+class _Costs:
+    """Of the layers from one to before another, as a stage."""
+
+    def __init__(self, layers: tuple[LayerCost, ...], schedule: Schedule, recompute: bool):
+        def summed(values) -> list:
+            return list(itertools.accumulate(values, initial=0))
+
+        self.layers = layers
+        self._schedule = schedule
+        self._recompute = recompute
+        self._held = schedule.most_held()
+        # Stages that compute forward passes twice; the last computes when the backward pass comes, once.
+        self._twice = range(schedule.num_stages - 1) if recompute else range(0)
+        self._seconds = summed(layer.seconds for layer in layers)
+        self._weights = summed(layer.weight_bytes for layer in layers)
+        self._activations = summed(layer.activation_bytes for layer in layers)
+
+    def seconds(self, stage: int, begin: int, end: int) -> float:
+        seconds = self._seconds[end] - self._seconds[begin]
+        return seconds + seconds / 3 if stage in self._twice else seconds
+
+    def passes(self, stage: int, begin: int, end: int) -> tuple[float, float]:
+        """Seconds of a forward and a backward pass."""
+        seconds = self.seconds(stage, begin, end)
+        if not self._recompute:
+            return seconds / 3, 2 * seconds / 3
+        return (seconds / 4, 3 * seconds / 4) if stage in self._twice else (0.0, seconds)
+
+    def bytes(self, stage: int, begin: int, end: int) -> int:
+        held = self._held[stage]
+        into = self.layers[begin].crossing_bytes if begin else 0
+        kept = self._activations[end] - self._activations[begin]
+        return self._weights[end] - self._weights[begin] + held * into + (1 if self._recompute else held) * kept
+
+    def plan(self, begins: Sequence[int]) -> StagePlan:
+        stages = [
+            PlannedStage(
+                tuple(layer.name for layer in self.layers[begin:end]),
+                *self.passes(stage, begin, end),
+                self.bytes(stage, begin, end),
+                self.layers[begin].crossing_bytes if begin else 0,
+            )
+            for stage, (begin, end) in enumerate(itertools.pairwise([*begins, len(self.layers)]))
+        ]
+        return StagePlan(tuple(stages), self._schedule)
+
+
+def _least(cost: Callable, nothing: tuple, num_stages: int, places: Sequence[int]) -> tuple[tuple, tuple[int, ...]]:
+    """The division with the least cost, and of those the one whose stages begin first.
+
+    Args:
+      cost: of `(cost of the stages before, number of the stage, where it begins, where it ends)`; a greater cost of the
+        stages before makes none less.
+      nothing: the cost of no stage.
+      num_stages: how many.
+      places: where stages may begin or end, in order: the first begins at the first place, the last ends at the last.
+
+    Returns:
+      Its cost, and where its stages begin.
+    """
+    found: dict[int, tuple[tuple, tuple[int, ...]]] = {places[0]: (nothing, ())}  # by where the stages so far end
+    for stage in range(num_stages):
+        behind = num_stages - 1 - stage  # stages that still need a place each
+        ends = places[stage + 1 : len(places) - behind] if behind else places[-1:]
+        found = {
+            end: min(
+                (cost(before, stage, begin, end), (*begins, begin))
+                for begin, (before, begins) in found.items()
+                if begin < end
+            )
+            for end in ends
+        }
+    return found[places[-1]]
