@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -22,11 +23,27 @@ SECONDS = 30
 
 @pytest.fixture
 def job(request, monkeypatch):
-    """A name of its own for each test; nobody waits for long."""
+    """A name of its own for each test, whose ports nobody has; nobody waits for long."""
     monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", str(SECONDS))
     for name in ("TFRING_PORT", "TFRING_PORT_RANGE", "TFRING_INTERFACE"):
         monkeypatch.delenv(name, raising=False)
-    return f"{os.getpid()} {request.node.name}"
+    names = (f"{os.getpid()} {request.node.name} {number}" for number in itertools.count())
+    return next(name for name in names if all(map(_is_free, ports.candidates(f"test {name}"))))
+
+
+def _is_free(port):
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def a_range(job):
+    """The ports of a job, as `TFRING_PORT_RANGE`."""
+    there = ports.candidates(f"test {job}")
+    return min(there), max(there)
 
 
 def seats(n, job, **changes):
@@ -70,10 +87,11 @@ def test_by_name_and_over_ipv6(job, host):
 def test_a_named_port_and_a_range(job, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    monkeypatch.setenv("TFRING_PORT_RANGE", "21300-21320")
+    first, last = a_range(job)
+    monkeypatch.setenv("TFRING_PORT_RANGE", f"{first}-{last}")
     addresses = check(all_meet(seats(3, job, port=port)))
     assert addresses[0].port == port
-    assert all(21300 <= address.port <= 21320 for address in addresses[1:])
+    assert all(first <= address.port <= last for address in addresses[1:])
 
 
 def test_an_interface(job, monkeypatch):
@@ -110,8 +128,9 @@ def _talk(stranger):
 
 def test_another_job_at_the_same_port(job):
     """Two jobs share all candidates: each finds its own rank 0."""
+    shared = ports.candidates(f"test {job}")[:2]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(ports, "candidates", lambda _: [21333, 21334])
+        monkeypatch.setattr(ports, "candidates", lambda _: shared)
         both = all_meet([*seats(3, f"{job} 1"), *seats(3, f"{job} 2")])
     first, second = check(both[:3]), check(both[3:])
     assert not set(first) & set(second)
@@ -210,18 +229,34 @@ def test_ranks_that_never_come_are_named(job, monkeypatch):
     assert "looked for rank 0 at 127.0.0.1, ports" in str(alone) and "refused" in str(alone)
 
 
-def test_two_that_claim_one_rank(job, monkeypatch):
-    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "3")
+def test_two_that_claim_one_rank(job):
+    """The later is refused at once; the others meet."""
     places = seats(3, job)
-    results = all_meet([places[0], places[1], Seat(1, 3, "test", job, remedy="another object")])
-    told = [str(result) for result in results if "two processes say that they are rank 1" in str(result)]
-    assert len(told) == 1
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        rank_0 = pool.submit(meet, places[0])
+        claims = {pool.submit(meet, places[1]), pool.submit(meet, Seat(1, 3, "test", job, remedy="another object"))}
+        (refused,), (accepted,) = concurrent.futures.wait(
+            claims, 2 * SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        assert "two processes say that they are rank 1" in str(refused.exception())
+        rank_2 = pool.submit(meet, places[2])
+        clusters = [call.result(2 * SECONDS) for call in (rank_0, accepted, rank_2)]
+    check(clusters)
+    for cluster in clusters:
+        os.close(cluster.listen_fd)
 
 
-def test_world_sizes_that_differ(job, monkeypatch):
-    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "3")
-    results = all_meet([seats(2, job)[0], seats(3, job)[1]])
-    assert "rank 0 of 2 to one process, and rank 1 of 3 to another" in str(results[1])
+def test_world_sizes_that_differ(job):
+    """Who says another is refused at once; the others meet."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        rank_0 = pool.submit(meet, seats(2, job)[0])
+        with pytest.raises(RendezvousError, match="rank 0 of 2 to one process, and rank 1 of 3 to another"):
+            meet(seats(3, job)[1])
+        rank_1 = pool.submit(meet, seats(2, job)[1])
+        clusters = [call.result(2 * SECONDS) for call in (rank_0, rank_1)]
+    check(clusters)
+    for cluster in clusters:
+        os.close(cluster.listen_fd)
 
 
 def test_an_inferred_host_that_is_not_rank_0s_is_an_error_at_once(job):
@@ -269,9 +304,10 @@ def test_met_once_said_again(job, monkeypatch):
     os.close(clusters[0].listen_fd)
 
 
-def test_listening_for_an_engine_of_ones_own(monkeypatch):
-    monkeypatch.setenv("TFRING_PORT_RANGE", "21400-21410")
+def test_listening_for_an_engine_of_ones_own(job, monkeypatch):
+    first, last = a_range(job)
+    monkeypatch.setenv("TFRING_PORT_RANGE", f"{first}-{last}")
     address, fd = listen()
-    assert 21400 <= parse_address(address).port <= 21410
+    assert first <= parse_address(address).port <= last
     with socket.create_connection(parse_address(address), 5), socket.socket(fileno=fd) as listener:
         listener.accept()[0].close()

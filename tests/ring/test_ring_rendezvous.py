@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ranks
+from harness import free_ports
 
 from tfring.cluster import entrance
 from tfring.errors import RendezvousError
@@ -46,15 +47,12 @@ def bind_own_address(cluster, addresses):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost", socket.gethostname()])
 def test_a_rank_binds_its_own_address(host):
-    # The test holds no port here: they are taken from below the range the kernel deals out.
-    ports = np.random.default_rng().choice(np.arange(13000, 31000), 2, replace=False)
-    addresses = tuple(f"{host}:{port}" for port in ports)
+    addresses = tuple(f"{host}:{port}" for port in free_ports(2))  # the test holds none
     assert ranks.run(2, bind_own_address, addresses) == [1, 1]
 
 
 def where_it_listens(several_hosts):
-    port = int(np.random.default_rng().integers(13000, 31000))
-    addresses = [f"{socket.gethostname()}:{port}", f"{socket.gethostname()}:{port + 1}"]
+    addresses = [f"{socket.gethostname()}:{port}" for port in free_ports(2)]
     here, everywhere = (
         SimpleNamespace(rank=0, world_size=len(names), addresses=names, listen_fd=None)
         for names in (tuple(addresses), (*addresses, "192.0.2.1:1"))
