@@ -10,7 +10,7 @@ import contest
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
 WORKERS = (2, 4)
-CONTESTANTS = ("tfring", "divided", "tensorflow")
+CONTESTANTS = ("tfring", "divided", "divided_apart", "tensorflow")
 ROWS = (1_000_000, 5_000_000, 20_000_000)  # of one table
 MEMORY_WORKERS = 4
 

@@ -160,11 +160,19 @@ LARGE_TABLES = (
     1_000_000, 500_000, 200_000, 100_000, *(10_000 * k for k in range(1, 12)), *(10 * k for k in range(1, 12)),
 )  # fmt: skip
 LARGE_WIDTH = 32
-TABLES_TASK = Task(
-    "DLRM-like, 26 tables of 10 to 1,000,000 x 32, Zipf ids, Adagrad, batch 2,048", 2048, 20,
-    lambda keras, embedded=embedded: dlrm(keras, LARGE_TABLES, LARGE_WIDTH, embedded),
-    lambda g, n: dlrm_rows(g, n, LARGE_TABLES), "adagrad",
-)  # fmt: skip
+
+
+def tables_task(parts: int = 1) -> Task:
+    """Of each table and of a batch one of so many parts."""
+    sizes = [-(-size // parts) for size in LARGE_TABLES]
+    return Task(
+        "DLRM-like, 26 tables of 10 to 1,000,000 x 32, Zipf ids, Adagrad, batch 2,048", 2048 // parts, 20,
+        lambda keras, embedded=embedded: dlrm(keras, sizes, LARGE_WIDTH, embedded),
+        lambda g, n: dlrm_rows(g, n, sizes), "adagrad",
+    )  # fmt: skip
+
+
+TABLES_TASK = tables_task()
 DEPTH, DEEP_WIDTH, DEEP_INPUTS = 32, 128, 8  # so that a batch is small beside what layers keep of it
 MANY_ROWS, FEW_ROWS = 65536, 64  # of a batch, where memory is measured
 

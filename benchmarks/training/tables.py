@@ -245,7 +245,12 @@ def threads_section(result: dict) -> str:
 
 
 def embeddings_section(result: dict) -> str:
-    headings = {**HEADINGS, "tfring": "tfring, every worker has all tables", "divided": "tfring, tables divided"}
+    headings = {
+        **HEADINGS,
+        "tfring": "tfring, every worker has all tables",
+        "divided": "tfring, tables divided",
+        "divided_apart": "tfring, tables divided, nothing exchanged",
+    }
     lines = [
         "## Tables divided over the workers", "",
         f"{result['conditions']} Versions: {'; '.join(result['versions'])}.", "",
@@ -266,7 +271,7 @@ def embeddings_section(result: dict) -> str:
         every = rows * (4 * models.LARGE_WIDTH + 4) * (workers - 1)
         cells = [
             milliseconds(statistics.median(seconds)), "" if name == "divided" else number(ratio),
-            "" if sent is None else f"{sent / 1e3:,.0f}", f"{every / 1e3:,.0f}" if name == "divided" else "",
+            "" if not sent else f"{sent / 1e3:,.0f}", f"{every / 1e3:,.0f}" if name == "divided" else "",
         ]  # fmt: skip
         lines.append(f"| {workers} | {headings[name]} | {' | '.join(cells)} |")
     lines += [

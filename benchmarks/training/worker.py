@@ -111,6 +111,19 @@ class Divided(Tfring):
         return statistics.median(between(clock.begun))
 
 
+class DividedApart(Divided):
+    """Each on its share of the rows of tables and of the batch, and nothing exchanged."""
+
+    answers = Divided.answers[:-1]
+
+    def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
+        self.parts = ranks
+        super().__init__(0, 1, ports[rank : rank + 1])
+
+    def task(self, name: str) -> models.Task:
+        return models.tables_task(self.parts)
+
+
 class Microbatched(Plain):
     """The whole deep model on each worker, a microbatch a step, and nothing exchanged: what stages compute in all."""
 
@@ -255,6 +268,7 @@ MAKERS = {
     "tfring": Tfring,
     "sharded": Sharded,
     "divided": Divided,
+    "divided_apart": DividedApart,
     "piped": Piped,
     "microbatched": Microbatched,
     "tensorflow": OnTensorFlow,

@@ -12,7 +12,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from common import devices, relative_error, skewed_rows
+from common import devices, relative_error, skewed_ids, skewed_rows
 from harness import strategy, workers
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -268,6 +268,151 @@ def ended(folder):
 
 def test_when_training_has_ended(tmp_path):
     assert workers(1).run(ended, str(tmp_path / "backup")) == [True]
+
+
+# ----------------------------------------------------------------------------------------------------------- pieces
+
+
+def sharded_model(ring, optimizer):
+    import keras
+
+    import tfring
+
+    with ring.scope():
+        model = keras.Sequential([
+            keras.Input((3,), dtype="int32"),
+            tfring.layers.ShardedEmbedding(30, 4),
+            keras.layers.Flatten(),
+            tfring.layers.ShardedDense(8, split="rows", use_bias=False),
+            keras.layers.Dense(1),
+        ])
+        model.compile(optimizer(), "mse")
+    return model
+
+
+def train_sharded(folder, kind, mesh=None):
+    """The weights at the end, or None where training was "cut"; both kinds of backup with it."""
+    import keras
+
+    import tfring
+
+    ring = strategy(mesh=tfring.Mesh(**(mesh or {})), shard_optimizer=not mesh)
+    keras.utils.set_random_seed(3)
+    model = sharded_model(ring, lambda: keras.optimizers.Adam(0.01))
+
+    class Interrupt(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+            if kind == "cut" and self.seen == 6:
+                raise InterruptedError
+
+    backups = [tfring.callbacks.Backup(f"{folder}/sharded", every_steps=2, sharded=True)]
+    if kind == "cut":
+        backups.append(tfring.callbacks.Backup(f"{folder}/whole", every_steps=2))
+    x, y = skewed_ids()
+    try:
+        model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0, callbacks=[*backups, Interrupt()])
+    except InterruptedError:
+        return None
+    return model.get_weights()
+
+
+def test_each_rank_writes_its_pieces(tmp_path):
+    """Put together they are what rank 0 writes otherwise; training goes on from them on any mesh."""
+    mesh = {"data": 2, "model": 2}
+    assert workers(4).run(train_sharded, str(tmp_path), "cut", mesh) == [None] * 4
+    files = load_files()
+    (_, state, arrays), (_, whole_state, wholes) = (files.newest(tmp_path / kind) for kind in ("sharded", "whole"))
+    assert [a.tobytes() for a in arrays] == [a.tobytes() for a in wholes]
+    assert [name is not None for name in state["pieces"]] == [True, True, False, False]  # the others have the same
+    divided = [n for n, v in enumerate(state["variables"]) if "pieces" in v]
+    assert len(divided) == 3 * 2  # a table and a kernel, with Adam's two slots
+    assert (state["format"], whole_state["format"]) == (2, 1)
+    for name in state["pieces"][:2]:
+        with np.load(tmp_path / "sharded" / name) as pieces:
+            assert sorted(map(int, pieces)) == divided
+            assert all(pieces[n].size == arrays[int(n)].size / 2 for n in pieces)
+    whole = workers(2).run(train_sharded, str(tmp_path / "new"), "at once")[0]
+    for weights in workers(2).run(train_sharded, str(tmp_path), "resumed"):
+        assert relative_error(weights, whole) < 1e-5
+    assert len(list((tmp_path / "sharded").iterdir())) == 2 * 3  # as ever the newest two
+
+
+def test_a_piece_that_is_not_whole_or_not_there(tmp_path):
+    workers(2).run(train_sharded, str(tmp_path), "cut")
+    files, folder = load_files(), tmp_path / "sharded"
+    path, state, arrays = files.newest(folder)
+    piece = folder / state["pieces"][1]
+    good = piece.read_bytes()
+    for damaged in (good[:-9], bytes([*good[:300], good[300] ^ 1, *good[301:]])):
+        piece.write_bytes(damaged)
+        assert files.newest(folder)[0] < path
+    piece.write_bytes(good)
+    assert [a.tobytes() for a in files.newest(folder)[2]] == [a.tobytes() for a in arrays]
+    piece.unlink()
+    before, earlier_state, _ = files.newest(folder)
+    assert before < path
+    (folder / earlier_state["pieces"][0]).unlink()
+    with pytest.raises(OSError, match=r"no backup in .*sharded' is whole. epoch-.*rank-1.npz.*rank-0.npz"):
+        files.newest(folder)
+    results = workers(2).run(train_from_broken_pieces, str(tmp_path))
+    assert all("no backup in" in text and "Remove what is there" in text for text in results)
+
+
+def train_from_broken_pieces(folder):
+    with pytest.raises(OSError) as raised:
+        train_sharded(folder, "resumed")
+    return str(raised.value)
+
+
+def without_room_on_rank_1(folder):
+    """A disk that is full for one rank's pieces: nothing of that backup stays, and training goes on."""
+    import warnings
+
+    import keras
+
+    import tfring
+
+    ring = strategy(shard_optimizer=True)
+    model = sharded_model(ring, lambda: keras.optimizers.SGD(0.01))
+    write = tfring.callbacks.files.os.fsync
+    seen = []
+
+    def full(descriptor):
+        seen.append(descriptor)
+        if ring.cluster.rank == 1 and len(seen) > 2:
+            raise OSError(28, "No space left on device")
+        write(descriptor)
+
+    x, y = skewed_ids()
+    backup = tfring.callbacks.Backup(folder, every_steps=2, sharded=True)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        patch.setattr(tfring.callbacks.files.os, "fsync", full)
+        model.fit(x, y, batch_size=20, epochs=1, shuffle=False, verbose=0, callbacks=[backup])
+    return [str(each.message) for each in said if "could not save" in str(each.message)]
+
+
+def test_a_full_disk_of_one_rank(tmp_path):
+    of_rank_0, of_rank_1 = workers(2).run(without_room_on_rank_1, str(tmp_path / "full"))
+    assert len(of_rank_0) == 2 and all("rank 1: [Errno 28]" in text for text in of_rank_0) and not of_rank_1
+    names = sorted(path.name for path in (tmp_path / "full").iterdir())
+    assert len(names) == 3 and names[-1] == "epoch-00000-step-00000002.npz", names
+
+
+def on_disks_of_their_own(folder):
+    import tfring
+
+    with pytest.raises(tfring.errors.ConfigurationError) as raised:
+        train_sharded(f"{folder}/{strategy().cluster.rank}", "resumed")
+    return str(raised.value)
+
+
+def test_a_folder_that_a_rank_does_not_see(tmp_path):
+    for text in workers(2).run(on_disks_of_their_own, str(tmp_path)):
+        assert "what rank 0 writes there is not seen by rank 1. Name another folder" in text
 
 
 # ------------------------------------------------------------------------------------------------------------ files

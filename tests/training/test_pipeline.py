@@ -262,7 +262,7 @@ def saved(folder, kind, mesh):
         pipeline = compiled(tfring.parallel.Pipeline(MODELS[kind](), ["d3"], num_microbatches=2), kind, "adam")
     x, y = inputs_of(kind)
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-    backup = tfring.callbacks.Backup(f"{folder}/backup")
+    backup = tfring.callbacks.Backup(f"{folder}/backup", sharded=kind != "graph")
     checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/checkpoint.weights.h5", save_weights_only=True)
     pipeline.fit(x, y, callbacks=[backup, checkpoint], **options)
     tfring.save(pipeline, f"{folder}/model.keras")

@@ -502,7 +502,7 @@ def backed_up(folder, num_epochs, update):
     with strategy().scope():
         model = model_of(lambda: keras.optimizers.Adam(0.01, **accumulated), update=update)()
     x, y = skewed_ids()
-    backup = tfring.callbacks.Backup(folder)
+    backup = tfring.callbacks.Backup(folder, sharded=update == "rows")
     model.fit(x, y, batch_size=20, epochs=num_epochs, shuffle=False, verbose=0, callbacks=[backup])
     return model.get_weights()
 

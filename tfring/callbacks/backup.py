@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import secrets
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
 from tfring.errors import ConfigurationError
 
-_FORMAT = 1
+_FORMAT, _FORMAT_OF_PIECES = 1, 2
 _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
 
 
@@ -37,10 +38,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
     two updates, the epoch and the step in it, the place in the data, the logs so far, the random numbers of Python and
     NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau).
 
-    Rank 0 writes; the others restore what it reads. A file is written beside and renamed, so that a kill loses
-    nothing, and is found out where it is not whole; then the one before it is used. It is a plain zip file, see
-    `docs/restarts.md`. When training has ended the last file stays: the same `fit` then has nothing left to do, one
-    with more epochs goes on. Remove the folder to train from the start.
+    Rank 0 writes; the others restore what it reads. With `sharded=True` each rank writes what it has pieces of (weights
+    of sharded layers and of stages, slots that are divided), and rank 0 the rest and what is where. A file is written
+    beside and renamed, so that a kill loses nothing, and is found out where it is not whole; then the one before it is
+    used. It is a plain zip file, see `docs/restarts.md`. When training has ended the last file stays: the same `fit`
+    then has nothing left to do, one with more epochs goes on. Remove the folder to train from the start.
 
     SIGTERM, by which schedulers announce that they take a machine back, has all ranks save after the present step and
     end with exit code 75, at which `tfring launch --max-restarts` starts them again; unless the program handles SIGTERM
@@ -52,12 +54,15 @@ class Backup(RunsLast, keras.callbacks.Callback):
       every_seconds: save after the step at which so many seconds have passed, by rank 0's clock. Default None; without
         both, at the end of each epoch.
       keep: how many files stay in the folder. Default 2.
+      sharded: whether pieces are written by their ranks, at the same time, each to a file of its own; such a backup is
+        read on any number of workers too, and by a Backup of either kind. `folder` is on a disk that all ranks see.
+        Default False.
       grace_seconds: after SIGTERM, how long the step or validation under way may take until the process ends without
         saving, with the same exit code. Default 20.
 
     Raises:
       ConfigurationError: for arguments out of range; in `fit`, for a model that was not made in the scope of a
-        RingStrategy, or is another than was saved.
+        RingStrategy, or is another than was saved; with `sharded`, for a folder that some rank does not see.
       OSError: in `fit`, where the folder holds files and none is whole.
 
     The place in the data is found by drawing again. Batches of the present epoch are drawn and thrown away; earlier
@@ -86,6 +91,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         every_seconds: float | None = None,
         *,
         keep: int = 2,
+        sharded: bool = False,
         grace_seconds: float = 20.0,
     ):
         super().__init__()
@@ -96,6 +102,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._every_steps = every_steps
         self._every_seconds = every_seconds
         self._keep = keep
+        self._sharded = sharded
         self._grace_seconds = grace_seconds
         self._strategy: Any = None  # while `fit` runs
         self._restored: Any = None  # the state it goes on from
@@ -108,6 +115,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._strategy = ring_of_model(model)
         initial_epoch, self._preempted, self.granted = model._initial_epoch, False, _NOTHING
         try:
+            if self._sharded:
+                self._check_that_all_see_the_folder()
             self._read()
             # Those with which data was shuffled; so they are set before data is drawn.
             states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
@@ -119,6 +128,25 @@ class Backup(RunsLast, keras.callbacks.Callback):
         finally:
             self._strategy, self._restored, self._arrays = None, None, None
             model._initial_epoch = initial_epoch
+
+    def _check_that_all_see_the_folder(self) -> None:
+        strategy, is_chief = self._strategy, self._strategy.cluster.is_chief
+        name = f".{secrets.token_hex(8)}" if is_chief else ""
+        if is_chief:
+            with contextlib.suppress(OSError):  # then no rank sees it
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / name).touch()
+        name = variables.broadcast_bytes(strategy, name.encode()).decode()
+        sees = variables.gather_bytes(strategy, b"1" if (self._folder / name).exists() else b"0")
+        if is_chief:
+            (self._folder / name).unlink(missing_ok=True)
+        blind = [rank for rank, answer in enumerate(sees) if answer == b"0"]
+        if blind:
+            raise ConfigurationError(
+                "With `sharded=True` the folder of a Backup is on a disk that all ranks write to and see. Received: "
+                f"{str(self._folder)!r}; what rank 0 writes there is not seen by rank {', '.join(map(str, blind))}. "
+                "Name another folder, or leave `sharded` out: then rank 0 writes all."
+            )
 
     def _read(self) -> None:
         """On all ranks: the newest state, or None; its arrays on rank 0."""
@@ -137,10 +165,10 @@ class Backup(RunsLast, keras.callbacks.Callback):
             raise OSError(f"{reply['problem']}. Remove what is there to train from the start.")
         if reply:
             self._restored = reply["state"]
-            if self._restored["format"] != _FORMAT:
+            if self._restored["format"] not in (_FORMAT, _FORMAT_OF_PIECES):
                 raise ConfigurationError(
-                    f"This version of tfring reads backups of format {_FORMAT}. Received: {reply['path']}, of format "
-                    f"{self._restored['format']}."
+                    f"This version of tfring reads backups of formats {_FORMAT} and {_FORMAT_OF_PIECES}. Received: "
+                    f"{reply['path']}, of format {self._restored['format']}."
                 )
             self._say(f"training goes on from {reply['path']}")
 
@@ -301,14 +329,20 @@ class Backup(RunsLast, keras.callbacks.Callback):
         """On all ranks; rank 0 writes."""
         self._saved_at, self._steps_since_saved = time.monotonic(), 0
         strategy, model = self._strategy, self.model
-        described, arrays = variables.take(strategy, model, variables.variables_of(model))
-        mine = json.dumps([self._random_at_start, random_states.take()]).encode()
-        random = [json.loads(data) for data in variables.gather_bytes(strategy, mine)]
+        step = self._executions[-1] * model.steps_per_execution if self._executions else 0
+        taken = variables.take(strategy, model, variables.variables_of(model), apart=self._sharded)
+        mine: dict[str, Any] = {"random_at_start": self._random_at_start, "random": random_states.take()}
+        if taken.pieces:
+            try:
+                rank = strategy.cluster.rank
+                mine["pieces"] = files.write_pieces(self._folder, self._epoch, step, rank, taken.pieces)
+            except OSError as error:
+                mine["problem"] = f"rank {rank}: {error}"
+        everyones = [json.loads(data) for data in variables.gather_bytes(strategy, json.dumps(mine).encode())]
         if not strategy.cluster.is_chief:
             return
         of_callbacks: list[np.ndarray] = []
         callbacks = self._attributes.changed(of_callbacks)
-        step = self._executions[-1] * model.steps_per_execution if self._executions else 0
         state = {
             "format": _FORMAT,
             "epoch": self._epoch,
@@ -320,14 +354,20 @@ class Backup(RunsLast, keras.callbacks.Callback):
             "logs": self._logs,
             "history": model.history.history,
             "history_epochs": model.history.epoch,
-            "random_at_start": [at_start for at_start, _ in random],
-            "random": [now for _, now in random],
-            "variables": described,
+            "random_at_start": [each["random_at_start"] for each in everyones],
+            "random": [each["random"] for each in everyones],
+            "variables": taken.descriptions,
             "callbacks": callbacks,
             "callback_arrays": [{"dtype": a.dtype.name, "shape": list(a.shape)} for a in of_callbacks],
-            "num_arrays": len(arrays) + len(of_callbacks),
+            "num_arrays": len(taken.arrays) + len(of_callbacks),
         }
+        if self._sharded:
+            state |= {"format": _FORMAT_OF_PIECES, "pieces": [each.get("pieces") for each in everyones]}
         try:
-            files.write(self._folder, self._epoch, step, state, [*arrays, *of_callbacks], self._keep)
+            problems = [each["problem"] for each in everyones if "problem" in each]
+            if problems:
+                files.remove_all_but(self._folder, self._keep)
+                raise OSError("; ".join(problems))
+            files.write(self._folder, self._epoch, step, state, [*taken.arrays, *of_callbacks], self._keep)
         except OSError as error:  # a full disk is no reason to lose what is in memory
             warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)

@@ -3,9 +3,12 @@
     epoch-00003-step-00000120.npz       a plain zip file: `numpy.load` and `python -m zipfile` read it
       state.json                          where training was, and what the arrays are
       0.npy, 1.npy, ...                   arrays
+    epoch-00003-step-00000120-9f1c27ab-rank-1.npz    where each rank writes its pieces: those of rank 1
+      7.npy, ...                          of arrays that the first file does not have; its state.json says which part
 
-A file is written beside, brought to the disk, then renamed. The zip format has a CRC-32 of each member, and its table
-of contents at the end of the file; so a file that is cut or changed is told from a whole one.
+A file is written beside, brought to the disk, then renamed; the first one last. The zip format has a CRC-32 of each
+member, and its table of contents at the end of the file; so a file that is cut or changed is told from a whole one.
+Names of pieces are drawn anew each time, so that those of two backups after the same step are not mixed.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,26 +28,59 @@ import numpy as np
 from tfring import blocks
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.npz")
+_PIECES = re.compile(r"(epoch-\d+-step-\d+)-[0-9a-f]{8}-rank-\d+\.npz")
 _STATE = "state.json"
-_NOT_WHOLE = (zipfile.BadZipFile, ValueError, KeyError, EOFError, RuntimeError)  # as zipfile and numpy put it
+_NOT_WHOLE = (zipfile.BadZipFile, ValueError, LookupError, EOFError, RuntimeError)  # as zipfile and numpy put it
 
 
-def write(folder: pathlib.Path, epoch: int, step: int, state: dict, arrays: Sequence[np.ndarray], keep: int) -> None:
+def write(
+    folder: pathlib.Path, epoch: int, step: int, state: dict, arrays: Sequence[np.ndarray | None], keep: int
+) -> None:
     """Writes a file and removes all but the newest `keep`.
+
+    Args:
+      folder: made where it is not there.
+      epoch: how many are done.
+      step: how many are done beside.
+      state: can be written as JSON. `num_arrays` of it says how many there are; where some are None, `pieces` says in
+        which files ranks have written them, and `pieces` of their `variables` who has what.
+      arrays: None for those of which ranks have written pieces.
+      keep: how many files stay.
 
     Raises:
       OSError: it cannot be written; what was there before still is.
     """
+    members = [(f"{number}.npy", array) for number, array in enumerate(arrays) if array is not None]
+    try:
+        _write(folder, f"{_stem(epoch, step)}.npz", [(_STATE, json.dumps(state, default=_plain)), *members])
+    finally:
+        remove_all_but(folder, keep)
+
+
+def write_pieces(folder: pathlib.Path, epoch: int, step: int, rank: int, pieces: dict[int, np.ndarray]) -> str:
+    """Writes what a rank has of some arrays, by their numbers: the name of the file.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    name = f"{_stem(epoch, step)}-{secrets.token_hex(4)}-rank-{rank}.npz"
+    _write(folder, name, [(f"{number}.npy", piece) for number, piece in pieces.items()])
+    return name
+
+
+def _write(folder: pathlib.Path, name: str, members: Iterable[tuple[str, str | np.ndarray]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"epoch-{epoch:05}-step-{step:08}.npz"
+    path = folder / name
     beside = path.with_suffix(".part")
     try:
         with beside.open("wb") as file:
             with zipfile.ZipFile(file, "w") as archive:
-                archive.writestr(_STATE, json.dumps(state, default=_plain))
-                for number, array in enumerate(arrays):
-                    with archive.open(f"{number}.npy", "w", force_zip64=True) as member:
-                        np.lib.format.write_array(member, array, allow_pickle=False)
+                for member_name, content in members:
+                    if isinstance(content, str):
+                        archive.writestr(member_name, content)
+                        continue
+                    with archive.open(member_name, "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, content, allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -51,7 +88,22 @@ def write(folder: pathlib.Path, epoch: int, step: int, state: dict, arrays: Sequ
         beside.unlink(missing_ok=True)
         raise
     _sync(folder)
-    for old in [*_found(folder)[keep:], *folder.glob("*.part")]:  # parts: of a process that was killed
+
+
+def remove_all_but(folder: pathlib.Path, keep: int) -> None:
+    """Also pieces that no file speaks of, and parts: of processes that were killed, and of ranks that had no room."""
+    files = _found(folder)
+    spoken_of: set[str | None] = set()
+    unread: set[str] = set()
+    for path in files[:keep]:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                spoken_of.update(json.loads(archive.read(_STATE)).get("pieces", ()))
+        except (*_NOT_WHOLE, OSError):
+            unread.add(path.stem)
+    matches = [match for path in folder.glob("*.npz") if (match := _PIECES.fullmatch(path.name))]
+    pieces = [folder / match[0] for match in matches if match[0] not in spoken_of and match[1] not in unread]
+    for old in [*files[keep:], *pieces, *folder.glob("*.part")]:
         old.unlink(missing_ok=True)
 
 
@@ -64,15 +116,44 @@ def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.
     problems = []
     for path in _found(folder):
         try:
-            with zipfile.ZipFile(path) as archive:
-                state = json.loads(archive.read(_STATE))
-                arrays = [_read_array(archive, f"{n}.npy") for n in range(state["num_arrays"])]
-            return path, state, arrays
+            return path, *_read(path)
         except (*_NOT_WHOLE, OSError) as error:
             problems.append(f"{path.name}: {error}")
     if problems:
         raise OSError(f"no backup in {str(folder)!r} is whole. {'; '.join(problems)}")
     return None
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
+    with contextlib.ExitStack() as stack:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        state = json.loads(archive.read(_STATE))
+        others = [
+            None if name is None else stack.enter_context(zipfile.ZipFile(path.with_name(name)))
+            for name in state.get("pieces", ())
+        ]
+        here = set(archive.namelist())
+        names = [f"{number}.npy" for number in range(state["num_arrays"])]
+        arrays = [
+            _read_array(archive, name) if name in here else _put_together(others, name, state["variables"][number])
+            for number, name in enumerate(names)
+        ]
+    return state, arrays
+
+
+def _put_together(archives: Sequence[Any], name: str, variable: dict) -> np.ndarray:
+    """The whole of which ranks have pieces, in its own shape."""
+    pieces = variable["pieces"]
+    held = [_read_array(archives[rank], name) for rank, _ in pieces["of"]]
+    whole = blocks.room(pieces["lined_up"], held[0].dtype)
+    rows_of = np.moveaxis(whole, pieces["dimension"], 0)  # a view
+    for piece, (_, slices) in zip(held, pieces["of"], strict=True):
+        blocks.write_rows(np.moveaxis(piece, pieces["dimension"], 0), 0, [rows_of[slice(*part)] for part in slices])
+    return whole.reshape(variable["shape"])
+
+
+def _stem(epoch: int, step: int) -> str:
+    return f"epoch-{epoch:05}-step-{step:08}"
 
 
 def _plain(value):

@@ -7,7 +7,7 @@ gathered. What differs is taken from every replica: the state of metrics, gradie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfring import blocks, equality
 from tfring._keras import slots
 from tfring._keras.callbacks import all_variables
-from tfring._keras.sharding import axis_of, count, cut_of, whole_shape
+from tfring._keras.sharding import axis_of, count, cut_of, held_of, whole_shape
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
@@ -48,40 +48,73 @@ def _is_read_as_sum(variable: keras.Variable) -> bool:
     return variable.value.synchronization == tf.VariableSynchronization.ON_READ
 
 
-def take(strategy, model, variables: Sequence[keras.Variable]) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """What the variables hold, on all ranks: a description and an array of each, the arrays on rank 0 alone.
+class Taken(NamedTuple):
+    """What variables hold, on all ranks.
 
-    An array has one dimension more, one entry a replica of all ranks, where replicas differ, or would by nature.
+    Attributes:
+      descriptions: of each variable.
+      arrays: of each, on rank 0; None for what is in `pieces`. One that replicas differ in, or would by nature, has
+        one dimension more, with an entry a replica of all ranks.
+      pieces: what this rank has of variables, by their numbers, where each rank keeps its own.
     """
+
+    descriptions: list[dict[str, Any]]
+    arrays: list[np.ndarray | None]
+    pieces: dict[int, np.ndarray]
+
+
+def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
+    """What the variables hold; all ranks call it. `apart`: whether ranks keep what they have pieces of."""
     replicas = [values_of(v.value) for v in variables]
     digests = [tf.stack([equality.digest(tf.convert_to_tensor(value)) for value in values]) for values in replicas]
     control = strategy.extended.world
     num_replicas = [len(values) for values in replicas]
     everyone = control.all_gather(tf.concat(digests, 0), name="digests of a backup").numpy()
     everyone = everyone.reshape(strategy.cluster.world_size, -1)
-    descriptions, arrays = [], []
-    apart = _accumulators_of(model) | {id(v) for v in variables if _is_read_as_sum(v)}
+    taken = Taken([], [], {})
+    of_each = _accumulators_of(model) | {id(v) for v in variables if _is_read_as_sum(v)}
     ends = np.cumsum(num_replicas)
-    for variable, values, end in zip(variables, replicas, ends, strict=True):
+    for number, (variable, values, end) in enumerate(zip(variables, replicas, ends, strict=True)):
         digest = everyone[:, end - len(values) : end]
         is_cut = cut_of(variable) is not None
-        differs = not is_cut and (id(variable) in apart or bool((digest != digest[0, 0]).any()))
-        if is_cut:
-            array = slots.whole(variable, keep=strategy.cluster.is_chief)
-        else:
-            array = np.stack([value.numpy() for value in values]) if differs else values[0].numpy()
-        array = _bits(array)
-        if differs:
-            array = gather(strategy, array, "variable of a backup")
-        descriptions.append({
+        differs = not is_cut and (id(variable) in of_each or bool((digest != digest[0, 0]).any()))
+        description = {
             "path": variable.path,
             "dtype": variable.value.dtype.name,
             "shape": list(whole_shape(variable)),
             "of_each_replica": differs,
-        })
+        }
+        array = None
+        if is_cut and apart:
+            description["pieces"] = _describe_pieces(strategy, variable)
+            if any(rank == strategy.cluster.rank for rank, _ in description["pieces"]["of"]):
+                taken.pieces[number] = _bits(np.atleast_1d(held_of(variable).numpy()))
+        elif is_cut:
+            array = _bits(slots.whole(variable, keep=strategy.cluster.is_chief))
+        else:
+            array = _bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
+            if differs:
+                array = gather(strategy, array, "variable of a backup")
+        taken.descriptions.append(description)
         if strategy.cluster.is_chief:
-            arrays.append(array)
-    return descriptions, arrays
+            taken.arrays.append(array)
+    return taken
+
+
+def _describe_pieces(strategy, variable) -> dict[str, Any]:
+    """Who has what of a variable; of ranks that have the same piece the first."""
+    cut, axis = cut_of(variable), axis_of(variable)
+    assert cut is not None
+    first: dict[int, int] = {}  # rank, by its place along the axis
+    for rank in range(strategy.cluster.world_size):
+        first.setdefault(strategy.mesh.coordinate(axis, rank), rank)
+    size = cut.lined_up[cut.dimension]
+    of = [
+        [rank, [list(part.indices(size)) for part in cut.slices(place)]]
+        for place, rank in first.items()
+        if count(cut, place)
+    ]
+    return {"lined_up": list(cut.lined_up), "dimension": cut.dimension, "of": of}
 
 
 def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | None, cluster_then: dict) -> None:
