@@ -139,7 +139,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
         name = variables.broadcast_bytes(strategy, name.encode()).decode()
         sees = variables.gather_bytes(strategy, b"1" if (self._folder / name).exists() else b"0")
         if is_chief:
-            (self._folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
         blind = [rank for rank, answer in enumerate(sees) if answer == b"0"]
         if blind:
             raise ConfigurationError(
