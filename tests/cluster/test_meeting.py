@@ -182,7 +182,7 @@ def test_a_stranger_takes_no_seat_and_hears_nothing_of_the_job(job, monkeypatch,
 
 
 def test_another_secret_at_the_meeting(job, monkeypatch):
-    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "2")
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "4")
     keys = iter([b"one", b"other"])
     monkeypatch.setattr(meeting.secret, "of", lambda seat: next(keys))
     results = all_meet(seats(2, job))
@@ -219,7 +219,7 @@ def _until_there(connect):
 
 
 def test_ranks_that_never_come_are_named(job, monkeypatch):
-    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "1")
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "4")
     started = time.monotonic()
     results = all_meet(seats(4, job)[:2])
     assert time.monotonic() - started < 20
