@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 CONFIG = json.dumps({"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}})
 
 
@@ -92,6 +94,9 @@ def test_alone():
     assert (resolver.task_type, resolver.task_id) == (None, None)
     assert isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver)
     assert tfring.RingStrategy(cluster_resolver=resolver).cluster.world_size == 1
+    twice = r"say the same thing: pass one of them. Received: cluster=Cluster\(rank=0.*, cluster_resolver=<.*ClusterReso"
+    with pytest.raises(tfring.errors.ConfigurationError, match=twice):
+        tfring.RingStrategy(resolver.cluster, cluster_resolver=resolver)
 
 
 CASES = [  # how the strategy is made, what the environment says afterwards, what is warned of

@@ -1,5 +1,7 @@
 """What the engines offer beside sums, the same over the compiled ring, TensorFlow's runtime, and for one process."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from harness import strategy, workers
@@ -142,6 +144,40 @@ def refused():
 
 def test_what_tensorflow_has_not_is_refused_with_what_has_it():
     assert workers(2, "tensorflow").run(refused) == [['group "mine"', 'send "rows"', 'receive "rows"']] * 2
+
+
+def of_another_cluster():
+    """The error of a second strategy over TensorFlow's collectives, and where it could be and is."""
+    import tfring
+
+    cluster = strategy().cluster
+    addresses = cluster.addresses[::-1]
+    other = dataclasses.replace(cluster, addresses=addresses, listen_fd=None)
+    with pytest.raises(tfring.errors.ConfigurationError) as error:
+        tfring.RingStrategy(other, communication="tensorflow")
+    return str(error.value), str(addresses), str(cluster.addresses)
+
+
+def test_a_process_joins_one_cluster_of_tensorflow():
+    for error, other, own in workers(2, "tensorflow").run(of_another_cluster):
+        assert "A process joins one cluster" in error
+        assert f"Received: {other}; it is in {own}" in error
+
+
+def too_late():
+    import tensorflow as tf
+
+    import tfring
+
+    cluster = dataclasses.replace(strategy().cluster, listen_fd=None)
+    assert tf.constant(1).numpy() == 1
+    message = r"made before TensorFlow runs anything. Received: a process in which it has run"
+    with pytest.raises(tfring.errors.ConfigurationError, match=message):
+        tfring.RingStrategy(cluster, communication="tensorflow")
+
+
+def test_collectives_of_tensorflow_come_first():
+    workers(2).run(too_late)
 
 
 def alone():

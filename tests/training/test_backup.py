@@ -462,6 +462,25 @@ def test_a_damaged_file_is_found_out_and_the_one_before_is_used(tmp_path):
     assert assert_whole(files.newest(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(
+    ("array", "octets", "said"),
+    [
+        (np.zeros(3), np.zeros(2).tobytes(), "0.npy is shorter than its array"),
+        (np.zeros(3), np.zeros(4).tobytes(), "0.npy is longer than its array"),
+        (np.zeros(3, object), b"", "0.npy has objects"),
+    ],
+    ids=["shorter", "longer", "objects"],
+)
+def test_an_array_that_is_not_what_its_header_says(tmp_path, array, octets, said):
+    with zipfile.ZipFile(tmp_path / "epoch-00001-step-00000000.npz", "w") as archive:
+        archive.writestr("state.json", '{"num_arrays": 1}')
+        with archive.open("0.npy", "w") as member:
+            np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
+            member.write(octets)
+    with pytest.raises(OSError, match=f"no backup in .* is whole. epoch-00001-step-00000000.npz: {said}. Bring a whole"):
+        load_files().newest(tmp_path)
+
+
 def test_a_kill_during_a_write_loses_nothing(tmp_path):
     """A process that does nothing but write, killed at twenty random moments."""
     program = f"""{IMPORTS}

@@ -187,3 +187,23 @@ def test_compressions_that_there_are_not():
         tfring.RingStrategy(compression="float8")
     with pytest.raises(ConfigurationError, match="TensorFlow's collectives send float32 as it is"):
         tfring.RingStrategy(compression="float16", communication="tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"communication": "nccl"}, r"`communication` must be one of .*Received: communication='nccl'"),
+        ({"bucket_bytes": 0}, r"`bucket_bytes` is a whole number, 1 or more, or None. Received: bucket_bytes=0"),
+        ({"bucket_bytes": "4 MB"}, r"`bucket_bytes` is a whole number.* Received: bucket_bytes='4 MB'"),
+        (
+            {"communication": "tensorflow", "trace": "some/folder"},
+            r"collectives of communication=\"ring\". Received: trace='some/folder', communication='tensorflow'",
+        ),
+        ({"devices": ["GPU:99"]}, r"`devices` must be devices of this process. Received: devices=\['GPU:99'\]; .*CPU:0"),
+    ],
+)
+def test_settings_that_there_are_not(settings, message):
+    import tfring
+
+    with pytest.raises(tfring.errors.ConfigurationError, match=message):
+        tfring.RingStrategy(**settings)

@@ -27,17 +27,21 @@ def test_every_rank_has_its_place():
         assert mesh.ranks("world", 0) == tuple(ranks)
 
 
-@pytest.mark.parametrize(("make", "received"), [
-    (lambda: tfring.Mesh(data=3).of(4), "world_size=4"),
-    (lambda: tfring.Mesh(model=3).of(4), "world_size=4"),
-    (lambda: tfring.Mesh(model=4, pipeline=2).of(4), "world_size=4"),
-    (lambda: tfring.Mesh(model=0), "model=0"),
-    (lambda: tfring.Mesh(pipeline=1.5), "pipeline=1.5"),
-    (lambda: tfring.Mesh(model=None), "model=None"),
-    (lambda: tfring.RingStrategy(mesh=tfring.Mesh(model=2)), "world_size=1"),
+A_PLACE_FOR_EACH, WHOLE_NUMBERS = "a place for each worker: data x model x pipeline", "whole numbers, 1 or more"
+
+
+@pytest.mark.parametrize(("make", "rule", "received"), [
+    (lambda: tfring.Mesh(data=3).of(4), A_PLACE_FOR_EACH, "world_size=4"),
+    (lambda: tfring.Mesh(model=3).of(4), A_PLACE_FOR_EACH, "world_size=4"),
+    (lambda: tfring.Mesh(model=4, pipeline=2).of(4), A_PLACE_FOR_EACH, "world_size=4"),
+    (lambda: tfring.Mesh(model=0), WHOLE_NUMBERS, "model=0"),
+    (lambda: tfring.Mesh(pipeline=1.5), WHOLE_NUMBERS, "pipeline=1.5"),
+    (lambda: tfring.Mesh(model=None), WHOLE_NUMBERS, "model=None"),
+    (lambda: tfring.RingStrategy(mesh=tfring.Mesh(model=2)), A_PLACE_FOR_EACH, "world_size=1"),
+    (lambda: tfring.RingStrategy(mesh={"model": 2}), "`mesh` is a tfring.Mesh", r"mesh={'model': 2}"),
 ])  # fmt: skip
-def test_refuses_other_sizes(make, received):
-    with pytest.raises(ConfigurationError, match=f"Received.*{received}"):
+def test_refuses_other_sizes(make, rule, received):
+    with pytest.raises(ConfigurationError, match=f"{rule}.*Received: .*{received}"):
         make()
 
 

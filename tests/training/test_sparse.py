@@ -1,5 +1,7 @@
 """Embeddings: N workers equal the dense one-hot model in one process, for every optimizer and shape of gradient."""
 
+import re
+
 import numpy as np
 import pytest
 from common import all_optimizers, assert_equal, devices, is_reference, relative_error, skewed_ids
@@ -236,9 +238,25 @@ def test_all_tables_of_a_step_are_one_operation():
         assert len(kinds) <= 4, kinds  # and what takes the numbers of rows, which nobody asked for
 
 
-def test_options_are_checked():
-    with pytest.raises(ValueError, match=r"`reduction` is auto, gather or owner. Received: reduction='all'"):
-        tfring.SparseOptions(reduction="all")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "all"}, "`reduction` is auto, gather or owner. Received: reduction='all'"),
+        ({"dense": "maybe"}, '`dense` must be one of "auto", "never", "always". Received: dense=\'maybe\''),
+        ({"batch_size": 0}, "`batch_size` is a whole number, 1 or more, or None. Received: batch_size=0"),
+        ({"batch_size": 2.5}, "`batch_size` is a whole number, 1 or more, or None. Received: batch_size=2.5"),
+        ({"ids_per_example": 0}, "`ids_per_example` is a whole number, 1 or more. Received: ids_per_example=0"),
+        ({"ids_per_example": None}, "`ids_per_example` is a whole number, 1 or more. Received: ids_per_example=None"),
+    ],
+    ids=str,
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfring.SparseOptions(**options)
+
+
+def test_options_take_numbers_of_numpy():
+    assert tfring.SparseOptions(np.int64(8), np.int32(3)).capacity(None) == 24
 
 
 def one_table_twice_and_one_frozen():

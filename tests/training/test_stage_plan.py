@@ -103,3 +103,5 @@ def test_what_is_refused():
         plan_stages([], 1)
     with pytest.raises(ConfigurationError, match="num_stages=0"):
         plan_stages(layers, 0)
+    with pytest.raises(ConfigurationError, match=r"`slack` is a share of .*, 0 or more. Received: slack=-0.1"):
+        plan_stages(layers, 2, slack=-0.1)

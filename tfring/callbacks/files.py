@@ -120,7 +120,10 @@ def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.
         except (*_NOT_WHOLE, OSError) as error:
             problems.append(f"{path.name}: {error}")
     if problems:
-        raise OSError(f"no backup in {str(folder)!r} is whole. {'; '.join(problems)}")
+        raise OSError(
+            f"no backup in {str(folder)!r} is whole. {'; '.join(problems)}. Bring a whole one there, or remove these to "
+            "begin from the start."
+        )
     return None
 
 

@@ -40,7 +40,7 @@ class Mesh:
       pipeline: how many stages a `tfring.parallel.Pipeline` has, each of them on workers of its own.
 
     Raises:
-      ConfigurationError: for a size that is no positive number.
+      ConfigurationError: for a size that is no whole number, 1 or more.
 
     >>> Mesh(model=2).of(world_size=8)
     Mesh(data=4, model=2, pipeline=1)
@@ -55,7 +55,7 @@ class Mesh:
             size = getattr(self, axis)
             is_open = axis == "data" and size is None
             if not is_open and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigurationError(f"Sizes of a mesh are positive numbers. Received: {axis}={size!r}")
+                raise ConfigurationError(f"Sizes of a mesh are whole numbers, 1 or more. Received: {axis}={size!r}")
 
     def of(self, world_size: int) -> Mesh:
         """This mesh over so many workers, with its data axis filled in.

@@ -42,19 +42,13 @@ def plan_buckets(
       The buckets in the order of sending: by when the last of their gradients is computed. Every gradient is in
       exactly one, and those of a bucket come in the order in which they are computed.
 
-    Raises:
-      ValueError: where a number of bytes is not positive.
-
     >>> plan_buckets([4, 4, 2, 4], ["float32", "float32", "float16", "float32"], 8)
     [Bucket(dtype='float32', indices=(3,), num_bytes=4), Bucket(dtype='float16', indices=(2,), num_bytes=2), \
 Bucket(dtype='float32', indices=(1, 0), num_bytes=8)]
     >>> [bucket.num_bytes for bucket in plan_buckets([1] * 20, ["float32"] * 20, 8, last_bytes=2)]
     [6, 8, 4, 2]
     """
-    if bucket_bytes <= 0:
-        raise ValueError(f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}")
-    if last_bytes is not None and last_bytes <= 0:
-        raise ValueError(f"`last_bytes` must be positive. Received: last_bytes={last_bytes}")
+    assert bucket_bytes > 0 and (last_bytes is None or last_bytes > 0)
     assert len(num_bytes) == len(dtypes)
     buckets: list[Bucket] = []
     for dtype in dict.fromkeys(dtypes):

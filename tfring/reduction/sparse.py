@@ -21,6 +21,7 @@ Either way Adam and its kin equal the dense gradient.
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -52,7 +53,7 @@ class SparseOptions:
         see `tfring.Communicator.all_reduce_rows`. The result is the same bits. Default "auto".
 
     Raises:
-      ValueError: for sizes that are not positive, another `dense` or `reduction`.
+      ValueError: for sizes that are no whole numbers, 1 or more, another `dense` or `reduction`.
 
     >>> SparseOptions(batch_size=1024, ids_per_example=3).capacity(num_table_rows=50_000)
     3072
@@ -66,12 +67,13 @@ class SparseOptions:
     reduction: str = "auto"
 
     def __post_init__(self):
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"`batch_size` must be positive or None. Received: batch_size={self.batch_size}")
-        if self.ids_per_example < 1:
-            raise ValueError(
-                f"`ids_per_example` must be at least 1. Received: ids_per_example={self.ids_per_example}"
-            )
+        for name, size in (("batch_size", self.batch_size), ("ids_per_example", self.ids_per_example)):
+            is_open = name == "batch_size" and size is None
+            if not is_open and not (isinstance(size, numbers.Integral) and size >= 1):
+                raise ValueError(
+                    f"`{name}` is a whole number, 1 or more{', or None' if name == 'batch_size' else ''}. Received: "
+                    f"{name}={size!r}"
+                )
         if self.dense not in ("auto", "never", "always"):
             raise ValueError(
                 f'`dense` must be one of "auto", "never", "always". Received: dense={self.dense!r}'

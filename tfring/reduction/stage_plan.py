@@ -151,7 +151,8 @@ def plan_stages(
       A `StagePlan`, for `tfring.parallel.Pipeline(model, plan.begins, ...)`.
 
     Raises:
-      ConfigurationError: for more stages than the layers can begin; where no plan fits into `memory_bytes`.
+      ConfigurationError: for more stages than the layers can begin; where no plan fits into `memory_bytes`; for a
+        negative `slack`.
 
     >>> milliseconds = {"a": 2, "b": 3, "c": 2, "d": 4, "e": 1, "f": 2}
     >>> layers = [LayerCost(name, ms / 1e3, 4_000_000, 100_000, 50_000) for name, ms in milliseconds.items()]
@@ -165,6 +166,10 @@ def plan_stages(
     a step of 8 microbatches: 63.00 ms, 11 % idle; 11 % with stages of equal length
     """
     table = plan_schedule(schedule, num_stages, num_microbatches)
+    if not slack >= 0:
+        raise ConfigurationError(
+            f"`slack` is a share of the least possible time, 0 or more. Received: slack={slack!r}"
+        )
     costs = _Costs(tuple(layers), table, recompute)
     cuts = [place for place, layer in enumerate(layers) if place and layer.may_begin]
     if not layers or len(cuts) < num_stages - 1:

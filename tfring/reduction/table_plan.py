@@ -153,7 +153,7 @@ def plan_tables(
       A `TablePlan`, for `tfring.layers.DistributedEmbedding(..., plan=plan)`.
 
     Raises:
-      ConfigurationError: for other kinds; for lookups of an unknown table; where all rows divided do not fit into
+      ConfigurationError: for other kinds; for no workers; for lookups of an unknown table; where all rows divided do not fit into
         `memory_bytes`.
 
     >>> print(plan_tables({"items": (1_000_000, 32), "colours": (12, 32)}, 4))
@@ -175,6 +175,8 @@ def plan_tables(
         raise ConfigurationError(
             f'`kinds` are of {KINDS}, with "rows" for what is none of the others. Received: kinds={tuple(kinds)}'
         )
+    if world_size < 1:
+        raise ConfigurationError(f"`world_size` is 1 or more. Received: world_size={world_size!r}")
     lookups = lookups or {}
     if unknown := sorted(lookups.keys() - tables.keys()):
         raise ConfigurationError(

@@ -142,7 +142,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             if addresses != self.cluster.addresses:
                 raise ConfigurationError(
                     'A process joins one cluster with communication="tensorflow", for its life. Received: '
-                    f"{self.cluster.addresses}; it is in {addresses}."
+                    f"{self.cluster.addresses}; it is in {addresses}. Start processes of their own for another cluster."
                 )
             self._local_or_standalone_client_mode = True  # the server runs already
             self._enable_check_health = False
@@ -154,8 +154,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             if "program startup" not in str(error):
                 raise
             raise ConfigurationError(
-                'RingStrategy(communication="tensorflow") has to be made before TensorFlow runs anything. Make it '
-                "the first TensorFlow call of the program."
+                'RingStrategy(communication="tensorflow") has to be made before TensorFlow runs anything. Received: a '
+                "process in which it has run. Make it the first TensorFlow call of the program."
             ) from error
         _tensorflow_runtime = (self.cluster.addresses, self._make_tensorflow_collectives())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import warnings
 from collections.abc import Sequence
@@ -93,9 +94,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             raise ConfigurationError(
                 f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"
             )
-        if bucket_bytes is not None and bucket_bytes < 1:
+        if bucket_bytes is not None and not (isinstance(bucket_bytes, numbers.Integral) and bucket_bytes >= 1):
             raise ConfigurationError(
-                f"`bucket_bytes` must be positive. Received: bucket_bytes={bucket_bytes}"
+                f"`bucket_bytes` is a whole number, 1 or more, or None. Received: bucket_bytes={bucket_bytes!r}"
             )
         if compression is not None:
             if compression not in COMPRESSIONS:
@@ -113,11 +114,18 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                 f"shard_optimizer={shard_optimizer!r} with compression={compression!r}. Leave out one of them."
             )
         if cluster is not None and cluster_resolver is not None:
-            raise ConfigurationError("`cluster` and `cluster_resolver` say the same thing: pass one of them.")
+            raise ConfigurationError(
+                "`cluster` and `cluster_resolver` say the same thing: pass one of them. Received: "
+                f"cluster={cluster!r}, cluster_resolver={cluster_resolver!r}"
+            )
         if cluster_resolver is not None:
             cluster = _cluster_of(cluster_resolver)
         self._found = detection.Outlook(os.environ) if cluster is None else None
         cluster = detect(cluster)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ConfigurationError(
+                f"`mesh` is a tfring.Mesh, such as tfring.Mesh(model=2), or None. Received: mesh={mesh!r}"
+            )
         mesh = (mesh or Mesh()).of(cluster.world_size)
         _check_mesh(mesh, communication, shard_optimizer, devices)
         trace = settings.read("TFRING_TRACE") if trace is None else trace
