@@ -457,6 +457,7 @@ def refused(folder):
     attempt("no table", lambda: Layer([FeatureOfOthers("a", "items")]))
     attempt("names", lambda: Layer([Feature("a", items()), Feature("b", items())]))
     attempt("plan", lambda: Layer(Feature("a", items()), plan={"users": "rows"}))
+    attempt("plan of all", lambda: Layer(Feature("a", items()), plan="rows"))
     attempt("kind", lambda: Layer(Feature("a", items()), plan={"items": "hash"}))
     attempt("update", lambda: Layer(Feature("a", items()), update="some"))
     attempt("initializer", lambda: Layer(Feature("a", Table("large", 1 << 24, 2, "glorot_uniform"))).build())
@@ -473,6 +474,15 @@ def refused(folder):
     with strategy().scope():
         model = dense_model()
     attempt("checkpoint", lambda: tf.train.Checkpoint(model=model).save(f"{folder}/checkpoint"))
+
+    def lookups(*names):
+        inputs = {name: keras.Input((2,), dtype="int32") for name in names}
+        return keras.Model(inputs, Layer({name: Feature(name, Table(name, 30, 5)) for name in names})(inputs))
+
+    with strategy().scope():
+        one, two = lookups("a"), lookups("a", "b")
+    tfring.save(one, f"{folder}/one.weights.h5")
+    attempt("file", lambda: two.load_weights(f"{folder}/one.weights.h5"), ValueError)
     with strategy().scope():
         by_lamb = dense_model(keras.optimizers.Lamb(0.01))
     features, y = data()
@@ -490,6 +500,8 @@ def test_what_is_refused(tmp_path):
         assert "Received: 'items', a TableConfig without name, vocabulary_size" in errors["no table"]
         assert "tables items, items" in errors["names"]
         assert "Received: {'users': 'rows'} for tables items" in errors["plan"]
+        assert "Received: 'rows' for tables items. Make it by" in errors["plan of all"]
+        assert "has 2 tables. Received: 1 of them" in errors["file"]
         assert "('replicated', 'rows', 'whole', 'columns')" in errors["kind"] and "'items': 'hash'" in errors["kind"]
         assert "update='some'" in errors["update"]
         assert "embeddings_initializer=GlorotUniform" in errors["initializer"]

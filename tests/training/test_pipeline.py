@@ -318,9 +318,13 @@ def test_files(tmp_path, kind, mesh, into):
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refused():
+STEPS = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+
+
+def refused(folder):
     """The errors of what cannot be right, by name."""
     import keras
+    import tensorflow as tf
 
     layers = keras.layers
     errors = {}
@@ -341,13 +345,10 @@ def refused():
         def call(self, inputs):
             return inputs
 
-    class OwnStep(keras.Model):
-        def train_step(self, data):
-            return {}
-
-    def own_step():
+    def own_step(name):
+        kind = type("OwnStep", (keras.Model,), {name: lambda self, *args, **kwargs: {}})
         inputs = keras.Input((4,))
-        return OwnStep(inputs, layers.Dense(1, name="d3")(layers.Dense(2)(inputs)))
+        return kind(inputs, layers.Dense(1, name="d3")(layers.Dense(2)(inputs)))
 
     def tied():
         inputs = keras.Input((4,))
@@ -358,6 +359,10 @@ def refused():
         inputs = keras.Input((4,), dtype="int32")
         rows = layers.Embedding(9, 3, mask_zero=True)(inputs)
         return keras.Model(inputs, layers.GlobalAveragePooling1D()(layers.Dense(1, name="d3")(rows)))
+
+    def sparse():
+        inputs = keras.Input((4,), sparse=True)
+        return keras.Model(inputs, layers.Dense(1, name="d3")(keras.ops.negative(inputs)))
 
     def of_batch_size():
         inputs = keras.Input(batch_shape=(20, 4))
@@ -377,14 +382,19 @@ def refused():
     weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     attempt("name", lambda: made(chain(), ["d9"]))
     attempt("string", lambda: tfring.parallel.Pipeline(chain(), "d3"))
+    attempt("count", lambda: tfring.parallel.Pipeline(chain(), 2))
+    attempt("layers", lambda: made(chain(), [layers.Dense(1)]))
     attempt("order", lambda: made(chain(), ["d3", "d2"]))
     attempt("first", lambda: made(chain(), ["d1"]))
+    attempt("same", lambda: made(chain(), ["d3", "d3"]))
     attempt("number", lambda: made(chain(), ["d2", "d3"]))
     attempt("subclass", lambda: made(Own()))
     attempt("not built", lambda: made(keras.Sequential([layers.Dense(1), layers.Dense(1, name="d3")])))
-    attempt("step", lambda: made(own_step()))
+    for step in STEPS:
+        attempt(step, lambda step=step: made(own_step(step)))
     attempt("tied", lambda: made(tied()))
     attempt("mask", lambda: made(masked()))
+    attempt("sparse", lambda: made(sparse()))
     attempt("rows", lambda: made(of_batch_size()))
     attempt("normalization", lambda: made(sequence(layers.BatchNormalization(name="bn"))))
     attempt("schedule", lambda: made(chain(), schedule="zigzag"))
@@ -395,20 +405,29 @@ def refused():
     attempt("jit", lambda: fitted(chain(), jit_compile=True))
     outside = chain()
     attempt("outside", lambda: made(outside))
+    with ring.scope():
+        pipeline = compiled(made(chain()), "chain", "adam")
+        pipeline.optimizer.build(pipeline.trainable_variables)
+    attempt("no rows", lambda: pipeline(tf.constant(2.5)))
+    for name, part in {"pipeline": pipeline, "model": pipeline.model, "optimizer": pipeline.optimizer}.items():
+        attempt(f"checkpoint of {name}", lambda part=part: tf.train.Checkpoint(part=part).save(f"{folder}/checkpoint"))
     return errors
 
 
-def test_what_is_refused():
-    for errors in workers(2).run(refused):
+def test_what_is_refused(tmp_path):
+    for errors in workers(2).run(refused, str(tmp_path)):
         assert "Received: 'd9'" in errors["name"] and "'d1', 'd2', 'd3', 'd4'" in errors["name"]
-        assert "Received: stages='d3'" in errors["string"]
+        assert "Received: stages='d3'" in errors["string"] and "Received: stages=[<Dense" in errors["layers"]
+        assert "`stages` is a list of the names of the layers" in errors["count"] and "stages=2" in errors["count"]
         assert "Received: ['d3', 'd2']" in errors["order"]
         assert "Received: ['d1']" in errors["first"]
+        assert "each stage has a layer. Received: ['d3', 'd3']" in errors["same"]
         assert "Received: 2 names, which make 3 stages" in errors["number"]
         assert "a Own" in errors["subclass"] and "that is not built" in errors["not built"]
-        assert "with its own `train_step`" in errors["step"]
+        assert all(f"of class OwnStep with its own `{step}`" in errors[step] for step in STEPS)
         assert "used by 'shared' in stage 1 and by 'shared' in stage 2" in errors["tied"]
         assert "a masked tensor between stages 1 and 2" in errors["mask"]
+        assert "a sparse or ragged one between stages 1 and 2" in errors["sparse"]
         assert "a fixed number of rows" in errors["rows"]
         assert "BatchNormalization 'bn' with num_microbatches=8" in errors["normalization"]
         assert "schedule='zigzag'" in errors["schedule"] and "num_microbatches=0" in errors["microbatches"]
@@ -416,6 +435,12 @@ def test_what_is_refused():
         assert "reduction='mean_with_sample_weight'" in errors["loss"]
         assert "Received: Lamb" in errors["Lamb"] and "jit_compile=True" in errors["jit"]
         assert "made outside" in errors["outside"]
+        assert "cuts a batch between rows" in errors["no rows"] and "shape=()" in errors["no rows"]
+        for part, received in {"pipeline": "weight", "model": "weight", "optimizer": "slot"}.items():
+            error = errors[f"checkpoint of {part}"]
+            assert f"piece of a {received}" in error and "tfring.save(model, path)" in error
+        assert " of Pipeline 'pipeline_of_" in errors["checkpoint of pipeline"]
+        assert " of Adam 'adam'. Save" in errors["checkpoint of optimizer"]
 
 
 def one_thread():

@@ -152,6 +152,9 @@ def refused():
         attempt("scores", lambda: attention()(x, x, return_attention_scores=True))
         attempt("constraint", lambda: attention(kernel_constraint="max_norm"))
         model = model_of(lambda: keras.optimizers.Lamb(0.01))()
+        layer = attention()
+        layer.build((None, 4, 6), (None, 4, 6))
+    attempt("LoRA", lambda: layer.query_dense.enable_lora(2))
     attempt("Lamb", lambda: model.fit(x, y, verbose=0))
     return errors
 
@@ -160,5 +163,6 @@ def test_what_is_refused():
     for errors in workers(2).run(refused):
         assert "num_heads=3" in errors["heads"]
         assert "return_attention_scores=True" in errors["scores"]
+        assert "has no `enable_lora`: no worker has the whole kernel. Received: enable_lora() of '" in errors["LoRA"]
         assert "Received: kernel_constraint=MaxNorm" in errors["constraint"]
         assert "Received: Lamb" in errors["Lamb"]

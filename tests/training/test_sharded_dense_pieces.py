@@ -204,6 +204,63 @@ def test_what_is_refused(mesh, tmp_path):
         assert mesh.model == 1 or "features [5, 2]" in errors["features"]
 
 
+def astray():
+    """The errors of parts that go where they may not, by what was received; and losses where they may."""
+    import keras
+
+    ring = strategy(mesh=MODEL)
+    x, y = skewed_rows()
+    layers = keras.layers
+
+    def columns(units=6, **options):
+        return tfring.layers.ShardedDense(units, gather_output=False, **options)
+
+    def rows(units=1, **options):
+        return tfring.layers.ShardedDense(units, "rows", input_is_parallel=True, **options)
+
+    def compiled(*parts):
+        with ring.scope():
+            model = keras.Sequential([keras.Input((4,)), *(part() for part in parts)])
+            model.compile("sgd", "mse")
+        return model
+
+    def gated():
+        inputs = keras.Input((4,))
+        hidden = keras.Sequential([columns(activation="relu"), layers.Dropout(0.1)])(inputs) * columns()(inputs) + 1.0
+        outputs = rows()(hidden)
+        return keras.Model(inputs, outputs)
+
+    errors = []
+    for parts in (
+        (columns, lambda: layers.Dense(1, name="last")),
+        (columns, lambda: layers.Dropout(0.1), lambda: layers.LayerNormalization(name="norm"), rows),
+        (columns, lambda: layers.Activation("relu")),
+        (lambda: layers.Dense(6), lambda: rows(name="rows")),
+        (columns, lambda: rows(4), lambda: rows(name="again")),
+        (lambda: keras.Sequential([columns()]), lambda: layers.Dense(1, name="behind")),
+    ):
+        with pytest.raises(tfring.errors.ConfigurationError) as raised:
+            compiled(*parts)
+        errors.append(str(raised.value))
+    models = [compiled(columns, lambda: layers.Activation("relu"), rows, lambda: layers.Dense(1)), compiled(gated)]
+    return errors, [model.evaluate(x, y, verbose=0) for model in models]
+
+
+def test_parts_that_go_astray():
+    (errors, losses), (_, others) = workers(2).run(astray)
+    received = [
+        "parts of 'dense.*' that go to Dense 'last'",
+        "parts of 'dense.*' that go to LayerNormalization 'norm'",
+        "parts of 'dense.*' among the outputs of model 'sequential",
+        "whole inputs of 'rows' with input_is_parallel=True",
+        "whole inputs of 'again' with input_is_parallel=True",
+        "parts of 'dense.*' that go to Dense 'behind'",
+    ]
+    for error, words in zip(errors, received, strict=True):
+        assert re.search(f"leaves in parts goes to one with input_is_parallel=True.* Received: {words}", error), error
+    assert losses == others
+
+
 def replicas():
     layer = tfring.layers.ShardedDense(4)
     error = pytest.raises(tfring.errors.ConfigurationError, match="2 replicas in this process")

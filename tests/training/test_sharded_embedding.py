@@ -654,6 +654,13 @@ def refused(folder):
     attempt("outside", lambda: model.optimizer.apply([tf.zeros(v.shape) for v in model.trainable_variables]))
     with pytest.raises(ValueError, match="id_weights"):
         table(x, id_weights=x)
+    with ring.scope():
+        larger = keras.Sequential([keras.Input((3,)), tfring.layers.ShardedEmbedding(VOCABULARY + 1, DIM)])
+        smaller = keras.Sequential([keras.Input((3,)), tfring.layers.ShardedEmbedding(VOCABULARY, DIM)])
+    tfring.save(larger, f"{folder}/larger.weights.h5")
+    message = rf"a table of shape \({VOCABULARY}, {DIM}\). Received: shape \({VOCABULARY + 1}, {DIM}\)"
+    with pytest.raises(ValueError, match=message):
+        smaller.load_weights(f"{folder}/larger.weights.h5")
 
     def used_otherwise():
         optimizer = o.SGD(0.01)

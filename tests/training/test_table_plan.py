@@ -31,7 +31,7 @@ def test_plans():
         plan_tables(tables, 4, memory_bytes=1000)
     with pytest.raises(ConfigurationError, match="lookups of other, and tables large, middle, small"):
         plan_tables(tables, 4, lookups={"other": 1})
-    with pytest.raises(ConfigurationError, match="`world_size` is 1 or more. Received: world_size=0"):
+    with pytest.raises(ConfigurationError, match=r"`world_size` is 1 or more. Received: world_size=0"):
         plan_tables(tables, 0)
 
 

@@ -66,16 +66,6 @@ def whole(variable, keep: bool = True) -> np.ndarray:
     return result.reshape(cut.shape) if keep else result
 
 
-def refuse_checkpoint(layer, save_type: str) -> None:
-    """Raises ConfigurationError where tf.train.Checkpoint asks a layer what to write, and it has pieces."""
-    if save_type == "checkpoint" and any(cut_of(v) is not None for v in layer.weights):
-        raise ConfigurationError(
-            "A rank has its piece of a weight that is divided over workers, and tf.train.Checkpoint would write that. "
-            f"Received: {layer.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
-            "tfring.callbacks.Backup."
-        )
-
-
 class _Whole:
     """Stands for a slot where Keras asks for its path and its value."""
 
@@ -97,6 +87,7 @@ class _Weights:
 def install():
     import keras
     from keras.src.backend.tensorflow import core
+    from keras.src.backend.tensorflow import layer as tensorflow_layer
     from keras.src.backend.tensorflow import optimizer as tensorflow_optimizer
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.optimizers import base_optimizer
@@ -165,15 +156,22 @@ def install():
             optimizer = _Weights([v if cut_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
-    @seam(tensorflow_optimizer.TFOptimizer, "_trackable_children")
     def trackable_children(original, self, save_type="checkpoint", **kwargs):
-        if save_type == "checkpoint" and shards_of(self) is not None:
+        """Raises ConfigurationError where tf.train.Checkpoint asks a layer or optimizer with pieces what to write."""
+        of_optimizer = isinstance(self, tensorflow_optimizer.TFOptimizer)
+        held = self.variables if of_optimizer else self.weights
+        pieces = [f"{v.path!r} of " for v in held if cut_of(v) is not None]
+        if save_type == "checkpoint" and (pieces or (of_optimizer and shards_of(self) is not None)):
             raise ConfigurationError(
-                "With shard_optimizer=True a rank has a piece of each slot, and tf.train.Checkpoint would write "
-                f"pieces. Received: {type(self).__name__} {self.name!r}. Save by `tfring.save(model, path)`, by "
-                "`model.save` on all ranks, or by tfring.callbacks.Backup."
+                f"A rank has its piece of a {'slot' if of_optimizer else 'weight'} that is divided over workers, and "
+                f"tf.train.Checkpoint would write that. Received: {''.join(pieces[:1])}{type(self).__name__} "
+                f"{self.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
+                "tfring.callbacks.Backup."
             )
         return original(self, save_type, **kwargs)
+
+    seam(tensorflow_optimizer.TFOptimizer, "_trackable_children")(trackable_children)
+    seam(tensorflow_layer.TFLayer, "_trackable_children")(trackable_children)
 
     @seam(keras.callbacks.SwapEMAWeights, "_tf_swap_variables")
     def swap_variables(original, self, optimizer):

@@ -24,6 +24,7 @@ from tfring._keras import batch_shapes, loop, outside, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
+from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, ring_of_model, seam
@@ -98,6 +99,7 @@ def install():
         with strategy.scope():  # optimizers and metrics made here belong to the model's strategy
             original(self, *args, **kwargs)
         outside.take_in_optimizers(self, strategy)
+        refuse_astray(self)
 
     for name in ("fit", "evaluate", "predict"):
         seam(cls, name)(_entry(name, inspect.signature(getattr(cls, name))))

@@ -121,8 +121,8 @@ def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.
             problems.append(f"{path.name}: {error}")
     if problems:
         raise OSError(
-            f"no backup in {str(folder)!r} is whole. {'; '.join(problems)}. Bring a whole one there, or remove these to "
-            "begin from the start."
+            f"no backup in {str(folder)!r} is whole. {'; '.join(problems)}. Bring a whole one there, or remove these "
+            "files to begin from the start."
         )
     return None
 

@@ -105,13 +105,14 @@ class DistributedEmbedding(keras.layers.Layer):
         sizes = {table.name: (table.vocabulary_size, table.embedding_dim) for table in self._tables}
         if plan is None:
             plan = plan_tables(sizes, world_size=1)  # whose kinds are those for any number of workers
-        kinds = dict(plan.kinds if isinstance(plan, TablePlan) else plan)
-        if kinds.keys() != sizes.keys() or not set(kinds.values()) <= set(KINDS):
+        kinds = plan.kinds if isinstance(plan, TablePlan) else plan
+        is_complete = isinstance(kinds, Mapping) and kinds.keys() == sizes.keys()
+        if not is_complete or any(kind not in KINDS for kind in kinds.values()):
             raise ConfigurationError(
-                f"`plan` says of each table which of {KINDS} it is. Received: {kinds} for tables {', '.join(sizes)}. "
-                "Make it by tfring.parallel.plan_tables, or give a dict."
+                f"`plan` says of each table which of {KINDS} it is. Received: {kinds!r} for tables "
+                f"{', '.join(sizes)}. Make it by tfring.parallel.plan_tables, or give a dict."
             )
-        return kinds
+        return dict(kinds)
 
     def _stacked(self):
         """The tables that share a weight."""
@@ -218,13 +219,10 @@ class DistributedEmbedding(keras.layers.Layer):
         store = stores.InBlocks(store)
         if len(store.keys()) != len(self._tables):
             raise ValueError(
-                f"A file for {self.name!r} has {len(self._tables)} tables. Received: {len(store.keys())} of them."
+                f"A file for {self.name!r} has {len(self._tables)} tables. Received: {len(store.keys())} of them. Make "
+                "the layer with the tables of the file, or give it another."
             )
         self.set_embedding_tables({table.name: store[str(number)] for number, table in enumerate(self._tables)})
-
-    def _trackable_children(self, save_type="checkpoint", **kwargs):
-        slots.refuse_checkpoint(self, save_type)
-        return super()._trackable_children(save_type, **kwargs)
 
     def get_config(self):
         return {

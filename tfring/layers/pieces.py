@@ -68,10 +68,6 @@ class InPieces(keras.layers.Layer):
     def _own_variables(self):
         return [*self._trainable_variables, *self._non_trainable_variables]
 
-    def _trackable_children(self, save_type="checkpoint", **kwargs):
-        slots.refuse_checkpoint(self, save_type)
-        return super()._trackable_children(save_type, **kwargs)
-
 
 class _OfPieces(keras.regularizers.Regularizer):
     """What a regularizer gives for the whole; each piece has its own gradient of it."""

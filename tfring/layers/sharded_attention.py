@@ -155,6 +155,12 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
 class _Projection(InPieces, keras.layers.EinsumDense):
     """To this worker's heads."""
 
+    def enable_lora(self, *args, **kwargs):
+        raise ConfigurationError(
+            "A ShardedMultiHeadAttention has no `enable_lora`: no worker has the whole kernel. Received: enable_lora() "
+            f"of {self.path!r}. Use keras.layers.MultiHeadAttention."
+        )
+
 
 class _Summed(_Projection):
     """From this worker's heads to the outputs of all: the sum of those of each; the bias is whole."""

@@ -104,13 +104,13 @@ class ShardedDense(InPieces, keras.layers.Dense):
         if division.is_alone:
             return super().build(input_shape)
         collectives, features = division.collectives, input_shape[-1]
-        if self._takes_parts and not self._is_of_one_process:
+        if self.takes_parts and not self._is_of_one_process:
             features = self._all_features(features)
         self.supports_jit = False  # XLA has no collectives of a ring
         self.dimensions = {"kernel": 1, "bias": 0} if self.split == "columns" else {"kernel": 0}
         super().build((*input_shape[:-1], features))
         divided = chunk_bounds(self.units if self.split == "columns" else features, collectives.world_size)
-        if self._takes_parts:
+        if self.takes_parts:
             begin, end = divided[collectives.rank]
             self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: end - begin})
         self._features = features
@@ -129,11 +129,13 @@ class ShardedDense(InPieces, keras.layers.Dense):
         super().build_from_config(config)
 
     @property
-    def _leaves_parts(self) -> bool:
+    def leaves_parts(self) -> bool:
+        """Whether outputs are the units of this worker's columns."""
         return self.division.axis == "model" and not self.gather_output and not self.division.is_alone
 
     @property
-    def _takes_parts(self) -> bool:
+    def takes_parts(self) -> bool:
+        """Whether inputs are the features of this worker's rows."""
         return self.division.axis == "model" and self.input_is_parallel and not self.division.is_alone
 
     def _all_features(self, mine: int) -> int:
@@ -155,9 +157,9 @@ class ShardedDense(InPieces, keras.layers.Dense):
         inputs = tf.cast(inputs, kernel.dtype)
         rows = tf.reshape(inputs, [-1, inputs.shape[-1]])
         if self.split == "columns":
-            outputs = self._ranks.columns(rows, kernel, bias, self._leaves_parts)
+            outputs = self._ranks.columns(rows, kernel, bias, self.leaves_parts)
         else:
-            outputs = self._ranks.rows(rows, kernel, self._takes_parts)
+            outputs = self._ranks.rows(rows, kernel, self.takes_parts)
             outputs = outputs if bias is None else outputs + bias
         outputs = tf.reshape(outputs, tf.concat([tf.shape(inputs)[:-1], [self._num_outputs()]], 0))
         outputs.set_shape([*inputs.shape[:-1], self._num_outputs()])
@@ -165,7 +167,7 @@ class ShardedDense(InPieces, keras.layers.Dense):
 
     def _num_outputs(self) -> int:
         """Units of what comes out on this worker."""
-        if not self._leaves_parts:
+        if not self.leaves_parts:
             return self.units
         collectives = self.division.collectives
         begin, end = chunk_bounds(self.units, collectives.world_size)[collectives.rank]

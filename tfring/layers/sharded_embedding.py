@@ -162,13 +162,10 @@ class ShardedEmbedding(keras.layers.Embedding):
         shape = (self.input_dim, self.output_dim)
         if tuple(store["0"].shape) != shape:
             raise ValueError(
-                f"A file for {self.name!r} has a table of shape {shape}. Received: shape {tuple(store['0'].shape)}."
+                f"A file for {self.name!r} has a table of shape {shape}. Received: shape {tuple(store['0'].shape)}. "
+                "Make the layer as large as the table in the file, or give it another."
             )
         self._embeddings.assign(np.asarray(piece_of(self._embeddings, store["0"])))
-
-    def _trackable_children(self, save_type="checkpoint", **kwargs):
-        slots.refuse_checkpoint(self, save_type)
-        return super()._trackable_children(save_type, **kwargs)
 
     def get_config(self):
         config = super().get_config()

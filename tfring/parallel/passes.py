@@ -158,7 +158,10 @@ class Passes:
     def _microbatches(self, element, count: int) -> list[Microbatch]:
         rows = data.num_rows(element)
         if rows is None:
-            raise ConfigurationError("A Pipeline cuts a batch between rows. Received: a batch without rows.")
+            raise ConfigurationError(
+                "A Pipeline cuts a batch between rows, along the first dimension of its tensors. Received: a batch "
+                f"without rows, {tf.nest.flatten(element)}."
+            )
         return [Microbatch(number, count, element, rows) for number in range(count)]
 
     def _forward_only(self, element, count: int, counted, training) -> list[Held]:

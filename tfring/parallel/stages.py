@@ -12,7 +12,7 @@ stage that computes it straight to each that uses it. Inputs of the model are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import keras
@@ -209,8 +209,11 @@ def calls_of(model: keras.Model) -> list:
 
 def _begins(model, nodes, names) -> list[int]:
     """Where the stages behind the first begin."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"`stages` is a list of names of layers. Received: stages={names!r}")
+    if not isinstance(names, Iterable) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(
+            "`stages` is a list of the names of the layers with which the second stage begins, the third, and so on. "
+            f"Received: stages={names!r}"
+        )
     order: dict[str, int] = {}
     for position, node in enumerate(nodes):
         order.setdefault(node.operation.name, position)
@@ -252,7 +255,10 @@ def _check_crossing(tensor, source: int, to: int) -> None:
             f"{where}. Cut behind the layers that use the mask, or pass the mask to layers as an input of the model."
         )
     if getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
-        raise ConfigurationError(f"Dense tensors cross stages of a Pipeline. Received: a sparse or ragged one {where}.")
+        raise ConfigurationError(
+            f"Dense tensors cross from a stage of a Pipeline to the next. Received: a sparse or ragged one {where}. "
+            "Cut behind the layers that make it dense."
+        )
 
 
 def batch_normalizations(model) -> list[keras.layers.Layer]:

@@ -153,8 +153,8 @@ def plan_tables(
       A `TablePlan`, for `tfring.layers.DistributedEmbedding(..., plan=plan)`.
 
     Raises:
-      ConfigurationError: for other kinds; for no workers; for lookups of an unknown table; where all rows divided do not fit into
-        `memory_bytes`.
+      ConfigurationError: for other kinds; for no workers; for lookups of an unknown table; where all rows divided do
+        not fit into `memory_bytes`.
 
     >>> print(plan_tables({"items": (1_000_000, 32), "colours": (12, 32)}, 4))
     table                   rows  width  kind        bytes a worker
