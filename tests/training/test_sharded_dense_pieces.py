@@ -161,6 +161,7 @@ def refused(folder, mesh):
     attempt("h5", lambda: in_pieces.save(f"{folder}/model.h5"))
     attempt("export", lambda: in_pieces.export(f"{folder}/exported"))
     attempt("checkpoint", lambda: tf.train.Checkpoint(model=in_pieces).save(f"{folder}/checkpoint"))
+    attempt("saved model", lambda: tf.saved_model.save(in_pieces, f"{folder}/saved_model"))
     attempt("outside", lambda: in_pieces.optimizer.apply([tf.zeros(v.shape) for v in in_pieces.trainable_variables]))
     if ring.cluster.is_chief:
         other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6), keras.layers.Dense(5)])
@@ -195,10 +196,12 @@ def test_what_is_refused(mesh, tmp_path):
             "h5": "/kernel'",
             "export": "/kernel'",
             "checkpoint": "'dense",
+            "saved model": "'dense",
             "outside": "Adam",
             "file": "shape (4, 6)",
         }.items():
             assert received in errors[name].partition("Received: ")[2], (name, errors[name])
+        assert "tf.saved_model.save would write that" in errors["saved model"]
         assert "no `enable_lora`" in errors["enable_lora"]
         assert "no `quantize`" in errors["quantize"]
         assert mesh.model == 1 or "features [5, 2]" in errors["features"]

@@ -157,14 +157,17 @@ def install():
         return original(group, optimizer)
 
     def trackable_children(original, self, save_type="checkpoint", **kwargs):
-        """Raises ConfigurationError where tf.train.Checkpoint asks a layer or optimizer with pieces what to write."""
+        """Raises ConfigurationError where TensorFlow asks a layer or an optimizer with pieces what to write."""
         of_optimizer = isinstance(self, tensorflow_optimizer.TFOptimizer)
         held = self.variables if of_optimizer else self.weights
         pieces = [f"{v.path!r} of " for v in held if cut_of(v) is not None]
-        if save_type == "checkpoint" and (pieces or (of_optimizer and shards_of(self) is not None)):
+        if of_optimizer and save_type != "checkpoint":  # with a model, whose weights may be whole
+            return original(self, save_type, **kwargs)
+        if pieces or (of_optimizer and shards_of(self) is not None):
+            writer = "tf.train.Checkpoint" if save_type == "checkpoint" else "tf.saved_model.save"
             raise ConfigurationError(
                 f"A rank has its piece of a {'slot' if of_optimizer else 'weight'} that is divided over workers, and "
-                f"tf.train.Checkpoint would write that. Received: {''.join(pieces[:1])}{type(self).__name__} "
+                f"{writer} would write that. Received: {''.join(pieces[:1])}{type(self).__name__} "
                 f"{self.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
                 "tfring.callbacks.Backup."
             )
