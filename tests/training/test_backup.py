@@ -191,7 +191,6 @@ def assert_same_end(whole, resumed, names):
             assert 0 < steps < steps_of_whole, where
 
 
-@pytest.mark.oldest
 def test_the_same_end_bit_for_bit(tmp_path):
     folder = str(tmp_path)
     whole = workers(2).run(train, ALL, folder, "whole", timeout=300)
@@ -206,6 +205,7 @@ def test_the_same_end_bit_for_bit(tmp_path):
         assert 1 <= len(list((tmp_path / name).iterdir())) <= 2
 
 
+@pytest.mark.long
 def test_two_replicas_a_worker(tmp_path):
     names = ["arrays", "PyDataset, between two updates"]
     two = workers(2, logical_cpus=2)

@@ -261,7 +261,6 @@ def test_what_a_step_returns_itself():
     assert_equal(workers(3).run(of_steps, timeout=300))
 
 
-@pytest.mark.oldest
 def test_what_a_step_returns_itself_with_two_replicas_a_worker():
     assert_equal(workers(2, logical_cpus=2).run(of_steps, timeout=300))
 

@@ -273,6 +273,7 @@ def test_one_rank_stops_two_replicas_a_worker():
     check_courses(workers(2, logical_cpus=2).run(courses, FEW, [1], timeout=300))
 
 
+@pytest.mark.long
 def test_one_rank_stops_over_the_runtime_of_tensorflow():
     check_courses(workers(2, "tensorflow").run(courses, FEW, [1], timeout=300))
 
