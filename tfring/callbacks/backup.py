@@ -163,7 +163,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
                 reply = {"problem": str(error)}
         reply = json.loads(variables.broadcast_bytes(self._strategy, json.dumps(reply).encode()))
         if "problem" in reply:
-            raise OSError(f"{reply['problem']}. Remove what is there to train from the start.")
+            raise OSError(reply["problem"])
         if reply:
             self._restored = reply["state"]
             if self._restored["format"] not in (_FORMAT, _FORMAT_OF_PIECES):
