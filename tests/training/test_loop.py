@@ -312,6 +312,37 @@ def test_a_generator_goes_on_alike_on_all_ranks():
     assert_same(workers(3).run(one_generator_two_fits))
 
 
+# -- a train function of one's own -------------------------------------------------------------------------------------
+
+
+def wrapped_train_function():
+    """Rank 0 alone wraps Keras' function, to see each of its calls; rank 1 stops after the sixth batch."""
+    import keras
+
+    ring = strategy(check_equal=True)
+    x, y = skewed_rows(80)
+    with ring.scope():
+        model = small_model()
+    model.fit(x[:10], y[:10], batch_size=10, verbose=0)  # which makes the function
+    seen = []
+    function = model.train_function
+    if ring.cluster.rank == 0:
+        model.train_function = lambda iterator: (seen.append(0), function(iterator))[1]
+
+    def stop(batch, logs):
+        model.stop_training = batch == 5 and ring.cluster.rank == 1
+
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+    history = [model.fit(x, y, batch_size=10, verbose=0, callbacks=callbacks).history for _ in range(2)]
+    return {"logs": repr(history), "bits": bits(model)}, len(seen)
+
+
+def test_a_train_function_may_be_wrapped_on_one_rank():
+    results = workers(2).run(wrapped_train_function)
+    assert_same([result for result, _ in results])
+    assert [calls for _, calls in results] == [14, 0]  # twice six, and the one that finds out that rank 1 stopped
+
+
 # -- ranks that take other numbers of steps ----------------------------------------------------------------------------
 
 

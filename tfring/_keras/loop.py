@@ -21,6 +21,7 @@ from tfring._keras import status
 from tfring._keras.seam import entry_under_way, ring_of_model, seam
 
 _UNREAD = "_tfring_unread"  # of a model, while logs of its batches are brought together behind the loop alone
+_MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a program's own that calls this one
 
 KINDS = ("train", "test")
 
@@ -32,6 +33,11 @@ def install():
     def catch_stop_iteration(original, self):
         loop = self.__dict__.pop("_tfring_loop", None)  # so that nobody else enters it meanwhile
         return original(self) if loop is None else _together(original, self, loop)
+
+
+def made(model, kind: str, step_function) -> None:
+    """A model has this StepFunction from now on."""
+    vars(model)[_MADE.format(kind)] = step_function
 
 
 def bind(epoch_iterator, model) -> None:
@@ -78,7 +84,7 @@ class _Loop:
 
     @property
     def step_function(self):
-        return getattr(self._model, f"{self._kind}_function")  # a callback may have it made anew
+        return vars(self._model).get(_MADE.format(self._kind))  # a callback may have it made anew
 
     def was_left(self):
         """Keras has left it without an error."""

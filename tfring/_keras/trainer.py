@@ -47,7 +47,9 @@ def install():
                 return original(self, force)
             if getattr(self, function_attribute) is None or force:
                 _refuse_jit(self)
-                setattr(self, function_attribute, StepFunction(self, strategy, kind))
+                function = StepFunction(self, strategy, kind)
+                loop.made(self, kind, function)
+                setattr(self, function_attribute, function)
             return getattr(self, function_attribute)
 
         return replacement
