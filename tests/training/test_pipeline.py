@@ -382,6 +382,11 @@ def refused(folder):
         pipeline.compile(**{"optimizer": "sgd", "loss": "mse", **options})
         pipeline.fit(x, y, batch_size=BATCH, verbose=0)
 
+    def changed(name):
+        model = chain()
+        getattr(model.get_layer("d4"), name)(*{"enable_lora": [2], "quantize": ["int8"]}[name])
+        return model
+
     weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     attempt("name", lambda: made(chain(), ["d9"]))
     attempt("string", lambda: tfring.parallel.Pipeline(chain(), "d3"))
@@ -406,6 +411,10 @@ def refused(folder):
     attempt("loss", lambda: fitted(chain(), loss=weighted))
     attempt("Lamb", lambda: fitted(chain(), optimizer=keras.optimizers.Lamb()))
     attempt("jit", lambda: fitted(chain(), jit_compile=True))
+    attempt("quantize", lambda: made(chain()).quantize("int8"))
+    attempt("LoRA", lambda: made(chain()).model.get_layer("d4").enable_lora(2))
+    for name in ("enable_lora", "quantize"):
+        attempt(f"{name} before", lambda name=name: made(changed(name)))
     outside = chain()
     attempt("outside", lambda: made(outside))
     with ring.scope():
@@ -437,6 +446,9 @@ def test_what_is_refused(tmp_path):
         assert "along the pipeline axis" in errors["twice"]
         assert "reduction='mean_with_sample_weight'" in errors["loss"]
         assert "Received: Lamb" in errors["Lamb"] and "jit_compile=True" in errors["jit"]
+        assert "Received: quantize(). Save the model" in errors["quantize"]
+        assert "Received: another weight of Dense 'd4'. Save the model" in errors["LoRA"]
+        assert all("Dense 'd4', with such weights" in errors[f"{n} before"] for n in ("enable_lora", "quantize"))
         assert "made outside" in errors["outside"]
         assert "cuts a batch between rows" in errors["no rows"] and "shape=()" in errors["no rows"]
         for part, received in {"pipeline": "weight", "model": "weight", "optimizer": "slot"}.items():

@@ -7,11 +7,16 @@ empty, files hold wholes, and whoever loads one keeps what is its own.
 
 from __future__ import annotations
 
+import functools
+
+import keras
 import numpy as np
 import tensorflow as tf
 
+from tfring._keras.seam import seam
 from tfring._keras.sharding import axis_of, cut_of, mark, whole_shape
 from tfring._keras.tables import update_of
+from tfring.cluster.mesh import axes_of
 from tfring.errors import ConfigurationError
 from tfring.reduction.owned import Owned
 
@@ -30,6 +35,25 @@ def give(strategy, variable, stage: int) -> None:
         variable._shape = shape
         variable._ndim = len(shape)
     mark(variable, strategy, cut, axis)
+
+
+@functools.cache
+def refuse_new_weights() -> None:
+    """From now on a layer whose weights were given to a stage makes no others."""
+
+    @seam(keras.layers.Layer, "add_weight")
+    def add_weight(original, self, *args, **kwargs):
+        if any("pipeline" in axes_of(axis_of(variable) or "") for variable in self._trainable_variables):
+            raise without_wholes(f"another weight of {type(self).__name__} {self.name!r}")
+        return original(self, *args, **kwargs)
+
+
+def without_wholes(received: str) -> ConfigurationError:
+    """The error for what needs whole weights, of which no worker of a pipeline has all."""
+    return ConfigurationError(
+        "LoRA and quantization need whole weights, and a worker of a Pipeline has those of its stage alone. Received: "
+        f"{received}. Save the model, and call enable_lora() or quantize() in one process that loads it."
+    )
 
 
 def no_gradient(variable) -> tf.Tensor | tf.IndexedSlices:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfring._keras import stages
+from tfring._keras.layers import all_layers
 from tfring._keras.seam import ring_of_model
 from tfring._keras.sharding import axis_of
 from tfring.cluster.mesh import axes_of
@@ -94,6 +95,7 @@ class Pipeline(keras.Model):
         _check(self.model, cut, strategy, self._schedule, recompute)
         passes = Passes(self, cut, strategy, recompute)
         _check_channels(passes, self._schedule)
+        stages.refuse_new_weights()
         for stage in cut.stages:
             for variable in stage.weights:
                 stages.give(strategy, variable, stage.number)
@@ -143,6 +145,11 @@ class Pipeline(keras.Model):
         # So that its files hold the optimizer, and how it was compiled.
         self.model.compile(**{**given, "optimizer": self.optimizer, "jit_compile": False})
 
+    def quantize(self, *args, **kwargs):
+        if self._passes is None:
+            return super().quantize(*args, **kwargs)
+        raise stages.without_wholes("quantize()")
+
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, *args, **kwargs):
@@ -172,6 +179,9 @@ def _check(model, cut: Cut, strategy, schedule: Schedule, recompute: bool) -> No
             "A model goes into one Pipeline, which leaves each weight to one stage. Received: "
             f"{given[0].path!r}, which lies along the pipeline axis already."
         )
+    for layer in all_layers(model):
+        if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
+            raise stages.without_wholes(f"{type(layer).__name__} {layer.name!r}, with such weights")
     normalizations = batch_normalizations(model)
     if normalizations and (schedule.num_microbatches > 1 or recompute):
         layer = normalizations[0]
