@@ -492,7 +492,7 @@ def test_one_process_without_a_strategy():
     assert error < 1e-6
 
 
-def refused_while_training(what):
+def refused_in_a_step(what):
     """What this rank raises: of what one stage finds out alone, the others hear when its rank leaves."""
     import keras
 
@@ -510,23 +510,23 @@ def refused_while_training(what):
     ring = strategy(mesh=tfring.Mesh(pipeline=2))
     x, y = inputs_of("chain")
     with ring.scope():
-        first = Counting(name="counting") if what == "state" else keras.layers.Dense(4)
+        first = Counting(name="counting") if what.startswith("state") else keras.layers.Dense(4)
         model = keras.Sequential([keras.Input((4,)), first, keras.layers.Dense(1, name="d3")])
         pipeline = tfring.parallel.Pipeline(model, ["d3"], num_microbatches=2)
         pipeline.compile("sgd", of_all if what == "loss" else "mse")
     try:
-        pipeline.fit(x, y, batch_size=BATCH, verbose=0)
+        (pipeline.evaluate if what.endswith("evaluate") else pipeline.fit)(x, y, batch_size=BATCH, verbose=0)
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
         ring.close()
 
 
-@pytest.mark.parametrize(("what", "rank"), [("loss", 1), ("state", 0)])
-def test_what_a_stage_refuses_while_training(what, rank):
-    results = workers(2).run(refused_while_training, what)
+@pytest.mark.parametrize(("what", "rank"), [("loss", 1), ("state", 0), ("state, evaluate", 0)])
+def test_what_a_stage_refuses_in_a_step(what, rank):
+    results = workers(2).run(refused_in_a_step, what)
     kind, message = results[rank]
     assert kind == "ConfigurationError"
-    assert {"loss": "gather_for_loss needs the whole batch", "state": "total' with num_microbatches=2"}[what] in message
+    assert ("gather_for_loss needs the whole batch" if what == "loss" else "total' with num_microbatches=2") in message
     kind, message = results[1 - rank]
     assert kind == "PeerLostError" and f"rank {rank} has stage {rank + 1} of 2" in message

@@ -74,7 +74,7 @@ def is_symbolic() -> bool:
 def written_in_parts(variable, num_microbatches: int, recompute: bool) -> ConfigurationError:
     """The error for state that a layer writes in each pass of a step, which takes several."""
     return ConfigurationError(
-        "What layers of a Pipeline write while they train would be written in each pass of a step. Received: "
+        "What layers of a Pipeline write in a step would be written in each of its passes. Received: "
         f"{variable.path!r} with num_microbatches={num_microbatches}, recompute={recompute}. Freeze the layer "
         "(`trainable = False`), or use num_microbatches=1 and recompute=False."
     )

@@ -120,7 +120,7 @@ class Passes:
                         total.add(gradient, microbatch)
                 done = [tensor for total in sums for tensor in total.tensors()] + [g for g in back if g is not None]
                 self._send_gradients(one, back)
-        self._refuse_written(microbatches)
+        self._refuse_written(microbatches, self._recompute)
         self._update(weights, [total.value() for total in sums])
         self._share_metrics(counted)
 
@@ -167,7 +167,8 @@ class Passes:
     def _forward_only(self, element, count: int, counted, training) -> list[Held]:
         passed = []
         done: list[tf.Tensor] = []
-        for microbatch in self._microbatches(element, count):
+        microbatches = self._microbatches(element, count)
+        for microbatch in microbatches:
             values = self._received(microbatch)
             with tf.control_dependencies(done), step.running(microbatch.step):
                 one = Held(microbatch, self.stage(values, training=training))
@@ -177,6 +178,7 @@ class Passes:
             self._send(one)
             if self.is_last and counted is None:
                 passed.append(one)
+        self._refuse_written(microbatches, False)
         return passed
 
     def _first_pass(self, microbatch, values, counted) -> Held:
@@ -284,15 +286,15 @@ class Passes:
         every = [own[id(v)] if id(v) in own else stages.no_gradient(v) for v in variables]
         self._pipeline.optimizer.apply_gradients(zip(every, variables, strict=True))
 
-    def _refuse_written(self, microbatches: Sequence[Microbatch]) -> None:
+    def _refuse_written(self, microbatches: Sequence[Microbatch], recompute: bool) -> None:
         """State that layers write is written once a pass, which is not what one process does."""
         written = [variable for microbatch in microbatches for variable, _ in microbatch.step.written]
         around = step.current()
-        if len(microbatches) == 1 and not self._recompute:
+        if len(microbatches) == 1 and not recompute:
             if around is not None:
                 around.written.extend(microbatches[0].step.written)
         elif written:
-            raise stages.written_in_parts(written[0], len(microbatches), self._recompute)
+            raise stages.written_in_parts(written[0], len(microbatches), recompute)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
