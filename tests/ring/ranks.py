@@ -31,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 CONNECT_SECONDS = 15.0
+_START_SECONDS = 60.0
 _ring_numbers = itertools.count()
 
 
@@ -51,12 +52,22 @@ class Group:
         self._running: list[_Member] = []
 
     def start(self, world_size: int, task: Callable[..., Any], *args: Any) -> None:
-        """Begins `task(cluster, *args)` on the first `world_size` processes."""
+        """Begins `task(cluster, *args)` on the first `world_size` processes, once all have imported what it needs."""
         self._running = self._members[:world_size]
         addresses = tuple(member.address for member in self._running)
         ring = f"ring-{next(_ring_numbers)}"
         for rank, member in enumerate(self._running):
             member.send((list(sys.path), task, (rank, world_size, addresses, member.listen_fd, ring), args))
+        deadline = time.monotonic() + _START_SECONDS
+        for rank, member in enumerate(self._running):
+            if not member.pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"rank {rank} has not begun after {_START_SECONDS} s\n{self.logs()}")
+            try:
+                member.pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died before it began\n{self.logs()}") from None
+        for member in self._running:
+            member.pipe.send(None)
 
     def pid(self, rank: int) -> int:
         return self._members[rank].process.pid
@@ -191,6 +202,10 @@ def _serve(parent: int, pipe_fd: int) -> None:
         try:
             sys.path[:] = pickle.loads(pipe.recv_bytes())
             task, (rank, world_size, addresses, listen_fd, ring), args = pickle.loads(pipe.recv_bytes())
+            import tfring.ring.communicator  # noqa: F401  what `join` needs, before limits of a few seconds begin
+
+            pipe.send(None)
+            pipe.recv()
         except EOFError:
             return
         cluster = SimpleNamespace(rank=rank, world_size=world_size, addresses=addresses, listen_fd=listen_fd, ring=ring)

@@ -42,4 +42,4 @@ def test_between_hosts(matrix, monkeypatch, fault, ranks, loss_rate, words):
     if words is None:
         assert outcome.seconds is None and int(outcome.told.split()[0]) > 5, outcome
     else:
-        assert outcome.seconds < 3.0 and words in outcome.told, outcome  # TFRING_LOST_SECONDS=2
+        assert outcome.seconds < 10.0 and words in outcome.told, outcome  # TFRING_LOST_SECONDS=2, otherwise 15

@@ -29,9 +29,9 @@ def reduce_for_ever(cluster, size, transport, timeout_seconds):
                 print("under way", flush=True)
 
 
-def wait_for_rank_1(cluster, transport):
+def wait_for_rank_1(cluster, transport, timeout_seconds):
     """All but rank 1 are inside a collective, rank 1 outside."""
-    with ranks.join(cluster, transport=transport, timeout_seconds=1.0) as ring:
+    with ranks.join(cluster, transport=transport, timeout_seconds=timeout_seconds) as ring:
         ring.barrier()
         print("under way", flush=True)
         if cluster.rank == 1:
@@ -49,8 +49,8 @@ def test_survivors_of_a_killed_rank_raise_at_once(size, transport):
         time.sleep(0.05)
         os.kill(group.pid(2), signal.SIGKILL)
         killed = time.monotonic()
-        outcomes = group.outcomes(10, without=(2,))
-        assert time.monotonic() - killed < 2.0
+        outcomes = group.outcomes(15, without=(2,))
+        assert time.monotonic() - killed < 10.0  # one that gave no sign of life would be lost after 15
         for rank in (0, 1, 3):
             assert outcomes[rank].kind == "PeerLostError", outcomes[rank]
             assert "rank 2 died" in outcomes[rank].message
@@ -59,7 +59,7 @@ def test_survivors_of_a_killed_rank_raise_at_once(size, transport):
 
 def test_a_rank_killed_outside_a_collective_is_missed_inside_one():
     with ranks.Group(3) as group:
-        group.start(3, wait_for_rank_1, "shm")
+        group.start(3, wait_for_rank_1, "shm", 20)
         for rank in range(3):
             group.wait_for(rank, "under way")
         time.sleep(0.2)
@@ -89,7 +89,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(size, transport):
 
 def test_a_rank_that_is_busy_elsewhere_is_named_too():
     with ranks.Group(3) as group:
-        group.start(3, wait_for_rank_1, "tcp")
+        group.start(3, wait_for_rank_1, "tcp", 1.0)
         for outcome in group.outcomes(15, without=(1,))[::2]:
             assert outcome.kind == "CollectiveTimeoutError"
             assert "rank 1 takes no part" in outcome.message and 'all_reduce "alone"' in outcome.message
@@ -115,12 +115,18 @@ def test_control_c_ends_a_waiting_collective():
         assert other.kind == "PeerLostError" and "rank 0 was interrupted" in other.message
 
 
-def keep_own_signals(cluster):
+def wait_until_there(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def keep_own_signals(cluster, folder):
     """A handler that does not raise does no harm; one that raises its own exception gets it through."""
     calls = []
 
     def handler(number, frame):
         calls.append(number)
+        (folder / str(len(calls))).touch()
         if len(calls) == 2:
             raise LookupError("from the handler")
 
@@ -128,14 +134,16 @@ def keep_own_signals(cluster):
     try:
         with ranks.join(cluster) as ring:
             if cluster.rank == 0:
-                signal.setitimer(signal.ITIMER_REAL, 0.3, 0.6)
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
             else:
-                time.sleep(0.6)
+                wait_until_there(folder / "1")
             ring.barrier()
             calls_first = len(calls)
-            if cluster.rank == 1:
-                time.sleep(1.0)
             try:
+                if cluster.rank == 0:
+                    signal.setitimer(signal.ITIMER_REAL, 0.3)
+                else:
+                    wait_until_there(folder / "2")
                 ring.barrier()
                 ring.barrier()
             except LookupError as error:
@@ -144,8 +152,8 @@ def keep_own_signals(cluster):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def test_signal_handlers_run_while_a_collective_waits():
-    first, second = ranks.try_run(2, keep_own_signals)
+def test_signal_handlers_run_while_a_collective_waits(tmp_path):
+    first, second = ranks.try_run(2, keep_own_signals, tmp_path)
     assert first == (1, "from the handler")
     assert second.kind == "PeerLostError"
 
@@ -155,7 +163,7 @@ def close_while_waiting(cluster):
     if cluster.rank == 0:
         threading.Timer(0.3, ring.close).start()
     if cluster.rank == 1:
-        time.sleep(1.0)
+        time.sleep(3.0)
     ring.all_reduce(np.ones(300_000))
 
 
@@ -212,15 +220,19 @@ def test_a_rank_that_raises_and_lives_on_is_a_timeout_not_a_hang():
 
 
 def test_nothing_is_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
+    """For what ranks share has no name there, not even while they work."""
     with ranks.Group(2) as group:
         group.start(2, reduce_for_ever, 1000, "shm", 20)
         for rank in range(2):
             group.wait_for(rank, "under way")
-        assert set(os.listdir("/dev/shm")) <= before
         for rank in range(2):
-            os.kill(group.pid(rank), signal.SIGKILL)
-    assert set(os.listdir("/dev/shm")) <= before
+            proc = pathlib.Path(f"/proc/{group.pid(rank)}")
+            held = (proc / "maps").read_text().splitlines()
+            for fd in (proc / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    held.append(os.readlink(fd))
+            assert any("tfring-mailbox" in each for each in held)
+            assert not [each for each in held if "/dev/shm" in each]
 
 
 # Liveness apart from progress: a rank is slow, stopped, cut off or gone, and the message tells which.
@@ -241,7 +253,7 @@ def test_a_stopped_rank_is_lost_long_before_the_timeout(size, transport):
         os.kill(group.pid(2), signal.SIGSTOP)
         stopped = time.monotonic()
         outcomes = group.outcomes(15, without=(2,))
-        assert time.monotonic() - stopped < 3.0  # the limit is 1
+        assert time.monotonic() - stopped < 10.0  # the limit is 1, and without it 60
         for rank in (0, 1, 3):
             assert outcomes[rank].kind == "PeerLostError", outcomes[rank]
             assert "rank 2 on 127.0.0.1 is stopped" in outcomes[rank].message, outcomes[rank]
@@ -251,9 +263,9 @@ def test_a_stopped_rank_is_lost_long_before_the_timeout(size, transport):
         assert woken.kind == "PeerLostError" and "rank 2 on 127.0.0.1 is stopped" in woken.message
 
 
-def be_slow(cluster, transport, how, size=100_000):
+def be_slow(cluster, transport, how, size=100_000, lost_seconds="0.8"):
     """Rank 1 takes three times as long as a rank may be silent; without the GIL, or holding it."""
-    os.environ.update(TFRING_LOST_SECONDS="0.8", TFRING_STALL_WARNING_SECONDS="0.6")
+    os.environ.update(TFRING_LOST_SECONDS=lost_seconds, TFRING_STALL_WARNING_SECONDS="0.6")
     with ranks.join(cluster, transport=transport) as ring:
         ring.all_reduce(np.ones(4), name="before")
         if cluster.rank == 1:
@@ -279,10 +291,10 @@ def test_a_slow_rank_fails_nobody_and_one_warning_names_it(transport, how, size)
 
 def test_a_rank_that_was_stopped_for_a_moment_accuses_nobody():
     with ranks.Group(3) as group:
-        group.start(3, be_slow, "shm", "asleep")
+        group.start(3, be_slow, "shm", "asleep", 100_000, "3")
         group.wait_for(1, "under way")
         os.kill(group.pid(0), signal.SIGSTOP)
-        time.sleep(0.4)  # half of what is allowed
+        time.sleep(1.5)  # half of what is allowed
         os.kill(group.pid(0), signal.SIGCONT)
         assert group.outcomes(20) == [3.0] * 3
 
@@ -304,7 +316,7 @@ def wait_elsewhere(cluster):
     with ranks.join(cluster) as ring:
         ring.barrier()
         print("under way", flush=True)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 10  # one that gave no sign of life would be lost after 15
         while ring.failure() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return str(ring.failure()), time.time()
@@ -320,7 +332,7 @@ def test_a_death_is_known_outside_of_collectives_too():
         for rank, outcome in enumerate(group.outcomes(15, without=(2,))):
             if rank != 2:
                 assert "rank 2 died: its process on 127.0.0.1 is gone" in outcome[0], outcome
-                assert outcome[1] - killed < 1.0
+                assert outcome[1] - killed < 8.0  # who looks for it waits for 10
 
 
 # Fork.
@@ -380,8 +392,8 @@ def test_a_death_is_seen_at_once_though_a_forked_child_lives_on(transport):
         time.sleep(0.1)
         os.kill(group.pid(1), signal.SIGKILL)
         killed = time.monotonic()
-        outcomes = group.outcomes(10, without=(1,))
-        assert time.monotonic() - killed < 1.0
+        outcomes = group.outcomes(15, without=(1,))
+        assert time.monotonic() - killed < 10.0  # one that gave no sign of life would be lost after 15
         for rank in (0, 2):
             assert outcomes[rank].kind == "PeerLostError" and "rank 1 died" in outcomes[rank].message
 

@@ -224,17 +224,17 @@ def test_a_rank_that_dies_while_the_ring_forms_is_lost_to_all_at_once(transport,
         os.kill(group.pid(1), signal.SIGKILL)
         # A rank that has no ring with the lost one may come minutes later, when the lost one has been started again.
         survivors = (0, 2, 3) if beside else (0, 2)
-        outcomes = group.outcomes(10, without=tuple({0, 1, 2, 3} - set(survivors)))
+        outcomes = group.outcomes(20, without=tuple({0, 1, 2, 3} - set(survivors)))
         for rank in survivors:
             asked, known, left = outcomes[rank]
-            assert known - max(struck, asked) < 1 and not left, (rank, outcomes)
+            assert known - max(struck, asked) < 8 and not left, (rank, outcomes)  # who asks waits for 15
 
 
 def interrupt_while_forming(cluster):
     if cluster.rank == 1:
-        time.sleep(4)
+        time.sleep(60)
     print("joining", flush=True)
-    ranks.join(cluster, connect_timeout_seconds=6)
+    ranks.join(cluster, connect_timeout_seconds=30)
 
 
 def test_control_c_while_forming():
@@ -244,8 +244,8 @@ def test_control_c_while_forming():
         time.sleep(0.3)
         os.kill(group.pid(0), signal.SIGINT)
         start = time.monotonic()
-        assert group.outcomes(10, without=(1,))[0].kind == "KeyboardInterrupt"
-        assert time.monotonic() - start < 2
+        assert group.outcomes(20, without=(1,))[0].kind == "KeyboardInterrupt"
+        assert time.monotonic() - start < 10  # without it, it would wait for 30
 
 
 def test_arguments():

@@ -20,6 +20,8 @@ from tfring.errors import ConfigurationError
 from tfring.report import files
 from tfring.ring import clocks, library, trace
 
+LATE_SECONDS = 0.5
+
 
 def late_rank(folder):
     """Rank 2 comes late to a large all_reduce, which goes round, and to a small one."""
@@ -29,7 +31,7 @@ def late_rank(folder):
         for name, count in (("large", 1 << 18), ("small", 4)):
             communicator.barrier(name="together")
             if cluster.rank == 2:
-                time.sleep(0.1)
+                time.sleep(LATE_SECONDS)
             communicator.all_reduce(np.ones(count, np.float32), name=name)
         for way in ("gather", "owner"):
             communicator.all_reduce_rows(np.ones((500, 16), np.float32), np.arange(500), reduction=way, name=way)
@@ -53,9 +55,9 @@ def test_who_waits_for_whom_among_three(tmp_path):
             assert call.added > 0 and call.moved >= 0 and call.waited >= 0
             assert call.sent >= num_bytes and call.received >= num_bytes
             if rank.rank == 2:
-                assert call.waited < 0.05e9
+                assert call.waited < LATE_SECONDS / 2 * 1e9
             else:
-                assert call.last == 2 and 0.08e9 < call.waited < call.end - call.begin
+                assert call.last == 2 and LATE_SECONDS / 2 * 1e9 < call.waited < call.end - call.begin
         for way in ("gather", "owner"):
             call = calls[way]
             assert (call.kind, call.algorithm, call.bytes) == ("all_reduce_rows", way, 500 * (16 * 4 + 8))
