@@ -196,6 +196,7 @@ def custom_loop():
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(83, 4)).astype("float32"), generator.normal(size=(83, 1)).astype("float32")
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    keras.utils.set_random_seed(1)  # Adam makes much of a gradient that is almost zero
     with ring.scope():
         layers = [keras.layers.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
         model = keras.Sequential(layers)
@@ -254,7 +255,8 @@ def rowless_replicas():
 
     for x in ring.experimental_distribute_dataset(tf.data.Dataset.from_tensors(tf.ones([1, 4]))):
         ring.run(step, args=(x,))
-    np.testing.assert_allclose(model.get_weights()[0], kernel - 0.1 * 2 * kernel.sum(), rtol=1e-5)
+    # A difference, which is off by roundings of its terms: for a small one they are more than `rtol`.
+    np.testing.assert_allclose(model.get_weights()[0], kernel - 0.1 * 2 * kernel.sum(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n", "communication", "logical_cpus"), GROUPS, scope="module")

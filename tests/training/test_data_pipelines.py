@@ -154,6 +154,7 @@ def train_pipelines(names, options):
         model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"], **options)
         return model
 
+    keras.utils.set_random_seed(1)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         made = pipelines(pathlib.Path(folder))

@@ -109,6 +109,7 @@ def save_at_the_end(folder):
     ring = strategy()
     folder = pathlib.Path(folder)
     x, y = skewed_rows()
+    keras.utils.set_random_seed(1)
     with ring.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(500), keras.layers.Dense(1)])
         model.compile("adam", "mse")
@@ -121,8 +122,9 @@ def save_at_the_end(folder):
         model.save_weights(folder / "model.weights.h5")
         model.load_weights(folder / "model.weights.h5")
         tfring.save(model, folder / f"once-{i}.keras")
-        got = keras.models.load_model(folder / f"once-{i}.keras").predict(x, verbose=0)
-        assert relative_error([got], [want]) < 1e-6  # on some CPUs products of fewer rows have other last bits
+        once = keras.models.load_model(folder / f"once-{i}.keras")
+        assert relative_error(once.get_weights(), model.get_weights()) == 0
+        assert relative_error([once.predict(x, verbose=0)], [want]) < 1e-5  # of 500 products, in another order
     keras.saving.save_model(model, folder / "functional.keras")
     tfring.save(model, folder / "once.weights.h5")
     model.load_weights(folder / "once.weights.h5")
@@ -378,6 +380,7 @@ def stateful(batch_of_the_model):
         evaluated = model.evaluate(x, y, batch_size=24, verbose=0)
         return weights, [model.predict(x, batch_size=24, verbose=0)], [[trained[k] for k in sorted(trained)], evaluated]
 
+    keras.utils.set_random_seed(1)
     with ring.scope():
         model = make(batch_of_the_model or 24 // ring.num_replicas_in_sync)
     if batch_of_the_model:
