@@ -115,9 +115,9 @@ def test_a_name_that_does_not_resolve(start):
 
 def test_a_rank_that_never_comes(start):
     addresses = addresses_of(3)
-    second = start([*DOCTOR, "--timeout", "3"], TF_CONFIG=tf_config(addresses, 1))
+    second = start([*DOCTOR, "--timeout", "12"], TF_CONFIG=tf_config(addresses, 1))
     began = time.monotonic()
-    out, err = ended(start([*DOCTOR, "--timeout", "3"], TF_CONFIG=tf_config(addresses, 0)), 1)
+    out, err = ended(start([*DOCTOR, "--timeout", "6"], TF_CONFIG=tf_config(addresses, 0)), 1)
     assert time.monotonic() - began < 30
     assert ended(second) == ("", "") and err == ""
     assert f"Rank 2 never came. {addresses[2]}: refused: the host answers, but nobody listens" in out
@@ -163,7 +163,7 @@ def test_another_program_at_the_address(start, answer, kind):
 
 def test_another_list_of_addresses(start):
     addresses, others = addresses_of(2), addresses_of(2)
-    start([*DOCTOR, "--timeout", "5"], TF_CONFIG=tf_config([others[0], addresses[1]], 1))
+    start([*DOCTOR, "--timeout", "60"], TF_CONFIG=tf_config([others[0], addresses[1]], 1))
     config = tf_config(addresses, 0)
     found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config), 1)
     assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_JOB)]
@@ -191,7 +191,7 @@ def test_a_port_that_leads_to_another_rank(start):
 
         # With a secret, or nobody would come in but through the Unix socket.
         secret = {"TFRING_SECRET": "known to all of this test"}
-        last = start([*DOCTOR, "--timeout", "5"], TF_CONFIG=tf_config(addresses, 2), **secret)
+        last = start([*DOCTOR, "--timeout", "30"], TF_CONFIG=tf_config(addresses, 2), **secret)
         with socket.socket() as probe:
             deadline = time.monotonic() + SECONDS
             while probe.connect_ex(parse_address(third)) and time.monotonic() < deadline:
