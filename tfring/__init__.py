@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
+
+from wrapt import register_post_import_hook
 
 from tfring._requirements import check_tensorflow
 from tfring._version import __version__
@@ -58,8 +60,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tfring' has no attribute {name!r}")
     if name not in _WITHOUT_TENSORFLOW:
         check_tensorflow()
-    if name == "RingStrategy":
-        _register_layers()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
@@ -69,10 +69,18 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _register_layers() -> None:
-    """So that `keras.models.load_model` finds them."""
-    importlib.import_module("tfring.layers")
+def _load_layers_when_asked(registration: Any) -> None:
+    """Has Keras find the layers that a file names, though nobody has used them yet in this process."""
+    find = registration.get_registered_object
+
+    @functools.wraps(find)
+    def get_registered_object(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(name).startswith("tfring>"):
+            importlib.import_module("tfring.layers")
+        return find(name, *args, **kwargs)
+
+    registration.get_registered_object = get_registered_object
 
 
-if "keras" in sys.modules and "tensorflow" in sys.modules:
-    _register_layers()
+# Now if Keras is there, else when it comes.
+register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
