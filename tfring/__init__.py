@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from wrapt import register_post_import_hook
 
 from tfring._requirements import check_tensorflow
 from tfring._version import __version__
@@ -82,5 +81,8 @@ def _load_layers_when_asked(registration: Any) -> None:
     registration.get_registered_object = get_registered_object
 
 
-# Now if Keras is there, else when it comes.
-register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
+with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
+    from wrapt import register_post_import_hook
+
+    # Now if Keras is there, else when it comes.
+    register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
