@@ -43,7 +43,8 @@ def refuse_new_weights() -> None:
 
     @seam(keras.layers.Layer, "add_weight")
     def add_weight(original, self, *args, **kwargs):
-        if any("pipeline" in axes_of(axis_of(variable) or "") for variable in self._trainable_variables):
+        others = getattr(self, "_trainable_variables", ())  # there are none before a layer's __init__
+        if any("pipeline" in axes_of(axis_of(variable) or "") for variable in others):
             raise without_wholes(f"another weight of {type(self).__name__} {self.name!r}")
         return original(self, *args, **kwargs)
 
