@@ -124,7 +124,8 @@ def save_at_the_end(folder):
         tfring.save(model, folder / f"once-{i}.keras")
         once = keras.models.load_model(folder / f"once-{i}.keras")
         assert relative_error(once.get_weights(), model.get_weights()) == 0
-        assert relative_error([once.predict(x, verbose=0)], [want]) < 1e-5  # of 500 products, in another order
+        # On some CPUs products of fewer rows have other last bits.
+        assert relative_error([once.predict(x, verbose=0)], [want]) < 1e-6
     keras.saving.save_model(model, folder / "functional.keras")
     tfring.save(model, folder / "once.weights.h5")
     model.load_weights(folder / "once.weights.h5")

@@ -183,7 +183,7 @@ def test_mixed_precision(mesh):
             assert (outputs, weights) == (kind.removeprefix("mixed_"), "float32")
             epsilon = 2.0**-10 if kind == "mixed_float16" else 2.0**-7
             assert abs(loss - want) < epsilon * want
-            assert error < 4 * epsilon
+            assert error < (0.003 if kind == "mixed_float16" else 0.02)
 
 
 def regularized(mesh):
