@@ -66,20 +66,16 @@ def pipelines() -> list[str]:
     return table(["", *map(called, PIPELINES)], rows)
 
 
-def divided() -> list[str]:
-    optimizers = [*common.element_wise_optimizers(), "clipnorm", "global_clipnorm", "loss_scale", "accumulation"]
-    optimizers.remove("MultiOptimizer") if "MultiOptimizer" in optimizers else None  # of names of other models
-    columns = [errors(mesh, [("dense", {}, name, {}) for name in optimizers]) for mesh in DIVIDED]
-    rows = {name: list(row) for name, row in zip(optimizers, zip(*columns, strict=True), strict=True)}
-    return table(["", *map(called, DIVIDED)], rows)
-
-
-def together() -> list[str]:
-    names = ("Adagrad", "adam", "global_clipnorm", "loss_scale")
-    cases = [("dense", {"num_microbatches": 2, "recompute": bool(i % 2)}, name, {}) for i, name in enumerate(names)]
-    columns = [errors(mesh, cases) for mesh in TOGETHER]
+def by_optimizer(meshes, kind: str, **options) -> list[str]:
+    """A row an optimizer and setting; every other pipeline computes again."""
+    names = [*common.element_wise_optimizers(), *common.optimizer_settings(), "swapped"]
+    names.remove("MultiOptimizer") if "MultiOptimizer" in names else None  # of names of other models
+    cases = [
+        (kind, {**options, "recompute": bool(i % 2)} if options else {}, name, {}) for i, name in enumerate(names)
+    ]
+    columns = [errors(mesh, cases) for mesh in meshes]
     rows = {name: list(row) for name, row in zip(names, zip(*columns, strict=True), strict=True)}
-    return table(["", *map(called, TOGETHER)], rows)
+    return table(["", *map(called, meshes)], rows)
 
 
 def in_float64() -> list[str]:
@@ -95,8 +91,9 @@ def main() -> None:
     try:
         parts = {
             "Pipelines": pipelines(),
-            "Sharded layers": divided(),
-            "Sharded layers within stages": together(),
+            "Optimizers in pipelines": by_optimizer(PIPELINES, "chain", num_microbatches=2),
+            "Sharded layers": by_optimizer(DIVIDED, "dense"),
+            "Sharded layers within stages": by_optimizer(TOGETHER, "dense", num_microbatches=2),
             "In float64": in_float64(),
         }
     finally:

@@ -75,6 +75,16 @@ def divided(axis, update="rows"):
     return keras.Model(inputs, keras.layers.Dense(1, name="d4")(x))
 
 
+def few_rows():
+    """With a table of fewer rows than three workers."""
+    import keras
+
+    inputs = keras.Input((4,))
+    ids = keras.ops.cast(keras.ops.clip(inputs, 0, 1), "int32")
+    x = keras.layers.Flatten()(tfring.layers.ShardedEmbedding(2, 3, update="dense", name="rows")(ids))
+    return keras.Model(inputs, keras.layers.Dense(1, name="d4")(x))
+
+
 MODELS = {
     "chain": chain,
     "graph": graph,
@@ -82,6 +92,7 @@ MODELS = {
     "along model": functools.partial(divided, "model"),
     "along data": functools.partial(divided, "data"),
     "dense": functools.partial(divided, None, "dense"),
+    "few rows": few_rows,
 }
 BEGINS = {1: [], 2: ["d3"], 3: ["d2", "d3"], 4: ["d2", "d3", "d4"]}
 
@@ -98,6 +109,7 @@ def optimizer(name):
         "plain": lambda: keras.optimizers.SGD(0.05),  # others take duplicate ids of one process one by one
         "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, 0.9, global_clipnorm=0.1)),
         "accumulating": lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+        "swapped": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.7),
     }[name]()
 
 
@@ -118,11 +130,15 @@ def inputs_of(kind):
     return (x, y) if kind == "graph" else (x["a"], y["y"])
 
 
-def outcome(model, kind, thorough):
+def outcome(model, kind, by, thorough):
     """History, evaluation, predictions, weights."""
+    import keras
+
     x, y = inputs_of(kind)
-    weighted = {"sample_weight": np.linspace(0.5, 2, ROWS).astype("float32")} if kind == "chain" else {}
-    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, **weighted).history
+    options = {"sample_weight": np.linspace(0.5, 2, ROWS).astype("float32")} if kind == "chain" else {}
+    if by == "swapped":
+        options |= {"callbacks": [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)], "validation_data": (x, y)}
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, **options).history
     evaluated, predicted = {}, {}
     if thorough:
         evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
@@ -145,7 +161,7 @@ def trained(mesh, cases, floatx):
             start = model.get_weights()
             pipeline = tfring.parallel.Pipeline(model, BEGINS[ring.mesh.pipeline], **options)
             compiled(pipeline, kind, by, **compile_options)
-        got = outcome(pipeline, kind, number == 0)
+        got = outcome(pipeline, kind, by, number == 0)
         found = {"bits": b"".join(np.ascontiguousarray(w).tobytes() for w in got[3]), "logs": repr(got[:2])}
         every = [*pipeline.weights, *pipeline.optimizer.variables]
         found["held"] = sum(int(np.prod(v.shape)) for v in every)
@@ -158,7 +174,7 @@ def trained(mesh, cases, floatx):
             compiled(alone, kind, by)
             # Keras builds it while tracing else, where ScheduleFreeAdamW's copy of the weights is lost.
             alone.optimizer.build(alone.trainable_variables)
-            want = outcome(alone, kind, number == 0)
+            want = outcome(alone, kind, by, number == 0)
             found["errors"] = [history_error(got[i], want[i]) for i in range(3)]
             found["errors"].append(relative_error(got[3], want[3]))
             found["all"] = sum(v.numpy().size for v in [*alone.weights, *alone.optimizer.variables])
@@ -190,6 +206,14 @@ def trained(mesh, cases, floatx):
             "float32",
             marks=pytest.mark.long,
         ),
+        ({"pipeline": 2}, [("chain", {"num_microbatches": 2}, by, {}) for by in ("RMSprop", "swapped")], "float32"),
+        pytest.param(
+            {"pipeline": 2},
+            [("chain", {"num_microbatches": 2}, by, {}) for by in ("Adadelta", "Nadam", "Ftrl", "Lion", "ema")],
+            "float32",
+            marks=pytest.mark.long,
+        ),
+        ({"data": 3}, [("few rows", {}, "Ftrl", {})], "float32"),
         ({"pipeline": 3}, [("chain", {"num_microbatches": 4}, "adam", {})], "float64"),
         (
             {"pipeline": 2, "data": 2},
@@ -210,7 +234,10 @@ def trained(mesh, cases, floatx):
         ),
         ({"pipeline": 2, "data": 2, "model": 2}, [("along model", {"num_microbatches": 2}, "scaled", {})], "float32"),
     ],
-    ids=["two", "three", "three otherwise", "float64", "data", "model", "all three"],
+    ids=[
+        *("two", "three", "three otherwise", "optimizers", "other optimizers", "few rows"),
+        *("float64", "data", "model", "all three"),
+    ],
 )
 def test_equals_one_process(mesh, cases, floatx):
     size = math.prod(mesh.values())
@@ -483,7 +510,7 @@ def in_one_process():
     copy = keras.models.clone_model(model)
     copy.set_weights(model.get_weights())
     pipeline = compiled(tfring.parallel.Pipeline(model, ["d2", "d3"], num_microbatches=4), "graph")
-    got, want = (outcome(each, "graph", True) for each in (pipeline, compiled(copy, "graph")))
+    got, want = (outcome(each, "graph", "sgd", True) for each in (pipeline, compiled(copy, "graph")))
     return max([*(history_error(got[i], want[i]) for i in range(3)), relative_error(got[3], want[3])])
 
 
