@@ -70,9 +70,7 @@ def by_optimizer(meshes, kind: str, **options) -> list[str]:
     """A row an optimizer and setting; every other pipeline computes again."""
     names = [*common.element_wise_optimizers(), *common.optimizer_settings(), "swapped"]
     names.remove("MultiOptimizer") if "MultiOptimizer" in names else None  # of names of other models
-    cases = [
-        (kind, {**options, "recompute": bool(i % 2)} if options else {}, name, {}) for i, name in enumerate(names)
-    ]
+    cases = [(kind, {**options, "recompute": bool(i % 2)} if options else {}, name, {}) for i, name in enumerate(names)]
     columns = [errors(mesh, cases) for mesh in meshes]
     rows = {name: list(row) for name, row in zip(names, zip(*columns, strict=True), strict=True)}
     return table(["", *map(called, meshes)], rows)

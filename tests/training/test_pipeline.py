@@ -394,6 +394,11 @@ def refused(folder):
         inputs = keras.Input((4,), sparse=True)
         return keras.Model(inputs, layers.Dense(1, name="d3")(keras.ops.negative(inputs)))
 
+    def scalar():
+        inputs = keras.Input((4,))
+        mean = keras.ops.mean(inputs)
+        return keras.Model(inputs, layers.Dense(1, name="d3")(layers.Dense(2)(inputs) * mean) * mean)
+
     def of_batch_size():
         inputs = keras.Input(batch_shape=(20, 4))
         return keras.Model(inputs, layers.Dense(1, name="d3")(layers.Dense(2)(inputs)))
@@ -430,6 +435,7 @@ def refused(folder):
     attempt("tied", lambda: made(tied()))
     attempt("mask", lambda: made(masked()))
     attempt("sparse", lambda: made(sparse()))
+    attempt("scalar", lambda: fitted(scalar()))
     attempt("rows", lambda: made(of_batch_size()))
     attempt("normalization", lambda: made(sequence(layers.BatchNormalization(name="bn"))))
     attempt("schedule", lambda: made(chain(), schedule="zigzag"))
@@ -467,6 +473,7 @@ def test_what_is_refused(tmp_path):
         assert "used by 'shared' in stage 1 and by 'shared' in stage 2" in errors["tied"]
         assert "a masked tensor between stages 1 and 2" in errors["mask"]
         assert "a sparse or ragged one between stages 1 and 2" in errors["sparse"]
+        assert "a scalar between stages 1 and 2" in errors["scalar"] and "made by 'mean'" in errors["scalar"]
         assert "a fixed number of rows" in errors["rows"]
         assert "BatchNormalization 'bn' with num_microbatches=8" in errors["normalization"]
         assert "schedule='zigzag'" in errors["schedule"] and "num_microbatches=0" in errors["microbatches"]

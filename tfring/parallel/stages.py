@@ -259,6 +259,12 @@ def _check_crossing(tensor, source: int, to: int) -> None:
             f"Dense tensors cross from a stage of a Pipeline to the next. Received: a sparse or ragged one {where}. "
             "Cut behind the layers that make it dense."
         )
+    if len(tensor.shape) == 0:
+        raise ConfigurationError(
+            "Tensors of at least one dimension cross from a stage of a Pipeline to the next; a scalar has no rows, and "
+            f"of a microbatch it is not that of the batch. Received: a scalar {where}. Cut elsewhere, or make it in "
+            "each stage that uses it."
+        )
 
 
 def batch_normalizations(model) -> list[keras.layers.Layer]:
