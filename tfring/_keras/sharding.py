@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfring._keras import large, stores
 from tfring._keras.seam import seam
 from tfring.cluster.mesh import axes_of
 from tfring.cross_device_ops import values_of
@@ -387,6 +388,11 @@ def install():
 
     @seam(core.Variable, "assign")
     def assign(original, self, value):
+        cut = cut_of(self)
+        if isinstance(value, stores.Stored):
+            if cut is not None and value.shape == cut.shape == cut.lined_up:
+                return large.write_shard(self, cut, self._tfring_rank, value)
+            value = np.asarray(value)
         return original(self, piece_of(self, value))
 
     @seam(tf_optimizer, "assign")

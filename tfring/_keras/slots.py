@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import blocks
-from tfring._keras import outside, stores
+from tfring._keras import large, outside, stores
 from tfring._keras.seam import seam
 from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, piece_of, shards_of, whole_shape
 from tfring.errors import ConfigurationError
@@ -48,10 +48,9 @@ def whole(variable, keep: bool = True) -> np.ndarray:
     """The whole of which a variable holds a piece; all ranks call it. Nothing where this rank does not `keep` it."""
     if id(variable) in _gathered:
         return _gathered[id(variable)]
-    held, cut = held_of(variable).numpy(), cut_of(variable)
+    held, cut = np.atleast_1d(large.view(variable)), cut_of(variable)
     assert cut is not None
     collectives = variable.value.distribute_strategy.extended.along(axis_of(variable))
-    held = np.atleast_1d(held)
     sizes = [count(cut, rank) for rank in range(collectives.world_size)]
     result = blocks.room(cut.lined_up if keep else (0,), held.dtype)
     held = np.moveaxis(held, cut.dimension, 0)

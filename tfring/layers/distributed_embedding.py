@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras import slots, stores, tables
+from tfring._keras import large, slots, stores, tables
 from tfring._keras.sharding import Division, check_axis, cut_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -296,11 +296,13 @@ class _Stack:
 
     def assign(self, whole) -> None:
         """Keeps this worker's part of whole tables; of an array in a file nothing else is read."""
-        pieces = [
-            np.asarray(whole[table.name][self._placement.part_within(self._rank, begin, end)])
-            for table, begin, end in self._held
-        ]
-        self._variable.assign(np.concatenate(pieces))
+        if cut_of(self._variable) is None:
+            self._variable.assign(np.concatenate([np.asarray(whole[table.name]) for table, _, _ in self._held]))
+            return
+        at = 0
+        for table, begin, end in self._held:
+            part = self._placement.part_within(self._rank, begin, end)
+            at = large.write(self._variable, at, whole[table.name], part)
 
 
 def _as_ids(ids):

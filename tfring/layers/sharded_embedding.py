@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
 from tfring._keras import slots, stores, tables
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import Division, check_axis, cut_of, piece_of
+from tfring._keras.sharding import Division, check_axis, cut_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import number_of_layer
@@ -165,7 +164,7 @@ class ShardedEmbedding(keras.layers.Embedding):
                 f"A file for {self.name!r} has a table of shape {shape}. Received: shape {tuple(store['0'].shape)}. "
                 "Make the layer as large as the table in the file, or give it another."
             )
-        self._embeddings.assign(np.asarray(piece_of(self._embeddings, store["0"])))
+        self._embeddings.assign(store["0"])
 
     def get_config(self):
         config = super().get_config()
