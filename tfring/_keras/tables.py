@@ -24,6 +24,7 @@ from tfring._keras.seam import seam
 from tfring._keras.sharding import Division, axis_of, cut_of, refuse_unless_element_wise, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
+from tfring.recognition import ring_of
 from tfring.reduction.cuts import Cut
 from tfring.reduction.placement import Placement
 from tfring.ring.collectives import LocalCollectives
@@ -39,6 +40,14 @@ _NOT_SLOTS = ("_variables", "_trainable_variables")  # of an optimizer's lists
 def update_of(variable) -> str | None:
     """"rows" or "dense" for a table; None for any other variable."""
     return getattr(variable, "_tfring_table", None)
+
+
+def sum_ids(variable) -> None:
+    """Marks a Keras variable that is looked up: also in one process an id counts once in its gradient.
+
+    Keras' optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
+    """
+    variable._tfring_sums_ids = True
 
 
 def add_table(layer, name: str, parts, placement: Placement | Cut, division: Division):
@@ -311,8 +320,13 @@ def install():
 
     @seam(base_optimizer.BaseOptimizer, "_backend_apply_gradients")
     def backend_apply_gradients(original, self, grads, trainable_variables):
+        alone = ring_of(getattr(self, "_distribution_strategy", None)) is None
+
+        def has_duplicates(variable):
+            return update_of(variable) or (alone and getattr(variable, "_tfring_sums_ids", False))
+
         grads = [
-            _with_each_id_once(g) if update_of(v) and isinstance(g, tf.IndexedSlices) else g
+            _with_each_id_once(g) if has_duplicates(v) and isinstance(g, tf.IndexedSlices) else g
             for g, v in zip(grads, trainable_variables, strict=True)
         ]
         return original(self, grads, trainable_variables)

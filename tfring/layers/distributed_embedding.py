@@ -276,6 +276,7 @@ class _Stack:
         self._held = sorted(self._tables, key=lambda each: each[0].name in owners)  # divided ones before whole ones
         if self._kind == "replicated":
             self._variable = layer.add_weight(name=last.name, shape=shape, initializer=last.initializer)
+            tables.sum_ids(self._variable)
         else:
             parts = [(table.initializer, begin, end) for table, begin, end in self._held]
             self._variable = tables.add_table(layer, name, parts, self._placement, division)
