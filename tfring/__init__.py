@@ -81,8 +81,14 @@ def _load_layers_when_asked(registration: Any) -> None:
     registration.get_registered_object = get_registered_object
 
 
+def _share_downloads(file_utils: Any) -> None:
+    """Has workers that download the same file at once share it, also before a strategy is made."""
+    importlib.import_module("tfring.downloads").install(file_utils)
+
+
 with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
     from wrapt import register_post_import_hook
 
     # Now if Keras is there, else when it comes.
     register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
+    register_post_import_hook(_share_downloads, "keras.src.utils.file_utils")

@@ -1,0 +1,34 @@
+"""keras.utils.get_file, called by all workers at once before there is a strategy."""
+
+import os
+import zipfile
+
+from harness import workers
+
+FILES, BYTES = 20, 500_000
+
+
+def download(folder):
+    """As Keras' datasets: the archive alone, then one that is extracted; each is read at once."""
+    import keras
+
+    import tfring  # noqa: F401  which shares downloads
+
+    url = f"file://{folder}/data.zip"
+    for _ in range(3):
+        path = keras.utils.get_file("a.zip", url, cache_dir=folder)
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+        extracted = keras.utils.get_file("b.zip", url, cache_dir=folder, extract=True)
+        assert os.path.basename(extracted) == "b_extracted"
+        for i in range(FILES):
+            with open(os.path.join(extracted, "in", f"{i}.bin"), "rb") as file:
+                assert file.read() == bytes([i]) * BYTES
+    return sorted(name for name in os.listdir(os.path.join(folder, "datasets")) if name[0] != ".")
+
+
+def test_files_that_all_workers_download_are_whole(tmp_path):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for i in range(FILES):
+            archive.writestr(f"in/{i}.bin", bytes([i]) * BYTES)
+    assert workers(3).run(download, str(tmp_path)) == [["a.zip", "b.zip", "b_extracted"]] * 3

@@ -1,0 +1,92 @@
+"""`keras.utils.get_file` called by all workers at once: files appear whole, and one worker of a host downloads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from tfring.cluster import detection
+from tfring.errors import ConfigurationError
+
+
+def install(file_utils: Any) -> None:
+    """Replaces what `get_file` downloads and extracts by: itself is known under many names when this is called."""
+    retrieve, extract = file_utils.urlretrieve, file_utils.extract_archive
+
+    @functools.wraps(retrieve)
+    def urlretrieve(url: str, filename: str, *args: Any, **kwargs: Any) -> Any:
+        if not _has_others():
+            return retrieve(url, filename, *args, **kwargs)
+        before = _identity(filename)
+        with _locked(filename):
+            if _identity(filename) != before:  # while this worker waited
+                return filename, None
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=os.path.dirname(filename)) as folder:
+                made = os.path.join(folder, "file")
+                result = retrieve(url, made, *args, **kwargs)
+                os.replace(made, filename)
+                return result
+
+    @functools.wraps(extract)
+    def extract_archive(file_path: Any, path: Any = ".", archive_format: Any = "auto") -> bool:
+        if not _has_others():
+            return extract(file_path, path, archive_format)
+        path = os.path.abspath(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with _locked(path), tempfile.TemporaryDirectory(prefix=".extract-", dir=os.path.dirname(path)) as folder:
+            is_archive = extract(file_path, folder, archive_format)
+            if is_archive:
+                _move(folder, path)
+            return is_archive
+
+    file_utils.urlretrieve, file_utils.extract_archive = urlretrieve, extract_archive
+
+
+def _has_others() -> bool:
+    """Returns True where the environment says that this process is one of several workers."""
+    try:
+        found = detection.find(os.environ)
+    except ConfigurationError:  # which RingStrategy() will raise
+        return False
+    return found is not None and found.world_size > 1
+
+
+def _identity(path: str) -> tuple | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Waits for workers of this host that hold the lock of a path; goes on without one where there are no locks."""
+    import fcntl
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder, name = os.path.split(path)
+            fd = os.open(os.path.join(folder, f".{name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def _move(folder: str, to: str) -> None:
+    """Moves all that is in a folder into another, each file in place of the one that is there."""
+    os.makedirs(to, exist_ok=True)
+    for at, names, files in os.walk(folder):
+        target = os.path.normpath(os.path.join(to, os.path.relpath(at, folder)))
+        for name in list(names):
+            if os.path.islink(os.path.join(at, name)):
+                names.remove(name)
+                files.append(name)
+            else:
+                os.makedirs(os.path.join(target, name), exist_ok=True)
+        for name in files:
+            os.replace(os.path.join(at, name), os.path.join(target, name))
