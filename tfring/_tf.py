@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
+from tensorflow.python.checkpoint.checkpoint import TrackableSaver  # writes the files of tf.train.Checkpoint
 from tensorflow.python.data.experimental.ops import cardinality as _cardinality
 from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
     batch_op,
@@ -214,6 +215,7 @@ __all__ = [
     "DatasetStep",
     "ResourceVariable",
     "StrategyExtendedV1",
+    "TrackableSaver",
     "aggregate_slices",
     "call_map_function",
     "collective_ops",

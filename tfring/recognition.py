@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import tensorflow as tf
+
+_of_several_workers: list[weakref.ref] = []  # the newest last
 
 
 class RingMarker:
@@ -19,3 +22,21 @@ def ring_of(strategy: Any) -> Any:
 def current_ring() -> Any:
     """The RingStrategy in whose scope this code runs; None where there is none."""
     return ring_of(tf.distribute.get_strategy()) if tf.distribute.has_strategy() else None
+
+
+def remember(strategy: Any) -> None:
+    """Notes that this process takes part in the ring of a strategy, until `forget`."""
+    forget(strategy)
+    if strategy.cluster.world_size > 1:
+        _of_several_workers.append(weakref.ref(strategy))
+
+
+def forget(strategy: Any) -> None:
+    """Notes that a strategy has left its ring."""
+    _of_several_workers[:] = [ref for ref in _of_several_workers if ref() not in (None, strategy)]
+
+
+def ring_of_process() -> Any:
+    """The newest RingStrategy of several workers that this process holds open; None where there is none."""
+    found = (ref() for ref in reversed(_of_several_workers))
+    return next((strategy for strategy in found if strategy is not None), None)

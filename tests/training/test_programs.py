@@ -129,18 +129,37 @@ def save_at_the_end(folder):
     keras.saving.save_model(model, folder / "functional.keras")
     tfring.save(model, folder / "once.weights.h5")
     model.load_weights(folder / "once.weights.h5")
-    model.export(folder / "exported", verbose=False)
-    ring.barrier()
     import tensorflow as tf
 
-    exported = tf.saved_model.load(folder / "exported")
-    served = exported.serve(x).numpy()
+    reloaded = keras.models.load_model(folder / "model.keras")  # outside the scope
+    served = []
+    for _ in range(2):
+        for one in (model, reloaded):
+            tfring.save(one, folder / "again.keras")
+            keras.models.load_model(folder / "again.keras")
+            one.save_weights(folder / "again.weights.h5")
+            one.load_weights(folder / "again.weights.h5")
+            one.export(folder / "exported", verbose=False)
+            own = folder / f"own-{ring.cluster.rank}"
+            one.export(own, verbose=False)
+            keras.saving.save_model(one, own / "folder", zipped=False)
+            ring.barrier()
+            for path in (folder / "exported", own):
+                exported = tf.saved_model.load(path)
+                served.append(exported.serve(x).numpy())
+            ring.barrier()
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        manager = tf.train.CheckpointManager(checkpoint, folder / "checkpoints", max_to_keep=2)
+        for _ in range(4):
+            checkpoint.restore(manager.save()).assert_consumed()
+        assert tf.train.latest_checkpoint(folder / "checkpoints") == manager.latest_checkpoint
+    worst = max(relative_error([rows], [want]) for rows in served)
     refused = ""
     try:
         tfring.save(model, folder / "missing" / "model.keras")
     except OSError as error:
         refused = str(error)
-    return relative_error([served], [want]), refused, sorted(p.name for p in folder.iterdir() if p.name[0] == ".")
+    return worst, refused, sorted(p.name for p in folder.iterdir() if p.name[0] == ".")
 
 
 @pytest.mark.oldest

@@ -23,6 +23,17 @@ def on_rank_0(strategy):
         _local.silent = before
 
 
+@contextlib.contextmanager
+def replaced(text: str, other: str):
+    """In here Keras prints `other` for `text`: a path for the one beside it."""
+    before = getattr(_local, "replaced", ())
+    _local.replaced = (*before, (text, other))
+    try:
+        yield
+    finally:
+        _local.replaced = before
+
+
 def _is_silent(strategy) -> bool:
     return not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
 
@@ -32,9 +43,11 @@ def install():
     from keras.src.utils import io_utils
 
     @seam(io_utils, "print_msg")
-    def print_msg(original, *args, **kwargs):
+    def print_msg(original, message, *args, **kwargs):
+        for text, other in getattr(_local, "replaced", ()):
+            message = str(message).replace(text, other)
         if not getattr(_local, "silent", False):
-            original(*args, **kwargs)
+            original(message, *args, **kwargs)
 
     signature = inspect.signature(keras.Model.summary)
 

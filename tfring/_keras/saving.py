@@ -1,23 +1,24 @@
 """Saving: a file appears whole or not at all, whichever ranks save, and no rank waits for another.
 
 Every rank may save, or rank 0 alone: each writes aside and renames, so that ranks which write the same path replace
-equal files by each other, and whoever has saved can read. Folders (`model.export`) cannot be replaced at once: rank 0
-writes them. `save` writes once for all. Where ranks share an optimizer all take part (`slots.py`).
+equal files by each other, and whoever has saved can read. Of folders (`model.export`) rank 0's remains. `save` writes
+once for all. Where ranks share an optimizer all take part (`slots.py`). While this process has a ring, a model made
+outside the scope is saved like one made inside.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
-import tempfile
 
 import tensorflow as tf
 
-from tfring._keras import slots
+from tfring import _tf
+from tfring._keras import aside, printing, slots
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import cut_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring
+from tfring.recognition import current_ring, ring_of_process
 
 
 def save(model, path, **options) -> None:
@@ -43,7 +44,7 @@ def save(model, path, **options) -> None:
     """
     only_weights = str(path).endswith((".weights.h5", ".weights.json"))
     write = model.save_weights if only_weights else model.save
-    strategy = ring_of_model(model)
+    strategy = ring_of_model(model) or ring_of_process()
     if strategy is None or strategy.cluster.world_size == 1:
         write(path, **options)
         return
@@ -76,40 +77,37 @@ def install():
 
     @seam(saving_lib, "save_model")
     def save_model(original, model, filepath, weights_format="h5", zipped=True):
-        if zipped:
-            return written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
-        with slots.whole_pieces(model, keep=is_writer(model)):
-            return by_rank_0(original, model, filepath, weights_format=weights_format, zipped=zipped)
+        with slots.whole_pieces(model):
+            if zipped:
+                written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
+            else:
+                folder(model, filepath, lambda path: original(model, path, weights_format, zipped))
 
-    def is_writer(model):
-        strategy = ring_of_model(model)
-        return strategy is None or strategy.cluster.is_chief
-
-    def by_rank_0(original, model, *args, **kwargs):
-        return original(model, *args, **kwargs) if is_writer(model) else None
+    def whole_and_aside(original, model, filepath, *args, **kwargs):
+        with slots.whole_pieces(model):
+            return written_aside(original, model, filepath, *args, **kwargs)
 
     def written_aside(original, model, filepath, *args, **kwargs):
-        with slots.whole_pieces(model):
-            return renamed(original, model, filepath, *args, **kwargs)
-
-    def renamed(original, model, filepath, *args, **kwargs):
-        strategy = ring_of_model(model)
-        if strategy is None or strategy.cluster.world_size == 1 or not _is_local(filepath):
+        path = _path_of_several(filepath, ring_of_model(model))
+        if path is None or not path.parent.is_dir():  # Keras makes the folder or says that there is none
             return original(model, filepath, *args, **kwargs)
-        path = pathlib.Path(filepath)
-        if not path.parent.is_dir():  # Keras makes the folder or says that there is none
-            return original(model, filepath, *args, **kwargs)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-            result = original(model, os.path.join(folder, path.name), *args, **kwargs)
-            for file in os.listdir(folder):  # weights may be several
-                os.replace(os.path.join(folder, file), os.path.realpath(path.parent / file))
-        return result
+        with aside.files(path) as beside:
+            return original(model, beside, *args, **kwargs)
 
-    seam(saving_lib, "save_weights_only")(written_aside)
-    seam(legacy_h5_format, "save_model_to_hdf5")(written_aside)
+    def folder(model, filepath, write):
+        strategy = ring_of_model(model) or ring_of_process()
+        path = _path_of_several(filepath, strategy)
+        if path is None:
+            return write(filepath) if strategy is None or strategy.cluster.is_chief else None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.folder(path, strategy.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
+            return write(beside)
+
+    seam(saving_lib, "save_weights_only")(whole_and_aside)
+    seam(legacy_h5_format, "save_model_to_hdf5")(whole_and_aside)
 
     @seam(Model, "export")
-    def export(original, self, *args, **kwargs):
+    def export(original, self, filepath, *args, **kwargs):
         pieces = [v.path for v in self.variables if cut_of(v) is not None]
         if pieces:
             raise ConfigurationError(
@@ -117,8 +115,24 @@ def install():
                 f"of a model with {pieces[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
                 "`tfring.save(model, path)`, load that in one process and export there."
             )
-        return by_rank_0(original, self, *args, **kwargs)
+        with printing.on_rank_0(ring_of_model(self) or ring_of_process()):
+            return folder(self, filepath, lambda path: original(self, path, *args, **kwargs))
+
+    @seam(_tf.TrackableSaver, "save")
+    def save_checkpoint(original, self, file_prefix, *args, **kwargs):
+        path = _path_of_several(file_prefix, None) if tf.executing_eagerly() else None
+        if path is None:
+            return original(self, file_prefix, *args, **kwargs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.files(path) as beside:
+            written = os.fsdecode(original(self, beside, *args, **kwargs).numpy())  # may end in a number
+        return os.path.join(os.path.dirname(file_prefix), os.path.basename(written))
 
 
-def _is_local(filepath) -> bool:
-    return isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)
+def _path_of_several(filepath, strategy) -> pathlib.Path | None:
+    """The path, where several ranks may write it: those of a strategy, or else of this process' ring."""
+    strategy = strategy or ring_of_process()
+    is_local = isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)
+    if strategy is None or strategy.cluster.world_size == 1 or not is_local:
+        return None
+    return pathlib.Path(os.path.abspath(filepath))

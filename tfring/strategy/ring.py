@@ -15,7 +15,7 @@ from tfring._keras.sharding import axis_of, gradient_is_complete
 from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
-from tfring.recognition import RingMarker
+from tfring.recognition import RingMarker, forget, remember
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
@@ -154,6 +154,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         if cluster.world_size > 1:
             _keras.share_seeds(self)
         self.trace = None if trace is None else extended.start_trace(trace)
+        remember(self)
 
     @tf.autograph.experimental.do_not_convert
     def scope(self):
@@ -253,6 +254,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""
+        forget(self)
         if self.trace is not None:
             self.trace.close()
             self.trace = None

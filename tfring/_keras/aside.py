@@ -1,0 +1,78 @@
+"""Files and folders that are written beside their path and renamed: ranks that write one path do not mix them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Iterator
+
+_began = time.time()
+_placed: dict[pathlib.Path, int] = {}  # folders of this process, and the inode that each was given
+
+
+@contextlib.contextmanager
+def files(path: pathlib.Path) -> Iterator[str]:
+    """Yields a path beside this one. Each file that is there in the end, one or several, replaces that of its name.
+
+    Ranks write the same bytes, or files that say which others belong to them are last: the index of a checkpoint.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as made:
+        yield os.path.join(made, path.name)
+        _move(pathlib.Path(made), path.parent)
+
+
+@contextlib.contextmanager
+def folder(path: pathlib.Path, is_chief: bool) -> Iterator[str]:
+    """Yields a path beside this one; the folder that is there in the end stands at the path as a whole.
+
+    Ranks' folders differ inside, though they load as the same model. So rank 0's remains, and another rank replaces
+    only what it has placed itself or what is older than this process: at a path of its own it finds its folder, and at
+    one that ranks share it does not disturb rank 0, which may read at once.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as made:
+        new = pathlib.Path(made) / path.name
+        yield str(new)
+        if not new.is_dir():
+            _move(pathlib.Path(made), path.parent)
+        elif _holds_only(path, new):
+            _place(new, path, is_chief)
+        elif is_chief:
+            _move(pathlib.Path(made), path.parent)
+
+
+def _place(new: pathlib.Path, path: pathlib.Path, is_chief: bool) -> None:
+    inode = new.stat().st_ino
+    while True:
+        try:
+            os.rename(new, path)  # to where nothing is, or an empty folder
+            _placed[path] = inode
+            return
+        except OSError:
+            if not path.is_dir():
+                raise
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            if not is_chief and not _is_replaceable(path):
+                return
+            os.rename(path, tempfile.mkdtemp(dir=new.parent))
+
+
+def _holds_only(path: pathlib.Path, new: pathlib.Path) -> bool:
+    """Returns True where all that is in a folder is in the new one, too: else the user keeps other files there."""
+    return not path.exists() or (path.is_dir() and {p.name for p in path.iterdir()} <= {p.name for p in new.iterdir()})
+
+
+def _is_replaceable(path: pathlib.Path) -> bool:
+    status = path.stat()
+    return _placed.get(path) == status.st_ino or status.st_mtime < _began
+
+
+def _move(made: pathlib.Path, to: pathlib.Path) -> None:
+    """Moves all files in a folder to where they belong in another, those last that say what the others are."""
+    new = [pathlib.Path(at) / name for at, _, names in os.walk(made) for name in names]
+    for file in sorted(new, key=lambda file: file.name.endswith((".index", ".pb", ".json"))):
+        target = to / file.relative_to(made)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, os.path.realpath(target))
