@@ -45,6 +45,38 @@ def test_callbacks_of_all_ranks_share_a_folder(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} >= {"best.keras", "1.weights.h5", "3.weights.h5", "log.csv", "board"}
 
 
+def extended_writers(folder):
+    """Callbacks that extend Keras' writers and do more, in nested lists; which ranks have written what."""
+    import keras
+
+    ring = strategy()
+    x, y = skewed_rows()
+
+    class Rates(keras.callbacks.CSVLogger):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+            super().on_epoch_end(epoch, logs)
+
+    class Steps(keras.callbacks.TensorBoard):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["steps"] = int(self.model.optimizer.iterations)
+            super().on_epoch_end(epoch, logs)
+
+    with ring.scope():
+        model = small_model("adam")
+    stop = keras.callbacks.EarlyStopping("lr", patience=1, mode="min")
+    callbacks = [[Steps(os.path.join(folder, "board")), Rates(os.path.join(folder, "log.csv"))], stop]
+    history = model.fit(x, y, epochs=4, batch_size=20, verbose=0, callbacks=callbacks).history
+    return history, bits(model)
+
+
+def test_callbacks_that_extend_writers_run_on_every_rank(tmp_path):
+    results = workers(2).run(extended_writers, str(tmp_path))
+    assert results[0] == results[1] and sorted(results[0][0]) == ["loss", "lr", "steps"]
+    assert results[0][0]["steps"] == [5, 10]
+    assert (tmp_path / "log.csv").read_text().count("\n") == 3
+
+
 def interrupted(folder, resume):
     import keras
 

@@ -7,6 +7,7 @@ leave the others waiting.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -80,18 +81,21 @@ def for_rank(callbacks, model, strategy) -> list:
             "BackupAndRestore saves and restores on rank 0 alone, which has a piece of each slot. Received: "
             f"BackupAndRestore with {in_pieces}. Use tfring.callbacks.Backup."
         )
-    writers = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.BackupAndRestore)
     if strategy.cluster.is_chief:
         return list(callbacks)
-    return [c for c in callbacks if not isinstance(c, writers)]
+    for callback in callbacks:  # what extends CSVLogger may do more than write, so it runs
+        if isinstance(callback, keras.callbacks.CSVLogger) and type(callback) is not keras.callbacks.CSVLogger:
+            callback.filename = os.devnull
+    writers = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+    backup = keras.callbacks.BackupAndRestore
+    return [c for c in callbacks if type(c) not in writers and not isinstance(c, backup)]
 
 
 def arranged(name, callbacks, model, strategy, verbose) -> list:
     """The callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank."""
     import keras
 
-    callbacks = [] if callbacks is None else callbacks
-    callbacks = for_rank(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks], model, strategy)
+    callbacks = for_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, strategy)
     last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
     if strategy.cluster.world_size == 1 and not last:
         return callbacks
