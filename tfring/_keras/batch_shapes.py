@@ -6,12 +6,20 @@ What a stateful layer remembers of its rows stays with the replica that has them
 from __future__ import annotations
 
 from tfring import step
+from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 
 
 def install():
     import keras
     from keras.src import tree
+
+    @seam(keras.Sequential, "build")
+    def build(original, self, input_shape=None):
+        is_given = any(isinstance(layer, keras.layers.InputLayer) for layer in self._layers[:1])
+        original(self, input_shape)
+        if not is_given:
+            vars(self)["_tfring_noted_shape"] = True  # by Keras, of the first batch that it saw
 
     @seam(keras.layers.RNN, "_create_state_variables")
     def create_state_variables(original, self, batch_size):
@@ -32,6 +40,9 @@ def check(model, strategy, batch_size: int | None) -> None:
       ValueError: at the door of `fit`, `evaluate` or `predict`.
     """
     replicas = strategy.num_replicas_in_sync
+    is_stateful = any(getattr(layer, "stateful", False) for layer in all_layers(model))
+    if "_tfring_noted_shape" in vars(model) and not is_stateful:
+        return
     inputs = getattr(model, "inputs", None) or []
     fixed = {x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None}
     if not fixed or batch_size is None or replicas == 1 or fixed == {batch_size / replicas}:

@@ -26,7 +26,7 @@ import threading
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import finite, sharding, tables
+from tfring._keras import finite, outside, sharding, tables
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -142,11 +142,18 @@ def install():
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 
     def enter(optimizer, gradients, variables, body):
-        """Moves an `apply` into the cross-replica context; None where it is there already or not ours."""
+        """Moves an `apply` into the cross-replica context; returns False where it is there already or not ours.
+
+        Raises:
+          ConfigurationError: outside of a replica, where nothing would bring the workers' gradients together.
+        """
         strategy = ring_of(getattr(optimizer, "_distribution_strategy", None))
-        if strategy is None or tf.distribute.get_replica_context() is None:
+        if strategy is None:
+            outside.refuse_variables(optimizer, variables)
             return False
-        if not tf.distribute.has_strategy():
+        if tf.distribute.get_replica_context() is None or not tf.distribute.has_strategy():
+            if _under_way() is None and strategy.cluster.world_size > 1:
+                raise _no_replica(optimizer, strategy)
             return False
         running = step.current()
         active = running.active if running else None
@@ -233,6 +240,15 @@ def install():
         if any(axes) or any(map(tables.update_of, variables)):  # which Keras would make dense
             return sharding.clipped(original, self, applying.strategy, grads, axes)
         return original(self, grads)
+
+
+def _no_replica(optimizer, strategy):
+    return ConfigurationError(
+        "Gradients are applied where those of all workers are brought together: in `fit`, or in the function given to "
+        f"`strategy.run`. Received: a call of apply of {type(optimizer).__name__} {optimizer.name!r} outside of both, "
+        f"which would train a model on each of {strategy.cluster.world_size} workers alone. Write the step as "
+        "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
+    )
 
 
 def _outside(optimizer):

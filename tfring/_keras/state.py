@@ -45,6 +45,14 @@ def install():
     for name in ("assign_add", "assign_sub"):
         seam(core.Variable, name)(_adding)
 
+    def as_number(original, self):
+        if isinstance(self._value, tf.distribute.DistributedValues):  # which is no number to Python
+            return getattr(self.numpy(), original.__name__)()
+        return original(self)
+
+    seam(core.Variable, "__float__")(as_number)
+    seam(core.Variable, "__int__")(as_number)
+
     @seam(core.Variable, "_direct_assign")
     def direct_assign(original, self, value):
         running = step.weighing()  # in a custom loop TensorFlow's rules hold

@@ -85,15 +85,18 @@ def install():
         with strategy.scope():
             try:
                 self._symbolic_build(data_batch=data_batch)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
                 # One process does not build here. A step of its own need not call the model, which may lack `call`.
                 if type(self).train_step is cls.train_step and type(self).test_step is cls.test_step:
-                    raise
+                    if not self.run_eagerly:
+                        raise
+                    _build_eagerly(self, data_batch)
         if first:
             outside.take_in_metrics(self, strategy)
 
     @seam(base_trainer.Trainer, "compile")  # where Keras defines it: it asks whether a class has one of its own
     def compile_model(original, self, *args, **kwargs):
+        outside.take_in_model(self)
         strategy = ring_of_model(self)
         if strategy is None:
             outside.refuse_model(self, "compile")
@@ -109,9 +112,12 @@ def install():
 
 def _entry(name, signature):
     def replacement(original, self, *args, **kwargs):
+        if name == "fit":
+            outside.take_in_model(self)
         strategy = ring_of_model(self)
         if strategy is None and name == "fit":
             outside.refuse_model(self, name)
+            outside.warn_of_model(self)
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):
             return original(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
@@ -154,6 +160,23 @@ def _symbolic_batch(element_spec):
         return backend.KerasTensor([None, *shape[1:]], backend.standardize_dtype(spec.dtype.name))
 
     return tf.nest.map_structure(symbolic, element_spec)
+
+
+def _build_eagerly(model, data_batch):
+    """Builds a model on a row of zeros: what runs eagerly may call NumPy, which takes no symbols."""
+    from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+
+    def zeros(symbol):
+        return None if symbol is None else tf.zeros([n or 1 for n in symbol.shape], symbol.dtype)
+
+    x, y, _ = unpack_x_y_sample_weight(tf.nest.map_structure(zeros, data_batch))
+    y_pred = model(x, training=False)
+    for part in (model._compile_metrics, model._compile_loss):
+        if part is not None and not part.built:
+            part.build(y, y_pred)
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model._post_build()
 
 
 class StepFunction:
