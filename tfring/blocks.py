@@ -6,7 +6,9 @@ that somebody asked for (`_keras/stores.py`, `callbacks/files.py`).
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import tempfile
 
 import numpy as np
@@ -16,11 +18,18 @@ BLOCK_BYTES = 4 << 20
 
 
 def room(shape, dtype) -> np.ndarray:
-    """An array to put a whole together in: a large one lies in a file that is gone when nobody holds the array."""
-    if math.prod(shape) * np.dtype(dtype).itemsize < LARGE_BYTES:
+    """An array to put a whole together in: a large one lies in a file that is gone when nobody holds the array.
+
+    Where the folder for temporary files has no room for it, in memory: writing to a file that the disk has no room for
+    would end the process by SIGBUS.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size < LARGE_BYTES:
         return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(prefix="tfring-") as file:
-        return np.memmap(file, dtype, "w+", shape=tuple(shape))
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(prefix="tfring-") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return np.memmap(file, dtype, "r+", shape=tuple(shape))
+    return np.empty(shape, dtype)
 
 
 def rows_of_a_block(array, num_ranks: int = 1) -> int:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -161,8 +162,7 @@ def train(names, folder, kind):
                 if kind == "cut" and seen["step"] == 8 and interruption == {"sigterm": 8} and ring.cluster.rank == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == "cut" and seen["step"] > interruption.get("disk full after", 99) and ring.cluster.is_chief:
-                    part = f"epoch-{seen['step'] // 5:05}-step-{seen['step'] % 5:08}.part"
-                    pathlib.Path(folder, name, part).symlink_to("/dev/full")
+                    limit_files(4096)
 
             def on_test_batch_end(self, batch, logs=None):
                 self.count("validation")
@@ -178,7 +178,14 @@ def train(names, folder, kind):
         else:
             rate = float(model.optimizer.learning_rate.numpy())
             outcomes[name] = (model.get_weights(), history.history, history.epoch, rate, seen["step"])
+        finally:
+            limit_files(resource.RLIM_INFINITY)
     return outcomes
+
+
+def limit_files(octets):
+    """Lets files of this process grow no larger, as those on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (octets, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def assert_same_end(whole, resumed, names):
@@ -329,7 +336,7 @@ def test_each_rank_writes_its_pieces(tmp_path):
     assert [name is not None for name in state["pieces"]] == [True, True, False, False]  # the others have the same
     divided = [n for n, v in enumerate(state["variables"]) if "pieces" in v]
     assert len(divided) == 3 * 2  # a table and a kernel, with Adam's two slots
-    assert (state["format"], whole_state["format"]) == (2, 1)
+    assert (state["format"], whole_state["format"]) == (4, 3)
     for name in state["pieces"][:2]:
         with np.load(tmp_path / "sharded" / name) as pieces:
             assert sorted(map(int, pieces)) == divided
@@ -459,8 +466,35 @@ def test_a_damaged_file_is_found_out_and_the_one_before_is_used(tmp_path):
     for length in (0, 1, len(good) // 2, len(good) - 1):
         newest.write_bytes(good[:length])
         assert assert_whole(files.newest(tmp_path)) == 2
+    begin = good.index(b"\x93NUMPY")
+    for bit in range(8 * begin, 8 * (begin + 80)):  # of the header of the first array
+        newest.write_bytes(bytes([*good[: bit // 8], good[bit // 8] ^ 1 << bit % 8, *good[bit // 8 + 1 :]]))
+        assert assert_whole(files.newest(tmp_path)) == 2
     newest.write_bytes(good)
     assert assert_whole(files.newest(tmp_path)) == 3
+
+
+def test_a_link_that_somebody_put_there_is_not_followed(tmp_path):
+    files, folder, other = load_files(), tmp_path / "backup", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("untouched")
+    (folder / "epoch-00000-step-00000001.part").symlink_to(other)
+    files.write(folder, 0, 1, *content(1), keep=2)
+    assert other.read_text() == "untouched"
+    assert [path.name for path in folder.iterdir()] == ["epoch-00000-step-00000001.npz"]
+
+
+def test_a_large_array_is_read_where_temporary_files_have_no_room(tmp_path):
+    files, large = load_files(), np.arange(3 << 20, dtype=np.float64)
+    files.write(tmp_path, 0, 1, {"num_arrays": 1}, [large], keep=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    limit_files(4096)
+    try:
+        _, _, [found] = files.newest(tmp_path)
+    finally:
+        limit_files(before)
+    assert (found == large).all() and not isinstance(found, np.memmap)
+    assert isinstance(files.newest(tmp_path)[2][0], np.memmap)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def _take_in(variables, strategy) -> None:
 
 
 def optimizers_of(model) -> list:
-    """The optimizers a model holds, also those of a GAN's own `compile`, and those inside of others."""
+    """The optimizers a model holds, also those of a GAN's own `compile`, in lists and dicts, and inside of others."""
     import keras
 
     found: list = []
@@ -193,8 +193,8 @@ def optimizers_of(model) -> list:
         value = todo.pop(0)
         if isinstance(value, (dict, list, tuple)):
             inside = value.values() if isinstance(value, dict) else value
-            todo.extend(v for v in inside if isinstance(v, keras.optimizers.Optimizer))
+            todo.extend(v for v in inside if isinstance(v, (keras.optimizers.Optimizer, dict, list, tuple)))
         elif isinstance(value, keras.optimizers.Optimizer) and not any(value is other for other in found):
             found.append(value)
-            todo.append(getattr(value, "inner_optimizer", None))
+            todo += [getattr(value, "inner_optimizer", None), *getattr(value, "_inner_optimizers", ())]
     return found

@@ -44,25 +44,35 @@ def whole_pieces(model, keep: bool = True):
             _gathered.clear()
 
 
-def whole(variable, keep: bool = True) -> np.ndarray:
-    """The whole of which a variable holds a piece; all ranks call it. Nothing where this rank does not `keep` it."""
+def whole(variable, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
+    """The whole of which a variable holds a piece; all ranks call it. Nothing where this rank does not `keep` it.
+
+    With `of_each_replica` wholes that replicas hold apart, stacked along the data axis.
+    """
     if id(variable) in _gathered:
         return _gathered[id(variable)]
-    held, cut = np.atleast_1d(large.view(variable)), cut_of(variable)
+    held, cut, axis = np.atleast_1d(large.view(variable)), cut_of(variable), axis_of(variable)
     assert cut is not None
-    collectives = variable.value.distribute_strategy.extended.along(axis_of(variable))
-    sizes = [count(cut, rank) for rank in range(collectives.world_size)]
-    result = blocks.room(cut.lined_up if keep else (0,), held.dtype)
+    strategy = variable.value.distribute_strategy
+    mesh = strategy.mesh
+    along = f"{axis}+data" if of_each_replica else axis
+    collectives = strategy.extended.along(along)
+    ranks = mesh.ranks(along, strategy.cluster.rank)
+    places = [(mesh.coordinate("data", r) if of_each_replica else 0, mesh.coordinate(axis, r)) for r in ranks]
+    sizes = [count(cut, place) for _, place in places]
+    replicas = mesh.size_along("data") if of_each_replica else 1
+    result = blocks.room((replicas, *cut.lined_up) if keep else (0, 0), held.dtype)
     held = np.moveaxis(held, cut.dimension, 0)
-    rows_of = np.moveaxis(result, cut.dimension, 0) if keep else result  # a view
+    rows_of = [np.moveaxis(each, cut.dimension, 0) for each in result]  # views
     step = blocks.rows_of_a_block(held, len(sizes))
     name = "pieces of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
     for begin in range(0, max(sizes), step):
         counts = [min(step, max(0, size - begin)) for size in sizes]
         block = collectives.all_gather(tf.constant(held[begin : begin + step]), name=name)
-        for rank, rows in enumerate(np.split(block.numpy(), np.cumsum(counts)[:-1]) if keep else ()):
-            blocks.write_rows(rows, begin, [rows_of[part] for part in cut.slices(rank)])
-    return result.reshape(cut.shape) if keep else result
+        parts = np.split(block.numpy(), np.cumsum(counts)[:-1]) if keep else ()
+        for (replica, place), rows in zip(places, parts, strict=False):
+            blocks.write_rows(rows, begin, [rows_of[replica][part] for part in cut.slices(place)])
+    return result.reshape((replicas, *cut.shape) if of_each_replica else cut.shape) if keep else result
 
 
 class _Whole:

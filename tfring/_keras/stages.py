@@ -37,6 +37,16 @@ def give(strategy, variable, stage: int) -> None:
     mark(variable, strategy, cut, axis)
 
 
+def note(variable, stage: int) -> None:
+    """Notes which stage computes with a Keras variable that all ranks have, such as the seed of a Dropout."""
+    variable._tfring_stage = stage
+
+
+def stage_of(variable) -> int:
+    """The stage that computes with a Keras variable that all ranks have."""
+    return getattr(variable, "_tfring_stage", 0)
+
+
 @functools.cache
 def refuse_new_weights() -> None:
     """From now on a layer whose weights were given to a stage makes no others."""

@@ -1,20 +1,30 @@
 """What other callbacks keep in simple attributes: EarlyStopping's `wait` and `best_weights`, a counter of your own.
 
-Kept are those that have changed since training began, if they are numbers, texts, arrays, or lists and dicts of them.
+Kept are those that have changed since training began, if they are numbers, texts, bytes, arrays, tensors, functions of
+`keras.ops` or NumPy, or lists, tuples, dicts, sets, deques and counters of them. Of others that hold data a warning
+says that they are lost.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
-from collections.abc import Sequence
+import dataclasses
+import datetime
+import hashlib
+import json
+import numbers
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-_ARRAY, _TUPLE = "__array__", "__tuple__"
 _OF_KERAS = ("model", "_model", "params", "validation_data")
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple, deque)}
+_MODULES = {"keras.ops": keras.ops, "numpy": np}  # whose functions are kept by name
+_DATA = (Collection, numbers.Number, tf.Tensor, tf.Variable, np.generic, datetime.date, datetime.timedelta)
 
 
 class Attributes:
@@ -36,64 +46,149 @@ class Attributes:
             name = type(callback).__name__
             self._callbacks[f"{name} {number[name]}"] = callback
             number[name] += 1
-        self._before = {key: _pickled(callback) for key, callback in self._callbacks.items()}
+        self._before = {key: _digests(callback) for key, callback in self._callbacks.items()}
+        self._lost: set[tuple[str, str]] = set()  # of which a warning was given
 
     def changed(self, arrays: list[np.ndarray]) -> dict[str, dict[str, Any]]:
-        """As JSON has them, by class and number of the callback; appends the arrays among them to `arrays`."""
+        """As JSON has them, by class and number of the callback; appends the arrays among them to `arrays`.
+
+        Warns of each that cannot be kept, once.
+        """
         states: dict[str, dict[str, Any]] = {}
         for key, callback in self._callbacks.items():
-            now, before = _pickled(callback), self._before[key]
-            names = [name for name in now if now[name] != before.get(name)]
-            if names:
-                states[key] = {name: _to_json(vars(callback)[name], arrays) for name in names}
+            now, before = _digests(callback), self._before[key]
+            for name in (name for name in now if now[name] != before.get(name)):
+                encoder = _Encoder(len(arrays))
+                encoded = encoder.encode(vars(callback)[name])
+                if encoder.strangers:
+                    self._warn(key, callback, name, encoder.strangers[0])
+                else:
+                    states.setdefault(key, {})[name] = encoded
+                    arrays += encoder.arrays
         return states
 
     def set(self, states: dict[str, dict[str, Any]], arrays: Sequence[np.ndarray]) -> None:
         """Sets what `changed` gave, on the callbacks there are."""
         for key, state in states.items():
             if key in self._callbacks:
-                vars(self._callbacks[key]).update({name: _from_json(value, arrays) for name, value in state.items()})
+                vars(self._callbacks[key]).update({name: _decode(value, arrays) for name, value in state.items()})
+
+    def _warn(self, key: str, callback, name: str, stranger) -> None:
+        is_keras = type(callback).__module__.partition(".")[0] == "keras"  # whose callbacks begin again by themselves
+        if is_keras or (key, name) in self._lost:
+            return
+        self._lost.add((key, name))
+        warnings.warn(
+            "Backup keeps attributes of callbacks that are numbers, texts, arrays, or lists, dicts and sets of them. "
+            f"Received: {type(callback).__name__}.{name}, a {type(vars(callback)[name]).__name__} that holds a "
+            f"{type(stranger).__name__}; after a restart it is as the program makes it. Keep it as one of these.",
+            stacklevel=3,
+        )
 
 
-def _pickled(callback) -> dict[str, bytes]:
-    """The simple attributes, to compare."""
-    return {
-        name: pickle.dumps(value)
-        for name, value in vars(callback).items()
-        if name not in _OF_KERAS and _is_simple(value)
-    }
+def _digests(callback) -> dict[str, bytes]:
+    """By name, of each attribute that holds data: another one where its value is another."""
+    digests = {}
+    for name, value in vars(callback).items():
+        encoder = _Encoder()
+        if name in _OF_KERAS:
+            continue
+        encoded = encoder.encode(value)
+        if encoder.strangers and not (isinstance(value, _DATA) or dataclasses.is_dataclass(value)):
+            continue  # a file, a thread, a model
+        digest = hashlib.blake2b(json.dumps(encoded).encode())
+        for array in encoder.arrays:
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        digests[name] = digest.digest()
+    return digests
 
 
-def _is_simple(value) -> bool:
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_simple, value))
-    if isinstance(value, dict):
-        return type(value) is dict and all(type(k) is str for k in value) and all(map(_is_simple, value.values()))
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.dtype.isbuiltin == 1 and not value.dtype.hasobject
-    return value is None or type(value) in (bool, int, float, str)
+class _Encoder:
+    """Values as JSON has them, and beside them what it does not have.
+
+    Attributes:
+      arrays: in the order of their numbers, which begin with `first`.
+      strangers: values that are not kept.
+    """
+
+    def __init__(self, first: int = 0):
+        self.arrays: list[np.ndarray] = []
+        self.strangers: list = []
+        self._first = first
+        self._around: set[int] = set()  # the containers of what is encoded, which may hold themselves
+
+    def encode(self, value) -> Any:
+        if id(value) in self._around:
+            self.strangers.append(value)
+            return None
+        self._around.add(id(value))
+        try:
+            return self._encode(value)
+        finally:
+            self._around.remove(id(value))
+
+    def _encode(self, value) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is list:
+            return self._each(value)
+        if kind is dict and all(type(key) is str and not key.startswith("__") for key in value):
+            return {key: self.encode(v) for key, v in value.items()}
+        if kind in (tuple, bytes, bytearray, set, frozenset, dict, OrderedDict, Counter, deque):
+            return {f"__{kind.__name__}__": self._content(value)}
+        if kind is defaultdict and (factory := value.default_factory) in (None, *_FACTORIES.values()):
+            return {"__defaultdict__": [factory and factory.__name__, self._each(value.items())]}
+        if isinstance(value, (np.ndarray, np.generic)) and (value.dtype.kind in "biufc" or value.dtype.isbuiltin == 2):
+            return self._array("array", np.asarray(value))
+        if tf.is_tensor(value) and hasattr(value, "numpy") and isinstance(value, tf.Tensor) and value.dtype.size:
+            return self._array("tensor", value.numpy())
+        for name, module in _MODULES.items():
+            if callable(value) and getattr(module, getattr(value, "__name__", ""), None) is value:
+                return {"__function__": [name, value.__name__]}
+        self.strangers.append(value)
+        return [kind.__qualname__, id(value)]
+
+    def _each(self, values) -> list:
+        return [self.encode(v) for v in values]
+
+    def _content(self, value) -> Any:
+        if isinstance(value, (bytes, bytearray)):
+            return value.decode("latin-1")
+        if isinstance(value, (set, frozenset)):
+            return sorted(self._each(value), key=json.dumps)
+        if isinstance(value, deque):
+            return [value.maxlen, self._each(value)]
+        return self._each(value.items() if isinstance(value, dict) else value)
+
+    def _array(self, tag: str, array: np.ndarray) -> dict:
+        self.arrays.append(array)
+        return {f"__{tag}__": self._first + len(self.arrays) - 1}
 
 
-def _to_json(value, arrays):
-    if isinstance(value, tuple):
-        return {_TUPLE: _to_json(list(value), arrays)}
+def _decode(value, arrays) -> Any:
     if isinstance(value, list):
-        return [_to_json(v, arrays) for v in value]
-    if isinstance(value, dict):
-        return {k: _to_json(v, arrays) for k, v in value.items()}
-    if isinstance(value, (np.ndarray, np.generic)):
-        arrays.append(np.asarray(value))
-        return {_ARRAY: len(arrays) - 1}
-    return value
-
-
-def _from_json(value, arrays):
-    if isinstance(value, list):
-        return [_from_json(v, arrays) for v in value]
-    if isinstance(value, dict):
-        if value.keys() == {_ARRAY}:
-            return arrays[value[_ARRAY]][()]  # a scalar where there is no dimension
-        if value.keys() == {_TUPLE}:
-            return tuple(_from_json(value[_TUPLE], arrays))
-        return {k: _from_json(v, arrays) for k, v in value.items()}
-    return value
+        return [_decode(v, arrays) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("__"):
+        return {key: _decode(v, arrays) for key, v in value.items()}
+    content = value[tag]
+    if tag == "__array__":
+        return arrays[content][()]  # a scalar where there is no dimension
+    if tag == "__tensor__":
+        return tf.constant(arrays[content])
+    if tag == "__function__":
+        return getattr(_MODULES[content[0]], content[1])
+    if tag in ("__bytes__", "__bytearray__"):
+        return {"__bytes__": bytes, "__bytearray__": bytearray}[tag](content.encode("latin-1"))
+    content = _decode(content, arrays)
+    if tag == "__defaultdict__":
+        return defaultdict(_FACTORIES.get(content[0]), content[1])
+    if tag == "__deque__":
+        return deque(content[1], content[0])
+    kinds = (tuple, set, frozenset, dict, OrderedDict, Counter)
+    [kind] = [kind for kind in kinds if tag == f"__{kind.__name__}__"]
+    return kind(dict(content) if kind is Counter else content)

@@ -25,7 +25,7 @@ from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
 from tfring.errors import ConfigurationError
 
-_FORMAT, _FORMAT_OF_PIECES = 1, 2
+_FORMAT, _FORMAT_OF_PIECES = 3, 4  # 1 and 2 did not have the mesh
 _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
 
 
@@ -174,8 +174,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             self._say(f"training goes on from {reply['path']}")
 
     def _of_rank(self, states: list) -> Any:
-        rank = self._strategy.cluster.rank
-        return states[rank if rank < len(states) else 0]
+        return states[variables.rank_then(self._strategy, self._restored["cluster"])]
 
     @contextlib.contextmanager
     def _sigterm(self):
@@ -232,9 +231,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     def _restore(self, state):
         model, strategy = self.model, self._strategy
-        if model.optimizer is not None and not model.optimizer.built:
-            with strategy.scope():
-                model.optimizer.build(model.trainable_variables)
+        variables.build_optimizers(strategy, model, state["optimizers"])
         self._give_variables(variables.variables_of(model))
         arrays = self._attribute_arrays(state)
         self._attributes.set(state["callbacks"], arrays)
@@ -357,6 +354,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             "history_epochs": model.history.epoch,
             "random_at_start": [each["random_at_start"] for each in everyones],
             "random": [each["random"] for each in everyones],
+            "optimizers": variables.describe_optimizers(model),
             "variables": taken.descriptions,
             "callbacks": callbacks,
             "callback_arrays": [{"dtype": a.dtype.name, "shape": list(a.shape)} for a in of_callbacks],
@@ -369,6 +367,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             if problems:
                 files.remove_all_but(self._folder, self._keep)
                 raise OSError("; ".join(problems))
-            files.write(self._folder, self._epoch, step, state, [*taken.arrays, *of_callbacks], self._keep)
+            arrays = [*taken.arrays, *map(variables.bits, of_callbacks)]
+            files.write(self._folder, self._epoch, step, state, arrays, self._keep)
         except OSError as error:  # a full disk is no reason to lose what is in memory
             warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)

@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import lzma
+import math
 import os
 import pathlib
 import re
 import secrets
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +34,10 @@ from tfring import blocks
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.npz")
 _PIECES = re.compile(r"(epoch-\d+-step-\d+)-[0-9a-f]{8}-rank-\d+\.npz")
 _STATE = "state.json"
-_NOT_WHOLE = (zipfile.BadZipFile, ValueError, LookupError, EOFError, RuntimeError)  # as zipfile and numpy put it
+_NOT_WHOLE = (  # as zipfile and numpy put it
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
+    *(ValueError, LookupError, EOFError, RuntimeError, TypeError, OverflowError, MemoryError),
+)
 
 
 def write(
@@ -71,9 +78,9 @@ def write_pieces(folder: pathlib.Path, epoch: int, step: int, rank: int, pieces:
 def _write(folder: pathlib.Path, name: str, members: Iterable[tuple[str, str | np.ndarray]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    beside = path.with_suffix(".part")
+    beside = path.with_suffix(f".{secrets.token_hex(4)}.part")
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=_new) as file:
             with zipfile.ZipFile(file, "w") as archive:
                 for member_name, content in members:
                     if isinstance(content, str):
@@ -88,6 +95,11 @@ def _write(folder: pathlib.Path, name: str, members: Iterable[tuple[str, str | n
         beside.unlink(missing_ok=True)
         raise
     _sync(folder)
+
+
+def _new(path: str, flags: int) -> int:
+    """Opens a file that nobody has made before, not through a link either: others may write to the folder."""
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def remove_all_but(folder: pathlib.Path, keep: int) -> None:
@@ -145,14 +157,16 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
 
 
 def _put_together(archives: Sequence[Any], name: str, variable: dict) -> np.ndarray:
-    """The whole of which ranks have pieces, in its own shape."""
+    """The whole of which ranks have pieces, in its own shape; of each replica, where they differ."""
     pieces = variable["pieces"]
-    held = [_read_array(archives[rank], name) for rank, _ in pieces["of"]]
-    whole = blocks.room(pieces["lined_up"], held[0].dtype)
-    rows_of = np.moveaxis(whole, pieces["dimension"], 0)  # a view
-    for piece, (_, slices) in zip(held, pieces["of"], strict=True):
-        blocks.write_rows(np.moveaxis(piece, pieces["dimension"], 0), 0, [rows_of[slice(*part)] for part in slices])
-    return whole.reshape(variable["shape"])
+    held = [_read_array(archives[rank], name) for rank, *_ in pieces["of"]]
+    replicas = 1 + max(replica for *_, replica in pieces["of"])
+    whole = blocks.room([replicas, *pieces["lined_up"]], held[0].dtype)
+    rows_of = [np.moveaxis(each, pieces["dimension"], 0) for each in whole]  # views
+    for piece, (_, slices, replica) in zip(held, pieces["of"], strict=True):
+        rows = np.moveaxis(piece, pieces["dimension"], 0)
+        blocks.write_rows(rows, 0, [rows_of[replica][slice(*part)] for part in slices])
+    return whole.reshape([replicas, *variable["shape"]] if variable["of_each_replica"] else variable["shape"])
 
 
 def _stem(epoch: int, step: int) -> str:
@@ -166,11 +180,11 @@ def _plain(value):
 
 def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(name) as member:
-        version = np.lib.format.read_magic(member)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(member)
+        shape, is_fortran, dtype = _read_header(member, name)
         if dtype.hasobject:
             raise ValueError(f"{name} has objects")
+        if math.prod(shape) * dtype.itemsize > archive.getinfo(name).file_size:  # before there is room made for it
+            raise ValueError(f"{name} is shorter than its array")
         array = blocks.room(shape[::-1] if is_fortran else shape, dtype)
         octets = array.reshape(-1).view(np.uint8)
         filled = 0
@@ -182,6 +196,22 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if member.read(1):  # which also has the CRC checked
             raise ValueError(f"{name} is longer than its array")
         return array.T if is_fortran else array
+
+
+def _read_header(member, name: str) -> tuple:
+    """The shape, order and dtype of an array.
+
+    Raises:
+      ValueError: it is no header, which NumPy finds out in as many ways as Python's parser has errors.
+    """
+    version = np.lib.format.read_magic(member)
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    try:
+        return read_header(member)
+    except zipfile.BadZipFile:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} has no header: {error}") from error
 
 
 def _found(folder: pathlib.Path) -> list[pathlib.Path]:

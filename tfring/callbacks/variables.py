@@ -2,11 +2,12 @@
 
 Weights and optimizer state are the same on every replica and taken once; slots of which each rank has a piece are
 gathered. What differs is taken from every replica: the state of metrics, gradients that each worker has accumulated.
+A replica may be several workers (`Mesh`), which hold the same or pieces of it: it has one entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,16 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import blocks, equality
-from tfring._keras import slots
+from tfring._keras import outside, slots, stages
 from tfring._keras.callbacks import all_variables
-from tfring._keras.sharding import axis_of, count, cut_of, held_of, whole_shape
+from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, held_of, whole_shape
+from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
 
 def variables_of(model) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
-    variables = [*all_variables(model), *(v for o in _optimizers_of(model) for v in o.variables)]
+    variables = [*all_variables(model), *(v for o in outside.optimizers_of(model) for v in o.variables)]
     each_once = {id(v): v for v in [*variables, *metrics_variables_of(model)]}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
@@ -33,14 +35,27 @@ def metrics_variables_of(model) -> list[keras.Variable]:
     return [variable for metric in model.metrics for variable in metric.variables]
 
 
-def _optimizers_of(model) -> list[keras.optimizers.Optimizer]:
-    """Also those that a `train_step` of its own uses, and those in a LossScaleOptimizer."""
-    found = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
-    return found + [o.inner_optimizer for o in found if isinstance(o, keras.optimizers.LossScaleOptimizer)]
+def describe_optimizers(model) -> list[list[int] | None]:
+    """Of each optimizer the numbers of the model's variables that it was built for; None where it was not."""
+    numbers = {id(v): number for number, v in enumerate(model.variables)}
+    found = []
+    for optimizer in outside.optimizers_of(model):
+        built_for = [numbers.get(id(v)) for v in optimizer._trainable_variables] if optimizer.built else [None]
+        found.append(None if None in built_for else built_for)
+    return found
+
+
+def build_optimizers(strategy, model, descriptions: Sequence[list[int] | None]) -> None:
+    """Makes the slots of optimizers that were built when they were described, as their first update would."""
+    variables = model.variables
+    for optimizer, numbers in zip(outside.optimizers_of(model), descriptions, strict=False):
+        if not optimizer.built and numbers is not None and max(numbers, default=-1) < len(variables):
+            with strategy.scope():
+                optimizer.build([variables[number] for number in numbers])
 
 
 def _accumulators_of(model) -> set[int]:
-    return {id(v) for o in _optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
+    return {id(v) for o in outside.optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
 
 
 def _is_read_as_sum(variable: keras.Variable) -> bool:
@@ -54,7 +69,7 @@ class Taken(NamedTuple):
     Attributes:
       descriptions: of each variable.
       arrays: of each, on rank 0; None for what is in `pieces`. One that replicas differ in, or would by nature, has
-        one dimension more, with an entry a replica of all ranks.
+        one dimension more, with an entry a replica of the data axis.
       pieces: what this rank has of variables, by their numbers, where each rank keeps its own.
     """
 
@@ -71,13 +86,17 @@ def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = Fal
     num_replicas = [len(values) for values in replicas]
     everyone = control.all_gather(tf.concat(digests, 0), name="digests of a backup").numpy()
     everyone = everyone.reshape(strategy.cluster.world_size, -1)
+    here = strategy.mesh.coordinates(strategy.cluster.rank)
     taken = Taken([], [], {})
-    of_each = _accumulators_of(model) | {id(v) for v in variables if _is_read_as_sum(v)}
+    accumulators = _accumulators_of(model)
     ends = np.cumsum(num_replicas)
     for number, (variable, values, end) in enumerate(zip(variables, replicas, ends, strict=True)):
         digest = everyone[:, end - len(values) : end]
         is_cut = cut_of(variable) is not None
-        differs = not is_cut and (id(variable) in of_each or bool((digest != digest[0, 0]).any()))
+        if id(variable) in accumulators:
+            differs = not gradient_is_complete(variable)
+        else:
+            differs = not is_cut and (_is_read_as_sum(variable) or bool((digest != digest[0, 0]).any()))
         description = {
             "path": variable.path,
             "dtype": variable.value.dtype.name,
@@ -86,32 +105,34 @@ def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = Fal
         }
         array = None
         if is_cut and apart:
-            description["pieces"] = _describe_pieces(strategy, variable)
-            if any(rank == strategy.cluster.rank for rank, _ in description["pieces"]["of"]):
-                taken.pieces[number] = _bits(np.atleast_1d(held_of(variable).numpy()))
+            description["pieces"] = _describe_pieces(strategy, variable, differs)
+            if any(rank == strategy.cluster.rank for rank, *_ in description["pieces"]["of"]):
+                taken.pieces[number] = bits(np.atleast_1d(held_of(variable).numpy()))
         elif is_cut:
-            array = _bits(slots.whole(variable, keep=strategy.cluster.is_chief))
+            array = bits(slots.whole(variable, keep=strategy.cluster.is_chief, of_each_replica=differs))
         else:
-            array = _bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
-            if differs:
-                array = gather(strategy, array, "variable of a backup")
+            array = bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
+            if differs:  # one of the ranks of a replica has it: one that computes with it
+                speaks = (here.pipeline, here.model) == (stages.stage_of(variable), 0)
+                array = gather(strategy, array if speaks else array[:0], "variable of a backup")
         taken.descriptions.append(description)
         if strategy.cluster.is_chief:
             taken.arrays.append(array)
     return taken
 
 
-def _describe_pieces(strategy, variable) -> dict[str, Any]:
+def _describe_pieces(strategy, variable, of_each_replica: bool) -> dict[str, Any]:
     """Who has what of a variable; of ranks that have the same piece the first."""
     cut, axis = cut_of(variable), axis_of(variable)
     assert cut is not None
-    first: dict[int, int] = {}  # rank, by its place along the axis
+    first: dict[tuple[int, int], int] = {}  # rank, by its replica and its place along the axis
     for rank in range(strategy.cluster.world_size):
-        first.setdefault(strategy.mesh.coordinate(axis, rank), rank)
+        replica = strategy.mesh.coordinate("data", rank) if of_each_replica else 0
+        first.setdefault((replica, strategy.mesh.coordinate(axis, rank)), rank)
     size = cut.lined_up[cut.dimension]
     of = [
-        [rank, [list(part.indices(size)) for part in cut.slices(place)]]
-        for place, rank in first.items()
+        [rank, [list(part.indices(size)) for part in cut.slices(place)], replica]
+        for (replica, place), rank in first.items()
         if count(cut, place)
     ]
     return {"lined_up": list(cut.lined_up), "dimension": cut.dimension, "of": of}
@@ -126,48 +147,99 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
       variables: as many as there are descriptions, in the same order.
       descriptions: of `take`, on every rank.
       arrays: of `take`, on rank 0.
-      cluster_then: `num_workers` and `replicas_per_worker` when they were taken.
+      cluster_then: `mesh` and `replicas_per_worker` when they were taken.
     """
-    rank = strategy.cluster.rank
-    replicas_per_worker = len(strategy.extended.worker_devices)
-    same_cluster = cluster_then == describe_cluster(strategy)
+    data_then, per_worker_then = cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]
     accumulators = _accumulators_of(model)
     for number, (variable, description) in enumerate(zip(variables, descriptions, strict=True)):
         dtype = tf.as_dtype(description["dtype"]).as_numpy_dtype
-        shape = tuple(description["shape"])
-        if description["of_each_replica"]:
-            shape = (cluster_then["num_workers"] * cluster_then["replicas_per_worker"], *shape)
-        array = None if arrays is None else arrays[number].view(dtype).reshape(shape)
-        replicas, cut = values_of(variable.value), cut_of(variable)
-        if cut is not None:
-            if array is not None and description["of_each_replica"]:  # accumulated where one process had all rows
-                array = array.sum(0, dtype=array.dtype)
-            values = [scatter(strategy, array, variable, dtype)] * len(replicas)
+        of_each = description["of_each_replica"]
+        count_then = data_then * per_worker_then if of_each else 1
+        entries = None
+        if arrays is not None:
+            entries = arrays[number].view(dtype).reshape(count_then, *description["shape"])
+        if id(variable) in accumulators:
+            step = per_worker_then if of_each else 1  # the replicas of a worker hold the same
+            entries = None if entries is None else entries[::step]
+            _give_accumulated(strategy, variable, entries, count_then // step, dtype)
+        elif cut_of(variable) is not None:
+            value = scatter(strategy, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
+            for replica in values_of(variable.value):
+                replica.assign(value)
         else:
-            whole = broadcast(strategy, array, shape, dtype)
-            if not description["of_each_replica"]:
-                values = [whole] * len(replicas)
-            elif same_cluster:
-                values = list(whole[rank * replicas_per_worker :][: len(replicas)])
-            else:
-                is_accumulator = id(variable) in accumulators
-                if is_accumulator:  # the replicas of a worker hold the same
-                    whole = whole[:: cluster_then["replicas_per_worker"]]
-                values = _spread(whole, variable, rank, len(replicas), is_accumulator)
-        for replica, value in zip(replicas, values, strict=True):
-            replica.assign(value)
+            shape = (count_then, *description["shape"])
+            _give_whole(strategy, variable, broadcast(strategy, entries, shape, dtype), of_each, cluster_then)
 
 
-def _spread(array, variable, rank, num_replicas, is_accumulator):
-    """Values for other replicas than those that held `array`, which mean the same together."""
-    if is_accumulator or variable.value.aggregation == tf.VariableAggregation.SUM:
-        total = array.sum(0, dtype=array.dtype)
+def _give_whole(strategy, variable, entries, of_each: bool, cluster_then) -> None:
+    """Assigns to a variable that no rank has a piece of, of what each replica held or of what all did."""
+    replicas = values_of(variable.value)
+    data = strategy.mesh.coordinate("data", strategy.cluster.rank)
+    same_replicas = (cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]) == (
+        strategy.mesh.size_along("data"),
+        len(strategy.extended.worker_devices),
+    )
+    if not of_each:
+        values = [entries[0]] * len(replicas)
+    elif same_replicas:
+        values = list(entries[data * len(strategy.extended.worker_devices) :][: len(replicas)])
+    else:
+        values = _spread(entries, variable, data == 0, len(replicas))
+    for replica, value in zip(replicas, values, strict=True):
+        replica.assign(value)
+
+
+def _spread(entries, variable, is_first: bool, num_replicas: int):
+    """Values for other replicas than those that held `entries`, which mean the same together."""
+    if variable.value.aggregation == tf.VariableAggregation.SUM:
+        total = entries.sum(0, dtype=entries.dtype)
         zeros = np.zeros_like(total)
-        first = total if rank == 0 else zeros
-        return [first] * num_replicas if is_accumulator else [first, *[zeros] * (num_replicas - 1)]
+        return [total if is_first else zeros, *[zeros] * (num_replicas - 1)]
     if variable.value.aggregation == tf.VariableAggregation.MEAN:
-        return [array.mean(0, dtype=array.dtype)] * num_replicas
-    return [array[0]] * num_replicas
+        return [entries.mean(0, dtype=entries.dtype)] * num_replicas
+    return [entries[0]] * num_replicas
+
+
+def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> None:
+    """Assigns gradients that were accumulated by each replica, or are complete.
+
+    Args:
+      strategy: the RingStrategy.
+      variable: that accumulates, of each replica its own gradients unless its pieces are of the whole batch's.
+      entries: on rank 0 what was accumulated, which is summed when the optimizer takes it.
+      num_entries: how many they are.
+      dtype: of them.
+    """
+    mesh, rank = strategy.mesh, strategy.cluster.rank
+    replicas, data = values_of(variable.value), mesh.coordinate("data", rank)
+    are_as_then = num_entries == mesh.size_along("data") and not gradient_is_complete(variable)
+    if not are_as_then and num_entries > 1:
+        entries = None if entries is None else [_total(entries)]
+        num_entries = 1
+
+    def entry_of(replica: int) -> int | None:
+        """Which of the entries a replica gets; None where others have them all."""
+        if are_as_then:
+            return replica
+        return 0 if replica == 0 or gradient_is_complete(variable) else None
+
+    if cut_of(variable) is not None:
+        value = scatter(strategy, entries, variable, dtype, entry_of)
+    else:
+        stacked = None if entries is None else np.asarray(entries)
+        everyones = broadcast(strategy, stacked, (num_entries, *whole_shape(variable)), dtype)
+        entry = entry_of(data)
+        value = np.zeros_like(everyones[0]) if entry is None else everyones[entry]
+    for replica in replicas:
+        replica.assign(value)
+
+
+def _total(entries) -> np.ndarray:
+    total = blocks.room(entries.shape[1:], entries.dtype)
+    total[...] = entries[0]
+    for entry in entries[1:]:
+        total += entry
+    return total
 
 
 def check_fit(variables, descriptions) -> None:
@@ -187,11 +259,22 @@ def check_fit(variables, descriptions) -> None:
     )
 
 
-def describe_cluster(strategy) -> dict[str, int]:
+def describe_cluster(strategy) -> dict[str, Any]:
+    """The mesh whose replicas have the entries of what differs, and how many of them a worker has."""
     return {
         "num_workers": strategy.cluster.world_size,
         "replicas_per_worker": len(strategy.extended.worker_devices),
+        "mesh": {axis: strategy.mesh.size_along(axis) for axis in ("data", "model", "pipeline")},
     }
+
+
+def rank_then(strategy, cluster_then: dict[str, Any]) -> int:
+    """The rank whose random numbers this one goes on with: its own on the same mesh, else one of the same rows."""
+    mesh, rank = Mesh(**cluster_then["mesh"]), strategy.cluster.rank
+    if cluster_then["mesh"] == describe_cluster(strategy)["mesh"]:
+        return rank
+    here = strategy.mesh.coordinates(rank)
+    return mesh.rank(Coordinates(0, here.data, 0)) if here.data < mesh.size_along("data") else 0
 
 
 # -- bytes: the ring does not carry every dtype ------------------------------------------------------------------------
@@ -221,25 +304,40 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
     return received.numpy().view(dtype).reshape(shape)
 
 
-def scatter(strategy, array: np.ndarray | None, variable, dtype) -> np.ndarray:
-    """Of rank 0's array each rank its piece, as of a variable that holds one."""
+def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | None]) -> np.ndarray:
+    """Of one of rank 0's arrays each rank its piece, as of a variable that holds one.
+
+    Args:
+      strategy: the RingStrategy.
+      entries: arrays, on rank 0.
+      variable: that holds a piece.
+      dtype: of the arrays.
+      entry_of: the array, by its number, of which a replica's ranks get pieces; None where they get zeros.
+    """
     dtype, cut = np.dtype(dtype), cut_of(variable)
     assert cut is not None
-    ranks = [strategy.mesh.coordinate(axis_of(variable), rank) for rank in range(strategy.cluster.world_size)]
-    counts = [count(cut, rank) for rank in ranks]
+    mesh, everyone = strategy.mesh, range(strategy.cluster.world_size)
+    places = [mesh.coordinate(axis_of(variable), rank) for rank in everyone]
+    chosen = [entry_of(mesh.coordinate("data", rank)) for rank in everyone]
     inner = tuple(np.delete(cut.lined_up, cut.dimension))
-    mine = np.empty((counts[strategy.cluster.rank], *inner), dtype)
-    lined_up = None if array is None else np.moveaxis(array.reshape(cut.lined_up), cut.dimension, 0)
-    step = blocks.rows_of_a_block(mine, len(ranks))
+    mine = np.zeros((count(cut, places[strategy.cluster.rank]), *inner), dtype)
+    lined_up = [np.moveaxis(e.reshape(cut.lined_up), cut.dimension, 0) for e in (() if entries is None else entries)]
+    nothing = np.empty((0, *inner), dtype)
+    counts = [0 if entry is None else count(cut, place) for entry, place in zip(chosen, places, strict=True)]
+    step = blocks.rows_of_a_block(mine, len(places))
     for begin in range(0, max(counts), step):
         octets, sizes = np.empty(0, np.uint8), None
-        if lined_up is not None:
-            everyones = [[lined_up[rows] for rows in cut.slices(rank)] for rank in ranks]
+        if entries is not None:
+            everyones = [
+                [nothing] if entry is None else [lined_up[entry][rows] for rows in cut.slices(place)]
+                for entry, place in zip(chosen, places, strict=True)
+            ]
             parts = [_octets(blocks.read_rows(begin, step, pieces)) for pieces in everyones]
             octets, sizes = np.concatenate(parts), tf.constant([part.size for part in parts], tf.int64)
         received = strategy.extended.world.scatter(tf.constant(octets), sizes, name="variable of a backup")
-        mine[begin : begin + step] = received.numpy().view(dtype).reshape(-1, *inner)
-    return np.moveaxis(mine, 0, cut.dimension).reshape(cut.shape_of(ranks[strategy.cluster.rank]))
+        rows = received.numpy().view(dtype).reshape(-1, *inner)
+        mine[begin : begin + len(rows)] = rows
+    return np.moveaxis(mine, 0, cut.dimension).reshape(cut.shape_of(places[strategy.cluster.rank]))
 
 
 def broadcast_bytes(strategy, data: bytes) -> bytes:
@@ -257,6 +355,6 @@ def _octets(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
+def bits(array: np.ndarray) -> np.ndarray:
     """As it is, or as whole numbers of its size where a `.npy` file does not know the dtype (bfloat16)."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")

@@ -97,6 +97,8 @@ class Pipeline(keras.Model):
         _check_channels(passes, self._schedule)
         stages.refuse_new_weights()
         for stage in cut.stages:
+            for variable in stage.variables:
+                stages.note(variable, stage.number)
             for variable in stage.weights:
                 stages.give(strategy, variable, stage.number)
         self._passes = passes
