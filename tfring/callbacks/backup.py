@@ -36,7 +36,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
     interrupted, and with the same logs; on another number of workers, with those of that number, to the last digits.
     Kept are the weights, the state of optimizers and metrics, seed generators, gradients that are accumulated between
     two updates, the epoch and the step in it, the place in the data, the logs so far, the random numbers of Python and
-    NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau).
+    NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau); a warning names those
+    that are not kept.
 
     Rank 0 writes; the others restore what it reads. With `sharded=True` each rank writes what it has pieces of (weights
     of sharded layers and of stages, slots that are divided), and rank 0 the rest and what is where. A file is written
