@@ -1,6 +1,7 @@
 """Trains divided models on every kind of mesh and compares them with one process: the tables of this folder's README.
 
     .venv-test/bin/python benchmarks/equality/run.py
+    .venv-test/bin/python benchmarks/equality/restarts.py    for restarts on other meshes alone, on standard output
 
 Each model trains for two epochs of 43 skewed rows in batches of 20, the last of which has 3, on started workers and in
 one process. What is shown is the largest relative difference of histories and weights, and for the first model of a

@@ -99,7 +99,7 @@ def _digests(callback) -> dict[str, bytes]:
         digest = hashlib.blake2b(json.dumps(encoded).encode())
         for array in encoder.arrays:
             digest.update(f"{array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         digests[name] = digest.digest()
     return digests
 
@@ -182,8 +182,10 @@ def _decode(value, arrays) -> Any:
         return tf.constant(arrays[content])
     if tag == "__function__":
         return getattr(_MODULES[content[0]], content[1])
-    if tag in ("__bytes__", "__bytearray__"):
-        return {"__bytes__": bytes, "__bytearray__": bytearray}[tag](content.encode("latin-1"))
+    if tag == "__bytes__":
+        return content.encode("latin-1")
+    if tag == "__bytearray__":
+        return bytearray(content.encode("latin-1"))
     content = _decode(content, arrays)
     if tag == "__defaultdict__":
         return defaultdict(_FACTORIES.get(content[0]), content[1])

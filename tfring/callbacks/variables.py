@@ -35,10 +35,10 @@ def metrics_variables_of(model) -> list[keras.Variable]:
     return [variable for metric in model.metrics for variable in metric.variables]
 
 
-def describe_optimizers(model) -> list[list[int] | None]:
+def describe_optimizers(model) -> list[list[int | None] | None]:
     """Of each optimizer the numbers of the model's variables that it was built for; None where it was not."""
     numbers = {id(v): number for number, v in enumerate(model.variables)}
-    found = []
+    found: list[list[int | None] | None] = []
     for optimizer in outside.optimizers_of(model):
         built_for = [numbers.get(id(v)) for v in optimizer._trainable_variables] if optimizer.built else [None]
         found.append(None if None in built_for else built_for)
