@@ -175,6 +175,9 @@ def made_outside():
     with pytest.raises(ConfigurationError, match=r"Received: LSTM 'lstm\w*', Dense"):  # and not its cell
         model.fit(x, y, verbose=0)
     sent = ring.bytes_sent()
+    alone = keras.Variable([1.0, 2.0])
+    keras.optimizers.SGD(0.5).apply([np.ones(2, "float32")], (v for v in [alone]))  # drawn from once
+    assert alone.numpy().tolist() == [0.5, 1.5]
     model = functional()
     model.compile("sgd", "mse")
     with warnings.catch_warnings(record=True) as noted:

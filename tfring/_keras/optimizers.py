@@ -149,7 +149,8 @@ def install():
         """
         strategy = ring_of(getattr(optimizer, "_distribution_strategy", None))
         if strategy is None:
-            outside.refuse_variables(optimizer, variables)
+            if _under_way() is None:
+                outside.refuse_variables(optimizer, variables)
             return False
         if tf.distribute.get_replica_context() is None or not tf.distribute.has_strategy():
             if _under_way() is None and strategy.cluster.world_size > 1:
@@ -180,6 +181,7 @@ def install():
         return True
 
     def apply(original, self, grads, trainable_variables=None):
+        trainable_variables = None if trainable_variables is None else list(trainable_variables)
         if not enter(self, grads, trainable_variables, lambda summed: original(self, summed, trainable_variables)):
             original(self, grads, trainable_variables)
 
