@@ -322,7 +322,7 @@ def test_a_closed_reader_ends_the_job(tmp_path):
 
 
 def test_closed_standard_streams(tmp_path):
-    script = write(tmp_path, "print('out'); (here / f'fd{rank}').write_text(str(os.open(__file__, 0))); note(f'w{rank}')")
+    script = write(tmp_path, "print('out'); note(f'fd{rank}', os.open(__file__, 0)); note(f'w{rank}')")
     command = " ".join([*LAUNCH, "-n", "2", script, "<&-", ">&-", "2>&-"])
     assert subprocess.run(command, shell=True, timeout=TIMEOUT).returncode == 0
     assert len(pids(tmp_path, "w0", "w1")) == 2

@@ -9,7 +9,7 @@
        │ ◄──────────────────────────── output: rank, stream │     what they print
        │ ◄────────────────────────────── ended: rank, code │     as they end
        │ signal: rank, number ────────────────────────────► │     and for rank 0: input, empty at its end
-       │ ◄────────────────────────────────────────── taken │     rank 0 has taken an input; INPUT_MESSAGES are on the way
+       │ ◄────────────────────────────────────────── taken │     an input, of at most INPUT_MESSAGES on the way
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
 The messages are those of tfring/wire.py. They have no tags: ssh has proved who is there, and nobody else is on the way.
