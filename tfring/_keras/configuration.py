@@ -22,7 +22,8 @@ from tfring._keras.outside import optimizers_of
 from tfring._keras.sharding import cut_of
 
 _MOST_TEXT = 100  # characters of a value in an error
-_NOT_COMPARED = ("name", "module", "registered_name", "build_config", "seed")  # in configurations; see the top
+# In configurations: where code lies, shapes of a rank's rows, what a rank draws for itself, what is compared by itself.
+_NOT_COMPARED = ("module", "registered_name", "build_config", "batch_shape", "seed", "vocabulary")
 _COMPARED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _COMPARED_NUMBERS = tuple(dtype.as_datatype_enum for dtype in _COMPARED)
 
@@ -185,9 +186,13 @@ def _config(thing) -> dict:
         config = dict(thing.get_config())
     except Exception:  # a user's own may raise whatever it likes
         return {}
-    if isinstance(config.get("vocabulary"), str):  # the name of a file; what is in it is compared
-        del config["vocabulary"]
-    return {name: value for name, value in config.items() if name not in _NOT_COMPARED}
+    return {name: value for name, value in _without_numbers(config).items() if name not in _NOT_COMPARED}
+
+
+def _without_numbers(config: dict) -> dict:
+    """A configuration without the number that Keras puts behind a name."""
+    name = config.get("name")
+    return {**config, "name": re.sub(r"_\d+$", "", name)} if isinstance(name, str) else config
 
 
 def _plain(value):
@@ -199,7 +204,7 @@ def _plain(value):
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, dict):
-        return {str(name): _plain(value[name]) for name in value if name not in _NOT_COMPARED}
+        return {str(name): _plain(v) for name, v in _without_numbers(value).items() if name not in _NOT_COMPARED}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, np.ndarray) or tf.is_tensor(value):
