@@ -121,6 +121,7 @@ class Job:
             first = self._hosts[-1].ranks.stop if self._hosts else 0
             self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
+        self._taken: list[int] = []  # of workers on this host, where they say that they have taken their places
         self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
         self._is_reading = True
         self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
@@ -191,9 +192,10 @@ class Job:
     def _start_worker(self, cluster: Cluster) -> None:
         log = self._open_log(cluster.rank)
         stdin = None if cluster.rank == 0 and not self._restart else subprocess.DEVNULL
-        process, out, err = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
+        process, out, err, taken = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
         self._add_worker(cluster.rank, process.pid, send_signal, (out, err), log)
+        self._taken.append(taken)
 
     def _add_worker(
         self,
@@ -432,11 +434,28 @@ class Job:
     def _report(self) -> None:
         for worker in self._workers:
             worker.close()
+        alone = self._num_workers > 1 and bool(self._taken) and not self._has_ring()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)
+        if alone and self._stop_code is None:
+            self._say(
+                f"no ring was formed: each of the {self._num_workers} processes ran alone. A program joins it by "
+                "tfring.RingStrategy(), or tfring.Communicator.connect(tfring.cluster.detect())."
+            )
         for signum in STOP_SIGNALS:
             if self._stop_code == 128 + signum and not self._first:
                 self._say(f"stopped by {signum.name}, with all workers.")
+
+    def _has_ring(self) -> bool:
+        """Closes what workers on this host say it by, and returns whether any has taken its place."""
+        said = []
+        for fd in self._taken:
+            os.set_blocking(fd, False)  # what a worker has left behind may hold the other end
+            with contextlib.suppress(BlockingIOError):
+                said.append(os.read(fd, 1))
+            os.close(fd)
+        self._taken.clear()
+        return any(said)
 
     def _report_failure(self, first: Worker) -> None:
         words, others_since = first.err.last_words()
