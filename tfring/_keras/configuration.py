@@ -156,9 +156,10 @@ def _calls(layer, names):
     def origins(tensors):
         return [[names[t._keras_history.operation], t._keras_history.tensor_index] for t in tensors]
 
-    own = set(map(id, layer._nodes))
+    own = set(layer._nodes)  # their keys
     for op in layer._operations:
-        yield names[op], [origins(n.arguments.keras_tensors) for n in op._inbound_nodes if id(n) in own]
+        calls = [node for i, node in enumerate(op._inbound_nodes) if f"{id(op)}_ib-{i}" in own]
+        yield names[op], [origins(node.arguments.keras_tensors) for node in calls]
     yield f"{names[layer]} itself", origins(layer.inputs)
     yield f"what {names[layer]} returns", origins(layer.outputs)
 
