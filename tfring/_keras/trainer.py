@@ -251,15 +251,17 @@ class StepFunction:
             inputs,
         )
         parts = [state.written_together(self._strategy, written, shares, before)]
+        if with_logs and self._logs.read(written):
+            self._together([parts.pop()])  # first
         if with_logs:
             parts.append(self._logs.together(outputs, shares))
-        _, *logs = self._together(parts)
+        logs = self._together(parts)
         if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
             variables = ring_callbacks.all_variables(self._model)
             self._strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
             )
-        return logs[0] if with_logs else outputs
+        return logs[-1] if with_logs else outputs
 
     def _together(self, parts):
         """What `finish` makes of the sums over all workers, for each `(values, finish)`: one collective a dtype."""
