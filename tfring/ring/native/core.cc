@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstring>
 #include <unordered_map>
+#include <vector>
 
 #include "fd.h"
 #include "process.h"
@@ -83,6 +84,18 @@ int with(int64_t handle, tfring_error* error, Body body) {
 }
 
 }  // namespace
+
+void break_ring(uint64_t ring, const Status& why) {
+  std::vector<std::shared_ptr<World>> found;
+  {
+    std::lock_guard<std::mutex> lock(registry->mutex);
+    for (const auto& [handle, kept] : registry->handles) {
+      if (kept.world->identity() == ring) found.push_back(kept.world);
+    }
+  }
+  for (const auto& world : found) world->abort(why);
+}
+
 }  // namespace tfring
 
 using tfring::Group;

@@ -151,7 +151,7 @@ void World::take_control(Link* link) {
       link->begun = frame.sequence;
       std::memcpy(&link->pong, frame.message, sizeof(link->pong));
       link->pong.num_waiting = std::min<uint32_t>(link->pong.num_waiting, kMostWaiting);
-      link->pong.last_call[sizeof(link->pong.last_call) - 1] = '\0';
+      link->pong.num_chain = std::min<uint32_t>(link->pong.num_chain, kMostChain);
       return;
   }
 }
@@ -187,10 +187,19 @@ void World::ask(Link* link, int64_t now, double period) {
 
 void World::answer(Link* link) {
   ControlFrame frame = make_control(ControlType::kPong, rank_, common_calls(link->rank));
+  const size_t peer = static_cast<size_t>(link->rank);
   Pong pong{};
-  pong.in_collective = running_ ? 1 : 0;
+  pong.is_running = running_ ? 1 : 0;
+  pong.is_with_you = takes_part(link->rank) ? 1 : 0;
+  pong.stands_still = stands_still_ ? 1 : 0;
+  pong.call = num_calls_;
+  pong.num_sent = num_sent_[peer];
+  pong.num_received = num_received_[peer];
+  pong.cpu_nanoseconds = cpu_nanoseconds();
+  pong.header = header_;
+  pong.num_chain = running_ ? num_chain_ : 0;
+  std::copy_n(chain_, pong.num_chain, pong.chain);
   tell_waiting(&pong);
-  copy_text(pong.last_call, sizeof(pong.last_call), describe(header_).c_str());
   std::memcpy(frame.message, &pong, sizeof(pong));
   send_control(*link, frame);
 }
