@@ -553,6 +553,13 @@ static void waiting_for_each_other() {
   tfring::moves_again(mine, true);
   tfring_set_pool_size(0);
   tfring::leave_ring(&state_of_theirs);
+  {
+    tfring::RingState another;
+    tfring::join_ring(mine, &another);  // of the same name
+    tfring::leave_ring(&another);
+  }
+  pong.waiting[0] = {mine, 6};
+  CHECK(tfring::waits_elsewhere(pong) == mine, "the one that is left is looked at");
   tfring::leave_ring(&state_of_mine);
 }
 

@@ -123,6 +123,11 @@ int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, co
   return tfring::keep(std::move(made));
 }
 
+void tfring_want_link(int64_t handle, int32_t rank) {
+  const tfring::Handle found = tfring::find(handle);
+  if (found.world != nullptr) found.world->wants_link(rank);
+}
+
 int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error) {
   return tfring::with(handle, error, [&](World& world, Group*) { return world.add_links(links, num_links); });
 }

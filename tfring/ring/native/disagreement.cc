@@ -52,26 +52,31 @@ bool World::contradicts(const Link& peer) const {
 
 // A peer that has not begun this rank's call is in one of its own, and cannot begin this one before. Ranks
 // that wait so for each other in a row are told from one to the next; a row that comes back to this rank's
-// call never ends. One that is in the same call waits for what this rank waits for.
+// call never ends. One that is in the same call waits for what this rank waits for. A rank that wants a link
+// to this one waits for it as well, if its call is not the one under way, in which there would be a link by
+// now.
 Status World::follow(const Link& peer) {
   const Pong& pong = peer.pong;
-  if (pong.is_running == 0) return {};
+  if (pong.is_running == 0 && pong.num_chain == 0) return {};
   uint32_t length = 0;
   decltype(Pong::chain) chain;
   if (!has_begun(peer)) {
     chain[length++] = {peer.rank, static_cast<uint32_t>(pong.call)};
-  } else if (pong.is_with_you == 0 || has_root(static_cast<Kind>(header_.kind)) ||
+  } else if (pong.is_with_you == 0 || is_pairwise(static_cast<Kind>(header_.kind)) ||
              !agree(header_, pong.header)) {
     return {};
   }
   for (uint32_t i = 0; i < pong.num_chain && length < kMostChain; ++i) chain[length++] = pong.chain[i];
+  if (length == 0) return {};
   std::copy_n(chain, length, chain_);
   num_chain_ = length;
-  const auto is_mine = [this](const auto& one) { return one.rank == rank_; };
   const auto end = chain + length;
-  const auto mine = std::find_if(chain, end, is_mine);
-  if (mine == end) return {};
-  if (mine->call != static_cast<uint32_t>(num_calls_) || mine == chain) {  // of a call that is over
+  const auto mine = std::find_if(chain, end, [this](const auto& one) { return one.rank == rank_; });
+  if (mine == end || mine == chain) return {};
+  const int before = (mine - 1)->rank;
+  const bool waits_for_link = mine->call == kLinking && before >= 0 && before < world_size_ &&
+                              takes_part(before) && link_to(before) == nullptr;
+  if (mine->call != static_cast<uint32_t>(num_calls_) && !waits_for_link) {  // of a call that is over
     num_chain_ = 0;
     return {};
   }

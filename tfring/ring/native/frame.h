@@ -88,6 +88,7 @@ static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 // What a rank says of itself when asked.
 constexpr int kMostWaiting = 16;
 constexpr int kMostChain = 32;
+constexpr uint32_t kLinking = UINT32_MAX;
 struct Pong {
   uint32_t is_running;    // 1: it is in a call of this ring,
   uint32_t is_with_you;   // 1: the call begun last is one with the rank that asks,
@@ -100,7 +101,7 @@ struct Pong {
   CallHeader header;        // of the call begun last
   struct {
     int32_t rank;
-    uint32_t call;  // as above
+    uint32_t call;  // as above; kLinking: the rank before waits for a link to this one
   } chain[kMostChain];
   uint32_t num_waiting;       // the rings of its process in which a collective of all ranks stands still,
   uint32_t all_threads_wait;  // 1: on the last of TensorFlow's threads

@@ -112,6 +112,10 @@ Status World::interruption() {
 // more.
 Status World::check_news() {
   std::lock_guard<std::mutex> lock(control_mutex_);
+  return check_left();
+}
+
+Status World::check_left() {
   if (!failure_.ok()) return failure_;
   for (const auto& link : links_) {
     if (link == nullptr || !link->left || !takes_part(link->rank)) continue;
@@ -137,6 +141,12 @@ void World::stand_still(bool stands) {
   stands_still_ = stands;
   if (!of_all_) return;
   stands ? stands_still(identity_, on_pool_thread_) : moves_again(identity_, on_pool_thread_);
+}
+
+bool World::is_pending(int rank) const {
+  return std::any_of(plan_.queues.begin(), plan_.queues.end(), [&](const Queue& queue) {
+    return queue.rank == rank && (may_receive(queue) || sendable(queue) > 0);
+  });
 }
 
 // Whom this rank waits for: who has something to send it, or else should take something.
@@ -183,10 +193,11 @@ Status World::ask_peers(int64_t now, double idle_seconds) {
   stand_still(true);
   std::lock_guard<std::mutex> lock(control_mutex_);
   ++num_asks_;
-  for (size_t i = 0; i < plan_.queues.size(); ++i) {
-    const Queue& queue = plan_.queues[(i + static_cast<size_t>(num_asks_)) % plan_.queues.size()];
-    if (!is_pending(queue)) continue;
-    Link* link = link_to(queue.rank);
+  const bool needs_all = !is_pairwise(static_cast<Kind>(header_.kind));
+  for (size_t i = 0; i < links_.size(); ++i) {
+    const int rank = static_cast<int>((i + static_cast<size_t>(num_asks_)) % links_.size());
+    Link* link = link_to(rank);
+    if (link == nullptr || !takes_part(rank) || !(needs_all || is_pending(rank))) continue;
     ask(link, now, period);
     if (link->answered <= idle_since_) continue;
     if (contradicts(*link)) return break_up({Code::kMismatch, disagreement(link->rank, link->pong.header)});

@@ -122,8 +122,17 @@ Status World::add_links(const tfring_link* links, int num_links) {
     if (status.ok()) status = added;
   }
   leave();
-  if (status.ok()) start_asking();
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  for (int i = 0; i < num_links && status.ok(); ++i) {  // each begins to be asked once it has spoken in turn
+    send_control(*link_to(links[i].rank), make_control(ControlType::kPing, rank_, 0));
+  }
+  wake_watcher();
   return status;
+}
+
+void World::wants_link(int rank) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  linking_ = rank;
 }
 
 // Where the members of a group stand: those of a host in a row.
@@ -356,7 +365,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   ++num_calls_;
   num_chain_ = 0;
   begun_any_ = running_ = true;
-  if (has_broken()) {
+  if (has_broken() || !check_left().ok()) {
     running_ = false;
     return refuse();
   }

@@ -52,7 +52,7 @@ struct Link {
   bool closed = false;         // nothing more comes
   size_t fill = 0;             // bytes of `frame` read so far
   ControlFrame frame{};
-  int64_t heard = 0;  // nanoseconds: its last sign of life; 0: the world is not open yet
+  int64_t heard = 0;  // nanoseconds: its last sign of life; 0: none yet, and the world is not open
   int64_t asked = 0;  // the last ping
   int unanswered = 0;
   int64_t answered = 0;  // the last pong, which told
@@ -105,6 +105,8 @@ class World final : private Watched {
 
   Status make_group(const Group& parent, const int32_t* members, int num_members, const char* name,
                     std::shared_ptr<Group>* group) const;
+  // Between calls this rank waits for a link to that one, -1 for none.
+  void wants_link(int rank);
   // Takes over the descriptors.
   Status add_links(const tfring_link* links, int num_links);
 
@@ -212,11 +214,12 @@ class World final : private Watched {
   Status look_up(int64_t now);
   Status interruption();
   Status check_news();
+  Status check_left();
   Status give_in();
   void stand_still(bool stands);
   Status ask_why(int64_t now, double idle_seconds);
   Status ask_peers(int64_t now, double idle_seconds);
-  bool is_pending(const Queue& queue) const { return may_receive(queue) || sendable(queue) > 0; }
+  bool is_pending(int rank) const;
   Link* needed(bool* for_data) const;
   bool speaks_of(int slow) const;
   Status peer_gone(Link* link);
@@ -292,6 +295,7 @@ class World final : private Watched {
   RingState state_;               // for the process's other worlds to read
   uint32_t num_chain_ = 0;        // of this rank's pongs: for whom the call under way waits in the end
   decltype(Pong::chain) chain_{};
+  int linking_ = -1;  // the rank to which a link is wanted
   bool begun_any_ = false;
   bool running_ = false;  // the call begun last is under way
   CallHeader header_{};
