@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
-from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on, within what turned it off
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver  # writes the files of tf.train.Checkpoint
 from tensorflow.python.data.experimental.ops import cardinality as _cardinality
 from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
@@ -43,9 +42,7 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
 from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
-from tensorflow.python.eager.polymorphic_function import (
-    autograph_util as _autograph_util,  # what AutoGraph makes of a tf.function's Python function
-)
+from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import collective_ops  # communication="tensorflow"
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
@@ -111,9 +108,31 @@ def datasets_before(dataset) -> list:
     return dataset._inputs()
 
 
+def static_batch_size(dataset) -> int | None:
+    """Returns the size of a `batch` or `padded_batch` that drops the remainder, where that is a dataset's last step."""
+    if not getattr(dataset, "_drop_remainder", False):
+        return None
+    sizes = [getattr(dataset, name, None) for name in ("_drop_remainder", "_batch_size")]
+    drops, size = (tf.get_static_value(value) for value in sizes)
+    return int(size) if drops and size is not None else None
+
+
 def graphs_of(dataset) -> list:
     """The graphs of the functions that the last step of a pipeline calls."""
     return [function.function.graph for function in dataset._functions()]
+
+
+def is_stateful(op: str) -> bool:
+    """Returns whether an operation of this type may give something else each time."""
+    definition = _op_def_registry.get(op)
+    return definition is None or definition.is_stateful
+
+
+def seeds_of(dataset) -> list[int]:
+    """Returns the seeds of the shuffles in a pipeline."""
+    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    mine = [int(seed) for seed in seeds if isinstance(seed, framework_ops.EagerTensor)]
+    return mine + [seed for before in datasets_before(dataset) for seed in seeds_of(before)]
 
 
 def call_map_function(function, element):
@@ -173,10 +192,26 @@ def set_cardinality(distributed, cardinality: int) -> None:
 
 
 def next_or_dummy(iterator):
-    """`(elements, has_value)` of a worker's iterator: elements of no rows where it has come to its end."""
-    optionals = [iterator._iterators[0].get_next_as_optional_list()]
-    elements = input_lib._get_value_or_dummy(iterator._input_workers, optionals, produce_dummy=True)
-    return elements, tf.reduce_any([optional.has_value() for optional in optionals[0]])
+    """`(elements, have_value)` of a worker's iterator, and whether each is one, or zeros at its end.
+
+    Where no shape is static but the last dimensions, zeros have no rows; TensorFlow's own forget static first ones.
+    """
+    elements, have_value = [], []
+    for optional in iterator._iterators[0].get_next_as_optional_list():
+        have_value.append(optional.has_value())
+        elements.append(tf.cond(have_value[-1], optional.get_value, lambda o=optional: _zeros(o.element_spec)))
+    return elements, have_value
+
+
+def _zeros(spec):
+    def zeros(spec):
+        if isinstance(spec, tf.OptionalSpec):
+            return tf.experimental.Optional.empty(spec._element_spec)
+        if not isinstance(spec, tf.TensorSpec) or spec.dtype in (tf.variant, tf.resource):
+            return input_lib._dummy_tensor_fn(spec)
+        return tf.zeros([n or 0 for n in spec.shape] if spec.shape.rank else [], spec.dtype)
+
+    return tf.nest.map_structure(zeros, spec)
 
 
 def draw(iterator) -> None:
@@ -189,31 +224,14 @@ def next_or_error(iterator) -> list:
     return iterator._iterators[0].get_next_as_list()
 
 
+def element_spec(distributed):
+    """Returns what a distributed dataset holds; its `element_spec` forgets sizes of constants and dies of Optionals."""
+    return getattr(distributed, "_element_spec", None) or distributed.element_spec
+
+
 def spec_of_a_replica(spec):
     """What each replica of a worker gets of a `PerReplicaSpec`; any other spec as it is."""
     return spec._value_specs[0] if isinstance(spec, distribute_values.PerReplicaSpec) else spec
-
-
-# -- functions ---------------------------------------------------------------------------------------------------------
-
-PolymorphicFunction = type(tf.function(lambda: None))  # what `tf.function` makes; the public type is an interface
-
-
-def is_compiled_by_xla(function) -> bool:
-    """Whether a `tf.function` is compiled as a whole."""
-    return bool(function._jit_compile)
-
-
-def call_unwrapped(function, args, kwargs):
-    """Calls what a `tf.function` traces, by AutoGraph where it asks for it, in the graph that is being built."""
-    python_function = function.python_function
-    status = _ag_ctx.Status.DISABLED
-    if function._autograph:
-        options = function._experimental_autograph_options
-        python_function = _autograph_util.py_func_from_autograph(python_function, options)
-        status = _ag_ctx.Status.ENABLED
-    with _ag_ctx.ControlStatusCtx(status=status):
-        return python_function(*args, **kwargs)
 
 
 # -- contexts and variables --------------------------------------------------------------------------------------------
@@ -229,12 +247,6 @@ def cross_replica_context(strategy):
         distribute_lib._pop_per_thread_mode()
 
 
-def variable_of_replicas(handle):
-    """The distributed variable of whose copies a handle is one; None where it is of none."""
-    container = getattr(handle, "_distributed_container", None)
-    return None if container is None else container()
-
-
 def set_aggregation(variable, aggregation) -> None:
     """Changes how the copies of a variable become one; TensorFlow has it said when the variable is made."""
     variable._aggregation = aggregation
@@ -245,13 +257,11 @@ __all__ = [
     "CollectiveKeys",
     "CommunicationOptions",
     "DatasetStep",
-    "PolymorphicFunction",
     "ResourceVariable",
     "StrategyExtendedV1",
     "TrackableSaver",
     "aggregate_slices",
     "call_map_function",
-    "call_unwrapped",
     "collective_ops",
     "cross_replica_context",
     "data_random_seed",
@@ -265,19 +275,21 @@ __all__ = [
     "distributed_dataset",
     "draw",
     "eager_context",
+    "element_spec",
     "framework_ops",
     "graphs_of",
     "input_lib",
-    "is_compiled_by_xla",
+    "is_stateful",
     "mark_as_unsaveable",
     "next_or_dummy",
     "next_or_error",
+    "seeds_of",
     "set_aggregation",
     "set_cardinality",
     "shuffled_like",
     "simple_broadcast",
     "spec_of_a_replica",
-    "variable_of_replicas",
+    "static_batch_size",
     "workers_by_options",
     "workers_of_one_iterator",
 ]

@@ -44,7 +44,8 @@ class MismatchError(TfringError):
     operation, dtype, shape and position; where several disagree, ranks may name different pairs. The ring is
     unusable afterwards; no result was produced.
     In a `tf.function` of the user's own the same failure is `tf.errors.InvalidArgumentError`. Of arrays that differ,
-    which `fit`, `evaluate` and `predict` find at the door, the message names the argument; the ring may be used on.
+    which `fit`, `evaluate` and `predict` find at the door, the message names the argument; of batches that differ, or
+    data that ends early on one rank, it says the cure. The ring may be used on then.
     """
 
 

@@ -17,8 +17,6 @@ _installed = False
 def install() -> None:
     """Puts the seams in place, once a process; called by the first RingStrategy or ShardedEmbedding.
 
-    Warns where Keras is newer than tested.
-
     Raises:
       ConfigurationError: where Keras is too old, or runs on another backend.
     """
@@ -43,8 +41,6 @@ def install() -> None:
         collectives,
         empty,
         fused,
-        inlining,
-        input_gradients,
         inputs,
         loop,
         losses,
@@ -70,8 +66,6 @@ def install() -> None:
         losses,
         collectives,
         empty,
-        inlining,
-        input_gradients,
         fused,
         optimizers,
         sharding,

@@ -40,17 +40,22 @@ def check(model, strategy, batch_size: int | None) -> None:
       ValueError: at the door of `fit`, `evaluate` or `predict`.
     """
     replicas = strategy.num_replicas_in_sync
-    is_stateful = any(getattr(layer, "stateful", False) for layer in all_layers(model))
-    if "_tfring_noted_shape" in vars(model) and not is_stateful:
-        return
-    inputs = getattr(model, "inputs", None) or []
-    fixed = {x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None}
-    if not fixed or batch_size is None or replicas == 1 or fixed == {batch_size / replicas}:
+    given = fixed(model)
+    if not given or batch_size is None or replicas == 1 or given == {batch_size / replicas}:
         return
     raise ValueError(
         "A model with a fixed batch shape is given a replica's share of each batch, which must have that many rows. "
-        f"Received: a batch shape of {', '.join(map(str, sorted(fixed)))}, and a batch of {batch_size} rows, "
+        f"Received: a batch shape of {', '.join(map(str, sorted(given)))}, and a batch of {batch_size} rows, "
         f"of which each of {replicas} replicas gets {batch_size / replicas:g} rows. Make the model with "
         "`keras.Input(batch_shape=(batch_size // strategy.num_replicas_in_sync, ...))`, and let every batch have "
         "`batch_size` rows."
     )
+
+
+def fixed(model) -> set[int]:
+    """Returns the static numbers of rows of a model's inputs, but where Keras noted those of a first batch."""
+    is_stateful = any(getattr(layer, "stateful", False) for layer in all_layers(model))
+    if "_tfring_noted_shape" in vars(model) and not is_stateful:
+        return set()
+    inputs = getattr(model, "inputs", None) or []
+    return {x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None}

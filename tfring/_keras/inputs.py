@@ -80,9 +80,11 @@ def install():
         with _shuffling_by(seed):
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
             self._distribute_strategy = strategy
-            dataset = self.data_adapter.get_tf_dataset()
+            given = self.data_adapter.get_tf_dataset()
+            dataset = data.undistributed(given)
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
-            self._tfring_batch_size = None if is_distributed else self.data_adapter.batch_size
+            was_distributed = isinstance(given, tf.distribute.DistributedDataset)
+            self._tfring_batch_size = None if was_distributed else self.data_adapter.batch_size
             self._tfring_yields_alike = not is_distributed and data.yields_alike(dataset)
             ahead = 2
             if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):

@@ -106,7 +106,8 @@ def _together(original, epoch_iterator, loop):
     try:
         with original(epoch_iterator):
             try:
-                yield
+                with status.named():
+                    yield
             except tf.errors.InvalidArgumentError as error:
                 if status.STOPPED not in error.message:
                     raise

@@ -7,11 +7,11 @@ the epoch has had its steps: it meets the others wherever they are (`loop.py`).
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfring import data
 from tfring.errors import MismatchError
 
 _BEGINS, _STOPS, _ENDS = range(3)  # what a rank is about to do: a step, to leave the loop, to end its epoch
@@ -21,13 +21,19 @@ _OTHER_BATCHES = (
     "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring cuts each "
     "rank's share from them. Give what chooses or orders rows a seed (`dataset.shuffle(n, seed=1)`, "
     "`keras.utils.set_random_seed(1)` before data is made), make unseeded datasets after the strategy; batches of a "
-    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Where each rank "
-    "has rows of its own, say so: "
+    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Hand all rows to "
+    "every rank, without `x[rank::n]` or `dataset.shard`. Where each rank has rows of its own, say so: "
     "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )
 _OTHER_LENGTHS = (
     "The ranks take different numbers of steps: for one the epoch has ended, another begins a step. Give every rank "
     "the same `steps_per_epoch`, `validation_steps` or `steps`, and the same data."
+)
+_ENDED_EARLY = (
+    "The data of one rank has ended while another still has rows. Every rank runs the same program over the same rows, "
+    "and tfring cuts each rank's share from them: hand all of them to every rank, without `x[rank::n]` or "
+    "`dataset.shard`. Where each rank has rows of its own, say so: "
+    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )
 STOPPED = "A callback has stopped the loop on another rank."
 
@@ -40,41 +46,43 @@ class Status(NamedTuple):
       goes_on: bool scalar, whether the step is taken; where not, `why_not` raises the reason.
       flags: int64 `[3]`, of anything but 0 where any rank begins a step, stops, ends its epoch; None of one replica.
       is_same: bool scalar, whether all drew the same batch; None of one replica.
+      ended_early: bool scalar, whether one has no batch of the rows that all draw; None of one replica.
       shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
+      rows: int64 `[num_replicas]`, the rows of each replica of all workers.
     """
 
     has_batch: tf.Tensor
     goes_on: tf.Tensor
     flags: tf.Tensor | None
     is_same: tf.Tensor | None
+    ended_early: tf.Tensor | None
     shares: tf.Tensor
+    rows: tf.Tensor
 
 
-def before_step(strategy, inputs, has_batch, fingerprint=None) -> Status:
+def before_step(strategy, rows, has_batch, fingerprint=None) -> Status:
     """Tells the others what this rank has drawn: one collective.
 
     Args:
       strategy: the RingStrategy.
-      inputs: a list of one element a replica of this worker.
+      rows: a list of the number of rows of each replica of this worker, None where nobody can tell.
       has_batch: bool, whether this rank drew a batch.
-      fingerprint: int64 scalar of the global batch; None where every rank has rows of its own.
+      fingerprint: int64 scalar of the global batch, 0 without one; None, or always 0, where ranks have their own rows.
     """
-    rows = [data.num_rows(element) for element in inputs]
     rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
     has_batch = tf.convert_to_tensor(has_batch)
     if strategy.extended.is_alone:
-        return Status(has_batch, has_batch, None, None, tf.ones([1], tf.float64))
-    prints = tf.zeros([2], tf.int64)
-    if fingerprint is not None:
-        prints = tf.where(has_batch, [fingerprint, -fingerprint], [tf.int64.min, tf.int64.min])
-    everyone = _told(strategy, prints, has_batch, _BEGINS, rows)
+        return Status(has_batch, has_batch, None, None, None, tf.ones([1], tf.float64), rows)
+    fingerprint = tf.constant(0, tf.int64) if fingerprint is None else fingerprint
+    everyone = _told(strategy, tf.stack([fingerprint, -fingerprint]), has_batch, _BEGINS, rows)
     has_batch, flags = everyone[2] > 0, everyone[3:_HEAD]
-    is_same = (everyone[0] == -everyone[1]) | ~has_batch
+    is_same = everyone[0] == -everyone[1]  # 0 where the data has ended
+    ended_early = (everyone[0] > 0) & (everyone[1] == 0)
     shares = tf.math.divide_no_nan(
         tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyone[_HEAD:]), tf.float64)
     )
     goes_on = has_batch & is_same & (flags[_STOPS] + flags[_ENDS] == 0)
-    return Status(has_batch, goes_on, flags, is_same, shares)
+    return Status(has_batch, goes_on, flags, is_same, ended_early, shares, everyone[_HEAD:])
 
 
 def why_not(status: Status) -> list:
@@ -82,12 +90,48 @@ def why_not(status: Status) -> list:
     if status.flags is None:
         return []
     stopped, same = status.flags[_STOPS] > 0, tf.convert_to_tensor(status.is_same)
+    ended_early = tf.convert_to_tensor(status.ended_early)
     checks = [
         tf.debugging.Assert(~stopped, [STOPPED]),
-        tf.debugging.Assert(stopped | same, [_OTHER_BATCHES]),
+        tf.debugging.Assert(stopped | ~ended_early, [_ENDED_EARLY]),
+        tf.debugging.Assert(stopped | same | ended_early, [_OTHER_BATCHES]),
         tf.debugging.Assert(stopped | ~same | (status.flags[_ENDS] == 0), [_OTHER_LENGTHS]),
     ]
     return [check for check in checks if check is not None]
+
+
+OTHER_OUTPUTS = (
+    "An output of `predict` that has no dimension of rows has to be the same on every replica, which sees its share "
+    "of the batch alone. Received: other values on another replica, as of a statistic of the batch. Return a value for "
+    "each row, or compute it from the rows that `predict` returns. See docs/data.md."
+)
+
+
+class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
+    """Ranks drew other batches, or not equally many, or computed other outputs of what is one for all."""
+
+    def __init__(self, message):
+        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
+
+
+@contextlib.contextmanager
+def named():
+    """Raises what a check in a step has found as its one sentence.
+
+    Raises:
+      MismatchError: On every rank. The ring may be used on.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        # TensorFlow escapes what it prints of a string.
+        sentences = (_ENDED_EARLY, _OTHER_BATCHES, _OTHER_LENGTHS, OTHER_OUTPUTS)
+        sentence = next((s for s in sentences if s.split(". ")[0] in error.message), None)
+        if sentence is None:
+            raise
+    else:
+        return
+    raise DifferentDataError(sentence)
 
 
 def behind_loop(strategy, stop: bool) -> tuple[bool, bool]:

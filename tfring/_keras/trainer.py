@@ -20,7 +20,7 @@ import inspect
 import tensorflow as tf
 
 from tfring import _tf, data, step
-from tfring._keras import agreement, batch_shapes, loop, outside, state, status, trace
+from tfring._keras import batch_shapes, loop, outside, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
@@ -76,7 +76,7 @@ def install():
         if iterator is not None:
             loop.bind(iterator, self)
             batch_shapes.check(self, strategy, iterator._tfring_batch_size)
-            spec = iterator._distributed_dataset.element_spec
+            spec = _tf.element_spec(iterator._distributed_dataset)
             data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
         first = self.train_function is None and self.test_function is None
         if first:
@@ -152,14 +152,19 @@ def _refuse_jit(model):
 def _symbolic_batch(element_spec):
     from keras.src import backend
 
+    specs = tf.nest.map_structure(_tf.spec_of_a_replica, element_spec)
+    shapes = [list(spec.shape) for spec in tf.nest.flatten(specs) if getattr(spec, "shape", None)]
+    counts = [shape[0] for shape in shapes]
+    rows = None if None in counts else max(counts, key=counts.count, default=None)
+
     def symbolic(spec):
-        spec = _tf.spec_of_a_replica(spec)
         if type(spec).__name__ in ("OptionalSpec", "NoneTensorSpec"):
             return None
-        shape = list(spec.shape)
-        return backend.KerasTensor([None, *shape[1:]], backend.standardize_dtype(spec.dtype.name))
+        first, *others = list(spec.shape) or [None]
+        first = None if first == rows else first  # else of a constant beside the rows
+        return backend.KerasTensor([first, *others], backend.standardize_dtype(spec.dtype.name))
 
-    return tf.nest.map_structure(symbolic, element_spec)
+    return tf.nest.map_structure(symbolic, specs)
 
 
 def _build_eagerly(model, data_batch):
@@ -200,7 +205,6 @@ class StepFunction:
         self._on_iterator = self._on_iterator_body if model.run_eagerly else OfIterator(self._on_iterator_body)
         self._on_batch = made(self._on_batch_body)
         self._logs_of_all_rows = made(self._logs_of_all_rows_body)
-        self._is_compared = False
         self.begin_anew()
 
     def begin_anew(self):
@@ -217,23 +221,15 @@ class StepFunction:
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             logs = None
             for batch in iterator:  # train_on_batch and its sisters: this worker's own share
-                logs = self._call(self._on_batch, tf.nest.map_structure(to_tensor, batch))
+                logs = self._on_batch(tf.nest.map_structure(to_tensor, batch))
             return logs
         self.iterator = iterator
         if not loop.are_unread(self._model, self._kind):
-            return self._call(self._on_iterator, iterator, True)
-        self._unread = self._call(self._on_iterator, iterator, False)
+            return self._on_iterator(iterator, True)
+        self._unread = self._on_iterator(iterator, False)
         if not isinstance(self._unread[0], dict):
             return self._logs_of_all_rows(*self._unread)
         return self._logs_of_loop
-
-    def _call(self, function, *args):
-        """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
-        if not self._is_compared:
-            graph = None if self._model.run_eagerly else function.get_concrete_function(*args).graph
-            agreement.check_model(self._strategy, self._model, f"{self._kind}_step", graph)
-            self._is_compared = True
-        return function(*args)
 
     def bring_logs_together(self):
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
@@ -242,26 +238,25 @@ class StepFunction:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _one_step_body(self, inputs, shares, with_logs):
+    def _one_step_body(self, inputs, rows, shares, with_logs):
         """What each replica returned, or the logs."""
         before = state.values_before(self._model)
         outputs, written = self._logs.of_step(
             lambda step: self._strategy.extended.run_step(step, inputs, shares),
             lambda element: self._step(without_optionals(element)),
-            inputs,
+            rows,
+            tf.executing_eagerly() or all(isinstance(data.num_rows(element), int) for element in inputs),
         )
         parts = [state.written_together(self._strategy, written, shares, before)]
-        if with_logs and self._logs.read(written):
-            self._together([parts.pop()])  # first
         if with_logs:
             parts.append(self._logs.together(outputs, shares))
-        logs = self._together(parts)
+        _, *logs = self._together(parts)
         if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
             variables = ring_callbacks.all_variables(self._model)
             self._strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
             )
-        return logs[-1] if with_logs else outputs
+        return logs[0] if with_logs else outputs
 
     def _together(self, parts):
         """What `finish` makes of the sums over all workers, for each `(values, finish)`: one collective a dtype."""
@@ -277,11 +272,11 @@ class StepFunction:
         """The logs; or what the replicas of this worker returned in the last step, and their shares of its batch."""
         with self._strategy.scope():
             steps = self._model.steps_per_execution
-            told, inputs = self._next_batch(iterator)
+            told, inputs, rows = self._next_batch(iterator)
             taken: list = []
 
             def take():
-                taken.append(self._one_step(inputs, told.shares, with_logs and steps == 1))
+                taken.append(self._one_step(inputs, rows, told.shares, with_logs and steps == 1))
                 return taken[0]
 
             # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
@@ -293,10 +288,10 @@ class StepFunction:
                 return tf.logical_and(i < steps, has_batch)
 
             def another(i, _, outputs, shares):
-                told, inputs = self._next_batch(iterator)
+                told, inputs, rows = self._next_batch(iterator)
                 outputs, shares = tf.cond(
                     told.goes_on,
-                    lambda: (self._one_step(inputs, told.shares, False), told.shares),
+                    lambda: (self._one_step(inputs, rows, told.shares, False), told.shares),
                     lambda: self._unless_wrong(told, (outputs, shares)),
                 )
                 return i + 1, told.has_batch, outputs, shares
@@ -309,9 +304,10 @@ class StepFunction:
     def _on_batch_body(self, batch):
         inputs = data.split_rows(batch, self._replicas)
         with self._strategy.scope():
-            told = status.before_step(self._strategy, inputs, True)
+            rows = [data.num_rows(element) for element in inputs]
+            told = status.before_step(self._strategy, rows, True)
             with tf.control_dependencies(status.why_not(told)):
-                return self._one_step(inputs, told.shares, True)
+                return self._one_step(inputs, rows, told.shares, True)
 
     def _logs_of_all_rows_body(self, outputs, shares):
         with self._strategy.scope():
@@ -321,10 +317,18 @@ class StepFunction:
     # -- the batch -------------------------------------------------------------------------------------------------
 
     def _next_batch(self, iterator):
-        """What all ranks hold before the step, and one element a replica."""
-        inputs, has_batch = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
-        inputs, fingerprint = _parts(inputs)
-        return status.before_step(self._strategy, inputs, has_batch, fingerprint), inputs
+        """What all ranks hold before the step, and one element and its number of rows a replica."""
+        inputs, have_value = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
+        fingerprint = None
+        if isinstance(inputs[0], data.Shares):
+            [(inputs, rows, fingerprint)] = inputs
+            inputs, rows = list(inputs), list(rows)
+        else:
+            rows = [
+                n if n is None else tf.where(drawn, tf.cast(n, tf.int64), 0)
+                for n, drawn in zip(map(data.num_rows, inputs), have_value, strict=True)
+            ]
+        return status.before_step(self._strategy, rows, tf.reduce_any(have_value), fingerprint), inputs, rows
 
     def _refuse(self, told, iterator, like=None):
         """Raises why there is no step; what it returns never comes to be, and is like what the step returns."""
@@ -346,10 +350,3 @@ def _never(tensor):
         return tf.zeros(shape, tensor.dtype)
     some = tf.zeros([n or 0 for n in shape] if shape.rank is not None else [], tensor.dtype)
     return tf.raw_ops.PlaceholderWithDefault(input=some, shape=shape)
-
-
-def _parts(elements):
-    """`(one element a replica, fingerprint of the batch or None)`."""
-    if isinstance(elements[0], data.Shares):
-        return list(elements[0].parts), elements[0].fingerprint
-    return elements, None

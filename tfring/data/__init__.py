@@ -1,8 +1,8 @@
 """Whose rows are whose: each replica's share of every global batch."""
 
-from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced
+from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced, undistributed
 from tfring.data.pipeline import share, yields_alike
-from tfring.data.rows import num_rows, one_row_at_least, slice_rows, split_rows
+from tfring.data.rows import forget_rows, num_rows, one_row_at_least, slice_rows, split_rows, static_rows
 from tfring.data.shares import Shares
 
 __all__ = [
@@ -10,11 +10,14 @@ __all__ = [
     "agreed_cardinality",
     "distribute",
     "distribute_for_keras",
+    "forget_rows",
     "is_sliced",
     "num_rows",
     "one_row_at_least",
     "share",
     "slice_rows",
     "split_rows",
+    "static_rows",
+    "undistributed",
     "yields_alike",
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
 from tfring.data.shares import Shares, single_shares, worker_shares
+from tfring.errors import MismatchError
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)
@@ -27,11 +31,19 @@ def distribute(strategy, dataset: tf.data.Dataset, options=None):
     """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
     extended = strategy.extended
     cardinality = agreed_cardinality(extended.world, int(dataset.cardinality()))
+    _check_orders(extended.world, dataset)
     shares = single_shares(dataset, *_place(strategy))
     if options is None and len(extended.worker_devices) == 1 and extended.is_on_cpu:
         options = _WITHOUT_MULTI_DEVICE_ITERATOR
     workers = _tf.workers_by_options(extended, options)
-    return _distributed(shares, workers, strategy, options, cardinality)
+    distributed = _distributed(shares, workers, strategy, options, cardinality)
+    distributed._tfring_dataset = dataset
+    return distributed
+
+
+def undistributed(dataset):
+    """Returns what `distribute` has distributed: Keras' steps compare what ranks draw. Anything else as it is."""
+    return getattr(dataset, "_tfring_dataset", dataset) if not isinstance(dataset, tf.data.Dataset) else dataset
 
 
 def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
@@ -50,6 +62,7 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
         return _distributed(dataset, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
     if is_sliced(dataset):
         several = strategy.cluster.world_size > 1
+        _check_orders(extended.world, dataset)
         shares = worker_shares(dataset, rank, replicas, world_size, ahead=ahead, compare=several)
     elif _policy(dataset) == _Policy.OFF:
         shares, cardinality = pieces(dataset, replicas, world_size)
@@ -69,6 +82,26 @@ def agreed_cardinality(collectives, cardinality: int) -> int:
     [bounds] = collectives.all_reduce([tf.constant([cardinality, -cardinality])], "max", name="cardinality")
     longest, shortest = int(bounds[0]), -int(bounds[1])
     return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
+
+
+def _check_orders(collectives, dataset) -> None:
+    """Compares the seeds of shuffles where random numbers reach all that ranks would compare of rows.
+
+    Raises:
+      MismatchError: on every rank. The ring may be used on.
+    """
+    if not tf.executing_eagerly() or collectives.world_size == 1 or not all(reached_by_chance(dataset)):
+        return
+    seeds = _tf.seeds_of(dataset)
+    digest = int.from_bytes(hashlib.blake2b(repr(seeds).encode(), digest_size=7).digest(), "little")
+    [bounds] = collectives.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="seeds of shuffles")
+    if int(bounds[0]) != -int(bounds[1]):
+        raise MismatchError(
+            "Every rank draws the same rows in the same order, and tfring cuts each rank's share from them. Received: "
+            "shuffles with other seeds on another rank. Give them one (`dataset.shuffle(n, seed=1)`, "
+            "`keras.utils.set_random_seed(1)` before data is made), or make the dataset after the strategy. "
+            "(docs/data.md)"
+        )
 
 
 def _untuned(dataset):

@@ -9,30 +9,42 @@ from tfring.data.rows import num_rows
 _ABSOLUTE_PATH = "^(?:/|[a-z0-9]+://).*/([^/]*/[^/]*)$"  # hosts keep their copies in folders of their own
 
 
-def of_batch(element) -> tf.Tensor:
-    """An int64 scalar of every row of a batch and of their number, small enough to be negated."""
+def of_batch(element, left_out=None) -> tf.Tensor:
+    """An int64 scalar above 0 of every row of a batch and of their number; `left_out` is a bool for each component."""
     rows = num_rows(element)
     total = tf.constant(0, tf.int64) if rows is None else tf.cast(rows, tf.int64)
-    for number, component in enumerate(tf.nest.flatten(element, expand_composites=True)):
+    for number, component in enumerate(_compared(element, left_out)):
         if not isinstance(component, tf.Tensor) or component.dtype in (tf.variant, tf.resource):
             continue
         total = _mixed(total, _digest(component), number)
-    return tf.bitwise.right_shift(total, 2)
+    return _positive(total)
 
 
-def of_rows(rows: tf.data.Dataset, batch_size: int) -> tf.Tensor:
+def of_rows(rows: tf.data.Dataset, batch_size: int, left_out=None) -> tf.Tensor:
     """As `of_batch`, of a dataset of at most `batch_size` rows, whatever their shapes."""
     if all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(rows.element_spec)):
-        return of_batch(_element(rows.batch(batch_size).get_single_element(), rows.element_spec))
+        return of_batch(_element(rows.batch(batch_size).get_single_element(), rows.element_spec), left_out)
 
     @tf.autograph.experimental.do_not_convert
-    def add(total, row):
-        for number, component in enumerate(tf.nest.flatten(row, expand_composites=True)):
+    def add(total, *row):
+        row = row if type(rows.element_spec) is tuple else row[0]
+        for number, component in enumerate(_compared(row, left_out)):
             total = _mixed(total, _digest(component), number)
-        return total
+        return total + 1
 
-    total = rows.reduce(tf.constant(0, tf.int64), lambda total, *row: add(total, row))
-    return tf.bitwise.right_shift(total, 2)
+    total = rows.reduce(tf.constant(0, tf.int64), add)
+    return _positive(total)
+
+
+def _positive(total):
+    return tf.bitwise.bitwise_or(tf.bitwise.bitwise_and(total, tf.int64.max), 1)
+
+
+def _compared(element, left_out):
+    components = tf.nest.flatten(element)
+    left_out = [False] * len(components) if left_out is None else left_out
+    compared = [c for c, left in zip(components, left_out, strict=True) if not left]
+    return tf.nest.flatten(compared, expand_composites=True)
 
 
 def _element(element, spec):

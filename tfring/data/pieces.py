@@ -9,9 +9,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.data.constants import constants_of
 from tfring.data.pipeline import as_element
-from tfring.data.rows import bounds, num_rows, slice_rows, split_rows, with_equal_rows
-from tfring.data.shares import Shares, forget_rows
+from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, with_equal_rows
+from tfring.data.shares import Shares
 
 
 def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) -> tuple[tf.data.Dataset, int]:
@@ -23,17 +24,20 @@ def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) 
       world_size: number of workers.
     """
     options = dataset.options()
+    constants = constants_of(dataset)
 
     @tf.autograph.experimental.do_not_convert
     def cut(*components):
-        batch = with_equal_rows(as_element(components, dataset.element_spec))
+        batch = with_equal_rows(forget_rows(as_element(components, dataset.element_spec), constants))
         rows = tf.cast(num_rows(batch), tf.int64)
         steps = tf.minimum(rows, world_size)  # none without rows
 
         @tf.autograph.experimental.do_not_convert
         def piece(i):
-            parts = split_rows(forget_rows(slice_rows(batch, *bounds(rows, i, steps))), replicas_per_worker)
-            return Shares(tuple(parts), tf.constant(0, tf.int64))
+            own = slice_rows(batch, *bounds(rows, i, steps))
+            cuts = [bounds(num_rows(own), replica, replicas_per_worker) for replica in range(replicas_per_worker)]
+            parts, counts = cut_rows(own, cuts)
+            return Shares(parts, counts, tf.constant(0, tf.int64))
 
         return tf.data.Dataset.range(steps).map(piece)
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.data import fingerprint
+from tfring.data.chance import reached_by_chance
 from tfring.data.rows import bounds, num_rows
 from tfring.errors import ConfigurationError
 
@@ -185,13 +186,14 @@ def _grouped(rows, maps, pipeline, place):
     """The batches of the user's batch step; below it the maps, on the rows that are wanted here."""
     arguments = _tf.dataset_step(pipeline.batch).arguments
     size, drop_remainder = arguments["batch_size"], arguments["drop_remainder"]
+    left_out = reached_by_chance(pipeline.source)
     if pipeline.whole and not maps:
 
         @tf.autograph.experimental.do_not_convert
         def as_it_is(*components):
             batch = as_element(components, pipeline.batch.element_spec)
             total = tf.cast(num_rows(batch), tf.int64)
-            return Rows(total, total, fingerprint.of_batch(batch)), batch
+            return Rows(total, total, fingerprint.of_batch(batch, left_out)), batch
 
         return rows.batch(size, drop_remainder).map(as_it_is)
     windows = rows.window(size, drop_remainder=drop_remainder)
@@ -203,7 +205,7 @@ def _grouped(rows, maps, pipeline, place):
         begin, end = (tf.zeros_like(total), total) if pipeline.whole else place.bounds(total)
         # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
         drawn = tf.maximum(end - begin, 1)
-        about = Rows(drawn, total, fingerprint.of_rows(group, size))
+        about = Rows(drawn, total, fingerprint.of_rows(group, size, left_out))
         own = group.skip(tf.minimum(begin, total - 1)).take(drawn)
         return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(about).repeat(drawn), own))
 

@@ -6,14 +6,21 @@ import tensorflow as tf
 
 
 def num_rows(element) -> tf.Tensor | int | None:
-    """Rows of a batch: the first dimension of its first component; None where it has none.
+    """Returns the rows of a batch, the first dimension of its components; None where it has none.
 
     Where some components say their first dimension before they are drawn and others do not, those that do are
-    constants beside the rows.
+    constants beside the rows; where all do, most of them count rows.
     """
     counts = [_count(component) for component in tf.nest.flatten(element)]
     counts = [count for count in counts if count is not None]
-    return next((count for count in counts if tf.is_tensor(count)), counts[0] if counts else None)
+    drawn = next((count for count in counts if tf.is_tensor(count)), None)
+    return drawn if drawn is not None else max(counts, key=counts.count, default=None)
+
+
+def static_rows(component) -> int | None:
+    """Returns the first dimension of a component of a batch; None where it is not static, or there is none."""
+    count = _count(component)
+    return count if isinstance(count, int) else None
 
 
 def _count(component):
@@ -73,6 +80,22 @@ def with_equal_rows(element):
         )
 
 
+def forget_rows(element, constants):
+    """Returns the element whose rows are counted when it is drawn, so that the constants are told from them.
+
+    Args:
+      element: a batch.
+      constants: a bool for each component, whether it is a constant beside the rows.
+    """
+
+    def forget(component, constant):
+        if constant or not isinstance(component, tf.Tensor) or not component.shape.rank:
+            return component
+        return tf.raw_ops.PlaceholderWithDefault(input=component, shape=[None, *component.shape[1:]])
+
+    return tf.nest.pack_sequence_as(element, list(map(forget, tf.nest.flatten(element), constants)))
+
+
 def _with_inner_shape(sparse, shape):
     """A sparse tensor whose dimensions after the first are as static as those of `shape`."""
     if shape.rank is None:
@@ -85,6 +108,20 @@ def _with_inner_shape(sparse, shape):
 def bounds(rows, replica, num_replicas):
     """The first row of a replica's share and the one after its last."""
     return replica * rows // num_replicas, (replica + 1) * rows // num_replicas
+
+
+def cut_rows(element, cuts):
+    """Returns `(parts, rows)`: what lies in each cut `(begin, end)` of a batch, and how many rows that are.
+
+    A part has one row at least: where a cut has none, a real row from beside it, which `rows` does not count.
+    """
+    total = num_rows(element)
+    assert total is not None, "what is cut has rows"
+    last = tf.maximum(total - 1, 0)
+    begins = [tf.minimum(begin, last) for begin, _ in cuts]
+    ends = [tf.maximum(end, begin + 1) for begin, (_, end) in zip(begins, cuts, strict=True)]
+    parts = [slice_rows(element, begin, end) for begin, end in zip(begins, ends, strict=True)]
+    return tuple(parts), tuple(tf.cast(end - begin, tf.int64) for begin, end in cuts)
 
 
 def split_rows(element, num_parts: int) -> list:

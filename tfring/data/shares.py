@@ -8,17 +8,23 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfring.data import fingerprint, pipeline
-from tfring.data.rows import bounds, num_rows, slice_rows, with_equal_rows
+from tfring.data.chance import reached_by_chance
+from tfring.data.constants import constants_of
+from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, with_equal_rows
 
 
 class Shares(NamedTuple):
     """What Keras' steps draw: this worker's shares of one global batch, one a replica.
 
-    The fingerprint is of the whole batch, where rows were cut before maps of what they were made from; so that ranks
-    which drew another batch are found out.
+    Attributes:
+      parts: an element a replica. Where a replica has no rows, a row of another's.
+      rows: int64 scalars, how many rows of each part are the replica's.
+      fingerprint: int64 scalar of the whole batch, above 0, by which ranks are found out that drew another; where rows
+        were cut before maps, of what they were made from. 0 where each rank has rows of its own.
     """
 
     parts: tuple
+    rows: tuple
     fingerprint: tf.Tensor
 
 
@@ -52,45 +58,67 @@ def worker_shares(
     _check_batched(dataset.element_spec)
     compare = world_size > 1 if compare is None else compare
     parts = pipeline.take_apart(dataset) if compare else None
+    cut = _Cut(dataset, place)
     if parts is None:
         pipeline.check_share(dataset)
-        shares = dataset.map(_of_whole_batches(dataset.element_spec, place, compare))
+        left_out = reached_by_chance(dataset) if compare else None
+        shares = dataset.map(_of_whole_batches(cut, compare, left_out))
     else:
-        shares = pipeline.own_batches(parts, place).map(_of_own_rows(place, parts.whole))
+        shares = pipeline.own_batches(parts, place).map(_of_own_rows(cut, parts.whole))
         shares = shares.with_options(dataset.options())
         shares._tfring_dataset = dataset  # whatever its functions hold has to live as long
     return shares.prefetch(ahead) if ahead else shares
 
 
-def _of_whole_batches(spec, place, compare):
+class _Cut:
+    """Cuts batches of a dataset into the shares of this worker's replicas."""
+
+    def __init__(self, dataset, place):
+        self.spec = dataset.element_spec
+        self.place = place
+        self._constants = constants_of(dataset)
+
+    def __call__(self, batch, total=None, first=0):
+        """Returns `(parts, rows)` of a batch, or of its rows from `first` on, which all ranks have `total` of."""
+        batch = with_equal_rows(forget_rows(batch, self._constants))
+        total = num_rows(batch) if total is None else total
+        replicas = [self.place.first + i for i in range(self.place.replicas)]
+        cuts = [bounds(total, replica, self.place.num_replicas) for replica in replicas]
+        parts, rows = cut_rows(batch, [(begin - first, end - first) for begin, end in cuts])
+        return tuple(map(self._with_static_rows, parts, replicas)), rows
+
+    def _with_static_rows(self, part, replica):
+        """A part of batches that all have as many rows, as far as that is static."""
+        specs = tf.nest.flatten(self.spec)
+        for component, spec, constant in zip(tf.nest.flatten(part), specs, self._constants, strict=True):
+            if isinstance(spec, tf.TensorSpec) and not constant and spec.shape.rank and spec.shape[0]:
+                begin, end = bounds(spec.shape[0], replica, self.place.num_replicas)
+                component.set_shape([max(end - begin, 1), *component.shape[1:]])
+        return part
+
+
+def _of_whole_batches(cut, compare, left_out):
     @tf.autograph.experimental.do_not_convert
     def shares(*components):
-        batch = pipeline.as_element(components, spec)
-        about = fingerprint.of_batch(batch) if compare else tf.constant(0, tf.int64)
-        return Shares(_parts(batch, place), about)
+        batch = pipeline.as_element(components, cut.spec)
+        about = fingerprint.of_batch(batch, left_out) if compare else tf.constant(0, tf.int64)
+        parts, rows = cut(batch)
+        return Shares(parts, rows, about)
 
     return shares
 
 
-def _of_own_rows(place, whole):
+def _of_own_rows(cut, whole):
     @tf.autograph.experimental.do_not_convert
     def shares(about, batch):
         if whole:
-            return Shares(_parts(batch, place), about.fingerprint)
-        first, _ = place.bounds(about.total)
-        cuts = [bounds(about.total, place.first + i, place.num_replicas) for i in range(place.replicas)]
-        parts = [slice_rows(batch, begin - first, end - first) for begin, end in cuts]
-        return Shares(tuple(parts), about.fingerprint)
+            parts, rows = cut(batch)
+        else:
+            first, _ = cut.place.bounds(about.total)
+            parts, rows = cut(batch, about.total, first)
+        return Shares(parts, rows, about.fingerprint)
 
     return shares
-
-
-def _parts(batch, place):
-    """The shares of this worker's replicas."""
-    batch = with_equal_rows(batch)
-    rows = num_rows(batch)
-    cuts = [bounds(rows, place.first + i, place.num_replicas) for i in range(place.replicas)]
-    return tuple(slice_rows(batch, begin, end) for begin, end in cuts)
 
 
 def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
@@ -98,26 +126,20 @@ def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
     if replicas_per_worker * world_size == 1:
         return dataset
     shares = worker_shares(dataset, rank, replicas_per_worker, world_size)
+    constants = constants_of(dataset)
+
+    def own(part, rows):  # without a row that does not count; elements of one dataset may have different rows
+        return slice_rows(forget_rows(part, constants), 0, rows)
+
     if replicas_per_worker == 1:
-        return shares.map(lambda s: s.parts[0])
+        return shares.map(lambda s: own(s.parts[0], s.rows[0]))
 
     @tf.autograph.experimental.do_not_convert
     def elements(s):
-        parts = map(forget_rows, s.parts)
+        parts = map(own, s.parts, s.rows)
         return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, parts))
 
     return shares.flat_map(elements).prefetch(2 * replicas_per_worker)
-
-
-def forget_rows(element):
-    """Forgets the static number of rows, so that slices of different sizes are elements of one dataset."""
-
-    def forget(t):
-        if not isinstance(t, tf.Tensor) or not t.shape.rank:
-            return t
-        return tf.raw_ops.PlaceholderWithDefault(input=t, shape=[None, *t.shape[1:]])
-
-    return tf.nest.map_structure(forget, element)
 
 
 def _check_batched(spec):

@@ -1,0 +1,368 @@
+"""Data at the corners: constants, rows that padding may not be, outputs without rows, random maps, early ends."""
+
+import numpy as np
+import pytest
+from common import assert_equal, history_error, is_reference, relative_error, skewed_rows
+from harness import strategy, workers
+from test_data import recorder
+
+ROWS, BATCH = 33, 16  # the last batch has one row
+
+
+def words():
+    return np.array([f"w{i % 5}" for i in range(ROWS)])[:, None]
+
+
+def regression(body=None, outputs=None):
+    """A Dense layer on `[4]` features."""
+    import keras
+
+    inputs = keras.Input((4,))
+    hidden = (body or (lambda x: x))(inputs)
+    model = keras.Model(inputs, outputs(hidden) if outputs else keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def anchored():
+    """Features beside anchors, which all rows look at."""
+    import keras
+
+    class Anchored(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def build(self, shapes):
+            self.dense.build((None, 4))
+            self.built = True
+
+        def call(self, inputs):
+            number = keras.ops.cast(keras.ops.shape(inputs["anchors"])[0], "float32")
+            return self.dense(inputs["image"] + keras.ops.mean(inputs["anchors"], 0)) + number
+
+    model = Anchored()
+    model.build({"image": (None, 4), "anchors": (7, 4)})
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def of_words(lookup):
+    import keras
+    import tensorflow as tf
+
+    class Numbers(keras.layers.Layer):
+        def call(self, x):
+            return tf.strings.to_number(tf.strings.substr(x, 1, 1))
+
+    inputs = keras.Input((1,), dtype="string")
+    if lookup:
+        x = keras.layers.StringLookup(vocabulary=[f"w{i}" for i in range(5)], num_oov_indices=0)(inputs)
+        x = keras.layers.Flatten()(keras.layers.Embedding(5, 3)(x))
+    else:
+        x = Numbers()(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def static_rows():
+    """A model whose step needs the static number of rows."""
+    import keras
+    import tensorflow as tf
+
+    class Static(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            return super().train_step((tf.reshape(x, [x.shape[0], 2, 2])[:, :, 0], tf.stack(tf.unstack(y))))
+
+    inputs = keras.Input((2,))
+    model = Static(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def cases():
+    """By name: a model, and what makes `(data, more arguments)` of fit, evaluate and predict."""
+    import ml_dtypes
+    import tensorflow as tf
+
+    x, y = skewed_rows(ROWS)
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    beside = np.linspace(0, 1, 28, dtype="float32").reshape(7, 4)
+
+    def with_anchors(x, y):
+        return {"anchors": beside, "image": x}, y
+
+    def batches(last=None):
+        for begin in range(0, ROWS, BATCH):
+            yield x[begin : begin + BATCH], y[begin : begin + BATCH], last
+
+    strings = tf.data.Dataset.from_tensor_slices((words(), y))
+    half = x.astype(ml_dtypes.bfloat16)
+    return {
+        "anchors": (anchored, lambda: ((rows.batch(BATCH).map(with_anchors),), {})),
+        "anchors, drop_remainder": (anchored, lambda: ((rows.batch(BATCH, True).map(with_anchors),), {})),
+        "static rows": (static_rows, lambda: ((rows.batch(BATCH, True),), {})),
+        "lookup": (lambda: of_words(True), lambda: ((strings.batch(BATCH),), {})),
+        "to_number, mapped": (
+            lambda: of_words(False), lambda: ((strings.map(lambda x, y: (x, 2 * y)).batch(BATCH),), {})
+        ),
+        "generator of None": (regression, lambda: ((batches(),), {})),
+        "bfloat16": (regression, lambda: ((half, y), {"batch_size": BATCH})),
+    }
+
+
+def train(names):
+    import keras
+
+    ring = strategy()
+    results = {}
+    for name, (make, data) in cases().items():
+        if name not in names:
+            continue
+
+        def outcome(model, start, name=name, data=data):
+            model.set_weights(start)
+            arguments, more = data()
+            history = model.fit(*arguments, shuffle=False, verbose=0, **more).history
+            arguments, _ = data()
+            if name == "static rows":
+                return model.get_weights(), history, [], []
+            evaluated = model.evaluate(*arguments, verbose=0, **more)
+            arguments, _ = data()
+            return model.get_weights(), history, [evaluated], [model.predict(arguments[0], verbose=0, **more)]
+
+        keras.utils.set_random_seed(1)
+        with ring.scope():
+            model = make()
+        start = model.get_weights()
+        got = outcome(model, start)
+        results[name] = {"bits": b"".join(w.tobytes() for w in got[0])}
+        if is_reference(ring):
+            want = outcome(make(), start)
+            results[name].update(weights=relative_error(got[0], want[0]), history=history_error(got[1], want[1]))
+            results[name].update(evaluate=relative_error(got[2], want[2]), predict=relative_error(got[3], want[3]))
+            if name == "anchors":  # Keras' mean of losses counts the rows of the first input, which are the anchors
+                del results[name]["history"], results[name]["evaluate"]
+    return results
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_as_one_process(n):
+    names = [
+        "anchors", "anchors, drop_remainder", "static rows", "lookup", "to_number, mapped",
+        "generator of None", "bfloat16",
+    ]
+    assert_equal(workers(n).run(train, names if n == 2 else names[:5], timeout=400))
+
+
+def outputs_of_predict():
+    """What `predict` makes of outputs whose first dimension is not that of the rows."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x, _ = skewed_rows(ROWS)
+    codes = np.arange(20, dtype="float32").reshape(5, 4)
+
+    class Outputs(keras.Model):
+        def call(self, x):
+            parts = {"by time": tf.transpose(tf.stack([x, 2 * x, 3 * x], 1), [1, 0, 2]), "codes": tf.constant(codes)}
+            parts["patches"] = tf.reshape(x, [-1, 2])
+            return {**parts, "rows": x}
+
+    class Mean(keras.Model):
+        def call(self, x):
+            return {"rows": x, "mean": tf.reduce_mean(x, 0)}
+
+    with ring.scope():
+        model, mean = Outputs(), Mean()
+        model.compile()
+        mean.compile()
+    got = model.predict(x, batch_size=11, verbose=0)  # of which ranks have 5 and 6
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(11, drop_remainder=True)
+    of_dataset = model.predict(dataset, verbose=0)
+    one = model.predict(x[:1], verbose=0)
+    try:
+        mean.predict(x, verbose=0)
+        message = ""
+    except Exception as error:
+        message = f"{type(error).__mro__[1].__name__}: {error}"
+    alone = Outputs()
+    alone.compile()
+    same = [
+        {name: np.array_equal(a[name], b[name]) for name in b}
+        for a, b in [
+            (got, alone.predict(x, batch_size=11, verbose=0)),
+            (of_dataset, alone.predict(dataset, verbose=0)),
+            (one, alone.predict(x[:1], verbose=0)),
+        ]
+    ]
+    return same, message
+
+
+def test_outputs_that_are_not_one_a_row():
+    for same, message in workers(2).run(outputs_of_predict):
+        assert all(all(of.values()) for of in same), same
+        assert message.startswith("MismatchError: An output of `predict` that has no dimension of rows"), message
+
+
+def early_ends():
+    """Rank 1 has rows 0 to 24 of 64."""
+    import tensorflow as tf
+
+    from tfring.errors import MismatchError
+
+    ring = strategy()
+    with ring.scope():
+        model = regression()
+    x, y = skewed_rows(64)
+    count = [64, 24][ring.cluster.rank]
+    x, y = x[:count], y[:count]
+
+    def known():
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+
+    def unknown():
+        return known().filter(lambda x, y: True)
+
+    def generate():
+        for begin in range(0, count, 8):
+            yield x[begin : begin + 8], y[begin : begin + 8]
+
+    distribute = ring.experimental_distribute_dataset
+    messages = {}
+    for name, call in {
+        "fit": lambda: model.fit(known(), verbose=0),
+        "unknown length": lambda: model.fit(unknown(), verbose=0),
+        "evaluate": lambda: model.evaluate(known(), verbose=0),
+        "generator": lambda: model.fit(generate(), verbose=0),
+        "steps_per_epoch": lambda: model.fit(known(), steps_per_epoch=6, verbose=0),
+        "distributed": lambda: model.fit(distribute(known()), verbose=0),
+        "distributed, evaluate": lambda: model.evaluate(distribute(unknown()), verbose=0),
+        "predict": lambda: model.predict(known(), verbose=0),
+        "predict, unknown length": lambda: model.predict(unknown(), verbose=0),
+    }.items():
+        try:
+            call()
+            messages[name] = "no error"
+        except MismatchError as error:
+            messages[name] = str(error)
+    x, y = skewed_rows(8)
+    model.fit(x, y, verbose=0)  # the ring is as good as before
+    return messages
+
+
+def test_data_that_ends_early_on_one_rank_is_told():
+    for messages in workers(2).run(early_ends):
+        for name, message in messages.items():
+            assert message.startswith("The data of one rank has ended while another still has rows."), (name, message)
+            assert "x[rank::n]" in message and "AutoShardPolicy.OFF" in message
+
+
+def refusals():
+    import tensorflow as tf
+
+    ring = strategy()
+    with ring.scope():
+        model = regression()
+    x, y = skewed_rows(96)
+    labelled = tf.data.Dataset.from_tensor_slices((x[:32], y[:32])).batch(8, drop_remainder=True)
+    unlabelled = tf.data.Dataset.from_tensor_slices(x).batch(24, drop_remainder=True)
+    rank = ring.cluster.rank
+    messages = []
+    for call in (
+        lambda: model.fit(tf.data.Dataset.zip((labelled, unlabelled)), verbose=0),
+        lambda: model.fit(x[rank::2], y[rank::2], verbose=0),
+        lambda: model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shard(2, rank).batch(8), verbose=0),
+    ):
+        try:
+            call()
+        except Exception as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
+    for sizes, arrays, shard in workers(2).run(refusals):
+        assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
+        assert "tfring cuts" in arrays and "x[rank::n]" in arrays
+        assert "tfring cuts" in shard and "dataset.shard" in shard
+
+
+def random_pipelines(folder):
+    """By name: rows 0 to 32, to which maps add random numbers below 0.5, and labels."""
+    import tensorflow as tf
+
+    rows = np.arange(ROWS, dtype="float32")[:, None]
+    dataset = tf.data.Dataset
+
+    def noise(x, y, seed=None):
+        return x + tf.random.uniform([1], 0, 0.5, seed=seed), y
+
+    def mapped(begin=0, end=ROWS, **options):
+        return dataset.from_tensor_slices((rows, rows)).skip(begin).take(end - begin).map(noise, **options)
+
+    def views():
+        images = dataset.from_tensor_slices(rows).shuffle(50, seed=1)
+        return [images.map(lambda x: noise(x, x)[0], num_parallel_calls=2).batch(BATCH) for _ in range(2)]
+
+    return {
+        "padded_batch": lambda: mapped().padded_batch(BATCH),
+        "filter": lambda: mapped().filter(lambda x, y: y[0] >= 0).batch(BATCH),
+        "unbatch": lambda: mapped().batch(4).unbatch().batch(BATCH),
+        "cache": lambda: mapped().cache().shuffle(40).batch(BATCH),
+        "bucket": lambda: mapped().bucket_by_sequence_length(lambda x, y: tf.shape(x)[0], [3], [BATCH, BATCH]),
+        "sample_from_datasets": lambda: dataset.sample_from_datasets([mapped(0, 20), mapped(20)]).batch(BATCH),
+        "zip, as in mixup": lambda: dataset.zip((mapped().batch(BATCH), mapped().shuffle(50).batch(BATCH))).map(
+            lambda a, b: (0 * b[0] + a[0], a[1])
+        ),
+        "zip, as in SimSiam": lambda: dataset.zip(tuple(views())),
+        "concatenate": lambda: mapped(0, 7).concatenate(mapped(7)).batch(BATCH),
+        "enumerate": lambda: mapped().enumerate().map(lambda i, xy: xy).batch(BATCH),
+        "snapshot": lambda: mapped().snapshot(f"{folder}/snapshot").batch(BATCH),
+        "a seed, in parallel": lambda: dataset.from_tensor_slices((rows, rows)).map(
+            lambda x, y: noise(x, y, 5), num_parallel_calls=2
+        ).cache().batch(BATCH),
+    }
+
+
+def random_maps():
+    import tempfile
+
+    import tensorflow as tf
+
+    ring = strategy()
+    model, seen = recorder(ring)
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in random_pipelines(folder).items():
+            del seen[:]
+            model.fit(make(), epochs=2, verbose=0)
+            results[name] = list(seen)
+    rank = ring.cluster.rank
+    rows = np.arange(ROWS, dtype="float32")[:, None]
+    messages = []
+    for shuffled in (
+        tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(50, seed=1 + rank).map(
+            lambda x, y: (x + tf.random.uniform([1]), y + tf.random.uniform([1]))
+        ).cache().batch(BATCH),
+        tf.data.Dataset.from_tensor_slices((rows, rows))
+        .map(lambda x, y: (x + tf.random.uniform([1], 0, 40), y)).filter(lambda x, y: x[0] < 40).batch(BATCH),
+    ):
+        try:
+            model.fit(shuffled, verbose=0)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return results, messages
+
+
+def test_random_maps_before_anything_train_each_row_once():
+    results = workers(2).run(random_maps)
+    for name in results[0][0]:
+        seen = sorted(row for rows, _ in results for row in rows[name])
+        assert seen == sorted([*range(ROWS)] * 2), name
+    for _, (seeds, chosen) in results:
+        assert "shuffles with other seeds on another rank" in seeds
+        assert "The ranks drew different batches" in chosen

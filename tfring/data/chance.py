@@ -1,0 +1,96 @@
+"""Tells which components of a dataset random numbers reach, so that ranks compare the others."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import _tf
+
+_RANDOM = ("Random", "TruncatedNormal", "Multinomial", "SampleDistorted", "StatefulUniform", "StatefulStandardNormal")
+_NO_CHANCE = ("Assert", "Print", "Lookup", "TensorArray", "NoOp")  # stateful, but alike on every rank
+
+
+def reached_by_chance(dataset) -> list[bool]:
+    """Returns for each component whether ranks may hold other values of the same rows.
+
+    They may behind a `map` that draws random numbers, calls Python or reads a variable, in those of its outputs which
+    these reach, and stay so in what keeps the components, such as `zip`, `cache`, `padded_batch`, `unbatch`. A step
+    that chooses rows by such values, such as `filter`, would choose others on each rank: behind it all is compared.
+    """
+    inputs = _tf.datasets_before(dataset)
+    before = [reached_by_chance(d) for d in inputs]
+    count = len(tf.nest.flatten(dataset.element_spec))
+    graphs = _tf.graphs_of(dataset)
+    if _tf.dataset_step(dataset).kind == "map":
+        reached = _outputs_reached(graphs[0], before[0], _is_chance)
+        return reached if len(reached) == count else [any(reached)] * count
+    reached = _combined(before, count)
+    for graph in graphs:
+        makes_rows = all(tensor.dtype == tf.variant for tensor in graph.outputs)
+        if _takes_rows(graph, inputs) and not makes_rows and any(_outputs_reached(graph, before[0], _is_random)):
+            return [False] * count
+        library = _library(graph)
+        nodes = [operation.node_def for operation in graph.get_operations()]
+        nodes += [node for function in library.values() for node in function.node_def]
+        if any(_is_random(node, library) for node in nodes):
+            return [True] * count
+    return reached
+
+
+def _combined(before, count) -> list[bool]:
+    """Combines what is known of a step's datasets: side by side, one after another, or otherwise."""
+    joined = [reached for of in before for reached in of]
+    if len(joined) == count:
+        return joined
+    alike = [of for of in before if len(of) == count]
+    if alike and not any(any(of) for of in before if len(of) != count):  # which may be what chooses among the others
+        return [any(of) for of in zip(*alike, strict=True)]
+    return [any(joined)] * count
+
+
+def _takes_rows(graph, inputs) -> bool:
+    """Returns whether a function is given the elements of a step's only input."""
+    if len(inputs) != 1:
+        return False
+    specs = tf.nest.flatten(inputs[0].element_spec)
+    captured = {id(placeholder) for _, placeholder in graph.captures}
+    given = [tensor for tensor in graph.inputs if id(tensor) not in captured]
+    return len(given) == len(specs) and all(
+        not isinstance(spec, tf.TensorSpec) or (spec.dtype == tensor.dtype and spec.shape.rank == tensor.shape.rank)
+        for spec, tensor in zip(specs, given, strict=True)
+    )
+
+
+def _outputs_reached(graph, inputs, is_source) -> list[bool]:
+    """Returns for each output of a function whether it depends on such inputs, or on an operation that is a source."""
+    reached = {id(tensor) for tensor, is_reached in zip(graph.inputs, inputs, strict=False) if is_reached}
+    library = _library(graph)
+    for operation in graph.get_operations():
+        if is_source(operation.node_def, library) or any(id(tensor) in reached for tensor in operation.inputs):
+            reached.update(id(tensor) for tensor in operation.outputs)
+    return [id(tensor) in reached for tensor in graph.outputs]
+
+
+def _library(graph) -> dict:
+    return {function.signature.name: function for function in graph.as_graph_def().library.function}
+
+
+def _is_chance(node, library) -> bool:
+    """Returns whether an operation may give other values on each rank; by what is in the functions that it calls."""
+    called = _called(node)
+    if called:
+        return any(_is_chance(n, library) for name in called if name in library for n in library[name].node_def)
+    return _tf.is_stateful(node.op) and not node.op.startswith(_NO_CHANCE)
+
+
+def _is_random(node, library) -> bool:
+    """Returns whether an operation draws random numbers. Python, which makes rows in generators, does not count."""
+    called = _called(node)
+    if called:
+        return any(_is_random(n, library) for name in called if name in library for n in library[name].node_def)
+    return node.op.startswith(_RANDOM) and not node.op.endswith("Dataset")
+
+
+def _called(node) -> list[str]:
+    values = node.attr.values()
+    return [v.func.name for v in values if v.func.name] + [f.name for v in values for f in v.list.func]

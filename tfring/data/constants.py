@@ -1,0 +1,49 @@
+"""Tells a dataset's rows from constants beside them, such as the anchors of a detector."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.errors import ConfigurationError
+
+
+def constants_of(dataset: tf.data.Dataset) -> list[bool]:
+    """Returns for each component of a dataset of batches whether it is a constant beside the rows.
+
+    A component whose first dimension is known only when it is drawn has rows; one whose first dimension is static is a
+    constant, but where `drop_remainder` made it so. Where all are static and no `batch` says how many rows there are,
+    most components have them.
+
+    Raises:
+      ConfigurationError: where a batch has components of different `batch` steps, of other sizes.
+    """
+    counts = [_static_rows(spec) for spec in tf.nest.flatten(dataset.element_spec)]
+    known = [count for count in counts if count is not None and count >= 0]
+    sizes = _static_batch_sizes(dataset) & set(known)
+    if len(sizes) > 1:
+        small, *_, large = sorted(sizes)
+        raise ConfigurationError(
+            "Each replica gets its share of the rows of every component of a batch, which have to be as many. "
+            f"Received: batches of {' and '.join(map(str, sorted(sizes)))} rows in one element, "
+            f"{dataset.element_spec}. Let a row of one have several of the other and flatten them in the model: "
+            f"`unlabelled.batch({-(-large // small)}).batch({small})` beside `labelled.batch({small})`. (docs/data.md)"
+        )
+    if not sizes and None not in counts and known:
+        sizes = {max(known, key=known.count)}
+    return [count is not None and count >= 0 and count not in sizes for count in counts]
+
+
+def _static_rows(spec):
+    """Returns the first dimension, None where it is not static, -1 where there is none."""
+    shape = getattr(spec, "shape", None)
+    if shape is None or shape == ():
+        return -1
+    shape = tf.TensorShape(shape)
+    return shape[0] if shape.rank else None if shape.rank is None else -1
+
+
+def _static_batch_sizes(dataset) -> set[int]:
+    sizes = set().union(*map(_static_batch_sizes, _tf.datasets_before(dataset)))
+    size = _tf.static_batch_size(dataset)
+    return sizes if size is None else {*sizes, size}
