@@ -3,7 +3,7 @@
     .venv-test/bin/python benchmarks/equality/restarts.py
 
 A backup is saved after step 7 of 20, between two updates of an optimizer that accumulates three gradients, and in the
-second epoch; a second model has dropout and moving averages of weights. Each pair goes on from a backup that rank 0
+second epoch; a second model has moving averages of weights. Each pair goes on from a backup that rank 0
 wrote and from one whose shards the ranks wrote. What is shown is the largest relative difference of weights and of logs
 of each epoch. The models are those of tests/training/test_backup_on_meshes.py; meshes named as arguments are taken
 alone.
