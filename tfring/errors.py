@@ -37,7 +37,7 @@ class RendezvousError(TfringError):
     """
 
 
-class MismatchError(TfringError):
+class MismatchError(TfringError, ValueError):
     """Ranks made different collective calls at the same place, or were handed other arrays to train on.
 
     Raised on every rank. The message names two neighbours that disagree and both their calls: kind, name,

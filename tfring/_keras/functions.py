@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import numpy as np
@@ -10,7 +11,8 @@ import tensorflow as tf
 
 def graph_function(body):
     """`body` as a tf.function that is traced anew for other structures only."""
-    return tf.function(body, reduce_retracing=True, autograph=False)
+    # TensorFlow counts tracings by code, and takes the methods of several models for one function that is traced anew.
+    return tf.function(functools.partial(body), reduce_retracing=True, autograph=False)
 
 
 class OfIterator:
