@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import connection
 
@@ -209,6 +210,22 @@ def add_arguments(parser, contestants):
     parser.add_argument("--contestants", default=",".join(contestants))
     parser.add_argument("--horovod-python", default=str(HOROVOD_PYTHON))
     add_realtime(parser)
+
+
+def add_write(parser):
+    parser.add_argument(
+        "--write", action="store_true", help="write into this folder's tracked files, not into one of its own"
+    )
+
+
+def folder_of_results(arguments, tracked):
+    """`tracked`, or without --write a new folder that begins with a copy of its results."""
+    if arguments.write:
+        return tracked
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=f"{tracked.name}-"))
+    shutil.copy(tracked / "results.json", folder)
+    print(f"results go into {folder}; with --write into {tracked}", file=sys.stderr)
+    return folder
 
 
 def add_realtime(parser):

@@ -13,6 +13,7 @@ NATIVE = pathlib.Path(__file__).parent / "ring" / "native"
 CORE_SOURCES = (
     "collectives.cc",
     "core.cc",
+    "disagreement.cc",
     "dtype.cc",
     "exchange.cc",
     "execute.cc",

@@ -10,6 +10,7 @@ from tfring.errors import ConfigurationError, UnsupportedTensorFlowError
 OLDEST = (2, 18)  # the first whose Keras is 3.8 or later and whose C API has all the ring calls
 NEWEST = (2, 21)  # the last that the tests ran on
 OLDEST_KERAS = (3, 8)
+NEWEST_KERAS = (3, 15)  # the last that the tests ran on
 
 NO_TENSORFLOW = """\
 tfring trains on TensorFlow, and there is none in this environment. Type one of:
@@ -52,17 +53,25 @@ def check_version(version: str, *, warn: bool = True) -> None:
 
 
 def check_keras(version: str) -> None:
-    """Checks the text of a version of Keras.
+    """Checks the text of a version of Keras; warns of one newer than `NEWEST_KERAS`.
 
     Raises:
         ConfigurationError: It is older than `OLDEST_KERAS`.
 
     >>> check_keras("3.8.0")
     """
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_KERAS:
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < OLDEST_KERAS:
         oldest = _text(OLDEST_KERAS)
         raise ConfigurationError(
             f"tfring needs Keras {oldest} or later. Received: keras=={version}. Type: pip install \"keras>={oldest}\""
+        )
+    if found > NEWEST_KERAS:
+        warnings.warn(
+            f"tfring was tested on Keras {_text(OLDEST_KERAS)} to {_text(NEWEST_KERAS)}, and replaces functions of "
+            f"Keras by name. Received: keras=={version}. Compare a first run with one process, or type: pip install "
+            f"\"keras<{NEWEST_KERAS[0]}.{NEWEST_KERAS[1] + 1}\"",
+            stacklevel=3,
         )
 
 

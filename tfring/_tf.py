@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
+from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on, within what turned it off
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver  # writes the files of tf.train.Checkpoint
 from tensorflow.python.data.experimental.ops import cardinality as _cardinality
 from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: `dataset_step`
@@ -42,6 +43,9 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
 from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
+from tensorflow.python.eager.polymorphic_function import (
+    autograph_util as _autograph_util,  # what AutoGraph makes of a tf.function's Python function
+)
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import collective_ops  # communication="tensorflow"
@@ -234,6 +238,28 @@ def spec_of_a_replica(spec):
     return spec._value_specs[0] if isinstance(spec, distribute_values.PerReplicaSpec) else spec
 
 
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+PolymorphicFunction = type(tf.function(lambda: None))  # what `tf.function` makes; the public type is an interface
+
+
+def is_compiled_by_xla(function) -> bool:
+    """Whether a `tf.function` is compiled as a whole."""
+    return bool(function._jit_compile)
+
+
+def call_unwrapped(function, args, kwargs):
+    """Calls what a `tf.function` traces, by AutoGraph where it asks for it, in the graph that is being built."""
+    python_function = function.python_function
+    status = _ag_ctx.Status.DISABLED
+    if function._autograph:
+        options = function._experimental_autograph_options
+        python_function = _autograph_util.py_func_from_autograph(python_function, options)
+        status = _ag_ctx.Status.ENABLED
+    with _ag_ctx.ControlStatusCtx(status=status):
+        return python_function(*args, **kwargs)
+
+
 # -- contexts and variables --------------------------------------------------------------------------------------------
 
 
@@ -247,6 +273,12 @@ def cross_replica_context(strategy):
         distribute_lib._pop_per_thread_mode()
 
 
+def variable_of_replicas(handle):
+    """The distributed variable of whose copies a handle is one; None where it is of none."""
+    container = getattr(handle, "_distributed_container", None)
+    return None if container is None else container()
+
+
 def set_aggregation(variable, aggregation) -> None:
     """Changes how the copies of a variable become one; TensorFlow has it said when the variable is made."""
     variable._aggregation = aggregation
@@ -257,11 +289,13 @@ __all__ = [
     "CollectiveKeys",
     "CommunicationOptions",
     "DatasetStep",
+    "PolymorphicFunction",
     "ResourceVariable",
     "StrategyExtendedV1",
     "TrackableSaver",
     "aggregate_slices",
     "call_map_function",
+    "call_unwrapped",
     "collective_ops",
     "cross_replica_context",
     "data_random_seed",
@@ -279,6 +313,7 @@ __all__ = [
     "framework_ops",
     "graphs_of",
     "input_lib",
+    "is_compiled_by_xla",
     "is_stateful",
     "mark_as_unsaveable",
     "next_or_dummy",
@@ -290,6 +325,7 @@ __all__ = [
     "simple_broadcast",
     "spec_of_a_replica",
     "static_batch_size",
+    "variable_of_replicas",
     "workers_by_options",
     "workers_of_one_iterator",
 ]

@@ -155,6 +155,9 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_ADDRESSES": Setting(
         None, _addresses, "addresses such as host1:12345,host2:12345", "where each rank listens, by rank"
     ),
+    "TFRING_TAKEN_FD": Setting(
+        None, str, "text", "inherited pipe that tells the launcher that this rank's place is taken"
+    ),
     "TFRING_LISTEN_FD": Setting(
         None, _whole_number, "a whole number", "inherited socket that listens at this rank's address"
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import Any
 
 import tensorflow as tf
 
@@ -25,11 +26,13 @@ class Step:
       share: float64 scalar, this replica's rows over the rows of the global batch; None where nobody counted
         (a custom loop, whose gradients are summed) or there is one replica.
       active: bool scalar, False where this replica has no row; None where it always has.
-      written: `(variable, rule)` of each Keras variable that the step assigned in this replica, and how what replicas
-        wrote becomes one.
+      written: of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
+        `_keras/state.py`.
       gathered: whether `tfring.gather_for_loss` gave this step the rows of all replicas.
       microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
+      graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
+      reads: what is known of this graph's operations on metrics' state.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Step:
         self.gathered = False
         self.microbatches = microbatches
         self.part = part
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.reads: Any = None
 
     def weigh(self, value):
         """`value` times the share, where it is known; a replica without rows gives zero, whatever it holds."""

@@ -14,7 +14,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from tfring.ring import schedule
 
-HERE = pathlib.Path(__file__).parent
 FITTED_HOSTS = 4
 PAPER_ALPHA, PAPER_RATE = 50e-6, 10e9  # one way between two hosts of a data centre; bits a second
 
@@ -124,7 +123,7 @@ def section(network: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(network: dict) -> bool:
+def draw(network: dict, folder: pathlib.Path) -> bool:
     """network.png and scale.png beside this file, if there is matplotlib."""
     try:
         import matplotlib
@@ -151,7 +150,7 @@ def draw(network: dict) -> bool:
     axes.set_title(f"all_reduce of {size >> 20} MB, {rate / 1e9:g} Gbit/s")
     axes.legend(fontsize=8, bbox_to_anchor=(1.02, 1), loc="upper left")
     axes.grid(alpha=0.3)
-    figure.savefig(HERE / "network.png", dpi=110, bbox_inches="tight")
+    figure.savefig(folder / "network.png", dpi=110, bbox_inches="tight")
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     hosts = [2**k for k in range(1, 11)]
@@ -163,5 +162,5 @@ def draw(network: dict) -> bool:
     axes.set_title(f"the model at {PAPER_RATE / 1e9:.0f} Gbit/s, {PAPER_ALPHA * 1e6:.0f} us one way")
     axes.legend(fontsize=6, ncol=3)
     axes.grid(alpha=0.3)
-    figure.savefig(HERE / "scale.png", dpi=110, bbox_inches="tight")
+    figure.savefig(folder / "scale.png", dpi=110, bbox_inches="tight")
     return True

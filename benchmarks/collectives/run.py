@@ -1,14 +1,15 @@
-"""Collectives of tfring beside its peers, and on networks imitated. Writes results.json, and from it README.md.
+"""Collectives of tfring beside its peers, and on networks imitated. Makes results.json, and from it README.md.
 
     python benchmarks/collectives/run.py                        # all parts, a quarter of an hour
     python benchmarks/collectives/run.py --parts 2,4 --rounds 3
     python benchmarks/collectives/run.py --parts network        # as root: hosts are network namespaces
-    python benchmarks/collectives/run.py --parts ""             # README.md anew, from results.json
+    python benchmarks/collectives/run.py --parts "" --write     # README.md anew, from results.json
 
-Parts 2, 4 and 8 are ranks on this machine. A contestant that is not installed is left out and named. Each has
-processes of its own that live through a whole part and sleep while others are measured; a round visits every
-contestant with every collective and size, and the tables show the median over the rounds, their ratios the median of
-the ratios within a round. So what the machine does meanwhile hits all alike, and ratios hold where times drift.
+Without --write all goes into a new folder. Parts 2, 4 and 8 are ranks on this machine. A contestant that is not
+installed is left out and named. Each has processes of its own that live through a whole part and sleep while others are
+measured; a round visits every contestant with every collective and size, and the tables show the median over the
+rounds, their ratios the median of the ratios within a round. So what the machine does meanwhile hits all alike, and
+ratios hold where times drift.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import contest  # noqa: E402
 import network  # noqa: E402
 import tables  # noqa: E402
 
-RESULTS = HERE / "results.json"
+RESULTS = "results.json"
 K, M = 1 << 10, 1 << 20
 
 # name: what it runs on
@@ -84,15 +85,17 @@ def main() -> None:
     parser.add_argument("--openmpi-python", default="", help="has mpi4py on Open MPI; left out by default")
     parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
     contest.add_realtime(parser)
+    contest.add_write(parser)
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    folder = contest.folder_of_results(arguments, HERE)
+    results = json.loads((folder / RESULTS).read_text())
     for part in filter(None, arguments.parts.split(",")):
         began = time.monotonic()
         results[part] = network.measure(arguments) if part == "network" else compare(int(part), arguments)
-        RESULTS.write_text(json.dumps(results, indent=0) + "\n")
-        tables.write(results)
+        (folder / RESULTS).write_text(json.dumps(results, indent=0) + "\n")
+        tables.write(results, folder)
         print(f"part {part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    tables.write(results)
+    tables.write(results, folder)
 
 
 def compare(ranks: int, arguments) -> dict:

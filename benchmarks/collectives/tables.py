@@ -50,20 +50,21 @@ class Part:
         return sorted({size for _, o, d, size in self.times if (o, d) == (op, dtype)})
 
 
-def write(results: dict) -> None:
+def write(results: dict, folder: pathlib.Path) -> None:
+    """Writes README.md and its pictures into a folder."""
     head = README.read_text().partition(MARKER)[0]
     parts = {int(name): Part(result) for name, result in results.items() if name != "network"}
     network = results.get("network")
     sections = [targets(parts, network)]
     sections += [section(ranks, parts[ranks]) for ranks in sorted(parts)]
-    if 2 in parts and draw(parts[2]):
+    if 2 in parts and draw(parts[2], folder):
         sections[1] += "\n\n![microseconds by size](all_reduce.png)"
     if network:
         sections += [network_section(network), model.section(network)]
-        if model.draw(network):
+        if model.draw(network, folder):
             sections[-2] += "\n\n![seconds by number of ranks](network.png)"
             sections[-1] += "\n\n![seconds by number of hosts](scale.png)"
-    README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
+    (folder / README.name).write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
 def section(ranks: int, part: Part) -> str:
@@ -86,7 +87,7 @@ def section(ranks: int, part: Part) -> str:
     return "\n".join(lines)
 
 
-def draw(part: Part) -> bool:
+def draw(part: Part, folder: pathlib.Path) -> bool:
     """all_reduce.png beside this file, if there is matplotlib."""
     try:
         import matplotlib
@@ -107,7 +108,7 @@ def draw(part: Part) -> bool:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     both[0].set_ylabel("microseconds")
-    figure.savefig(README.parent / "all_reduce.png", dpi=110, bbox_inches="tight")
+    figure.savefig(folder / "all_reduce.png", dpi=110, bbox_inches="tight")
     pyplot.close(figure)
     return True
 

@@ -1,6 +1,6 @@
 """Trains divided models on every kind of mesh and compares them with one process: the tables of this folder's README.
 
-    .venv-test/bin/python benchmarks/equality/run.py
+    .venv-test/bin/python benchmarks/equality/run.py            # prints them; with --write into README.md, too
     .venv-test/bin/python benchmarks/equality/restarts.py    for restarts on other meshes alone, on standard output
 
 Each model trains for two epochs of 43 skewed rows in batches of 20, the last of which has 3, on started workers and in
@@ -10,6 +10,7 @@ mesh of evaluation and predictions. The models are those of tests/training/test_
 
 from __future__ import annotations
 
+import argparse
 import math
 import pathlib
 import platform
@@ -87,6 +88,9 @@ def in_float64() -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the tables into README.md")
+    arguments = parser.parse_args()
     try:
         parts = {
             "Pipelines": pipelines(),
@@ -105,7 +109,9 @@ def main() -> None:
     lines = [f"TensorFlow {tf.__version__}, Keras {keras.__version__}, Python {platform.python_version()}.", ""]
     for title, part in parts.items():
         lines += [f"## {title}", "", *part, ""]
-    HERE.joinpath("README.md").write_text(text[:begin] + "<!-- tables -->\n" + "\n".join(lines))
+    print("\n".join(lines))
+    if arguments.write:
+        HERE.joinpath("README.md").write_text(text[:begin] + "<!-- tables -->\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Makes the fault matrix: what the ranks of a job see of a fault, and how soon. Writes docs/faults.md.
+"""Makes the fault matrix: what the ranks of a job see of a fault, and how soon.
 
     python benchmarks/faults/run.py                 # all of it, some fifteen minutes; as root also between hosts
-    python benchmarks/faults/run.py --only SIGSTOP  # the rows that hold this, on the screen only
+    python benchmarks/faults/run.py --write         # the same, written into docs/faults.md
+    python benchmarks/faults/run.py --only SIGSTOP  # the rows that hold this
 
 A rank loops over all-reduces of 1 MB, or waits in Python between two; one rank is struck by a fault. Hosts are network
 namespaces. "Knew after" is the time until the last survivor had its exception. While saving the ranks are in `fit` with
@@ -364,7 +365,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows that hold this: a fault, a moment, a transport (shm, tcp)")
     parser.add_argument("--slow-seconds", type=float, default=120)
+    parser.add_argument("--write", action="store_true", help="write the matrix of all rows into docs/faults.md")
     arguments = parser.parse_args()
+    if arguments.write and arguments.only:
+        parser.error("--write writes all rows: leave --only out")
     no_hosts = namespaces.why_not()
     no_loss = why_no_loss()
     no_disk = why_no_disk()
@@ -382,15 +386,15 @@ def main() -> None:
             *(text for _, text in sorted(rows)),
         ]
     )
-    if arguments.only:
-        print(table)
-        return
     if no_hosts:
         table += f"\n\nWithout hosts of their own: {no_hosts}."
     if no_loss:
         table += f"\n\nWithout loss of packets: {no_loss}."
     if no_disk:
         table += f"\n\nWithout a full disk: {no_disk}."
+    print(table)
+    if not arguments.write:
+        return
     begin, end = "<!-- made by benchmarks/faults/run.py -->\n", "\n<!-- end -->"
     page = PAGE.read_text()
     before, _, rest = page.partition(begin)

@@ -125,7 +125,8 @@ def measure(arguments: argparse.Namespace, training: contest.Contestant, strange
     print("|---|---|---|---|---|")
     for column, heading in enumerate(("by the clock", "of a rank's CPU")):
         alone, among = ([seconds[column] for seconds in took[disturbed]] for disturbed in (False, True))
-        low, middle, high = statistics.quantiles(b / a for a, b in zip(alone, among, strict=True))
+        ratios = [b / a for a, b in zip(alone, among, strict=True)]
+        low, middle, high = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
         medians = [f"{statistics.median(values):.2f} ms" for values in (alone, among)]
         print(f"| {heading} | {' | '.join(medians)} | {middle:.3f} | {low:.3f} to {high:.3f} |")
     print(

@@ -9,13 +9,14 @@ import models
 COLOURS = {"tfring": "#1f6f8b", "sharded": "#7fb7c9", "tensorflow": "#d98c3f", "horovod": "#9a9a9a", "torch": "#c2c2c2"}
 
 
-def draw(parts: dict, headings: dict[str, str], one_of: dict[str, str]) -> bool:
+def draw(parts: dict, headings: dict[str, str], one_of: dict[str, str], folder: pathlib.Path) -> bool:
     """False where there is no matplotlib.
 
     Args:
       parts: by number of workers, see `tables.Part`.
       headings: what contestants are called.
       one_of: whose single worker a contestant is compared with, where it has none.
+      folder: where the picture goes.
     """
     try:
         import matplotlib
@@ -42,5 +43,5 @@ def draw(parts: dict, headings: dict[str, str], one_of: dict[str, str]) -> bool:
         axes.spines[["top", "right"]].set_visible(False)
     every[0, 0].legend(fontsize=8, ncols=6, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.tight_layout()
-    figure.savefig(pathlib.Path(__file__).parent / "training.png", dpi=110)
+    figure.savefig(folder / "training.png", dpi=110)
     return True

@@ -1,4 +1,4 @@
-"""Training with one worker and with several, beside the peers. Writes results.json, and from it README.md.
+"""Training with one worker and with several, beside the peers. Makes results.json, and from it README.md.
 
     python benchmarks/training/run.py                         # 1 and 2 workers, and 4; twenty minutes on two cores
     python benchmarks/training/run.py --workers 2 --rounds 5
@@ -6,11 +6,12 @@
     python benchmarks/training/run.py --workers "" --threads  # workers that are not bound, by their numbers of threads
     python benchmarks/training/run.py --workers "" --embeddings  # tables divided over the workers
     python benchmarks/training/run.py --workers "" --pipeline  # layers divided over the workers
-    python benchmarks/training/run.py --workers ""            # README.md anew, from results.json
+    python benchmarks/training/run.py --workers "" --write    # README.md anew, from results.json
 
-Every worker has one core, so that a second one could at most double the rows a second. The global batch is the same
-with any number. Each contestant has processes of its own that live through the run and sleep while others are measured;
-a round visits each with every model. At no real-time priority: there the threads of a process do not take turns.
+Without --write all goes into a new folder. Every worker has one core, so that a second one could at most double the
+rows a second. The global batch is the same with any number. Each contestant has processes of its own that live through
+the run and sleep while others are measured; a round visits each with every model. At no real-time priority: there the
+threads of a process do not take turns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import pipeline  # noqa: E402
 import tables  # noqa: E402
 import threads  # noqa: E402
 
-RESULTS = HERE / "results.json"
+RESULTS = "results.json"
 MODULES = {"horovod": "horovod.tensorflow", "torch": "torch"}
 
 
@@ -50,20 +51,23 @@ def main() -> None:
     parser.add_argument("--threads", action="store_true", help="the launcher's shares of threads and others, too")
     parser.add_argument("--embeddings", action="store_true", help="tables divided over the workers, too")
     parser.add_argument("--pipeline", action="store_true", help="layers divided over the workers, too")
+    contest.add_write(parser)
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    folder = contest.folder_of_results(arguments, HERE)
+    file = folder / RESULTS
+    results = json.loads(file.read_text())
     for workers in filter(None, arguments.workers.split(",")):
         for so_far in compare(int(workers), arguments):
             results[workers] = so_far
-            RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+            file.write_text(json.dumps(results, indent=0) + "\n")
     if arguments.network:
         results["network"] = network.measure(arguments.rounds) or results.get("network")
-        RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+        file.write_text(json.dumps(results, indent=0) + "\n")
     for name, part in (("threads", threads), ("embeddings", embeddings), ("pipeline", pipeline)):
         if getattr(arguments, name):
             results[name] = part.measure(arguments.rounds)
-            RESULTS.write_text(json.dumps(results, indent=0) + "\n")
-    tables.write(results)
+            file.write_text(json.dumps(results, indent=0) + "\n")
+    tables.write(results, folder)
 
 
 def compare(workers: int, arguments) -> Iterator[dict]:

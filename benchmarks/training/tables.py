@@ -69,14 +69,15 @@ class Part:
         return statistics.median(each["seconds"] - alone["seconds"] for each, alone in pairs)
 
 
-def write(results: dict) -> None:
+def write(results: dict, folder: pathlib.Path) -> None:
+    """Writes README.md and its picture into a folder."""
     head = README.read_text().partition(MARKER)[0]
     parts = {int(workers): Part(result) for workers, result in results.items() if workers.isdecimal()}
     sections = [
         targets(parts, results.get("network"), results.get("pipeline")),
         *(section(workers, part) for workers, part in parts.items()),
     ]
-    if parts and picture.draw(parts, HEADINGS, OF_ONE):
+    if parts and picture.draw(parts, HEADINGS, OF_ONE, folder):
         sections.insert(0, "![speed-ups of all models](training.png)")
     if results.get("network"):
         sections.append(network_section(results["network"]))
@@ -86,7 +87,7 @@ def write(results: dict) -> None:
         sections.append(embeddings_section(results["embeddings"]))
     if results.get("pipeline"):
         sections.append(pipeline_section(results["pipeline"]))
-    README.write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
+    (folder / README.name).write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
 def targets(parts: dict[int, Part], over_network: dict | None, of_pipelines: dict | None) -> str:

@@ -22,6 +22,10 @@ from tfring.launch import frames
 LAUNCH = [sys.executable, "-m", "tfring.launch"]
 TIMEOUT = 60
 SOON = 30  # seconds within which a stopped job is gone, on a busy machine
+LEFT_ALONE = [
+    "tfring launch: no ring was formed: each of the 2 processes ran alone. A program joins it by "
+    "tfring.RingStrategy(), or tfring.Communicator.connect(tfring.cluster.detect())."
+]
 PREAMBLE = """\
 import os, pathlib, signal, subprocess, sys, time
 rank, world = int(os.environ["TFRING_RANK"]), int(os.environ["TFRING_WORLD_SIZE"])
@@ -267,7 +271,7 @@ def test_a_traceback_behind_a_progress_bar_is_shown(launch):
 def test_streams_stay_apart(launch):
     done = launch(2, "print('out'); print('err', file=sys.stderr)")
     assert sorted(done.stdout.splitlines()) == ["[1] out", "out"]
-    assert sorted(done.stderr.splitlines()) == ["[1] err", "err"]
+    assert sorted(done.stderr.splitlines()) == ["[1] err", "err", *LEFT_ALONE]
 
 
 def test_any_bytes_and_any_length(launch):
@@ -322,10 +326,72 @@ def test_a_closed_reader_ends_the_job(tmp_path):
 
 
 def test_closed_standard_streams(tmp_path):
-    script = write(tmp_path, "print('out'); note(f'w{rank}')")
+    script = write(tmp_path, "print('out'); note(f'fd{rank}', os.open(__file__, 0)); note(f'w{rank}')")
     command = " ".join([*LAUNCH, "-n", "2", script, "<&-", ">&-", "2>&-"])
     assert subprocess.run(command, shell=True, timeout=TIMEOUT).returncode == 0
     assert len(pids(tmp_path, "w0", "w1")) == 2
+    assert all(int((tmp_path / f"fd{rank}").read_text()) > 2 for rank in (0, 1))
+
+
+def test_all_workers_order_sets_alike(launch, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    script = "print(*set('abcdefgh'), os.environ['PYTHONHASHSEED'])"
+    first, second = sorted(launch(2, script).stdout.splitlines())[::-1]
+    assert second == f"[1] {first}" and first.endswith(" 0")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert launch(1, script).stdout.endswith(" 7\n")
+
+
+BULK = """\
+    note(f'w{rank}')
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))
+    while True:
+        os.write(1, b'y\\n' * 32768)
+"""
+
+
+def test_a_rank_that_prints_in_bulk_delays_no_signal(start, tmp_path):
+    job = start(2, BULK, stdout=subprocess.DEVNULL)
+    workers = pids(tmp_path, "w0", "w1")
+    time.sleep(1)
+    job.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.wait(SOON) == 128 + signal.SIGINT
+    assert time.monotonic() - began < 10  # which is when SIGINT is followed by SIGTERM
+    assert_gone(workers, 0)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "nobody"])
+def test_output_that_nobody_reads_holds_up_no_signal(start, tmp_path, victim):
+    job = start(2, BULK, preexec_fn=take_signals)
+    workers = pids(tmp_path, "w0", "w1")
+    time.sleep(2)  # the pipe is full
+    job.send_signal(signal.SIGKILL if victim == "launcher" else signal.SIGINT)
+    assert_gone(workers, SOON)
+    if victim == "nobody":
+        assert job.wait(SOON) == 128 + signal.SIGINT
+
+
+def test_a_slow_reader_gets_all_lines(start):
+    job = start(2, "for i in range(40_000): print(i, 'x' * 60)", stderr=subprocess.DEVNULL)
+    time.sleep(2)
+    lines = job.communicate(timeout=TIMEOUT)[0].splitlines()
+    assert job.returncode == 0
+    for front in ("", "[1] "):
+        assert [line for line in lines if line.startswith("[1]") == bool(front)] == [
+            f"{front}{i} {'x' * 60}" for i in range(40_000)
+        ]
+
+
+def test_a_full_disk_of_the_launcher_ends_no_training(tmp_path):
+    script = write(tmp_path, "print('out')\nif not (here / 'again').exists() and rank: note('again'); sys.exit(3)")
+    with open("/dev/full", "wb") as full:
+        command = [*LAUNCH, "-n", "2", "--max-restarts", "1", script]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert "standard output is gone ([Errno 28]" in done.stderr and "Restart 1 of 1" in done.stderr, done.stderr
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([*LAUNCH, "-n", "2", script], stdout=full, stderr=full, timeout=TIMEOUT).returncode == 0
 
 
 # -------------------------------------------------------------------------------------------------- failures
@@ -857,6 +923,45 @@ def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monk
             assert secret not in (tmp_path / "ssh").read_text()
     assert len(set(found)) == 3 and [len(secret) for secret in found[:2]] == [64, 64]
     assert found[2] == "chosen for this very run"
+
+
+def test_much_input_and_output_at_once(tmp_path):
+    script = "while rank == 0 and (data := sys.stdin.buffer.read1(1 << 16)):\n    os.write(1, data)"
+    command = [*LAUNCH, "--hosts", "node2:2", write(tmp_path, script)]
+    lines = b"".join(b"%d some text\n" % i for i in range(400_000))
+    done = subprocess.run(command, env=stand_in_for_ssh(tmp_path), input=lines, capture_output=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == lines
+
+
+def test_ctrl_c_where_input_and_output_are_full(tmp_path):
+    """Rank 0 reads nothing, the others print in bulk, nobody reads: input is not read ahead, and Ctrl-C is heard."""
+    script = "note(f'w{rank}')\nwhile rank: os.write(1, b'y\\n' * 32768)\ntime.sleep(600)"
+    command = [*LAUNCH, "--hosts", "node2:2", write(tmp_path, script)]
+    pipe = subprocess.PIPE
+    job = subprocess.Popen(
+        command, env=stand_in_for_ssh(tmp_path), stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=take_signals
+    )
+    try:
+        workers = pids(tmp_path, "w0", "w1")
+        os.set_blocking(job.stdin.fileno(), False)
+        taken, full_since = 0, None
+        while full_since is None or time.monotonic() < full_since + 2:
+            try:
+                taken += os.write(job.stdin.fileno(), bytes(1 << 16))
+                full_since = None
+                assert taken < 8 << 20
+            except BlockingIOError:
+                full_since = full_since or time.monotonic()
+                time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(TIMEOUT) == 128 + signal.SIGINT
+        assert_gone(workers, 0)
+    finally:
+        job.kill()
+        for stream in (job.stdin, job.stdout, job.stderr):
+            stream.close()
+        job.wait()
 
 
 # What agents of other versions of tfring say first, and do with what they do not know: 1 and 2 end, with exit code 70.

@@ -528,16 +528,19 @@ void sharing() {
 static void waiting_for_each_other() {
   const uint64_t mine = 1;
   const uint64_t theirs = 2;
-  const std::atomic<uint64_t> begun_in_mine{5};
-  const std::atomic<uint64_t> begun_in_theirs{3};
-  tfring::join_ring(mine, &begun_in_mine);
-  tfring::join_ring(theirs, &begun_in_theirs);
+  tfring::RingState state_of_mine;
+  tfring::RingState state_of_theirs;
+  state_of_mine.begun = 5;
+  state_of_theirs.begun = 3;
+  tfring::join_ring(mine, &state_of_mine);
+  tfring::join_ring(theirs, &state_of_theirs);
   tfring_set_pool_size(1);
   tfring::Pong pong{};
   pong.num_waiting = 1;
+  pong.all_threads_wait = 1;
   pong.waiting[0] = {theirs, 4};
   CHECK(!tfring::wait_for_each_other(pong), "a thread is free");
-  tfring::stands_still(mine);
+  tfring::stands_still(mine, true);
   CHECK(tfring::wait_for_each_other(pong),
         "the fourth has not begun here, and no thread is free to begin it");
   pong.waiting[0] = {theirs, 3};
@@ -547,10 +550,17 @@ static void waiting_for_each_other() {
   tfring::Pong told{};
   tfring::tell_waiting(&told);
   CHECK(told.num_waiting == 1 && told.waiting[0].ring == mine && told.waiting[0].begun == 5, "what is told");
-  tfring::moves_again(mine);
+  tfring::moves_again(mine, true);
   tfring_set_pool_size(0);
-  tfring::leave_ring(theirs);
-  tfring::leave_ring(mine);
+  tfring::leave_ring(&state_of_theirs);
+  {
+    tfring::RingState another;
+    tfring::join_ring(mine, &another);  // of the same name
+    tfring::leave_ring(&another);
+  }
+  pong.waiting[0] = {mine, 6};
+  CHECK(tfring::waits_elsewhere(pong) == mine, "the one that is left is looked at");
+  tfring::leave_ring(&state_of_mine);
 }
 
 // A group's call where the others call another's: named, on every rank.

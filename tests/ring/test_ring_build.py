@@ -1,10 +1,14 @@
 """Building and loading the libraries: what happens where something is missing."""
 
+import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+import tfring
 from tfring import _build
 from tfring.errors import NativeLibraryError
 from tfring.ring import library
@@ -36,6 +40,25 @@ def test_no_library(monkeypatch, tmp_path):
             library.core()
     finally:
         library.core.cache_clear()
+
+
+def test_a_checkout_without_libraries_uses_those_of_the_installed_package(tmp_path):
+    package = pathlib.Path(tfring.__file__).parent
+    checkout, site = tmp_path / "checkout", tmp_path / "site"
+    shutil.copytree(package, checkout / "tfring", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(package, site / "tfring", ignore=shutil.ignore_patterns("__pycache__"))
+    about = site / f"tfring-{tfring.__version__}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tfring\nVersion: {tfring.__version__}\n")
+    code = "import tfring.ring.library as l; l.core(); print(l.__file__, l.CORE, l.OPS.exists())"
+    command = [sys.executable, "-c", code]
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    run = {"cwd": checkout, "env": environ, "capture_output": True, "text": True, "timeout": 60}
+    source, core, has_ops = subprocess.run(command, check=True, **run).stdout.split()
+    assert source.startswith(str(checkout)) and core.startswith(str(site)) and has_ops == "True"
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tfring\nVersion: 0.0.1\n")
+    failed = subprocess.run(command, **run)
+    assert failed.returncode == 1 and "The compiled ring is missing" in failed.stderr, failed.stderr
 
 
 def test_the_libraries_ask_for_no_libstdcxx():

@@ -403,6 +403,23 @@ def test_another_user_does_not_come_in(door):
     assert gate.turned_away == f"process {process.pid} of user 65534: of another user"
 
 
+def test_another_user_that_knocks_in_a_loop_keeps_nobody_busy(door):
+    gate, cluster = door(given_secret=None)
+    name = entrance._local_name("127.0.0.1", gate.port)
+    process = as_another_user(
+        "import contextlib, time\nend = time.monotonic() + 2\n"
+        "while time.monotonic() < end:\n"
+        "    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:\n"
+        "        connection.settimeout(0.5); connection.connect(sys.argv[1].replace('@', '\\0'))",
+        name.replace("\0", "@"),
+    )
+    began = time.monotonic()
+    process.communicate(timeout=30)
+    pauses = (time.monotonic() - began) / entrance._PAUSE_SECONDS
+    assert 0 < gate._num_unwelcome <= (pauses + 2) * entrance._UNWELCOME_AT_ONCE
+    assert entrance.probe(cluster, 0, 5).rank == 0
+
+
 def test_another_user_that_takes_the_name_is_told_of():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

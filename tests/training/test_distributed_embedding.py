@@ -206,7 +206,7 @@ class TableOfOthers:
     vocabulary_size: int
     embedding_dim: int
     initializer: Any = "uniform"
-    optimizer: Any = None
+    optimizer: Any = "adam"
     combiner: str | None = "mean"
     placement: str = "auto"
     max_ids_per_partition: int = 256
@@ -278,8 +278,11 @@ def lookups():
     sparse = tf.SparseTensor(np.argwhere(ids["user"] >= 0), ids["user"].ravel().astype("int32"), ids["user"].shape)
     found = [single(ids["user"][:, 0]), keras.Model(inputs, single(inputs))(sparse)]
     errors.append(relative_error(found, [values["users"][ids["user"][:, 0]], values["users"][ids["user"]].mean(1)]))
+    weights = generator.uniform(1, 2, size=ids["user"].shape).astype("float32")
+    bundle = tf.data.Dataset.from_tensors((ids["user"], weights)).map(single.preprocess).get_single_element()
+    errors.append(relative_error([single(bundle)], [single(ids["user"], weights)]))
     symbols = keras.Input((3,), dtype="int32")
-    symbolic = layers[0]({"b": [symbols, (symbols,)], "a": {"any": symbols, "genre": symbols}})
+    symbolic = layers[0](layers[0].preprocess({"b": [symbols, (symbols,)], "a": {"any": symbols, "genre": symbols}}))
     shapes = layers[0].compute_output_shape({"b": [(None, 3), ((8,),)], "a": {"any": (2, 3), "genre": (2, 3)}})
     held = [layers[number].weights[0].shape[0] for number in (4, 7)]
     return errors, [symbolic["b"][0].shape, symbolic["b"][1][0].shape], shapes["b"][1][0], held
@@ -458,7 +461,7 @@ def refused(folder):
     attempt("optimizer", lambda: items(optimizer="adam"))
     attempt("combiner", lambda: items(combiner="max"))
     attempt("placement", lambda: items(placement="sparsecore"))
-    attempt("optimizer of others", lambda: Layer(FeatureOfOthers("a", TableOfOthers("b", 3, 2, optimizer="adam"))))
+    attempt("optimizer of others", lambda: Layer(FeatureOfOthers("a", TableOfOthers("b", 3, 2, optimizer="sgd"))))
     attempt("no config", lambda: Layer({"a": Feature("a", items()), "b": "items"}))
     attempt("no table", lambda: Layer([FeatureOfOthers("a", "items")]))
     attempt("names", lambda: Layer([Feature("a", items()), Feature("b", items())]))
@@ -498,8 +501,8 @@ def refused(folder):
 
 def test_what_is_refused(tmp_path):
     for errors in workers(2).run(refused, str(tmp_path)):
-        for name in ("optimizer", "optimizer of others"):
-            assert "optimizer='adam'" in errors[name] and "Give the table optimizer=None" in errors[name]
+        for name, by in {"optimizer": "adam", "optimizer of others": "sgd"}.items():
+            assert f"optimizer='{by}'" in errors[name] and "Give the table optimizer=None" in errors[name]
         assert "combiner='max' of 'items'" in errors["combiner"]
         assert "placement='sparsecore'" in errors["placement"]
         assert "Received: 'items', a FeatureConfig without name, table" in errors["no config"]

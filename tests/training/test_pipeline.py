@@ -75,6 +75,21 @@ def divided(axis, update="rows"):
     return keras.Model(inputs, keras.layers.Dense(1, name="d4")(x))
 
 
+def nested():
+    """With layers in a functional model, itself in one, in which a stage begins."""
+    import keras
+
+    def dense(name):
+        return keras.layers.Dense(4, activation="tanh", name=name)
+
+    inner = keras.Sequential([keras.Input((4,)), dense("d2"), dense("d3"), dense("d3b")], name="inner")
+    inputs = keras.Input((4,))
+    first = dense("d1")(inputs)
+    backbone = keras.Model(inputs, inner(first) + first, name="backbone")
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(1, name="d4")(backbone(inputs)))
+
+
 def few_rows():
     """With a table of fewer rows than three workers."""
     import keras
@@ -92,6 +107,7 @@ MODELS = {
     "along model": functools.partial(divided, "model"),
     "along data": functools.partial(divided, "data"),
     "dense": functools.partial(divided, None, "dense"),
+    "nested": nested,
     "few rows": few_rows,
 }
 BEGINS = {1: [], 2: ["d3"], 3: ["d2", "d3"], 4: ["d2", "d3", "d4"]}
@@ -165,6 +181,7 @@ def trained(mesh, cases, floatx):
         found = {"bits": b"".join(np.ascontiguousarray(w).tobytes() for w in got[3]), "logs": repr(got[:2])}
         every = [*pipeline.weights, *pipeline.optimizer.variables]
         found["held"] = sum(int(np.prod(v.shape)) for v in every)
+        found["counted"] = pipeline.count_params(), pipeline.model.layers[-1].count_params()
         # Of that its part: others at other places of the mesh hold the same.
         holders = [ring.mesh.size_along(axis_of(v) or "") for v in every]
         found["part"] = sum(int(np.prod(v.shape)) * n / ring.mesh.size for v, n in zip(every, holders, strict=True))
@@ -177,6 +194,7 @@ def trained(mesh, cases, floatx):
             want = outcome(alone, kind, by, number == 0)
             found["errors"] = [history_error(got[i], want[i]) for i in range(3)]
             found["errors"].append(relative_error(got[3], want[3]))
+            assert found["counted"] == (alone.count_params(), alone.layers[-1].count_params())
             found["all"] = sum(v.numpy().size for v in [*alone.weights, *alone.optimizer.variables])
         results.append(found)
     return results
@@ -206,7 +224,11 @@ def trained(mesh, cases, floatx):
             "float32",
             marks=pytest.mark.long,
         ),
-        ({"pipeline": 2}, [("chain", {"num_microbatches": 2}, by, {}) for by in ("RMSprop", "swapped")], "float32"),
+        (
+            {"pipeline": 2},
+            [(kind, {"num_microbatches": 2}, by, {}) for kind, by in (("chain", "RMSprop"), ("nested", "swapped"))],
+            "float32",
+        ),
         pytest.param(
             {"pipeline": 2},
             [("chain", {"num_microbatches": 2}, by, {}) for by in ("Adadelta", "Nadam", "Ftrl", "Lion", "ema")],
@@ -246,7 +268,7 @@ def test_equals_one_process(mesh, cases, floatx):
         of_case = [rank[number] for rank in results]
         [reference] = [found for found in of_case if "errors" in found]
         assert max(reference["errors"]) < (1e-5 if floatx == "float32" else 1e-12), (case, reference["errors"])
-        for what in ("bits", "logs"):
+        for what in ("bits", "logs", "counted"):
             assert len({found[what] for found in of_case}) == 1, (case, what)
         # All of them together, each weight and slot on one stage and there in pieces, hold what one process does.
         assert sum(found["part"] for found in of_case) == pytest.approx(reference["all"], abs=1e-6), case

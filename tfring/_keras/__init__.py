@@ -17,6 +17,8 @@ _installed = False
 def install() -> None:
     """Puts the seams in place, once a process; called by the first RingStrategy or ShardedEmbedding.
 
+    Warns where Keras is newer than tested.
+
     Raises:
       ConfigurationError: where Keras is too old, or runs on another backend.
     """
@@ -41,6 +43,8 @@ def install() -> None:
         collectives,
         empty,
         fused,
+        inlining,
+        input_gradients,
         inputs,
         loop,
         losses,
@@ -66,6 +70,8 @@ def install() -> None:
         losses,
         collectives,
         empty,
+        inlining,
+        input_gradients,
         fused,
         optimizers,
         sharding,

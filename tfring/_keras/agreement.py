@@ -1,4 +1,4 @@
-"""Arrays handed to `fit`, `evaluate` and `predict` are the same on every rank, or every rank says what differs.
+"""Arrays, settings and models of `fit`, `evaluate` and `predict` are the same on every rank, or all say what differs.
 
 A program's first data are often random numbers without a seed, or a random split: each rank has other rows then.
 """
@@ -12,12 +12,30 @@ import json
 import numpy as np
 import tensorflow as tf
 
+from tfring._keras import configuration
 from tfring._keras.seam import ring_of_model, seam
 from tfring.errors import MismatchError
 
 _ARGUMENTS = ("x", "y", "sample_weight", "validation_data")
+_SETTINGS = (
+    *("epochs", "initial_epoch", "batch_size", "steps_per_epoch", "shuffle", "class_weight", "steps"),
+    *("validation_split", "validation_steps", "validation_batch_size", "validation_freq"),
+)
 _WHOLE_BYTES = 64 << 20  # larger arrays are compared by as many bytes of them, evenly spread
 _BLOCK_BYTES = 4096
+
+_DATA = (
+    "each rank trains on its share of one and the same data",
+    "Hand all rows to every rank, for tfring cuts them (no `x[rank::n]`). Where they are drawn, make them the same: "
+    "call `keras.utils.set_random_seed(1)` before random numbers are drawn, "
+    "give `train_test_split` a `random_state`, or read the data from a file. (docs/data.md)",
+)
+_PROGRAM = (
+    "all ranks train one model in one way",
+    "Give every rank the same arguments, draw random numbers after `keras.utils.set_random_seed(1)`, and sort what "
+    "comes from a set, `sorted(set(...))`: Python orders it otherwise in each process, unless all have one "
+    "PYTHONHASHSEED, as `tfring launch` gives them. (docs/data.md)",
+)
 
 
 def install():
@@ -32,45 +50,76 @@ def _checked(name, signature):
     def replacement(original, self, *args, **kwargs):
         strategy = ring_of_model(self)
         if strategy is not None and strategy.cluster.world_size > 1 and not kwargs.get("_use_cached_eval_dataset"):
-            given = signature.bind(self, *args, **kwargs).arguments
-            check_equal(strategy, f"model.{name}", {a: given[a] for a in _ARGUMENTS if given.get(a) is not None})
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            arguments = {a: given[a] for a in _ARGUMENTS if given.get(a) is not None}
+            settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
+            if name != "predict":
+                settings.update(configuration.of_compile(self))
+            check_equal(strategy, f"model.{name}", arguments, settings)
         return original(self, *args, **kwargs)
 
     return replacement
 
 
-def check_equal(strategy, caller: str, arguments: dict) -> None:
+def check_model(strategy, model, caller: str, graph=None) -> None:
+    """Compares models and how they were compiled over all ranks, once before their first step, in one collective.
+
+    Args:
+      strategy: a RingStrategy.
+      model: the Keras model, built.
+      caller: what trains it, for the message.
+      graph: the step's graph, whose constants are compared; None where there is none.
+
+    Raises:
+      MismatchError: on every rank. The ring may be used on.
+    """
+    if strategy.cluster.world_size == 1:
+        return
+    items = {**configuration.of_compile(model), **configuration.of_model(model)}
+    if graph is not None and strategy.mesh.pipeline == 1:  # stages have graphs of their own
+        items.update(configuration.of_graph(graph))
+    check_equal(strategy, caller, {}, items)
+
+
+def check_equal(strategy, caller: str, arguments: dict, settings: dict) -> None:
     """Compares arguments over all ranks, in one small collective where they are equal.
 
     Args:
       strategy: a RingStrategy.
       caller: what they were handed to, for the message.
       arguments: by name; arrays, tensors and data frames in any structure are compared by shape, dtype and values,
-        all else by its type.
+        datasets by the tables and constants of their functions, all else by its type.
+      settings: as `configuration` describes them.
 
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
     control = strategy.extended.world
     mine = dict(part for name, value in arguments.items() for part in _described(name, value))
-    text = json.dumps(mine, sort_keys=True).encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    mine.update((name, [*item, True]) for name, item in settings.items())
+    compared = json.dumps({name: item[1] for name, item in mine.items()}, sort_keys=True).encode()
+    digest = int.from_bytes(hashlib.blake2b(compared, digest_size=7).digest(), "little")
     [bounds] = control.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="arguments")
     if int(bounds[0]) == -int(bounds[1]):
         return
+    text = json.dumps(mine).encode()
     lengths = control.all_gather(tf.constant([len(text)], tf.int64), name="lengths of arguments").numpy()
     texts = control.all_gather(tf.constant(np.frombuffer(text, np.uint8)), name="arguments").numpy().tobytes()
     ends = np.cumsum(lengths)
     ranks = [json.loads(texts[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
     # From here on every rank knows the same, and raises.
-    name = next(n for n in [*mine, *(n for of in ranks for n in of)] if len({str(of.get(n)) for of in ranks}) > 1)
-    other = next(r for r, of in enumerate(ranks) if of.get(name) != ranks[0].get(name))
+
+    def of(rank, name):
+        return ranks[rank].get(name, ["nothing", None])
+
+    names = dict.fromkeys(name for items in ranks for name in items)
+    name, other = next((n, r) for n in names for r in range(1, len(ranks)) if of(r, n)[1] != of(0, n)[1])
+    rule, advice = _PROGRAM if of(0, name)[2:] or of(other, name)[2:] else _DATA
     raise MismatchError(
-        f"{caller}: `{name}` is not the same on every rank; each rank trains on its share of one and the same data. "
-        f"Received: {_text(ranks[0].get(name))} on rank 0, {_text(ranks[other].get(name))} on rank {other}. "
-        "Hand all rows to every rank, for tfring cuts them (no `x[rank::n]`). Where they are drawn, make them the "
-        "same: call `keras.utils.set_random_seed(1)` before random numbers are drawn, "
-        "give `train_test_split` a `random_state`, or read the data from a file. (docs/data.md)"
+        f"{caller}: `{name}` is not the same on every rank; {rule}. "
+        f"Received: {of(0, name)[0]} on rank 0, {of(other, name)[0]} on rank {other}. {advice}"
     )
 
 
@@ -86,9 +135,14 @@ def _described(name, value):
         arrays = [np.asarray(part) for part in _dense_parts(value)]
         first = ", ".join(str(v) for v in arrays[0].ravel()[:3])
         text = f"{type(value).__name__} of shape {tuple(value.shape)}, {arrays[0].dtype}, beginning with {first}"
-        yield name, [text, "".join(map(_digest, arrays))]
+        yield name, [text, text + "".join(map(_digest, arrays))]
     elif value is not None:
-        yield name, [f"a {type(value).__name__}", ""]
+        yield name, [f"a {type(value).__name__}"] * 2
+        if isinstance(value, tf.data.Dataset):
+            policy = value.options().experimental_distribute.auto_shard_policy
+            own_rows = policy == tf.data.experimental.AutoShardPolicy.OFF
+            for what, item in configuration.of_dataset(value, with_constants=not own_rows).items():
+                yield f"{what} of {name}", [*item, True]
 
 
 def _is_array(value):
@@ -105,19 +159,11 @@ def _dense_parts(value):
 
 
 def _digest(array) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    if array.dtype.hasobject:
-        digest.update(repr(array.tolist()).encode())
-    elif array.nbytes <= _WHOLE_BYTES or not array.flags.c_contiguous:
-        # By octets: the buffers of dtypes that are not NumPy's own, such as bfloat16, are not to be cast.
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    else:
-        flat = array.reshape(-1).view(np.uint8)
-        blocks = _WHOLE_BYTES // _BLOCK_BYTES
-        for begin in np.linspace(0, flat.size - _BLOCK_BYTES, blocks, dtype=np.int64):
-            digest.update(flat[begin : begin + _BLOCK_BYTES])
-    return digest.hexdigest()
-
-
-def _text(description):
-    return "nothing" if description is None else description[0]
+    if array.dtype.hasobject or array.nbytes <= _WHOLE_BYTES or not array.flags.c_contiguous:
+        return configuration.digest(array)
+    result = hashlib.blake2b(digest_size=8)
+    flat = array.reshape(-1).view(np.uint8)
+    blocks = _WHOLE_BYTES // _BLOCK_BYTES
+    for begin in np.linspace(0, flat.size - _BLOCK_BYTES, blocks, dtype=np.int64):
+        result.update(flat[begin : begin + _BLOCK_BYTES])
+    return result.hexdigest()

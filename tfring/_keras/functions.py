@@ -29,6 +29,16 @@ class OfIterator:
 
     def __call__(self, iterator, *args):
         """Calls `body(iterator, *args)`; `args` are Python's."""
+        function, tensors = self._of(iterator)
+        return function(tensors, *args)
+
+    def get_concrete_function(self, iterator, *args):
+        """Returns what `tf.function` does of these arguments."""
+        function, tensors = self._of(iterator)
+        return function.get_concrete_function(tensors, *args)
+
+    def _of(self, iterator):
+        """The function for this kind of iterator, and the tensors in it."""
         if self._iterator is None or self._iterator() is not iterator:
             spec = tf.type_spec_from_value(iterator)
             if spec not in self._functions:
@@ -39,8 +49,7 @@ class OfIterator:
                 self._functions[spec] = graph_function(of_tensors)
             self._call = self._functions[spec], tf.nest.flatten(iterator, expand_composites=True)
             self._iterator = weakref.ref(iterator)
-        function, tensors = self._call
-        return function(tensors, *args)
+        return self._call
 
 
 def to_tensor(leaf):

@@ -3,6 +3,7 @@
 | returned | becomes |
 |---|---|
 | the result of a metric | its result from the state of all replicas |
+| what a variable holds that the step wrote | its value behind the step, the same on all replicas |
 | a number, or several in a fixed shape | itself where all replicas returned the same, else the mean by rows |
 | something for each row | that of all rows, in order |
 | strings, None | what this worker's first replica returned |
@@ -13,15 +14,25 @@ results that are formulas, such as AUC and F1, in one more.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import tensorflow as tf
 
+from tfring._keras import graphs
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
+from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
 from tfring.step import weighing as step_under_way
 
 _ALL_ROWS = object()  # in place of a source: brought together within the step
+
+
+class Holder(NamedTuple):
+    """A variable that the step wrote, in place of a source."""
+
+    variable: Any
 
 
 class Logs:
@@ -37,6 +48,7 @@ class Logs:
         self._strategy = strategy
         # Of the values the step returned, when it was last traced or run:
         self._sources: list = []
+        self._variables: list = []  # those that were returned as such
         self._numbers: list[int] = []  # the positions of those that become one number of all replicas'
 
     def of_step(self, run, step, rows, static: bool):
@@ -53,15 +65,38 @@ class Logs:
         def noting(element):
             outputs = step(element)
             self._sources = results.sources(outputs)
+            self._variables = [leaf if _is_variable(leaf) else None for leaf in tf.nest.flatten(outputs)]
             return tf.nest.map_structure(lambda value: _counted(_plain(value), static), outputs)
 
         with results.noted():
-            outputs, rest = run(noting)
+            outputs, written = run(noting)
+        self._note_variables(outputs, written)
         if self._strategy.num_replicas_in_sync > 1:
             outputs = self._with_all_rows(outputs, rows, static)
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
-        return outputs, rest
+        return outputs, written
+
+    def _note_variables(self, outputs, written):
+        """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""
+        variables = {id(held_by(w.variable)): w for w in written}
+        for i, leaf in enumerate(tf.nest.flatten(outputs)):
+            if self._sources[i] is not None or not variables:
+                continue
+            variable = self._variables[i]
+            if variable is not None:
+                found = variables.get(id(held_by(variable)))
+            else:
+                leaf = values_of(leaf)[0]
+                found = next((w for w in variables.values() if _is_read_behind(leaf, w)), None)
+            if found is not None:
+                self._sources[i] = Holder(found.variable)
+
+    def read(self, written) -> bool:
+        """Whether the values that the step returned are computed from variables that it wrote."""
+        variables = {id(w.variable) for w in written}
+        of_metrics = {id(v) for s in self._sources if isinstance(s, Source) for v in s.metric.variables}
+        return bool(variables & of_metrics) or any(isinstance(s, Holder) for s in self._sources)
 
     def _with_all_rows(self, outputs, rows, static):
         if any(n is None for n in rows):
@@ -104,6 +139,10 @@ class Logs:
         logs = [values[0] for values in leaves]
         if self._strategy.num_replicas_in_sync == 1:
             return [], lambda _: tf.nest.pack_sequence_as(outputs, logs)
+        for i, source in enumerate(self._sources):
+            if isinstance(source, Holder):
+                value = tf.convert_to_tensor(values_of(held_by(source.variable))[0])
+                logs[i] = tf.reshape(tf.cast(value, logs[i].dtype), logs[i].shape)
         results = [i for i, source in enumerate(self._sources) if isinstance(source, Source)]
         state = self._local_state([self._sources[i].metric for i in results])
         packed = self._packed([leaves[i] for i in self._numbers], shares)
@@ -205,6 +244,20 @@ def _is_formula(value, inputs) -> bool:
         operations += len(tensor.op.inputs) > 1
         todo.extend(tensor.op.inputs)
     return operations > 1
+
+
+def _is_variable(value) -> bool:
+    import keras
+
+    return isinstance(value, (keras.Variable, tf.Variable))
+
+
+def _is_read_behind(value, written) -> bool:
+    """Whether a value was read from a variable behind the operation that wrote it."""
+    if not graphs.is_read(value, held_by(written.variable)):
+        return False
+    order = {op.name: i for i, op in enumerate(value.graph.get_operations())}
+    return written.by is None or order.get(graphs.read_of(value).name, 0) > order.get(written.by.name, -1)
 
 
 def _may_be_rows(value, static: bool) -> bool:

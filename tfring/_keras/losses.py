@@ -59,10 +59,6 @@ def install():
                 _warn_of_scalar(function)
         return _per_row_as_sum(loss)
 
-    @seam(keras.metrics.Mean, "update_state")
-    def mean_of_losses(original, self, values, *args, **kwargs):
-        return original(self, before_division(values), *args, **kwargs)
-
     for optimizer in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
 
         @seam(optimizer, "scale_loss")  # where `train_step` hands a loss to the tape

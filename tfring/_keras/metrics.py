@@ -14,31 +14,46 @@ import tensorflow as tf
 
 from tfring import step
 from tfring._keras.layers import all_layers
+from tfring._keras.losses import before_division
 from tfring._keras.seam import ring_of_model, seam
 from tfring.cross_device_ops import values_of
+from tfring.losses import gather_for_loss
 
 
 def install():
     import keras
-    from keras.src.backend import get_keras_mask
+    from keras.src.backend import get_keras_mask, set_keras_mask
     from keras.src.trainers import trainer as base_trainer
     from keras.src.utils import python_utils
 
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_scalars(original, self, values, sample_weight=None):
         """A scalar that a replica computed counts by its share, so that all replicas count as one batch."""
-        running = step.weighing()
+        running, values = step.weighing(), before_division(values)
         if running is None or (tf.is_tensor(values) and not isinstance(values, tf.Tensor)):  # ragged and sparse ones
             return original(self, values, sample_weight=sample_weight)
         masked = get_keras_mask(values) is not None
         values = tf.convert_to_tensor(values)
-        if sample_weight is None and values.shape.rank == 0:
-            sample_weight = tf.cast(running.share, self.dtype)
+        if values.shape.rank == 0 and (sample_weight is None or _is_constant_float(sample_weight)):
+            sample_weight = tf.cast(running.share, self.dtype) * (1.0 if sample_weight is None else sample_weight)
         elif sample_weight is None or masked or _rank(sample_weight) != 0:
             return original(self, values, sample_weight=sample_weight)
         # One weight for all: the mean of the values counts by it. That of no rows is NaN, and adds nothing.
         mean = tf.reduce_mean(tf.cast(values, self.dtype))
         return original(self, tf.where(running.active, mean, tf.zeros_like(mean)), sample_weight=sample_weight)
+
+    @seam(keras.metrics.MeanMetricWrapper, "update_state")
+    def of_all_rows(original, self, y_true, y_pred, sample_weight=None):
+        """A function that returns one number gets the rows of all replicas: a ratio of sums is no mean of ratios."""
+        running = step.weighing()
+        if running is None or running.microbatches > 1 or not _are_rows(y_true, y_pred):
+            return original(self, y_true, y_pred, sample_weight)
+        if _rank(self._fn(y_true, y_pred, **self._fn_kwargs)) == 0:
+            mask = get_keras_mask(y_pred)  # by which this replica's rows are weighed
+            y_true, y_pred = _gathered(running, [y_true, y_pred])
+            if mask is not None:
+                set_keras_mask(y_pred, mask)
+        return original(self, y_true, y_pred, sample_weight)
 
     @seam(python_utils, "pythonify_logs")
     def logs_of_step(original, logs):
@@ -62,6 +77,26 @@ def install():
 
 def _rank(value) -> int | None:
     return value.shape.rank if isinstance(value, tf.Tensor) else np.ndim(value)
+
+
+def _is_constant_float(weight) -> bool:
+    """Whether a weight is the same number on all replicas; an integer may be a replica's number of rows."""
+    if not isinstance(weight, tf.Tensor):
+        return isinstance(weight, (float, np.floating)) or (isinstance(weight, int) and weight == 1)
+    return hasattr(weight, "graph") and weight.dtype.is_floating and weight.op.type == "Const"
+
+
+def _are_rows(*values) -> bool:
+    return all(isinstance(v, tf.Tensor) and v.shape.rank and v.dtype != tf.string for v in values)
+
+
+def _gathered(running, values) -> list:
+    """The rows of all replicas, without gradients."""
+    before = running.gathered
+    try:
+        return list(gather_for_loss([tf.stop_gradient(v) for v in values]))
+    finally:
+        running.gathered = before
 
 
 def metrics_of(model) -> list:

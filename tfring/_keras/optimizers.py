@@ -14,6 +14,9 @@ Clipping on local gradients is horovod #1346; the finite test of LossScaleOptimi
 down different branches. The whole of `apply` runs in the cross-replica context: there it may contain `cond`
 (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
 
+An optimizer of the user's that overrides `apply` or `apply_gradients` works on what it is given, so it is given the sum
+over replicas, and the base class sums what becomes of it by the same shares: gradients are sent twice.
+
 The gradient of a piece that others along the data axis have other pieces of is that of the whole batch already: what
 made it has weighed it and summed it (`layers/lookup.py`, `layers/own_rows.py`).
 """
@@ -138,8 +141,78 @@ def _names(variables):
     return [getattr(v, "path", None) or v.name for v in variables]
 
 
+def _reduced(optimizer, gradients, variables):
+    """The gradients of the whole batch, in each replica; those of shards are, and values in their place are none."""
+    strategy = ring_of(getattr(optimizer, "_distribution_strategy", None))
+    positions = [
+        i
+        for i, variable in enumerate(variables)
+        if not sharding.gradient_is_complete(variable) and not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    gradients = list(gradients)
+    reduced = strategy.all_reduce_gradients([gradients[i] for i in positions])
+    for i, gradient in zip(positions, reduced, strict=True):
+        gradients[i] = gradient
+    return gradients
+
+
+def _is_outermost(optimizer) -> bool:
+    """Whether gradients come from a replica of a step, and no method of this optimizer's has had them yet."""
+    strategy = ring_of(getattr(optimizer, "_distribution_strategy", None))
+    if strategy is None or step.weighing() is None or tf.distribute.get_replica_context() is None:
+        return False
+    return _under_way() is None and getattr(_local, "entered", None) is not optimizer
+
+
+@contextlib.contextmanager
+def _entered(optimizer):
+    before = getattr(_local, "entered", None)
+    _local.entered = optimizer
+    try:
+        yield
+    finally:
+        _local.entered = before
+
+
+def _reduce_before_overrides(cls) -> None:
+    """Has `apply` and `apply_gradients` of a user's optimizer see gradients of the whole batch, as in one process."""
+    for owner in cls.__mro__:
+        if owner.__module__.startswith("keras."):
+            continue
+        if "apply" in vars(owner) and not hasattr(owner.apply, "_tfring_reduces"):
+
+            @seam(owner, "apply")
+            def apply(original, self, grads, trainable_variables=None):
+                if not _is_outermost(self):
+                    return original(self, grads, trainable_variables)
+                variables = list(trainable_variables or self._trainable_variables)
+                if len(variables) == len(grads):
+                    grads = _reduced(self, grads, variables)
+                with _entered(self):
+                    return original(self, grads, trainable_variables)
+
+            owner.apply._tfring_reduces = True
+        if "apply_gradients" in vars(owner) and not hasattr(owner.apply_gradients, "_tfring_reduces"):
+
+            @seam(owner, "apply_gradients")
+            def apply_gradients(original, self, grads_and_vars, *args, **kwargs):
+                if not _is_outermost(self):
+                    return original(self, grads_and_vars, *args, **kwargs)
+                grads, variables = zip(*grads_and_vars, strict=True)
+                with _entered(self):
+                    pairs = list(zip(_reduced(self, grads, variables), variables, strict=True))
+                    return original(self, pairs, *args, **kwargs)
+
+            owner.apply_gradients._tfring_reduces = True
+
+
 def install():
     from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+
+    @seam(base_optimizer.BaseOptimizer, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        _reduce_before_overrides(type(self))
 
     def enter(optimizer, gradients, variables, body):
         """Moves an `apply` into the cross-replica context; returns False where it is there already or not ours.

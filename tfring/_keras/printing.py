@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+from typing import NamedTuple
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
+from tfring._keras.sharding import cut_of, whole_shape
 
 _local = threading.local()
 
@@ -38,9 +40,16 @@ def _is_silent(strategy) -> bool:
     return not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
 
 
+class _Whole(NamedTuple):
+    """Stands for a sharded weight where Keras counts elements and bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def install():
     import keras
-    from keras.src.utils import io_utils
+    from keras.src.utils import io_utils, summary_utils
 
     @seam(io_utils, "print_msg")
     def print_msg(original, message, *args, **kwargs):
@@ -48,6 +57,13 @@ def install():
             message = str(message).replace(text, other)
         if not getattr(_local, "silent", False):
             original(message, *args, **kwargs)
+
+    for name in ("count_params", "weight_memory_size"):
+
+        @seam(summary_utils, name)
+        def count_whole(original, weights):
+            """Counts whole weights, also where this worker has a shard of them."""
+            return original([v if cut_of(v) is None else _Whole(whole_shape(v), v.dtype) for v in weights])
 
     signature = inspect.signature(keras.Model.summary)
 

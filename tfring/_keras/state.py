@@ -1,38 +1,54 @@
 """State that a step writes on each replica, such as moving statistics, is brought together at the end of the step.
 
 Keras keeps a BatchNormalization's moving mean as a mirrored variable that each replica writes for itself, so that
-ranks evaluate and save different models. Here the step notes what its replicas wrote, and afterwards each such variable
-has one value on all ranks.
+ranks evaluate and save different models. Here the step notes what its replicas wrote, to Keras' variables and to
+TensorFlow's, and afterwards each such variable has one value on all ranks.
 
 | written | becomes |
 |---|---|
 | from constants and the variable itself alone, so the same on all replicas | stays |
-| `maximum(variable, ...)`, `minimum(variable, ...)` | the maximum, the minimum |
+| `maximum(variable, ...)`, `minimum(variable, ...)`, `where(x > variable, x, variable)` | the maximum, the minimum |
 | aggregation "sum": `assign_add`, `assign` | the old value and all increments; the sum of the values |
 | aggregation "mean", "only_first_replica" | the mean, weighted by rows; the first replica's |
 | floats without aggregation | the mean, weighted by rows |
-| integers without: `assign_add` | the old value and all increments |
+| integers without, and floats made of integers: `assign_add` | the old value and all increments |
 | integers and booleans without: `assign` | stays where all wrote the same; else an error |
+| rows put beside or in the place of others: queues, memories | an error, unless they are those of all replicas |
+| state of a metric: `assign_add` | summed when it is read |
+| state of a metric: times a constant, plus something (moving averages), the last value | the mean, weighted by rows |
+| state of a metric from itself in other ways | an error |
 
 Moving averages are linear in what they average, so the mean of them is the moving average of the mean; a replica
 without rows, whose statistics are NaN, has no weight. Eagerly nothing tells how a value was computed: there
-`assign_add` alone adds up, and maxima become means.
+`assign_add` alone adds up, and maxima become means. TensorFlow's variables with an aggregation follow its own rules.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
+import warnings
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfring import _tf, step
+from tfring._keras import graphs
+from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring
+from tfring.recognition import current_ring, ring_of
 
 _local = threading.local()
+
+
+class Written(NamedTuple):
+    """A variable that a step wrote, the rule by which what replicas wrote becomes one, and the operation that wrote."""
+
+    variable: Any
+    rule: str
+    by: Any = None
 
 
 def install():
@@ -61,13 +77,69 @@ def install():
         if step.is_written_alike(self) or step.is_kept_by_replica(self):
             return original(self, value)
         _refuse_outside(self)
-        rule = _rule(self, value)
-        own = own_copy(self._value)
-        if rule is None:  # the row that a replica without rows was given does not count
+        if not _write_own(running, self, value, getattr(_local, "adding", None) is self):
+            # The row that a replica without rows was given does not count.
+            own = own_copy(self._value)
             return original(self, tf.where(running.active, tf.cast(value, own.dtype), own))
-        if rule != "stay":
-            running.written.append((self, rule))
-        own.assign(tf.cast(value, own.dtype))
+
+    @seam(_tf.distribute_values, "_on_write_update_replica")
+    def update_in_replica(original, variable, update, value, **kwargs):
+        """Where TensorFlow writes a mirrored variable of its own in a replica."""
+        running = step.weighing()
+        if running is None or ring_of(variable.distribute_strategy) is None:
+            return original(variable, update, value, **kwargs)
+        if variable.aggregation == tf.VariableAggregation.NONE:
+            return update(_Copy(running, variable), value, **kwargs)
+        if isinstance(value, tf.IndexedSlices):
+            return original(variable, update, value, **kwargs)
+        if variable.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
+            value = running.weigh(value) * tf.cast(variable.distribute_strategy.num_replicas_in_sync, variable.dtype)
+        return original(variable, update, running.counted(value), **kwargs)
+
+
+class _Copy:
+    """A replica's copy of a variable of TensorFlow's, as TensorFlow writes it."""
+
+    def __init__(self, running, variable):
+        self._step, self._variable, self._own = running, variable, own_copy(variable)
+
+    def assign(self, value, use_locking=None, name=None, read_value=True):
+        return self._write(value, False, read_value)
+
+    def assign_add(self, value, use_locking=None, name=None, read_value=True):
+        return self._write(self._own + tf.cast(value, self._own.dtype), True, read_value)
+
+    def assign_sub(self, value, use_locking=None, name=None, read_value=True):
+        return self._write(self._own - tf.cast(value, self._own.dtype), True, read_value)
+
+    def _write(self, value, adding, read_value):
+        _write_own(self._step, self._variable, value, adding)
+        return self._own if read_value else None
+
+    def __getattr__(self, name):
+        """A `scatter_...`: of rows, by ids that differ from replica to replica."""
+        if not self._step.gathered:
+            raise _rows_put_in(self._variable)
+        self._step.written.append(Written(self._variable, "mean"))
+        return getattr(self._own, name)
+
+
+def _write_own(running, variable, value, adding) -> bool:
+    """Writes a replica's copy and notes the rule; False where there is none, for a metric's state that is summed."""
+    held = held_by(variable)
+    rule = _rule(running, variable, value, adding)
+    if rule is None:
+        return False
+    own = own_copy(held)
+    by = own.assign(tf.cast(value, own.dtype))
+    if rule != "stay":
+        running.written.append(Written(variable, rule, None if tf.executing_eagerly() else by.op))
+    return True
+
+
+def held_by(variable):
+    """The variable of TensorFlow that is, or is behind, a variable."""
+    return variable if isinstance(variable, tf.distribute.DistributedValues) else variable._value
 
 
 def _adding(original, self, value):
@@ -114,62 +186,104 @@ def _refuse_outside(variable):
         )
 
 
-def _rule(variable, value) -> str | None:
+def _rule(running, variable, value, adding) -> str | None:
     """How what the replicas write to a variable becomes one; None where that is not for the step to do."""
-    here = variable._value
-    how = _computed(here, value)
-    if here.synchronization == tf.VariableSynchronization.ON_READ:  # a metric's, brought together when it is read
-        if how not in ("max", "min"):
-            return None
-        # Not the sum of maxima that Keras' default asks for: all replicas will hold the same.
-        _tf.set_aggregation(here, tf.VariableAggregation.ONLY_FIRST_REPLICA)
-        return how
-    if how in ("stay", "max", "min"):
-        return how
-    adding = how == "add" or getattr(_local, "adding", None) is variable
+    here = held_by(variable)
+    eagerly = tf.executing_eagerly()
+    last = "" if eagerly else graphs.last_step(here, value)
+    if here.synchronization == tf.VariableSynchronization.ON_READ:
+        return _rule_of_metric(running, variable, value, last)
+    if last in ("max", "min"):
+        return last
+    is_same = not eagerly and (not graphs.is_symbolic(value) or graphs.is_same_everywhere(here, value))
+    if is_same and running.graph is tf.compat.v1.get_default_graph():
+        return "stay"
+    adding = adding or last == "add"
     if here.aggregation == tf.VariableAggregation.SUM:
         return "increments" if adding else "values"
     if here.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
         return "first"
-    if here.dtype.is_floating or here.dtype.is_complex:
+    if is_same:  # in a branch, which replicas may take or not
+        return "same"
+    if not (here.dtype.is_floating or here.dtype.is_complex):
+        return "increments" if adding else "same"
+    if eagerly or running.gathered:
         return "mean"
-    return "increments" if adding else "same"
+    if graphs.puts_rows_in(value):
+        raise _rows_put_in(variable)
+    if adding and last == "add":
+        increment = graphs.increment_of(here, value)
+        if graphs.is_count(increment):
+            return "increments"
+        if graphs.is_sum_of_rows(increment):
+            _warn_of_sum(variable)
+    return "mean"
 
 
-def _computed(variable, value) -> str:
-    """How a value was computed from the variable it is written to: "stay", "max", "min", "add" or "" for unknown."""
-    if tf.executing_eagerly():
-        return ""
-    if not tf.is_tensor(value) or not hasattr(value, "graph"):
-        return "stay"
-    inside = getattr(value.graph, "captures", ())
-    handles = {id(copy.handle) for copy in values_of(variable)}
-    own = {id(internal) for external, internal in inside if id(external) in handles}
+def _rule_of_metric(running, variable, value, last) -> str | None:
+    """None for a state that is summed when it is read; else its copies are alike after each step, and the first counts.
 
-    def is_read(op):
-        return op.type == "ReadVariableOp" and id(op.inputs[0]) in own
+    Raises:
+      ConfigurationError: where the state of the whole batch does not follow from those of the replicas.
+    """
+    here = held_by(variable)
+    if tf.executing_eagerly() or here.aggregation == tf.VariableAggregation.MEAN:
+        return None
+    kind = "none"
+    if last not in ("max", "min"):
+        if graphs.is_symbolic(value):
+            running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
+            kind = running.reads.kind(here, value)
+        if kind == "added" or (kind == "none" and _is_zero(value)):
+            return None
+        if not kind and not running.gathered:
+            raise ConfigurationError(
+                "What a metric keeps is a sum over rows, a mean, a maximum or a minimum, so that one follows from what "
+                f"replicas keep of their rows. Received: the variable {_name(variable)!r}, written as another "
+                "function of what metrics keep. Keep sums, by `assign_add`, and compute in `result`; or update the "
+                "metric from the rows of all replicas, which tfring.gather_for_loss gives."
+            )
+    # Not the sum that Keras' default asks for: all replicas will hold the same.
+    _tf.set_aggregation(here, tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    if last in ("max", "min"):
+        return last
+    return "mean" if here.dtype.is_floating else "same"
 
-    def passed_on(tensor):
-        op = tensor.op
-        while op.type in ("Identity", "Cast"):
-            op = op.inputs[0].op
-        return op
 
-    todo, seen = [value.op], set()
-    while todo:
-        op = todo.pop()
-        if op.name in seen or op.type == "Const" or is_read(op):
-            continue
-        seen.add(op.name)
-        if not op.inputs or op.op_def.is_stateful or op.type == "Placeholder":
-            break
-        todo.extend(tensor.op for tensor in op.inputs)
-    else:
-        return "stay"
-    last = passed_on(value)
-    if not any(is_read(passed_on(tensor)) for tensor in last.inputs):
-        return ""
-    return {"Maximum": "max", "Minimum": "min", "AddV2": "add", "Add": "add", "Sub": "add"}.get(last.type, "")
+def _is_each_replicas_own(handle) -> bool:
+    """Whether a handle is that of a variable of which each replica has its own, such as a metric's."""
+    variable = _tf.variable_of_replicas(handle)
+    return variable is not None and variable.synchronization == tf.VariableSynchronization.ON_READ
+
+
+def _is_zero(value) -> bool:
+    value = tf.get_static_value(tf.convert_to_tensor(value))
+    return value is not None and not value.any()
+
+
+def _name(variable) -> str:
+    return getattr(variable, "path", None) or variable.name
+
+
+def _rows_put_in(variable) -> ConfigurationError:
+    return ConfigurationError(
+        "A queue or a memory of rows is written from the rows of all replicas: the mean of what replicas put in it is "
+        f"not what one process would. Received: {_name(variable)!r}, written from a replica's rows. Give it "
+        "`tfring.gather_for_loss(rows)`, in the step, in the place of `rows`."
+    )
+
+
+def _warn_of_sum(variable) -> None:
+    if getattr(variable, "_tfring_warned", False):
+        return
+    variable._tfring_warned = True
+    if current_ring().cluster.is_chief:
+        warnings.warn(
+            f"{_name(variable)!r} has no aggregation, so it becomes the mean of what the replicas write, weighted by "
+            "rows; a sum over a replica's rows was added to it. Where it is to be the sum over all rows, make it by "
+            '`add_weight(..., aggregation="sum")`; where it is a mean, add a mean.',
+            stacklevel=2,
+        )
 
 
 def own_copy(variable):
@@ -184,13 +298,30 @@ def own_copy(variable):
 def values_before(model) -> dict:
     """By identity, what variables that a step may add to hold before it."""
     before = {}
-    for variable in model.non_trainable_variables:
-        value = variable._value
+    for variable in [*model.non_trainable_variables, *_variables_of_tensorflow(model)]:
+        value = getattr(variable, "_value", variable)
         if not isinstance(value, tf.distribute.DistributedValues) or step.is_written_alike(variable):
             continue
-        if value.dtype.is_integer or value.aggregation == tf.VariableAggregation.SUM:
+        # Of floats, counts are known in a graph alone, which leaves out what is not read.
+        if not value.dtype.is_floating or not tf.executing_eagerly() or value.aggregation == tf.VariableAggregation.SUM:
             before[id(variable)] = tf.identity(values_of(value)[0])
     return before
+
+
+def _variables_of_tensorflow(model) -> list:
+    """Those that layers and the model hold as attributes, in lists and dicts too."""
+    found: dict = {}
+    todo = [value for layer in all_layers(model) for value in vars(layer).values()]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, tf.Variable):
+            if isinstance(value, tf.distribute.DistributedValues):
+                found[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            todo.extend(value)
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+    return list(found.values())
 
 
 def written_together(strategy, written, shares, before) -> tuple:
@@ -198,7 +329,7 @@ def written_together(strategy, written, shares, before) -> tuple:
 
     Args:
       strategy: the RingStrategy.
-      written: `(variable, rule)` of every write, the same on every rank.
+      written: a `Written` of every write, the same on every rank.
       shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
       before: what `values_before` returned.
 
@@ -208,12 +339,13 @@ def written_together(strategy, written, shares, before) -> tuple:
     if strategy.num_replicas_in_sync == 1:
         written = []
     rules: dict = {}
-    for variable, rule in written:
-        if rules.setdefault(id(variable), (variable, rule))[1] != rule:
-            rules[id(variable)] = (variable, "same")
+    for variable, rule, _ in written:
+        known = rules.setdefault(id(variable), (variable, rule))[1]
+        if known != rule:  # a float that is a mean, and a constant in a branch, stays a mean
+            rules[id(variable)] = (variable, "mean" if {known, rule} == {"mean", "same"} else "same")
     summed, highest = [], []  # (variable, rule, this worker's part)
     for variable, rule in rules.values():
-        copies = [tf.convert_to_tensor(copy) for copy in values_of(variable._value)]
+        copies = [tf.convert_to_tensor(copy) for copy in values_of(held_by(variable))]
         if rule in ("max", "min", "same"):
             highest.append((variable, rule, copies))
         else:
@@ -275,12 +407,13 @@ def _highest(strategy, variable, rule, copies, shares):
 
 
 def _write(strategy, variable, value):
-    for copy in values_of(variable._value):
+    for copy in values_of(held_by(variable)):
         copy.assign(tf.cast(value, copy.dtype))
 
 
 def _no_rule(variable) -> str:
     return (
-        f"The replicas wrote different values to {variable.path!r} ({variable.dtype}), and nothing says how they "
-        'become one. Give it an aggregation, such as `add_weight(..., aggregation="sum")`, or write it by `assign_add`.'
+        f"The replicas wrote different values to {_name(variable)!r} ({variable.dtype}), and nothing says how they "
+        'become one. Give it an aggregation, such as `add_weight(..., aggregation="sum")`, or write it by '
+        "`assign_add`; a variable of TensorFlow's has to be an attribute of a layer or the model."
     )

@@ -20,7 +20,7 @@ import inspect
 import tensorflow as tf
 
 from tfring import _tf, data, step
-from tfring._keras import batch_shapes, loop, outside, state, status, trace
+from tfring._keras import agreement, batch_shapes, loop, outside, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
@@ -205,6 +205,7 @@ class StepFunction:
         self._on_iterator = self._on_iterator_body if model.run_eagerly else OfIterator(self._on_iterator_body)
         self._on_batch = made(self._on_batch_body)
         self._logs_of_all_rows = made(self._logs_of_all_rows_body)
+        self._is_compared = False
         self.begin_anew()
 
     def begin_anew(self):
@@ -221,15 +222,23 @@ class StepFunction:
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             logs = None
             for batch in iterator:  # train_on_batch and its sisters: this worker's own share
-                logs = self._on_batch(tf.nest.map_structure(to_tensor, batch))
+                logs = self._call(self._on_batch, tf.nest.map_structure(to_tensor, batch))
             return logs
         self.iterator = iterator
         if not loop.are_unread(self._model, self._kind):
-            return self._on_iterator(iterator, True)
-        self._unread = self._on_iterator(iterator, False)
+            return self._call(self._on_iterator, iterator, True)
+        self._unread = self._call(self._on_iterator, iterator, False)
         if not isinstance(self._unread[0], dict):
             return self._logs_of_all_rows(*self._unread)
         return self._logs_of_loop
+
+    def _call(self, function, *args):
+        """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
+        if not self._is_compared:
+            graph = None if self._model.run_eagerly else function.get_concrete_function(*args).graph
+            agreement.check_model(self._strategy, self._model, f"{self._kind}_step", graph)
+            self._is_compared = True
+        return function(*args)
 
     def bring_logs_together(self):
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
@@ -248,15 +257,17 @@ class StepFunction:
             tf.executing_eagerly() or all(isinstance(data.num_rows(element), int) for element in inputs),
         )
         parts = [state.written_together(self._strategy, written, shares, before)]
+        if with_logs and self._logs.read(written):
+            self._together([parts.pop()])  # first
         if with_logs:
             parts.append(self._logs.together(outputs, shares))
-        _, *logs = self._together(parts)
+        logs = self._together(parts)
         if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
             variables = ring_callbacks.all_variables(self._model)
             self._strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
             )
-        return logs[0] if with_logs else outputs
+        return logs[-1] if with_logs else outputs
 
     def _together(self, parts):
         """What `finish` makes of the sums over all workers, for each `(values, finish)`: one collective a dtype."""

@@ -41,7 +41,8 @@ _MAX_PARKED = 64  # beside two for each rank of the largest job
 _GREETING_SECONDS = 10.0  # for a connection to say what it is, all in all
 _DIAL_SECONDS = 5.0
 _MAX_SECONDS = 10**7
-_PAUSE_SECONDS = 0.1  # before accepting again when descriptors have run out
+_PAUSE_SECONDS = 0.1  # before accepting again when descriptors have run out, or another user floods this process
+_UNWELCOME_AT_ONCE = 16
 _SWEEP_SECONDS = 1.0  # between looks at who has gone or waited in vain
 _LOOPBACKS = ("127.0.0.1", "::1")
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -191,6 +192,7 @@ class Entrance:
         self._changed = threading.Condition()
         self.turned_away = ""
         self._warned = self._closing = False
+        self._num_unwelcome = 0
         self._paused_until: float | None = None
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -311,6 +313,9 @@ class Entrance:
         if connection.family == socket.AF_UNIX and peer_of(connection)[1] != os.geteuid():
             self._note(peer, "of another user")
             connection.close()
+            self._num_unwelcome += 1
+            if self._num_unwelcome % _UNWELCOME_AT_ONCE == 0:  # a loop of them would keep this process busy
+                self._paused_until = time.monotonic() + _PAUSE_SECONDS
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._drop_oldest("too many others came after it")

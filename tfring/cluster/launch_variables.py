@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
+import stat
 from collections.abc import Mapping
 
 from tfring import config
@@ -22,6 +24,9 @@ LOCAL_RANK = "TFRING_LOCAL_RANK"
 LOCAL_WORLD_SIZE = "TFRING_LOCAL_WORLD_SIZE"
 ADDRESSES = "TFRING_ADDRESSES"
 LISTEN_FD = "TFRING_LISTEN_FD"
+
+# A pipe, by descriptor and inode, into which a worker writes once it takes its place.
+TAKEN = "TFRING_TAKEN_FD"
 
 # Not a place, but how often the job has been started before, and what shuffles that have no seed begin with.
 RESTART = "TFRING_RESTART"
@@ -81,7 +86,18 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
         raise ConfigurationError(f"The variables of `tfring launch` are wrong: {error}\n{_REMEDY}") from None
     if cluster.listen_fd is not None:
         _check_listens(cluster.listen_fd, cluster.addresses[cluster.rank])
+        _say_taken(environ.get(TAKEN, ""))
     return cluster
+
+
+def _say_taken(text: str) -> None:
+    """Lets the launcher know that its program takes its place, once: a program that never does trains alone."""
+    fd, _, inode = text.partition(":")
+    with contextlib.suppress(OSError, ValueError):
+        about = os.fstat(int(fd))
+        if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # in what a worker starts, another file's
+            os.write(int(fd), b"1")
+            os.close(int(fd))
 
 
 def release_listener(cluster: Cluster) -> Cluster:

@@ -28,6 +28,7 @@ from tfring.launch.guard import STOP_SIGNALS, run_guarded
 _STDIN, _STDOUT = 0, 1
 _TERMINATE_SECONDS = 5.0
 _PREEMPT_SECONDS = 25.0  # lets tfring.callbacks.Backup save
+_telling = threading.Lock()
 
 
 class _Agent:
@@ -193,13 +194,14 @@ class _Agent:
             while (data := self._stdin.get()) is not None:
                 stdin.write(data)
                 stdin.flush()
+                _tell(wire.pack("taken"))
 
     def _watch(self, fd: int, on_ready: Any) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)
 
 
 def _tell(data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the launcher is gone; standard input will say so
+    with _telling, contextlib.suppress(BrokenPipeError):  # the launcher is gone; standard input will say so
         frames.write(_STDOUT, data)
 
 

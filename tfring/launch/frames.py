@@ -1,14 +1,15 @@
 """What a launcher and its agent on another host say to each other, over the standard streams of ssh or srun.
 
     launcher                                          agent (agent.py)
-       │ tfring launcher 3 0.1.0 ─────────────────────────► │     a line each: the protocol, and the version to be told;
-       │ ◄──────────────────────────── tfring agent 3 0.1.0 │     another protocol ends the run at once
+       │ tfring launcher 4 0.1.0 ─────────────────────────► │     a line each: the protocol, and the version to be told;
+       │ ◄──────────────────────────── tfring agent 4 0.1.0 │     another protocol ends the run at once
        │ start: ranks, command, environment ──────────────► │     (1) and the secret: all that is on no command line
        │ ◄─────────────────────── listening: address, ports │     (2) a port for each rank; or: problem
        │ addresses ───────────────────────────────────────► │     (3) of all ranks; the workers start
        │ ◄──────────────────────────── output: rank, stream │     what they print
        │ ◄────────────────────────────── ended: rank, code │     as they end
        │ signal: rank, number ────────────────────────────► │     and for rank 0: input, empty at its end
+       │ ◄────────────────────────────────────────── taken │     an input, of at most INPUT_MESSAGES on the way
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
 The messages are those of tfring/wire.py. They have no tags: ssh has proved who is there, and nobody else is on the way.
@@ -26,7 +27,7 @@ from tfring import wire
 from tfring._version import __version__
 from tfring.cluster import entrance
 
-PROTOCOL = 3  # another number with every change to what is said here
+PROTOCOL = 4  # another number with every change to what is said here
 _GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9})(?: ([0-9A-Za-z.+!-]{1,64}))?\n")
 _MAX_GREETING_BYTES = 128
 REFUSES_LAUNCHER = 76  # EX_PROTOCOL, the exit code of an agent whose launcher is of another protocol
@@ -35,6 +36,7 @@ _PROTOCOL_2 = b"TFRING\x00"
 
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command
 _MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a piece at a time
+INPUT_MESSAGES, INPUT_BYTES = 64, 1 << 14  # of standard input, on the way at a time
 _RANK = wire.integer(0, entrance.MAX_RANKS)
 _WORD = wire.text(_MAX_JSON_BYTES, r"[^\x00]*")
 _RANKS = wire.list_of(_RANK, entrance.MAX_RANKS)
@@ -60,6 +62,7 @@ TO_LAUNCHER = wire.Format(
         "listening": {"address": wire.text(64), "ports": wire.list_of(wire.integer(1, 65535), entrance.MAX_RANKS)},
         "problem": {"what": wire.REASON},
         "output": {"rank": _RANK, "stream": wire.one_of("out", "err")},
+        "taken": {},
         "ended": {"rank": _RANK, "code": wire.integer(-64, 255)},
     },
     max_json_bytes=_MAX_JSON_BYTES,

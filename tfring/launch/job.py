@@ -21,7 +21,7 @@ from tfring.cluster import Address, Cluster, launch_variables, secret
 from tfring.launch import frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
-from tfring.launch.output import Shown, Stream, prefix, surfaces, without_graph
+from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_graph
 from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import start
 
@@ -38,6 +38,8 @@ _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the ot
 _CANNOT_START = 71  # EX_OSERR
 _LOST_HOST = 255  # the exit code of a worker whose host is lost; ssh's own too
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
+_LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
+_MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while as much is still to be shown
 
 
 class _CannotStartError(Exception):
@@ -105,6 +107,7 @@ class Job:
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
         self._environ[secret.VARIABLE] = secret.configured(self._environ) or secret.fresh()
+        self._environ.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order on all ranks
         self._restart = restart
         self._start_at = time.monotonic() + delay_seconds
         self._sequel = sequel
@@ -114,9 +117,14 @@ class Job:
         for host in hosts:
             assert way is not None
             way.environ[secret.VARIABLE] = self._environ[secret.VARIABLE]  # a file may not be there
+            way.environ.setdefault("PYTHONHASHSEED", self._environ["PYTHONHASHSEED"])
             first = self._hosts[-1].ranks.stop if self._hosts else 0
             self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
+        self._taken: list[int] = []  # of workers on this host, where they say that they have taken their places
+        self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
+        self._is_reading = True
+        self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
         self._workers: list[Worker] = []
         self._shown = Shown()
         self._out, self._err = surfaces()
@@ -155,9 +163,10 @@ class Job:
             self._say(str(error) + self._sequel(self))
         finally:
             processes.end_descendants()
-            self._selector.close()
         with contextlib.suppress(BrokenPipeError):
             self._report()
+            self._show_rest()
+        self._selector.close()
         return self._stop_code or 0
 
     # ------------------------------------------------------------------------------------------------ start
@@ -183,9 +192,10 @@ class Job:
     def _start_worker(self, cluster: Cluster) -> None:
         log = self._open_log(cluster.rank)
         stdin = None if cluster.rank == 0 and not self._restart else subprocess.DEVNULL
-        process, out, err = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
+        process, out, err, taken = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
         self._add_worker(cluster.rank, process.pid, send_signal, (out, err), log)
+        self._taken.append(taken)
 
     def _add_worker(
         self,
@@ -200,7 +210,7 @@ class Job:
         self._workers.append(Worker(rank, pid, send_signal, out, err, log))
         for stream in (out, err):
             if stream.fd is not None:
-                self._watch(stream.fd, functools.partial(self._on_output, stream))
+                self._watch_output(stream.fd, functools.partial(self._on_output, stream))
 
     def _open_log(self, rank: int) -> BinaryIO | None:
         if not self._log_dir:
@@ -219,7 +229,7 @@ class Job:
                 host.start(self._command, len(self._hosts))
             except OSError as error:
                 raise _CannotStartError(f"{host.name}: {error}") from error
-            self._watch(host.fd, functools.partial(self._on_host, host))
+            self._watch_output(host.fd, functools.partial(self._on_host, host))
 
     def _on_host(self, host: RemoteHost) -> None:
         try:
@@ -239,6 +249,8 @@ class Job:
                 self._tell_addresses()
             elif kind == "problem":
                 raise _CannotStartError(f"{host.name}: {message['what']}")
+            elif kind == "taken":
+                host.on_taken()
             elif message.get("rank") not in host.ranks:
                 raise _CannotStartError(f"{host.name} speaks of ranks that are not its own")
             elif kind == "output":
@@ -262,7 +274,7 @@ class Job:
             self._hosts[0].forward_stdin()
 
     def _on_host_gone(self, host: RemoteHost) -> None:
-        self._selector.unregister(host.fd)
+        self._forget_output(host.fd)
         code = host.process.wait()
         text = f"{host.way_there} ended with exit code {code}"
         left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
@@ -293,6 +305,7 @@ class Job:
 
     def _turn(self) -> None:
         """Waits for something to happen and deals with it."""
+        self._pace()
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
         due = [self._decide_at, self._next_step_at, *(stream.show_rest_at for stream in streams)]
         times = [at for at in due if at is not None]
@@ -309,6 +322,25 @@ class Job:
             self._decide()
         if self._next_step_at is not None and now >= self._next_step_at:
             self._next_step()
+
+    def _pace(self) -> None:
+        """Reads no more from workers than can be shown, so that they wait for a slow reader, and we do not."""
+        surfaces = {self._out, self._err}
+        for surface in surfaces:
+            problem = surface.take_problem()
+            if problem is not None and surface is self._out and surface is not self._err:
+                self._say(f"standard output is gone ({problem}); the workers go on.")
+            if surface.num_pending and surface not in self._writing:  # a file is never waited for
+                self._writing[surface] = surface.fd
+                self._selector.register(surface.fd, selectors.EVENT_WRITE, surface.flush)
+            elif not surface.num_pending and surface in self._writing:
+                self._selector.unregister(self._writing.pop(surface))
+        # What is being stopped is heard to its end.
+        reads = self._stop_code is not None or max(s.num_pending for s in surfaces) < _MOST_PENDING_BYTES
+        if reads != self._is_reading:
+            self._is_reading = reads
+            for fd, on_ready in self._outputs.items():
+                self._watch(fd, on_ready) if reads else self._selector.unregister(fd)
 
     def _collect_ended(self) -> None:
         ended = processes.reap()
@@ -350,7 +382,7 @@ class Job:
     def _on_output(self, stream: Stream) -> None:
         if not stream.pump():
             assert stream.fd is not None
-            self._selector.unregister(stream.fd)
+            self._forget_output(stream.fd)
 
     # ------------------------------------------------------------------------------------------------- stop
 
@@ -402,11 +434,28 @@ class Job:
     def _report(self) -> None:
         for worker in self._workers:
             worker.close()
+        alone = self._num_workers > 1 and bool(self._taken) and not self._has_ring()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)
+        if alone and self._stop_code is None:
+            self._say(
+                f"no ring was formed: each of the {self._num_workers} processes ran alone. A program joins it by "
+                "tfring.RingStrategy(), or tfring.Communicator.connect(tfring.cluster.detect())."
+            )
         for signum in STOP_SIGNALS:
             if self._stop_code == 128 + signum and not self._first:
                 self._say(f"stopped by {signum.name}, with all workers.")
+
+    def _has_ring(self) -> bool:
+        """Closes what workers on this host say it by, and returns whether any has taken its place."""
+        said = []
+        for fd in self._taken:
+            os.set_blocking(fd, False)  # what a worker has left behind may hold the other end
+            with contextlib.suppress(BlockingIOError):
+                said.append(os.read(fd, 1))
+            os.close(fd)
+        self._taken.clear()
+        return any(said)
 
     def _report_failure(self, first: Worker) -> None:
         words, others_since = first.err.last_words()
@@ -438,7 +487,32 @@ class Job:
     def _say(self, text: str) -> None:
         self._err.write_line(f"tfring launch: {text}".encode())
 
+    def _show_rest(self) -> None:
+        """Waits until all is shown; not for long, once someone has asked to stop."""
+        for fd in self._outputs:
+            if self._is_reading:
+                self._selector.unregister(fd)
+        self._outputs.clear()
+        deadline: float | None = None
+        while max(self._out.num_pending, self._err.num_pending):
+            if self.asked_to_stop and deadline is None:
+                deadline = time.monotonic() + _LAST_WRITE_SECONDS
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            self._pace()
+            for key, _ in self._selector.select(None if deadline is None else deadline - time.monotonic()):
+                key.data()
+
     # -------------------------------------------------------------------------------------------- machinery
+
+    def _watch_output(self, fd: int, on_ready: Callable[[], None]) -> None:
+        self._outputs[fd] = on_ready
+        if self._is_reading:
+            self._watch(fd, on_ready)
+
+    def _forget_output(self, fd: int) -> None:
+        if self._outputs.pop(fd, None) is not None and self._is_reading:
+            self._selector.unregister(fd)
 
     def _watch(self, fd: int, on_ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)

@@ -8,11 +8,15 @@ the frames of a traceback that another rank has shown, are shown once. Bytes thr
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
+import fcntl
 import os
 import re
 import select
+import stat
+import termios
 import time
 from typing import BinaryIO
 
@@ -31,16 +35,24 @@ _LOG = re.compile(
     rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE]|[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+) (\S+:\d+\] .*)"
     rb"|(WARNING: All log messages before absl::InitializeLog\(\) .*|To enable the following instructions: .*)"
 )
+_PIPE_BYTES, _TERMINAL_BYTES = select.PIPE_BUF, 256  # what takes some bytes takes as many without blocking
+_MOST_PENDING_BYTES = 1 << 26  # what is printed beyond is dropped; reached only by what is being stopped
 _CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
 
 
 class Surface:
-    """A terminal, file or pipe where lines of several ranks meet rank 0's unfinished one."""
+    """A terminal, file or pipe where lines of several ranks meet rank 0's unfinished one.
+
+    Whatever cannot be written at once is kept, and written by `flush`, so that no reader holds up its caller.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._is_terminal = os.isatty(fd)
+        self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self._unfinished = b""
+        self._pending = bytearray()
+        self._problem: OSError | None = None
 
     def write_line(self, line: bytes) -> None:
         """Shows a whole line. An unfinished one is drawn again below it, on a terminal, or ended."""
@@ -58,13 +70,50 @@ class Surface:
         last = data.rpartition(b"\n")[2] if b"\n" in data else self._unfinished + data
         self._unfinished = last.rpartition(b"\r")[2][-_MAX_LINE_BYTES:]
 
+    @property
+    def num_pending(self) -> int:
+        """Bytes that are still to be written."""
+        return len(self._pending)
+
+    def take_problem(self) -> OSError | None:
+        """Returns once why nothing is written any more: the disk is full, the terminal gone."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def flush(self) -> None:
+        """Writes as much as is taken at once.
+
+        Raises:
+            BrokenPipeError: Nobody reads any more, nor will.
+        """
+        written = 0
+        try:
+            with memoryview(self._pending) as view:
+                while written < len(view) and (self._is_file or _takes_some(self.fd)):
+                    size = len(view) if self._is_file else _TERMINAL_BYTES if self._is_terminal else _PIPE_BYTES
+                    written += os.write(self.fd, view[written : written + size])
+        except BlockingIOError:  # someone made our output non-blocking
+            pass
+        except BrokenPipeError:
+            self.fd, written = -1, len(self._pending)
+            raise
+        except OSError as error:
+            self._problem = error
+            self.fd, written = -1, len(self._pending)
+        finally:
+            del self._pending[:written]
+
     def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(self._fd, view) :]
-            except BlockingIOError:  # someone made our output non-blocking
-                select.select([], [self._fd], [])
+        if self.fd >= 0 and len(self._pending) < _MOST_PENDING_BYTES:
+            self._pending += data
+            self.flush()
+
+
+def _takes_some(fd: int) -> bool:
+    """Whether a short write does not block."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def surfaces() -> tuple[Surface, Surface]:
@@ -97,15 +146,19 @@ class Stream:
             os.set_blocking(fd, False)
 
     def pump(self) -> bool:
-        """Shows what is there to read. False once the worker has closed its end."""
-        while self.fd is not None:
+        """Shows what is there to read now, not what a worker prints meanwhile. False once it has closed its end."""
+        if self.fd is None:
+            return True
+        left = max(1, _num_readable(self.fd))
+        while left > 0:
             try:
-                data = os.read(self.fd, 1 << 16)
+                data = os.read(self.fd, min(left, 1 << 16))
             except BlockingIOError:
                 return True
             if not data:
                 return False
             self.take(data)
+            left -= len(data)
         return True
 
     def close(self) -> None:
@@ -253,6 +306,12 @@ class Shown:
 
     def by_others(self, rank: int) -> int:
         return self._lines.total() - self._lines[rank]
+
+
+def _num_readable(fd: int) -> int:
+    number = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, number)
+    return number[0]
 
 
 def _drawn_over(line: bytes) -> bool:

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import os
 import pathlib
+import queue
 import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tfring import wire
 from tfring.launch import frames, processes
@@ -85,7 +86,8 @@ class RemoteHost:
         self.address = ""
         self._way = way
         self._reader = frames.Reader("agent", frames.TO_LAUNCHER)
-        self._writing = threading.Lock()
+        self._to_write: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._credit = threading.Semaphore(frames.INPUT_MESSAGES)
 
     def start(self, command: Sequence[str], num_nodes: int) -> None:
         """Goes there, and says what to run (1)."""
@@ -99,8 +101,9 @@ class RemoteHost:
             preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self.fd = self.process.stdin.fileno(), self.process.stdout.fileno()
-        self._write(frames.greeting("launcher"))
+        self.fd = self.process.stdout.fileno()
+        threading.Thread(target=self._write_all, args=(self.process.stdin,), daemon=True).start()
+        self._to_write.put(frames.greeting("launcher"))
         self.tell(
             "start",
             ranks=list(self.ranks),
@@ -111,12 +114,14 @@ class RemoteHost:
         )
 
     def tell(self, kind: str, data: bytes = b"", **fields: Any) -> None:
-        """Sends a message; nowhere, if the way there is gone."""
-        self._write(wire.pack(kind, data, **fields))
+        """Sends a message, without waiting; nowhere, if the way there is gone."""
+        self._to_write.put(wire.pack(kind, data, **fields))
 
-    def _write(self, data: bytes) -> None:
-        with self._writing, contextlib.suppress(OSError):
-            frames.write(self._stdin, data)
+    def _write_all(self, stdin: IO[bytes]) -> None:
+        """Writes in a thread of its own: an agent that writes itself may not read."""
+        with contextlib.suppress(OSError), stdin:
+            while (data := self._to_write.get()) is not None:
+                frames.write(stdin.fileno(), data)
 
     def read(self) -> list[wire.Message] | None:
         """The messages that have come; None once the way there is closed."""
@@ -133,16 +138,20 @@ class RemoteHost:
 
         def forward() -> None:
             with contextlib.suppress(OSError):
-                while data := os.read(0, 1 << 14):
+                while data := os.read(0, frames.INPUT_BYTES):
+                    self._credit.acquire()
                     self.tell("input", data)
             self.tell("input")
 
         threading.Thread(target=forward, daemon=True).start()
 
+    def on_taken(self) -> None:
+        """Rank 0 has taken a message of its standard input: another may follow."""
+        self._credit.release()
+
     def close(self) -> None:
         """Lets the agent end; it stops what still runs."""
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()  # type: ignore[union-attr]
+        self._to_write.put(None)
 
     def kill(self) -> None:
         """Gives the way there up."""

@@ -40,6 +40,8 @@ environment of a worker:
   TFRING_RESTART, TFRING_DATA_SEED
       how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
       begin with, the same in every try.
+  PYTHONHASHSEED=0
+      unless set already: a list made of a set of texts, such as a vocabulary, has one order on all ranks.
   TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
       its share of the CPUs this process may use, unless set already.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1

@@ -19,6 +19,7 @@ class Started(NamedTuple):
     process: subprocess.Popen
     out: int
     err: int
+    taken: int  # reads as not empty once the worker has taken its place in the ring
 
 
 def start(
@@ -44,6 +45,8 @@ def start(
     variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB
     out, out_end = os.pipe()
     err, err_end = os.pipe()
+    taken, taken_end = os.pipe()
+    variables[launch_variables.TAKEN] = f"{taken_end}:{os.fstat(taken_end).st_ino}"
     try:
         process = subprocess.Popen(
             command,
@@ -52,11 +55,12 @@ def start(
             stdin=stdin,
             stdout=out_end,
             stderr=err_end,
-            pass_fds=[cluster.listen_fd],
+            pass_fds=[cluster.listen_fd, taken_end],
             start_new_session=True,  # leads a group of its own, to be signalled with what it starts
             preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
         )
     finally:
         os.close(out_end)
         os.close(err_end)
-    return Started(process, out, err)
+        os.close(taken_end)
+    return Started(process, out, err, taken)

@@ -33,6 +33,8 @@ from tfring.layers.lookup import exchange
 from tfring.reduction.placement import Placement, place
 from tfring.reduction.table_plan import KINDS, TablePlan, deal, plan_tables
 
+_BUNDLE = "preprocessed"  # the key of what `preprocess` returns
+
 
 @keras.saving.register_keras_serializable(package="tfring")
 class DistributedEmbedding(keras.layers.Layer):
@@ -144,7 +146,16 @@ class DistributedEmbedding(keras.layers.Layer):
     def build_from_config(self, config):
         self.build()
 
+    def preprocess(self, inputs, weights=None, training=False):
+        """Bundles inputs and weights, as in keras_rs: a call takes the result in place of `inputs`. Optional."""
+        self._flat("inputs", inputs)
+        if weights is None:
+            return {_BUNDLE: {"inputs": inputs}}
+        self._flat("weights", weights)
+        return {_BUNDLE: {"inputs": inputs, "weights": weights}}
+
     def call(self, inputs, weights=None):
+        inputs, weights = _unbundled(inputs, weights)
         given = self._flat("inputs", inputs)
         weights = [None] * len(given) if weights is None else self._flat("weights", weights)
         for feature, ids, weight in zip(self._features, given, weights, strict=True):
@@ -172,6 +183,7 @@ class DistributedEmbedding(keras.layers.Layer):
         return keras.tree.flatten(structure)
 
     def compute_output_spec(self, inputs, weights=None):
+        inputs, _ = _unbundled(inputs, weights)
         given = self._flat("inputs", inputs)
         for feature, ids in zip(self._features, given, strict=True):
             check_ids(ids, feature.table.combiner, feature.name)
@@ -182,6 +194,7 @@ class DistributedEmbedding(keras.layers.Layer):
         def of_feature(number, shape):
             return _output_shape(self._features[number], shape)
 
+        input_shape, _ = _unbundled(input_shape, None)
         numbers = self._packed(list(range(len(self._features))))
         return keras.tree.map_structure_up_to(numbers, of_feature, numbers, input_shape)
 
@@ -304,6 +317,13 @@ class _Stack:
         for table, begin, end in self._held:
             part = self._placement.part_within(self._rank, begin, end)
             at = large.write(self._variable, at, whole[table.name], part)
+
+
+def _unbundled(inputs, weights):
+    """Inputs and weights of a call, which may be what `preprocess` returned."""
+    if not isinstance(inputs, Mapping) or inputs.keys() != {_BUNDLE}:
+        return inputs, weights
+    return inputs[_BUNDLE]["inputs"], inputs[_BUNDLE].get("weights", weights)
 
 
 def _as_ids(ids):

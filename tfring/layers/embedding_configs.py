@@ -91,6 +91,8 @@ def features_of(configs) -> list[FeatureConfig]:
     def table_of(config) -> TableConfig:
         if id(config) not in tables:
             fields = _fields_of(TableConfig, config)
+            if not isinstance(config, TableConfig) and fields["optimizer"] == "adam":  # keras_rs' default, for TPUs
+                fields["optimizer"] = None
             tables[id(config)] = TableConfig(**{**fields, "initializer": keras.initializers.get(fields["initializer"])})
         return tables[id(config)]
 

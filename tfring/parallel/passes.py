@@ -288,7 +288,7 @@ class Passes:
 
     def _refuse_written(self, microbatches: Sequence[Microbatch], recompute: bool) -> None:
         """State that layers write is written once a pass, which is not what one process does."""
-        written = [variable for microbatch in microbatches for variable, _ in microbatch.step.written]
+        written = [variable for microbatch in microbatches for variable, *_ in microbatch.step.written]
         around = step.current()
         if len(microbatches) == 1 and not recompute:
             if around is not None:

@@ -117,6 +117,9 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> Cut:
     """
     functional = functional_of(model)
     nodes = calls_of(functional)
+    if _are_names(names) and set(names) - {node.operation.name for node in nodes}:
+        functional = _unnested(functional, kept=names)
+        nodes = calls_of(functional)
     begins = _begins(model, nodes, names)
     stage_of = [sum(begin <= position for begin in begins) for position in range(len(nodes))]
     crossings = crossings_of(functional, nodes, stage_of)
@@ -179,6 +182,42 @@ def functional_of(model) -> keras.Model:
     return model
 
 
+def _unnested(model: keras.Model, kept: Iterable[str]) -> keras.Model:
+    """The model with the layers of nested functional models in their place, but for nested models named in `kept`."""
+
+    def run(functional, values: dict) -> dict:
+        for node in calls_of(functional):
+            nested = _nested_of(node)
+            if nested is None or nested.name in kept:
+                values.update(outputs_of(node, values, None))
+                continue
+            given = dict(zip(map(id, nested.inputs), [values[id(t)] for t in node.input_tensors], strict=True))
+            found = run(nested, given)
+            values.update((id(t), found[id(o)]) for t, o in zip(node.outputs, nested.outputs, strict=True))
+        return values
+
+    values = run(model, {id(tensor): tensor for tensor in model.inputs})
+    outputs = keras.tree.map_structure(lambda tensor: values[id(tensor)], model._outputs_struct)
+    try:
+        return keras.Model(model._inputs_struct, outputs, name=model.name)
+    except ValueError:  # layers of one name in several models
+        return model
+
+
+def _nested_of(node) -> keras.Model | None:
+    """The functional model that a node calls with inputs as they are and nothing else; None for any other call."""
+    nested = node.operation
+    if not isinstance(nested, keras.Model) or any(value is not None for value in node.arguments.kwargs.values()):
+        return None
+    try:
+        nested = functional_of(nested)
+    except ConfigurationError:
+        return None
+    pairs = list(zip(nested.inputs, node.input_tensors, strict=False))
+    same = all(inner.dtype == outer.dtype and len(inner.shape) == len(outer.shape) for inner, outer in pairs)
+    return nested if same and len(nested.inputs) == len(node.input_tensors) else None
+
+
 def calls_of(model: keras.Model) -> list:
     """The calls of operations that the outputs need, each behind those it needs, as Keras orders its layers."""
 
@@ -207,9 +246,13 @@ def calls_of(model: keras.Model) -> list:
     return sorted(calls, key=lambda node: (-depths[id(node)], rank[id(node.operation)]))
 
 
+def _are_names(names) -> bool:
+    return isinstance(names, Iterable) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
+
+
 def _begins(model, nodes, names) -> list[int]:
     """Where the stages behind the first begin."""
-    if not isinstance(names, Iterable) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not _are_names(names):
         raise ConfigurationError(
             "`stages` is a list of the names of the layers with which the second stage begins, the third, and so on. "
             f"Received: stages={names!r}"
@@ -243,7 +286,8 @@ def _refuse_shared(nodes, stage_of) -> None:
                 raise ConfigurationError(
                     "A weight belongs to one stage of a Pipeline: tied weights stay within one. Received: "
                     f"{variable.path!r}, used by {name!r} in stage {first + 1} and by {node.operation.name!r} in stage "
-                    f"{stage + 1}. Cut elsewhere, or give each its own weights."
+                    f"{stage + 1}. Cut where both are in one stage, or give each its own weights: a keras.layers.Dense "
+                    "in place of the transpose of a table of embeddings."
                 )
 
 

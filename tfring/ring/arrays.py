@@ -79,7 +79,11 @@ def scatter(
     communicator: Any, value: Any, counts: Any = None, root: int = 0, *, name: str = "scatter"
 ) -> Any:
     many, values = _as_list(value)
-    results, _ = _exchange("scatter", communicator, name, values, _counts(communicator, values, counts, many), root)
+    if communicator.rank == root:
+        numbers = _counts(communicator, values, counts, many)
+    else:
+        numbers = np.zeros((communicator.world_size, len(values)), np.int64)  # the root's count
+    results, _ = _exchange("scatter", communicator, name, values, numbers, root)
     return results if many else results[0]
 
 
@@ -282,6 +286,8 @@ def _call(
 ) -> library.Call:
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
+    if not -(2**31) <= root < 2**31:  # or the core would be told another
+        raise ValueError(f"A rank, as a root or a peer, is below the number of ranks. Received: {root}")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
     return library.Call(
         name.encode(), way or library.OPERATIONS[op], root, 0, caller, library.compression_number(compression)

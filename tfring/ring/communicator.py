@@ -172,6 +172,7 @@ class Communicator:
                 raise RendezvousError(error.message.decode(errors="replace"))
             library.raise_error(error)
         world.handle = handle
+        world.transports.update(world.coming)
         return cls(handle, name, cluster.rank, cluster.world_size, world, range(cluster.world_size))
 
     def group(self, ranks: Sequence[int], name: str) -> Communicator:
@@ -517,6 +518,8 @@ class _World:
     handle: int = 0
     order: int = dataclasses.field(default_factory=lambda: next(_numbers))
     transports: dict[int, str] = dataclasses.field(default_factory=dict)  # of the links there are
+    coming: dict[int, str] = dataclasses.field(default_factory=dict)  # of those that are being added
+    linking: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held while links are made
 
     @property
     def rank(self) -> int:
@@ -534,19 +537,31 @@ class _World:
             timeout_seconds=self.timeout_seconds,
             broken=broken,
         )
-        self.transports.update((rank, link.transport) for rank, link in formed.items())
+        self.coming = {rank: link.transport for rank, link in formed.items()}
         detached = [link.detach(self.host_names[rank].encode()) for rank, link in formed.items()]
         return (library.Link * len(detached))(*detached)
 
     def connect(self, ranks: set[int], broken: Callable[[], BaseException | None]) -> None:
         """Adds links to those of these ranks to which there is none."""
-        missing = ranks - set(self.transports)
-        if not missing:
+        if ranks <= self.transports.keys():
             return
-        links = self.form(missing, broken)
-        error = library.Error()
-        if library.core().tfring_add_links(self.handle, links, len(links), error):
-            library.raise_error(error)
+        with self.linking:
+            missing = ranks - set(self.transports)
+            if not missing:
+                return
+            library.core().tfring_want_link(self.handle, min(missing))
+            try:
+                links = self.form(missing, broken)
+            except RendezvousError as gave_up:
+                if (failure := broken()) is not None:  # a disagreement, or a lost rank
+                    raise failure from gave_up
+                raise
+            finally:
+                library.core().tfring_want_link(self.handle, -1)
+            error = library.Error()
+            if library.core().tfring_add_links(self.handle, links, len(links), error):
+                library.raise_error(error)
+            self.transports.update(self.coming)
 
 
 def _num_spins(cluster: Any) -> int:

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import pathlib
 import signal
 
 from tfring import errors
+from tfring._version import __version__
 
-ABI_VERSION = 7
-DIRECTORY = pathlib.Path(__file__).parent / "native"
+ABI_VERSION = 8
+
+
+def _directory() -> pathlib.Path:
+    """Returns the folder of the compiled libraries.
+
+    In a checkout that is not built, which hides the installed package of the same version, it is that package's.
+    """
+    own = pathlib.Path(__file__).parent / "native"
+    if not (own / "libtfring_core.so").exists():
+        for installed in importlib.metadata.distributions(name="tfring"):
+            directory = pathlib.Path(str(installed.locate_file("tfring/ring/native")))
+            if installed.version == __version__ and (directory / "libtfring_core.so").exists():
+                return directory
+    return own
+
+
+DIRECTORY = _directory()
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
 
@@ -254,6 +272,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_rank": (ctypes.c_int, handle),
         "tfring_world_size": (ctypes.c_int, handle),
         "tfring_group": (ctypes.c_int64, handle, ctypes.POINTER(ctypes.c_int32), size, ctypes.c_char_p, error),
+        "tfring_want_link": (None, handle, ctypes.c_int32),
         "tfring_add_links": (ctypes.c_int, handle, ctypes.POINTER(Link), size, error),
         "tfring_all_reduce": (ctypes.c_int, handle, call, tensors, size, error),
         "tfring_reduce": (ctypes.c_int, handle, call, tensors, size, error),

@@ -85,4 +85,7 @@ def check(fds: Sequence[int]) -> None:
         raise ValueError("the doorbell is no pipe")
     if fcntl.fcntl(doorbell, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
         raise ValueError("the doorbell is not the writing end of a pipe")
-    os.set_blocking(doorbell, False)
+    # With a reading end of its own it can be rung when the peer has died, without SIGPIPE.
+    both = os.open(f"/proc/self/fd/{doorbell}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    os.dup2(both, doorbell, inheritable=False)
+    os.close(both)

@@ -448,7 +448,7 @@ def _token(communicator: Any) -> tf.Tensor:
     A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
     could fill theirs with collectives of different rings and wait for each other for ever. So there are no
     more tokens than threads: rings beyond that share one, and their collectives run in program order. (Between
-    functions on different Python threads there is no such order; the core finds out and fails, see wait.cc.)
+    functions on different Python threads there is no such order; the core finds out and fails, see disagreement.cc.)
     """
     if not tf.executing_eagerly():
         _users.setdefault(tf.compat.v1.get_default_graph(), set()).add(communicator)

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import logging
+import os
+import resource
 import secrets
 import threading
 import time
@@ -32,6 +35,8 @@ from tfring.ring.link import Link, data_connection, take_data_connection
 _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
+_FDS_OF_A_LINK = 8  # while it is made; 3 after that
+_FDS_OF_OTHERS = 256  # for whatever else the process opens: files, threads' pipes, other rings
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
 _PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
 
@@ -78,6 +83,7 @@ def connect(
     Raises:
         RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
+    _make_room(len(peers) * _FDS_OF_A_LINK)
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
@@ -173,6 +179,7 @@ class _Forming:
                     raise RendezvousError(str(error)) from None
                 self.reasons[rank] = str(error)
             except (OSError, wire.WireError) as error:
+                self._refuse_to_go_short(error)
                 self.reasons[rank] = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self.cancelled.wait(next(pauses, _PAUSES_SECONDS[-1]))
 
@@ -294,6 +301,7 @@ class _Forming:
                 link.data = data.channel.socket
             self.links[link.rank] = link
         except (OSError, wire.WireError) as error:
+            self._refuse_to_go_short(error)
             _log.debug("rank %d connected and went away: %s", link.rank, error)
             wire.close_all(fds)
             link.close()
@@ -317,6 +325,17 @@ class _Forming:
         raise RendezvousError(why)
 
     # Shared memory, and doing without.
+
+    def _refuse_to_go_short(self, error: Exception) -> None:
+        """Raises where the process has no descriptors left, which no other attempt would change."""
+        if getattr(error, "errno", None) != errno.EMFILE:
+            return
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise RendezvousError(
+            f'Rank {self.cluster.rank} has no file descriptors left for ring "{self.ring}": its limit is {soft}, and '
+            f"links to {len(self.peers)} ranks take up to {len(self.peers) * _FDS_OF_A_LINK}. Raise the limit to "
+            f"{soft + len(self.peers) * _FDS_OF_A_LINK} or more (`ulimit -n`, or LimitNOFILE of a service)."
+        ) from error
 
     def _do_without(self, problem: str, channel: wire.Channel, other_wants: str) -> None:
         problem = f"Rank {self.cluster.rank} has no shared memory with a rank of its host: {problem}"
@@ -342,6 +361,18 @@ class _Forming:
             f'ring "{self.ring}" to form; {told}. Are all ranks started with the same list of addresses, and '
             "are the ports open between the hosts?"
         )
+
+
+def _make_room(descriptors: int) -> None:
+    """Raises this process' own limit where so many more descriptors would come near it, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = len(os.listdir("/proc/self/fd")) + descriptors + _FDS_OF_OTHERS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _mine_for(link: Link) -> tuple[int, ...]:

@@ -13,6 +13,13 @@ inline int64_t now_nanoseconds() {
   return time.tv_sec * int64_t{1000000000} + time.tv_nsec;
 }
 
+// That this process has used.
+inline int64_t cpu_nanoseconds() {
+  timespec time;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return time.tv_sec * int64_t{1000000000} + time.tv_nsec;
+}
+
 inline double seconds_between(int64_t earlier, int64_t later) {
   return static_cast<double>(later - earlier) * 1e-9;
 }

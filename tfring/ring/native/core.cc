@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstring>
 #include <unordered_map>
+#include <vector>
 
 #include "fd.h"
 #include "process.h"
@@ -83,6 +84,18 @@ int with(int64_t handle, tfring_error* error, Body body) {
 }
 
 }  // namespace
+
+void break_ring(uint64_t ring, const Status& why) {
+  std::vector<std::shared_ptr<World>> found;
+  {
+    std::lock_guard<std::mutex> lock(registry->mutex);
+    for (const auto& [handle, kept] : registry->handles) {
+      if (kept.world->identity() == ring) found.push_back(kept.world);
+    }
+  }
+  for (const auto& world : found) world->abort(why);
+}
+
 }  // namespace tfring
 
 using tfring::Group;
@@ -108,6 +121,11 @@ int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, co
   if (code != TFRING_OK) return 0;
   made.world = tfring::find(handle).world;
   return tfring::keep(std::move(made));
+}
+
+void tfring_want_link(int64_t handle, int32_t rank) {
+  const tfring::Handle found = tfring::find(handle);
+  if (found.world != nullptr) found.world->wants_link(rank);
 }
 
 int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error) {

@@ -196,9 +196,7 @@ Status World::receive_header(Queue* queue, bool* moved) {
                                      " were told to use different algorithms. Set TFRING_ALGORITHM alike on "
                                      "all ranks");
   }
-  return fail(Code::kMismatch, "ranks disagree: " + who + " called " + describe(theirs) + " as " +
-                                   describe_place(theirs) + " of ring \"" + name_ + "\", " + me + " called " +
-                                   describe(header_) + " as " + describe_place(header_));
+  return fail(Code::kMismatch, disagreement(link->rank, theirs));
 }
 
 // Receives what is there of a transfer, at most a segment, and adds it or puts it in place.

@@ -18,7 +18,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 5;
+constexpr uint16_t kProtocolVersion = 6;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -87,14 +87,28 @@ static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 
 // What a rank says of itself when asked.
 constexpr int kMostWaiting = 16;
+constexpr int kMostChain = 32;
+constexpr uint32_t kLinking = UINT32_MAX;
 struct Pong {
-  uint32_t in_collective;  // 1: of this ring, perhaps another than the asking rank
-  uint32_t num_waiting;    // where no thread of TensorFlow's is left: the rings in which all of them wait,
+  uint32_t is_running;    // 1: it is in a call of this ring,
+  uint32_t is_with_you;   // 1: the call begun last is one with the rank that asks,
+  uint32_t stands_still;  // 1: and nothing of it has moved for a while
+  uint32_t num_chain;  // ranks that wait for each other in a row, each for a call that the next has not begun
+  uint64_t call;       // how many calls it has begun, whoever takes part
+  uint64_t num_sent;   // of the calls with the rank that asks: the sends to it,
+  uint64_t num_received;    // and the receives from it
+  int64_t cpu_nanoseconds;  // that its process has used
+  CallHeader header;        // of the call begun last
+  struct {
+    int32_t rank;
+    uint32_t call;  // as above; kLinking: the rank before waits for a link to this one
+  } chain[kMostChain];
+  uint32_t num_waiting;       // the rings of its process in which a collective of all ranks stands still,
+  uint32_t all_threads_wait;  // 1: on the last of TensorFlow's threads
   struct {
     uint64_t ring;   // its identity,
     uint64_t begun;  // and how many collectives have begun there, with the one that waits
   } waiting[kMostWaiting];
-  char last_call[600];  // the collective begun last, in words
 };
 static_assert(sizeof(Pong) <= sizeof(ControlFrame::message), "a pong fits its frame");
 

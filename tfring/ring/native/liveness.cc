@@ -10,8 +10,10 @@
 // to the others, so that ranks further on learn of it too, and at once.
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -32,12 +34,13 @@ constexpr int kMostUnanswered = 16;       // more would only fill the connection
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// Whether the kernel at the other end of a connection acknowledged all it was sent.
+// Whether the kernel at the other end of a connection acknowledged all that was written to it, sent or not.
 bool is_acknowledged(int fd) {
   tcp_info facts{};
   socklen_t size = sizeof(facts);
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &facts, &size) != 0) return true;  // not a network's
-  return facts.tcpi_unacked == 0;
+  int left = 0;
+  return ioctl(fd, SIOCOUTQ, &left) == 0 ? left == 0 : facts.tcpi_unacked == 0;
 }
 
 }  // namespace
@@ -109,7 +112,7 @@ void World::read_control(Link* link, int64_t now) {
       lose(unreachable ? cut_off(*link, seconds_between(link->heard, now)) : died(*link));
       return;
     }
-    if (link->heard != 0) link->heard = now;
+    link->heard = now;
     link->fill += static_cast<size_t>(got);
     if (link->fill < sizeof(link->frame)) continue;
     link->fill = 0;
@@ -151,7 +154,7 @@ void World::take_control(Link* link) {
       link->begun = frame.sequence;
       std::memcpy(&link->pong, frame.message, sizeof(link->pong));
       link->pong.num_waiting = std::min<uint32_t>(link->pong.num_waiting, kMostWaiting);
-      link->pong.last_call[sizeof(link->pong.last_call) - 1] = '\0';
+      link->pong.num_chain = std::min<uint32_t>(link->pong.num_chain, kMostChain);
       return;
   }
 }
@@ -187,10 +190,20 @@ void World::ask(Link* link, int64_t now, double period) {
 
 void World::answer(Link* link) {
   ControlFrame frame = make_control(ControlType::kPong, rank_, common_calls(link->rank));
+  const size_t peer = static_cast<size_t>(link->rank);
   Pong pong{};
-  pong.in_collective = running_ ? 1 : 0;
+  pong.is_running = running_ ? 1 : 0;
+  pong.is_with_you = takes_part(link->rank) ? 1 : 0;
+  pong.stands_still = stands_still_ ? 1 : 0;
+  pong.call = num_calls_;
+  pong.num_sent = num_sent_[peer];
+  pong.num_received = num_received_[peer];
+  pong.cpu_nanoseconds = cpu_nanoseconds();
+  pong.header = header_;
+  pong.num_chain = running_ ? num_chain_ : linking_ >= 0 ? 1 : 0;
+  pong.chain[0] = {linking_, kLinking};
+  if (running_) std::copy_n(chain_, num_chain_, pong.chain);
   tell_waiting(&pong);
-  copy_text(pong.last_call, sizeof(pong.last_call), describe(header_).c_str());
   std::memcpy(frame.message, &pong, sizeof(pong));
   send_control(*link, frame);
 }

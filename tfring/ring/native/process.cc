@@ -26,10 +26,10 @@ struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::string> warnings;
-  std::vector<uint64_t> standing;                                        // rings
-  std::vector<std::pair<uint64_t, const std::atomic<uint64_t>*>> rings;  // all this process is in
-  size_t pool_size = 0;                                                  // 0: not known
-  uint32_t asked = 0;  // the interrupt Python was asked about last,
+  std::vector<std::pair<uint64_t, bool>> standing;  // rings, and whether on threads of TensorFlow's pool
+  std::vector<std::pair<uint64_t, const RingState*>> rings;  // all this process is in
+  size_t pool_size = 0;                                      // 0: not known
+  uint32_t asked = 0;                                        // the interrupt Python was asked about last,
   int64_t asked_at = 0;
 };
 // Never destroyed: threads may still run while the process exits.
@@ -40,18 +40,23 @@ std::atomic<uint32_t> heard{0};       // as far as Python has heard of it
 std::atomic<const struct sigaction*> pythons_action{nullptr};
 
 // With shared->mutex held.
-bool all_threads_wait() { return shared->pool_size > 0 && shared->standing.size() >= shared->pool_size; }
+bool all_threads_wait() {
+  const auto on_pool = std::count_if(shared->standing.begin(), shared->standing.end(),
+                                     [](const auto& one) { return one.second; });
+  return shared->pool_size > 0 && static_cast<size_t>(on_pool) >= shared->pool_size;
+}
 
-const std::atomic<uint64_t>* begun_in(uint64_t ring) {
+const RingState* state_of(uint64_t ring) {
   for (const auto& joined : shared->rings) {
     if (joined.first == ring) return joined.second;
   }
   return nullptr;
 }
 
-void erase_one(std::vector<uint64_t>* values, uint64_t value) {
-  const auto found = std::find(values->begin(), values->end(), value);
-  if (found != values->end()) values->erase(found);
+// Whether the collective a peer waits in has not begun here.
+bool is_to_begin(uint64_t ring, uint64_t begun) {
+  const RingState* state = state_of(ring);
+  return state != nullptr && state->begun < begun;
 }
 
 void count_interrupt(int number, siginfo_t* info, void* context) {
@@ -118,44 +123,61 @@ bool on_pool_thread() {
          python.gil_state_get_this_thread_state() == nullptr;
 }
 
-void stands_still(uint64_t ring) {
+void stands_still(uint64_t ring, bool on_pool_thread) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  shared->standing.push_back(ring);
+  shared->standing.emplace_back(ring, on_pool_thread);
 }
 
-void moves_again(uint64_t ring) {
+void moves_again(uint64_t ring, bool on_pool_thread) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  erase_one(&shared->standing, ring);
+  const auto found =
+      std::find(shared->standing.begin(), shared->standing.end(), std::make_pair(ring, on_pool_thread));
+  if (found != shared->standing.end()) shared->standing.erase(found);
 }
 
 void tell_waiting(Pong* pong) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  if (!all_threads_wait() || shared->standing.size() > kMostWaiting) return;
-  for (uint64_t ring : shared->standing) {
-    const std::atomic<uint64_t>* begun = begun_in(ring);
-    if (begun != nullptr) pong->waiting[pong->num_waiting++] = {ring, *begun};
+  if (shared->standing.size() > kMostWaiting) return;
+  const bool only_pool = all_threads_wait();
+  pong->all_threads_wait = only_pool ? 1 : 0;
+  for (const auto& [ring, on_pool_thread] : shared->standing) {
+    const RingState* state = state_of(ring);
+    if (state == nullptr || (only_pool && !on_pool_thread)) continue;
+    pong->waiting[pong->num_waiting++] = {ring, state->begun};
   }
 }
 
-void join_ring(uint64_t ring, const std::atomic<uint64_t>* begun) {
+void join_ring(uint64_t ring, const RingState* state) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  shared->rings.emplace_back(ring, begun);
+  shared->rings.emplace_back(ring, state);
 }
 
-void leave_ring(uint64_t ring) {
+void leave_ring(const RingState* state) {
   std::lock_guard<std::mutex> lock(shared->mutex);
   const auto found = std::find_if(shared->rings.begin(), shared->rings.end(),
-                                  [&](const auto& joined) { return joined.first == ring; });
+                                  [&](const auto& joined) { return joined.second == state; });
   if (found != shared->rings.end()) shared->rings.erase(found);
+}
+
+std::string name_of_ring(uint64_t ring) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  const RingState* state = state_of(ring);
+  return state == nullptr ? "" : state->name;
+}
+
+uint64_t waits_elsewhere(const Pong& peer) {
+  std::lock_guard<std::mutex> lock(shared->mutex);
+  for (uint32_t i = 0; i < peer.num_waiting; ++i) {
+    if (is_to_begin(peer.waiting[i].ring, peer.waiting[i].begun)) return peer.waiting[i].ring;
+  }
+  return 0;
 }
 
 bool wait_for_each_other(const Pong& peer) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  if (!all_threads_wait() || peer.num_waiting == 0) return false;
-  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting, [](const auto& theirs) {
-    const std::atomic<uint64_t>* begun = begun_in(theirs.ring);
-    return begun != nullptr && *begun < theirs.begun;
-  });
+  if (!all_threads_wait() || peer.all_threads_wait == 0 || peer.num_waiting == 0) return false;
+  return std::all_of(peer.waiting, peer.waiting + peer.num_waiting,
+                     [](const auto& theirs) { return is_to_begin(theirs.ring, theirs.begun); });
 }
 
 void warn(const std::string& line) {

@@ -22,21 +22,33 @@ bool op_interrupted();
 // Whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
 bool on_pool_thread();
 
-// The rings this process is in, by identity; `begun` counts the collectives begun there, and lives as long.
-void join_ring(uint64_t ring, const std::atomic<uint64_t>* begun);
-void leave_ring(uint64_t ring);
-// Collectives that stand still on threads of TensorFlow's inter-op pool, by their ring.
-void stands_still(uint64_t ring);
-void moves_again(uint64_t ring);
-// Tells of all of them where the pool has no more threads, so that no other can begin; else of none.
+// What the other rings of a process look at of one.
+struct RingState {
+  std::string name;
+  std::atomic<uint64_t> begun{0};  // collectives of all ranks
+};
+// The rings this process is in, by identity, which two may share. The state lives as long.
+void join_ring(uint64_t ring, const RingState* state);
+void leave_ring(const RingState* state);
+std::string name_of_ring(uint64_t ring);
+// Collectives of all ranks that stand still, by their ring; some on threads of TensorFlow's inter-op pool.
+void stands_still(uint64_t ring, bool on_pool_thread);
+void moves_again(uint64_t ring, bool on_pool_thread);
+// Tells of all of them; where the pool has no more threads, so that no other can begin, of those on its
+// threads.
 void tell_waiting(Pong* pong);
 // Whether a peer whose threads all wait waits for collectives that this process has not begun, and could
 // begin only after its own have gone on, all of which wait for the peer in turn.
 bool wait_for_each_other(const Pong& peer);
+// The ring in which a peer waits for a collective that this process has not begun; 0 for none.
+uint64_t waits_elsewhere(const Pong& peer);
 
 // One line for the user; a thread of Python's takes it from next_warning, which waits for it, and logs it.
 void warn(const std::string& line);
 std::string next_warning();
+
+// Breaks a ring of this process' because of a failure outside it; see core.cc.
+void break_ring(uint64_t ring, const Status& why);
 
 void forget_process_in_child();
 

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
 constexpr double kSliceSeconds = 0.1;
-constexpr double kAskSeconds = 1.0;        // between questions to the peers
+constexpr double kAskSeconds = 1.0;        // between questions to the peers, at most
+constexpr double kFirstAskSeconds = 0.25;  // until the first
 constexpr double kLastWordsSeconds = 0.5;  // in which a peer's control connection tells why the other closed
 
 void relax() {
@@ -111,6 +112,10 @@ Status World::interruption() {
 // more.
 Status World::check_news() {
   std::lock_guard<std::mutex> lock(control_mutex_);
+  return check_left();
+}
+
+Status World::check_left() {
   if (!failure_.ok()) return failure_;
   for (const auto& link : links_) {
     if (link == nullptr || !link->left || !takes_part(link->rank)) continue;
@@ -134,7 +139,14 @@ Status World::give_in() {
 void World::stand_still(bool stands) {
   if (stands == stands_still_) return;
   stands_still_ = stands;
-  stands ? stands_still(identity_) : moves_again(identity_);
+  if (!of_all_) return;
+  stands ? stands_still(identity_, on_pool_thread_) : moves_again(identity_, on_pool_thread_);
+}
+
+bool World::is_pending(int rank) const {
+  return std::any_of(plan_.queues.begin(), plan_.queues.end(), [&](const Queue& queue) {
+    return queue.rank == rank && (may_receive(queue) || sendable(queue) > 0);
+  });
 }
 
 // Whom this rank waits for: who has something to send it, or else should take something.
@@ -164,23 +176,41 @@ bool World::speaks_of(int slow) const {
                      [&](int rank) { return rank == slow || rank >= rank_; });
 }
 
-// Nothing moves. The peer this rank waits for says whether it is in a call: if so, it waits like this rank,
-// and the rank next to the one that stands still will see to it. A peer that answers nothing is the watcher's
-// affair (liveness.cc).
+// Nothing moves. The peers this rank waits for say in which call they are: if in the same, or in one without
+// this rank, they wait like this rank, and the rank next to the one that stands still will see to it. A peer
+// that answers nothing is the watcher's affair (liveness.cc).
 Status World::ask_why(int64_t now, double idle_seconds) {
-  const double period = std::min({kAskSeconds, timeout_seconds_ / 4, stall_seconds_ / 4});
+  crosses_ = false;
+  const Status status = ask_peers(now, idle_seconds);
+  if (crosses_) break_ring(elsewhere_, status);  // where the peer waits
+  return status;
+}
+
+Status World::ask_peers(int64_t now, double idle_seconds) {
+  const double most = std::min({kAskSeconds, timeout_seconds_ / 4, stall_seconds_ / 4});
+  const double period = std::min(most, std::max(kFirstAskSeconds, idle_seconds / 2));
   if (idle_seconds < period) return {};
-  stand_still(on_pool_thread_);
+  stand_still(true);
   std::lock_guard<std::mutex> lock(control_mutex_);
-  for (const Queue& queue : plan_.queues) ask(link_to(queue.rank), now, period);
+  ++num_asks_;
+  const bool needs_all = !is_pairwise(static_cast<Kind>(header_.kind));
+  for (size_t i = 0; i < links_.size(); ++i) {
+    const int rank = static_cast<int>((i + static_cast<size_t>(num_asks_)) % links_.size());
+    Link* link = link_to(rank);
+    if (link == nullptr || !takes_part(rank) || !(needs_all || is_pending(rank))) continue;
+    ask(link, now, period);
+    if (link->answered <= idle_since_) continue;
+    if (contradicts(*link)) return break_up({Code::kMismatch, disagreement(link->rank, link->pong.header)});
+    TFRING_TRY(follow(*link));
+  }
   bool for_data = false;
   const Link* peer = needed(&for_data);
   if (peer == nullptr) return {};
   const std::string who = "rank " + std::to_string(peer->rank);
+  const std::string last_call = describe(peer->pong.header);
   const double age = seconds_between(peer->answered, now);  // of what it has told
   const bool answers = peer->answered > idle_since_ && age < 2 * period + kSliceSeconds;
-  const bool waits_too =
-      answers && (peer->begun >= common_calls(peer->rank) || peer->pong.in_collective != 0);
+  const bool waits_too = answers && (has_begun(*peer) || peer->pong.is_running != 0);
   const bool absent = answers && !waits_too;
 
   if (absent && on_pool_thread_ && age < period && wait_for_each_other(peer->pong)) {
@@ -188,27 +218,29 @@ Status World::ask_why(int64_t now, double idle_seconds) {
                      "rank " + std::to_string(rank_) + " and " + who +
                          " wait for each other in different rings: all inter-op threads of rank " +
                          std::to_string(rank_) + " wait, one of them in " + here() + ", those of " + who +
-                         " in others (" + peer->pong.last_call +
+                         " in others (" + last_call +
                          " is its last call of this ring). Run the rings' collectives in one order: from one "
                          "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
                          "tf.config.threading.set_inter_op_parallelism_threads(n)"});
   }
-  if (absent && for_data && !warned_ && idle_seconds > stall_seconds_) {
+  if (absent) TFRING_TRY(wait_crosswise(*peer, now));
+  const bool is_crosswise = absent && seconds_between(elsewhere_since_, now) > idle_seconds / 4 &&
+                            elsewhere_since_ > idle_since_;  // an error is on its way
+  if (absent && for_data && !warned_ && !is_crosswise && idle_seconds > stall_seconds_) {
     warned_ = true;
     if (speaks_of(peer->rank))
       warn(name_of_peer(*peer) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
-           " in " + here() + ". It is alive, and the last it called in this ring is " + peer->pong.last_call +
+           " in " + here() + ". It is alive, and the last it called in this ring is " + last_call +
            ". They go on waiting, up to " + seconds_text(timeout_seconds_) + " (TFRING_TIMEOUT_SECONDS).");
   }
   const double grace = std::min(std::max(0.1 * timeout_seconds_, 0.25), 5.0);
   const double over = idle_seconds - timeout_seconds_;
   if (over < (waits_too ? 10 * grace : grace)) return {};
   const std::string why =
-      waits_too ? who + " waits as well, in " + peer->pong.last_call + ", and no rank says for whom"
-      : absent
-          ? who + " takes no part: its process on " + peer->host +
-                " is alive but busy elsewhere; the last it called in this ring is " + peer->pong.last_call
-          : who + " takes no part: its process on " + peer->host + " answers nothing";
+      waits_too ? who + " waits as well, in " + last_call + ", and no rank says for whom"
+      : absent  ? who + " takes no part: its process on " + peer->host +
+                     " is alive but busy elsewhere; the last it called in this ring is " + last_call
+               : who + " takes no part: its process on " + peer->host + " answers nothing";
   return break_up({Code::kTimeout, "nothing moved for " + seconds_text(timeout_seconds_) + " at rank " +
                                        std::to_string(rank_) + " in " + here() + ": " + why});
 }

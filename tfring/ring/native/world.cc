@@ -51,6 +51,7 @@ World::World(const tfring_options& options)
       num_sent_(static_cast<size_t>(options.world_size)),
       num_received_(static_cast<size_t>(options.world_size)),
       in_call_(static_cast<size_t>(options.world_size)) {
+  state_.name = name_;
   if (options.hosts != nullptr) hosts_.assign(options.hosts, options.hosts + options.world_size);
 }
 
@@ -84,7 +85,7 @@ Status World::connect(const tfring_options& options, Group* all) {
   }
   if (world_size_ == 1) return status;
   news_fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  join_ring(identity_, &begun_);
+  join_ring(identity_, &state_);
   watch_over(this);
   return status;
 }
@@ -121,8 +122,17 @@ Status World::add_links(const tfring_link* links, int num_links) {
     if (status.ok()) status = added;
   }
   leave();
-  if (status.ok()) start_asking();
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  for (int i = 0; i < num_links && status.ok(); ++i) {  // each begins to be asked once it has spoken in turn
+    send_control(*link_to(links[i].rank), make_control(ControlType::kPing, rank_, 0));
+  }
+  wake_watcher();
   return status;
+}
+
+void World::wants_link(int rank) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  linking_ = rank;
 }
 
 // Where the members of a group stand: those of a host in a row.
@@ -216,7 +226,7 @@ void World::release() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   if (released_) return;
   released_ = true;
-  if (world_size_ > 1) leave_ring(identity_);
+  if (world_size_ > 1) leave_ring(&state_);
   for (auto& link : links_) {
     if (link == nullptr) continue;
     send_control(*link, make_control(ControlType::kGoodbye, rank_, common_calls(link->rank)));
@@ -323,8 +333,8 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   plan_.op = static_cast<Op>(call.op);
   group_ = group;
   caller_ = call.caller;
-  const bool of_all = group->size() == world_size_ && !is_pairwise(kind);
-  on_pool_thread_ = of_all && caller_ == TFRING_TENSORFLOW_OP && on_pool_thread();
+  of_all_ = group->size() == world_size_ && !is_pairwise(kind);
+  on_pool_thread_ = of_all_ && caller_ == TFRING_TENSORFLOW_OP && on_pool_thread();
   std::lock_guard<std::mutex> lock(control_mutex_);
   const auto refuse = [this] {
     const bool told = told_;
@@ -351,9 +361,11 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   header_ = make_header(*group, kind, call, tensors, num_tensors, sequence);
   header_.algorithm = static_cast<uint8_t>(algorithm_);
   if (kind == Kind::kAllReduceRows) header_.op = static_cast<uint8_t>(choose_way(*group, call, header_));
-  if (of_all) ++begun_;
+  if (of_all_) ++state_.begun;
+  ++num_calls_;
+  num_chain_ = 0;
   begun_any_ = running_ = true;
-  if (has_broken()) {
+  if (has_broken() || !check_left().ok()) {
     running_ = false;
     return refuse();
   }

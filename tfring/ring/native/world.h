@@ -8,6 +8,7 @@
 //   reduce_rows.cc  the sum of rows under ids, made of these
 //   execute.cc      the execution of a plan: move bytes while any move
 //   wait.cc         what happens when none move: sleep, and ask why
+//   disagreement.cc ranks that wait for each other
 //   trace.cc        what a call did when, for who asked
 //   liveness.cc     peers that leave, die, stop or are cut off; on the watcher's thread, in a collective or
 //   not
@@ -32,6 +33,7 @@
 #include "fd.h"
 #include "frame.h"
 #include "plan.h"
+#include "process.h"
 #include "rows.h"
 #include "status.h"
 #include "watcher.h"
@@ -50,7 +52,7 @@ struct Link {
   bool closed = false;         // nothing more comes
   size_t fill = 0;             // bytes of `frame` read so far
   ControlFrame frame{};
-  int64_t heard = 0;  // nanoseconds: its last sign of life; 0: the world is not open yet
+  int64_t heard = 0;  // nanoseconds: its last sign of life; 0: none yet, and the world is not open
   int64_t asked = 0;  // the last ping
   int unanswered = 0;
   int64_t answered = 0;  // the last pong, which told
@@ -103,6 +105,8 @@ class World final : private Watched {
 
   Status make_group(const Group& parent, const int32_t* members, int num_members, const char* name,
                     std::shared_ptr<Group>* group) const;
+  // Between calls this rank waits for a link to that one, -1 for none.
+  void wants_link(int rank);
   // Takes over the descriptors.
   Status add_links(const tfring_link* links, int num_links);
 
@@ -123,6 +127,7 @@ class World final : private Watched {
   // The first failure, after which nothing works; ok if there was none.
   Status failure();
   void abort(const Status& why);
+  uint64_t identity() const { return identity_; }
   void close();
 
  private:
@@ -209,13 +214,23 @@ class World final : private Watched {
   Status look_up(int64_t now);
   Status interruption();
   Status check_news();
+  Status check_left();
   Status give_in();
   void stand_still(bool stands);
   Status ask_why(int64_t now, double idle_seconds);
+  Status ask_peers(int64_t now, double idle_seconds);
+  bool is_pending(int rank) const;
   Link* needed(bool* for_data) const;
   bool speaks_of(int slow) const;
   Status peer_gone(Link* link);
   Status fail(Code code, const std::string& message);
+
+  // disagreement.cc: all with control_mutex_ held but the last
+  bool has_begun(const Link& peer) const;
+  bool contradicts(const Link& peer) const;
+  Status follow(const Link& peer);
+  Status wait_crosswise(const Link& peer, int64_t now);
+  std::string disagreement(int rank, const CallHeader& theirs) const;
 
   // trace.cc
   void start_record(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
@@ -275,8 +290,12 @@ class World final : private Watched {
   std::vector<uint64_t> counts_;    // [rank]
   std::vector<uint64_t> num_sent_;  // [rank]: of these the sends to it, and the receives from it
   std::vector<uint64_t> num_received_;
-  std::vector<uint8_t> in_call_;    // [rank]: it takes part in the call begun last
-  std::atomic<uint64_t> begun_{0};  // collectives of all ranks, for the process's other worlds to read
+  std::vector<uint8_t> in_call_;  // [rank]: it takes part in the call begun last
+  uint64_t num_calls_ = 0;        // begun, whoever takes part
+  RingState state_;               // for the process's other worlds to read
+  uint32_t num_chain_ = 0;        // of this rank's pongs: for whom the call under way waits in the end
+  decltype(Pong::chain) chain_{};
+  int linking_ = -1;  // the rank to which a link is wanted
   bool begun_any_ = false;
   bool running_ = false;  // the call begun last is under way
   CallHeader header_{};
@@ -289,6 +308,7 @@ class World final : private Watched {
   std::vector<Range> chunks_;
   std::vector<const void*> slots_;
   int32_t caller_ = TFRING_ANY_THREAD;
+  bool of_all_ = false;
   bool on_pool_thread_ = false;
   RowSums row_sums_;
   std::unique_ptr<char[]> scratch_;
@@ -305,7 +325,12 @@ class World final : private Watched {
   int64_t idle_since_ = 0;  // nanoseconds
   int64_t looked_up_ = 0;   // when signals and news were looked at last
   bool warned_ = false;     // of this standstill
-  bool stands_still_ = false;
+  std::atomic<bool> stands_still_{false};
+  int num_asks_ = 0;
+  bool crosses_ = false;         // two ranks wait for each other in two rings
+  uint64_t elsewhere_ = 0;       // the ring in which the peer waits that this rank waits for here,
+  int64_t elsewhere_since_ = 0;  // at least since then,
+  int64_t used_[2] = {0, 0};     // when this process and the peer's had used so much of processors
   std::vector<pollfd> poll_fds_;
 
   tfring_statistics statistics_{};

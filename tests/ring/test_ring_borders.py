@@ -1,0 +1,111 @@
+"""At the borders of a ring: who left, what is no rank, counts that only the root has, descriptors that run out."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import fuzz_calls
+import numpy as np
+import pytest
+import ranks
+
+
+def one_leaves(cluster):
+    ring = ranks.join(cluster)
+    ring.barrier()
+    if cluster.rank == 1:
+        ring.close()
+        return "left"
+    time.sleep(0.5)
+    with pytest.raises(Exception) as caught:
+        ring.send(np.ones(3), 1)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def borders(cluster):
+    with ranks.join(cluster) as ring:
+        for call in (lambda r: ring.broadcast(np.ones(2), root=r), lambda r: ring.send(np.ones(2), r)):
+            for root in (2**32, -(2**32), 2**31):
+                with pytest.raises(ValueError, match=f"Received: {root}"):
+                    call(root)
+        counts = [0, 2, 1] if cluster.rank == 1 else None
+        return ring.scatter(np.arange(3.0) if cluster.rank == 1 else np.ones(0), counts, root=1).tolist()
+
+
+def test_who_has_left_what_is_no_rank_and_whose_counts_they_are():
+    left = ranks.run(2, one_leaves)
+    assert left[1] == "left" and left[0].startswith("PeerLostError: rank 1 left the ring"), left
+    assert ranks.run(3, borders) == [[], [0.0, 1.0], [2.0]]
+
+
+def with_few_descriptors(cluster, more, may_raise):
+    soft = len(os.listdir("/proc/self/fd")) + more
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if cluster.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard if may_raise else soft))
+    with ranks.join(cluster) as ring:
+        return float(ring.all_reduce(np.ones(1))[0])
+
+
+def test_a_limit_of_descriptors_is_raised_or_named():
+    with ranks.Group(3) as group:
+        group.start(3, with_few_descriptors, 4, True)
+        assert group.outcomes() == [3.0] * 3
+        group.start(3, with_few_descriptors, 6, False)
+        failed = group.outcomes()
+    assert all(one.kind == "RendezvousError" for one in failed), failed
+    assert "Rank 1 has no file descriptors left" in failed[1].message, failed[1]
+
+
+def ring_at_the_dead():
+    """Rings the doorbell of a rank that has died, where SIGPIPE kills."""
+    import signal
+
+    from tfring.ring import mailbox
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    box = mailbox.Mailbox()
+    fds = [os.dup(fd) for fd in box.for_peer]
+    mailbox.check(fds)
+    box.close()
+    os.write(fds[1], b"1")
+
+
+def test_the_doorbell_of_a_dead_rank_can_be_rung():
+    code = f"import sys; sys.path[:] = {sys.path!r}; import test_ring_borders as t; t.ring_at_the_dead()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def lonely(cluster, which):
+    """Among more than 16 ranks not each has a link to each: rank 5 wants one to a rank that calls something else."""
+    ring = ranks.join(cluster, connect_timeout_seconds=60)
+    try:
+        ring.barrier()
+        began = time.monotonic()
+        with pytest.raises(Exception) as caught:
+            if cluster.rank != 5:
+                ring.all_reduce(np.ones(10))
+            elif which == "all_to_all":
+                ring.all_to_all(np.ones(18))
+            else:
+                ring.group([5, 15], "pair").barrier()
+            ring.barrier(name="the next")
+        time.sleep(0.05)
+        return type(caught.value).__name__, time.monotonic() - began
+    finally:
+        ring.close()
+
+
+def test_a_rank_that_wants_a_link_nobody_else_wants():
+    with ranks.Group(18) as group:
+        for size in (6, 12):  # each start has a limit, and so many processes take long to import what they need
+            group.start(size, fuzz_calls.play, 3, 0)
+            group.outcomes(100)
+        for which in ("all_to_all", "group"):
+            group.start(18, lonely, which)
+            outcomes = group.outcomes(100)
+            assert all(one[0] == "MismatchError" and one[1] < 30 for one in outcomes), outcomes
+        group.start(18, fuzz_calls.play, 3, 3)
+        assert not fuzz_calls.unexpected(group.outcomes(100), limit_seconds=10.0)

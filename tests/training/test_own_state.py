@@ -1,0 +1,88 @@
+"""State, metrics, functions and optimizers that programs write themselves: as in one process, or refused by name."""
+
+import warnings
+
+import pytest
+from common import assert_equal, devices, skewed_rows, train_both
+from harness import strategy, workers
+from own_state import net, programs, refused
+
+
+def train(names):
+    """Trains the programs named on all workers, and on one rank alone too: relative errors by program."""
+    ring = strategy(**devices())
+    found = programs()
+    cases = {}
+    for name in names:
+        make, (x, y) = found[name]
+        cases[name] = train_both(ring, make, x, y, epochs=2, validation_data=(x[:41], y[:41]), evaluate=(x, y))
+    return cases
+
+
+def test_programs():
+    names = list(programs())
+    assert_equal(workers(2).run(train, names, timeout=500))
+
+
+@pytest.mark.oldest
+def test_some_programs_on_three_workers():
+    names = ["accumulated by hand", "tf.Variable", "metrics that assign", "scalar metrics", "decorated", "counting"]
+    assert_equal(workers(3).run(train, names, timeout=400))
+
+
+@pytest.mark.long
+def test_programs_with_two_replicas_a_worker():
+    assert_equal(workers(2, logical_cpus=2).run(train, list(programs()), timeout=500))
+
+
+# -- what is refused, and what is said ---------------------------------------------------------------------------------
+
+
+def said():
+    """What each program is told."""
+    import keras
+    import tensorflow as tf
+
+    x, y = skewed_rows(23)
+    ring = strategy()
+    found = {}
+
+    def attempt(name, make):
+        with ring.scope():
+            model = make()
+        try:
+            model.fit(x, y, batch_size=20, verbose=0)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    for name, make in refused().items():
+        attempt(name, make)
+
+    class Summing(keras.Model):
+        def train_step(self, data):
+            self.total.assign_add(tf.reduce_sum(data[0]))
+            return super().train_step(data)
+
+    def summing():
+        model = Summing(*net())
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.total = model.add_weight(shape=(), initializer="zeros", trainable=False, name="total")
+        return model
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attempt("sum", summing)
+    found["warned"] = [str(w.message) for w in caught if "weighted by rows" in str(w.message)]
+    return found
+
+
+def test_what_cannot_be_one_value_is_named():
+    for rank, found in enumerate(workers(2).run(said)):
+        assert "'welford/mean'" in found["welford"] and "gather_for_loss" in found["welford"], found["welford"]
+        assert "ConfigurationError" in found["welford"]
+        for name, variable in {"queue": "/memory'", "scatter": "/memory'", "scatter_update": "'other:0'"}.items():
+            text = found[f"rows, {name}"]
+            assert "ConfigurationError" in text and variable in text and "gather_for_loss(rows)" in text, text
+        assert "sum" not in found, found["sum"]
+        assert len(found["warned"]) == (rank == 0), found["warned"]
+        assert all("total" in text and 'aggregation="sum"' in text for text in found["warned"])

@@ -1,0 +1,263 @@
+"""Describes what ranks have to share before they train: the model, how it was compiled, tables, constants of its graph.
+
+Each item is `name: [text for an error, what is compared]`. Python orders sets of strings by a hash that each process
+seeds for itself; so names in lists, inputs, layers and vocabularies may come in another order on each rank, and weights
+are paired by their position. Names that Keras numbers count up in a process: of these the order alone is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import weakref
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import _tf
+from tfring._keras.layers import all_layers
+from tfring._keras.outside import optimizers_of
+from tfring._keras.sharding import cut_of
+
+_MOST_TEXT = 100  # characters of a value in an error
+# In configurations: where code lies, shapes of a rank's rows, what a rank draws for itself, what is compared by itself.
+_NOT_COMPARED = ("module", "registered_name", "build_config", "batch_shape", "seed", "vocabulary")
+_COMPARED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_COMPARED_NUMBERS = tuple(dtype.as_datatype_enum for dtype in _COMPARED)
+
+_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what was found in those of datasets
+
+
+def of_compile(model) -> dict:
+    """Describes the loss, metrics and optimizers of a compiled model; learning rates are rank 0's on all ranks."""
+    import keras
+
+    items: dict = {}
+    compiled = getattr(getattr(model, "_compile_config", None), "config", {})
+    for name in ("loss", "loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution"):
+        items[name] = item(compiled.get(name))
+    for number, optimizer in enumerate(optimizers_of(model)):
+        kind = type(optimizer).__name__
+        items[f"optimizer {number}"] = item(kind)
+        for name, value in _config(optimizer).items():
+            rate = name == "learning_rate" and not isinstance(
+                getattr(optimizer, "_learning_rate", None), keras.optimizers.schedules.LearningRateSchedule
+            )
+            if not rate and name != "inner_optimizer":
+                items[f"{name} of optimizer {number}, {kind}"] = item(value)
+    return items
+
+
+def of_model(model) -> dict:
+    """Describes the layers of a model, their settings, tables and vocabularies, what each is called on, and weights."""
+    layers = all_layers(model)
+    operations = [op for layer in layers for op in getattr(layer, "_operations", ())]
+    names = _Names([*layers, *operations])
+    items: dict = {}
+    for layer in layers:
+        for what, text, digest in _tables(layer):
+            items[f"{what} of {names[layer]}"] = [text, digest]
+    for number, layer in enumerate(layers):
+        items[f"layer {number}"] = item(f"{type(layer).__name__} {names[layer]!r}")
+        for name, value in _settings(layer):
+            items[f"{name} of {names[layer]}"] = item(value)
+    for layer in layers:
+        for op, parents in _calls(layer, names):
+            items[f"input of {op}"] = item(parents)
+    for number, variable in enumerate(model.variables):
+        name = re.sub(r"^variable_\d+$", "variable", variable.name)
+        shape = "of which a rank holds a part" if cut_of(variable) is not None else f"of shape {tuple(variable.shape)}"
+        text = f"{variable.path!r} {shape}, {variable.dtype}, {'' if variable.trainable else 'not '}trainable"
+        items[f"weight {number}"] = [text, json.dumps([name, shape, str(variable.dtype), bool(variable.trainable)])]
+    return items
+
+
+def of_graph(graph) -> dict:
+    """Describes the constants of a graph that hold several fractions: what Python drew while it was traced.
+
+    Whole numbers are left out, among which are each rank's bounds and seeds, and texts, which are names.
+    """
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    arrays = [(tf.make_ndarray(node.attr["value"].tensor), node.name) for node in nodes if _may_differ(node)]
+    for tensor, inner in graph.captures:
+        if tf.is_tensor(tensor) and not hasattr(tensor, "graph") and tensor.dtype in _COMPARED:
+            arrays.append((tensor.numpy(), inner.op.name))
+    found: dict = {}  # each once: how often one stands in a graph is of no importance
+    for array, where in arrays:
+        if array.size > 1:
+            kind = f"constant of shape {array.shape}, {array.dtype.name}"
+            found.setdefault((kind, digest(array)), f"{_beginning(array)} in {where!r}")
+    return {
+        f"{kind} ({number})": [text, compared] for number, ((kind, compared), text) in enumerate(sorted(found.items()))
+    }
+
+
+def of_dataset(dataset, *, with_constants: bool) -> dict:
+    """Describes the tables, and the constants, that functions of a `tf.data` pipeline hold."""
+    items: dict = {}
+    todo = [dataset]
+    while todo:
+        dataset = todo.pop()
+        todo.extend(_tf.datasets_before(dataset))
+        for graph in _tf.graphs_of(dataset):
+            if graph not in _graphs:
+                _graphs[graph] = _tables_of(graph), of_graph(graph)
+            tables, constants = _graphs[graph]
+            for name, item in {**tables, **(constants if with_constants else {})}.items():
+                items[f"{name}, function {len(items)}"] = item
+    return items
+
+
+def item(value) -> list:
+    """Describes a setting: numbers, texts, arrays, Keras' objects by their configuration, in any structure."""
+    plain = _plain(value)
+    text = json.dumps(plain)
+    return [text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "...", text]
+
+
+def digest(array) -> str:
+    """Returns a short text that is the same for arrays with the same bits."""
+    result = hashlib.blake2b(digest_size=8)
+    if array.dtype.hasobject:
+        result.update(repr(array.tolist()).encode())
+    else:
+        # By octets: the buffers of dtypes that are not NumPy's own, such as bfloat16, are not to be cast.
+        result.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return result.hexdigest()
+
+
+class _Names(dict):
+    """Names by layers and operations; of those that end in a number the order of these numbers is kept."""
+
+    def __init__(self, operations):
+        super().__init__()
+        groups: dict = {}
+        for op in dict.fromkeys(operations):
+            base, _, number = op.name.rpartition("_")
+            base, number = (base, int(number)) if base and number.isdecimal() else (op.name, 0)
+            groups.setdefault(base, {})[op] = number
+        for base, numbers in groups.items():
+            distinct = sorted(set(numbers.values()))
+            for op, number in numbers.items():
+                place = distinct.index(number)
+                self[op] = f"{base}_{place}" if place else base
+
+    def __missing__(self, op):
+        return type(op).__name__
+
+
+def _calls(layer, names):
+    """`(name, inputs of each call)` of the operations of a functional model, and what it takes and returns."""
+    if not hasattr(layer, "_operations"):
+        return
+
+    def origins(tensors):
+        return [[names[t._keras_history.operation], t._keras_history.tensor_index] for t in tensors]
+
+    own = set(layer._nodes)  # their keys
+    for op in layer._operations:
+        calls = [node for i, node in enumerate(op._inbound_nodes) if f"{id(op)}_ib-{i}" in own]
+        yield names[op], [origins(node.arguments.keras_tensors) for node in calls]
+    yield f"{names[layer]} itself", origins(layer.inputs)
+    yield f"what {names[layer]} returns", origins(layer.outputs)
+
+
+def _settings(layer):
+    """`(name, value)` of a layer: configuration of one of Keras', and texts in lists and dicts that are attributes."""
+    import keras
+
+    if type(layer).__module__.startswith("keras.") and not isinstance(layer, (keras.Model, keras.layers.Lambda)):
+        yield from _config(layer).items()
+    own = () if type(layer).__module__.startswith(("keras.", "tfring.")) else vars(layer).items()
+    for name, value in own:
+        if name.startswith("_") or not isinstance(value, (dict, list, tuple)) or not value:
+            continue
+        texts = list(value)
+        if not all(isinstance(text, str) and os.sep not in text for text in texts):
+            continue
+        if isinstance(value, dict) and all(isinstance(v, (str, int, float)) for v in value.values()):
+            texts = sorted(value.items())
+        yield name, texts
+
+
+def _config(thing) -> dict:
+    try:
+        config = dict(thing.get_config())
+    except Exception:  # a user's own may raise whatever it likes
+        return {}
+    return {name: value for name, value in _without_numbers(config).items() if name not in _NOT_COMPARED}
+
+
+def _without_numbers(config: dict) -> dict:
+    """A configuration without the number that Keras puts behind a name."""
+    name = config.get("name")
+    return {**config, "name": re.sub(r"_\d+$", "", name)} if isinstance(name, str) else config
+
+
+def _plain(value):
+    """What JSON can hold of a setting; types in place of what may show an address."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, dict):
+        return {str(name): _plain(v) for name, v in _without_numbers(value).items() if name not in _NOT_COMPARED}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.ndarray) or tf.is_tensor(value):
+        array = np.asarray(value)
+        return f"{_beginning(array)} of shape {array.shape}, {digest(array)}"
+    if hasattr(value, "get_config"):
+        return {type(value).__name__: _plain(_config(value))}
+    return getattr(value, "__qualname__", type(value).__name__)
+
+
+def _tables(layer):
+    """`(what, text, digest)` of vocabularies and tables that are attributes of a layer."""
+    if hasattr(layer, "get_vocabulary"):
+        words = np.asarray([str(word) for word in layer.get_vocabulary(include_special_tokens=False)])
+        yield "vocabulary", f"{len(words)} words, {_beginning(words)}", digest(words)
+        return
+    for name, value in vars(layer).items():
+        if isinstance(value, (tf.lookup.StaticHashTable, tf.lookup.experimental.DenseHashTable)):
+            yield (name, *_exported(*value.export()))
+
+
+def _tables_of(graph) -> dict:
+    """Describes the tables that a graph looks things up in, as far as it does so itself."""
+    items: dict = {}
+    for op in graph.get_operations():
+        if op.type == "LookupTableFindV2":
+            handle = next((outer for outer, inner in graph.captures if inner is op.inputs[0]), None)
+            if handle is not None and not hasattr(handle, "graph"):
+                dtypes = {"Tkeys": op.get_attr("Tin"), "Tvalues": op.get_attr("Tout")}
+                pairs = tf.raw_ops.LookupTableExportV2(table_handle=handle, **dtypes)
+                items[f"lookup table ({len(items)})"] = list(_exported(pairs.keys, pairs.values))
+    return items
+
+
+def _exported(keys, values):
+    """`(text, digest)` of a table, whose entries come in no order."""
+    order = np.argsort(values.numpy(), kind="stable") if values.dtype != tf.string else np.argsort(keys.numpy())
+    keys, values = keys.numpy()[order], values.numpy()[order]
+    return f"{len(keys)} entries, {_beginning(keys)}", digest(keys) + digest(values)
+
+
+def _may_differ(node) -> bool:
+    """Whether a node holds several values of a kind that is compared; where all are one, TensorFlow keeps one."""
+    tensor = node.attr["value"].tensor
+    if node.op != "Const" or tensor.dtype not in _COMPARED_NUMBERS:
+        return False
+    return bool(tensor.tensor_content) or any(
+        len(values) > 1 for values in (tensor.half_val, tensor.float_val, tensor.double_val)
+    )
+
+
+def _beginning(array) -> str:
+    values = [v.decode(errors="replace") if isinstance(v, bytes) else v for v in array.ravel()[:3].tolist()]
+    return "beginning with " + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in values)

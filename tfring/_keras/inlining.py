@@ -1,0 +1,43 @@
+"""A user's `tf.function` that a step calls is traced into the step, as if it were not decorated.
+
+A step notes what its replicas write, and knows their shares of the batch, while it is traced. A function of its own is
+traced once and called from other steps' graphs, too, which would know of nothing then, or find tensors of another.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfring import _tf, step
+from tfring._keras.seam import seam
+
+_OF_LIBRARIES = ("tensorflow.", "keras.", "tfring.")  # which write nothing, or know of steps
+
+
+def install():
+    @seam(_tf.PolymorphicFunction, "__call__")
+    def call(original, self, *args, **kwargs):
+        running = step.current()
+        if running is None or running.active is None or not _is_of_user(self):
+            return original(self, *args, **kwargs)
+        if running.share is None and tf.executing_eagerly():  # a loop of the user's own, whose function it may be
+            return original(self, *args, **kwargs)
+        return _tf.call_unwrapped(self, _as_declared(self, args), kwargs)
+
+
+def _is_of_user(function) -> bool:
+    if type(function) is not _tf.PolymorphicFunction or _tf.is_compiled_by_xla(function):
+        return False
+    return not (function.python_function.__module__ or "").startswith(_OF_LIBRARIES)
+
+
+def _as_declared(function, args) -> list:
+    """Arguments as the tensors that an `input_signature` asks for."""
+    signature = function.input_signature
+    if signature is None or len(signature) < len(args):
+        return list(args)
+
+    def tensor(spec, value):
+        return tf.convert_to_tensor(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
+
+    return [tf.nest.map_structure(tensor, spec, arg) for spec, arg in zip(signature, args, strict=False)]

@@ -1,0 +1,128 @@
+// Ranks that wait for each other, told from those that wait for a slow one by what the peers say of their
+// calls.
+#include <algorithm>
+
+#include "clock.h"
+#include "process.h"
+#include "world.h"
+
+namespace tfring {
+namespace {
+
+constexpr double kIdleShare = 0.03;  // of a processor, used by a process that does nothing but wait
+
+}  // namespace
+
+std::string World::disagreement(int rank, const CallHeader& theirs) const {
+  return "ranks disagree: rank " + std::to_string(rank) + " called " + describe(theirs) + " as " +
+         describe_place(theirs) + " of ring \"" + name_ + "\", rank " + std::to_string(rank_) + " called " +
+         describe(header_) + " as " + describe_place(header_);
+}
+
+// Whether the peer has begun its part of the call under way, as far as it has told.
+bool World::has_begun(const Link& peer) const {
+  const size_t rank = static_cast<size_t>(peer.rank);
+  const Kind kind = static_cast<Kind>(header_.kind);
+  if (kind == Kind::kSend) return peer.pong.num_received >= num_sent_[rank];
+  if (kind == Kind::kReceive) return peer.pong.num_sent >= num_received_[rank];
+  return peer.begun - peer.pong.num_sent - peer.pong.num_received >=
+         counts_[rank] - num_sent_[rank] - num_received_[rank];
+}
+
+// Whether the peer is in a call with this rank that is another than the one under way. Both count what they
+// have begun together: collectives, sends and receives each. So collectives of one number have to agree; and
+// where one of the calls is a send or a receive, which need not keep step, neither rank has begun the
+// other's, nor can it.
+bool World::contradicts(const Link& peer) const {
+  const Pong& pong = peer.pong;
+  if (pong.is_with_you == 0) return false;
+  const size_t rank = static_cast<size_t>(peer.rank);
+  const Kind mine = static_cast<Kind>(header_.kind);
+  const Kind theirs = static_cast<Kind>(pong.header.kind);
+  const uint64_t my_number = counts_[rank] - num_sent_[rank] - num_received_[rank];
+  const uint64_t their_number = peer.begun - pong.num_sent - pong.num_received;
+  if (!is_pairwise(mine) && !is_pairwise(theirs)) {
+    return my_number == their_number && !agree(header_, pong.header);
+  }
+  if (pong.is_running == 0 || has_begun(peer)) return false;
+  if (theirs == Kind::kReceive) return pong.num_received > num_sent_[rank];
+  if (theirs == Kind::kSend) return pong.stands_still != 0 && pong.num_sent > num_received_[rank];
+  return their_number > my_number;
+}
+
+// A peer that has not begun this rank's call is in one of its own, and cannot begin this one before. Ranks
+// that wait so for each other in a row are told from one to the next; a row that comes back to this rank's
+// call never ends. One that is in the same call waits for what this rank waits for. A rank that wants a link
+// to this one waits for it as well, if its call is not the one under way, in which there would be a link by
+// now.
+Status World::follow(const Link& peer) {
+  const Pong& pong = peer.pong;
+  if (pong.is_running == 0 && pong.num_chain == 0) return {};
+  uint32_t length = 0;
+  decltype(Pong::chain) chain;
+  if (!has_begun(peer)) {
+    chain[length++] = {peer.rank, static_cast<uint32_t>(pong.call)};
+  } else if (pong.is_with_you == 0 || is_pairwise(static_cast<Kind>(header_.kind)) ||
+             !agree(header_, pong.header)) {
+    return {};
+  }
+  for (uint32_t i = 0; i < pong.num_chain && length < kMostChain; ++i) chain[length++] = pong.chain[i];
+  if (length == 0) return {};
+  std::copy_n(chain, length, chain_);
+  num_chain_ = length;
+  const auto end = chain + length;
+  const auto mine = std::find_if(chain, end, [this](const auto& one) { return one.rank == rank_; });
+  if (mine == end || mine == chain) return {};
+  const int before = (mine - 1)->rank;
+  const bool waits_for_link = mine->call == kLinking && before >= 0 && before < world_size_ &&
+                              takes_part(before) && link_to(before) == nullptr;
+  if (mine->call != static_cast<uint32_t>(num_calls_) && !waits_for_link) {  // of a call that is over
+    num_chain_ = 0;
+    return {};
+  }
+  std::string row = "rank " + std::to_string(rank_) + " waits for";
+  for (const auto* one = chain; one != mine; ++one) {
+    const std::string rank = " rank " + std::to_string(one->rank);
+    row += rank + "," + rank + " for";
+  }
+  row += " rank " + std::to_string(rank_);
+  return break_up({Code::kMismatch,
+                   "ranks disagree: they wait for each other in a circle, each in a call that the "
+                   "next has not begun: " +
+                       row + ". " + disagreement(peer.rank, pong.header)});
+}
+
+// The peer has not begun this rank's collective, and its process waits in another ring, in one that this
+// process has not begun. Either may have a thread that still computes, and then begins what the other waits
+// for; but where neither uses a processor for as long as a slow rank is not warned of, they disagree.
+Status World::wait_crosswise(const Link& peer, int64_t now) {
+  const uint64_t other = of_all_ ? waits_elsewhere(peer.pong) : 0;
+  const bool is_open = elsewhere_since_ > idle_since_;
+  const double seconds = is_open ? seconds_between(elsewhere_since_, now) : 0;
+  const int64_t used[2] = {cpu_nanoseconds(), peer.pong.cpu_nanoseconds};
+  const auto computes = [&](int process) {
+    return static_cast<double>(used[process] - used_[process]) * 1e-9 > kIdleShare * (1 + seconds);
+  };
+  if (other == 0) {
+    elsewhere_since_ = 0;
+    return {};
+  }
+  if (!is_open || other != elsewhere_ || computes(0) || computes(1)) {
+    elsewhere_ = other;
+    elsewhere_since_ = now;
+    std::copy_n(used, 2, used_);
+  }
+  if (seconds_between(elsewhere_since_, now) < stall_seconds_) return {};
+  crosses_ = true;
+  const std::string who = "rank " + std::to_string(peer.rank);
+  const std::string me = "rank " + std::to_string(rank_);
+  return break_up({Code::kMismatch,
+                   "ranks disagree: " + who + " and " + me +
+                       " wait for each other in different rings, and neither computes: " + me + " in " +
+                       here() + ", " + who + " in ring \"" + name_of_ring(elsewhere_) +
+                       "\"; the last it called in ring \"" + name_ + "\" is " + describe(peer.pong.header) +
+                       ". All ranks call the collectives of all rings in one order, also where one "
+                       "catches an error that the others do not get"});
+}
+
+}  // namespace tfring
