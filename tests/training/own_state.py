@@ -7,7 +7,8 @@ def net(width=6):
     import keras
 
     inputs = keras.Input((4,))
-    return inputs, keras.layers.Dense(1)(keras.layers.Dense(width, activation="tanh")(inputs))
+    hidden = keras.layers.Dense(width, activation="tanh", name="hidden")(inputs)
+    return inputs, keras.layers.Dense(1, name="out")(hidden)
 
 
 def accumulating(every=3):
