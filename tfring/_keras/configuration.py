@@ -173,7 +173,8 @@ def _settings(layer):
         yield from _config(layer).items()
     own = () if type(layer).__module__.startswith(("keras.", "tfring.")) else vars(layer).items()
     for name, value in own:
-        if name.startswith("_") or not isinstance(value, (dict, list, tuple)) or not value:
+        # Names of a functional model's outputs are numbered by Keras; `_calls` compares which layers they are of.
+        if name.startswith("_") or name == "output_names" or not isinstance(value, (dict, list, tuple)) or not value:
             continue
         texts = list(value)
         if not all(isinstance(text, str) and os.sep not in text for text in texts):
