@@ -51,7 +51,7 @@ def test_a_checkout_without_libraries_uses_those_of_the_installed_package(tmp_pa
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tfring\nVersion: {tfring.__version__}\n")
     code = "import tfring.ring.library as l; l.core(); print(l.__file__, l.CORE, l.OPS.exists())"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-S", "-c", code]  # without the package that is installed here
     environ = {**os.environ, "PYTHONPATH": str(site)}
     run = {"cwd": checkout, "env": environ, "capture_output": True, "text": True, "timeout": 60}
     source, core, has_ops = subprocess.run(command, check=True, **run).stdout.split()

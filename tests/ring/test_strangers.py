@@ -374,7 +374,8 @@ def test_more_than_1024_open_files(transport):
 def as_another_user(program, *arguments):
     if os.geteuid() != 0:
         pytest.skip("only root becomes another user")
-    code = f"import os, socket, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n{program}"
+    imports = "import contextlib, os, socket, sys, time"  # before it may no longer read where Python lies
+    code = f"{imports}; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n{program}"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -407,7 +408,7 @@ def test_another_user_that_knocks_in_a_loop_keeps_nobody_busy(door):
     gate, cluster = door(given_secret=None)
     name = entrance._local_name("127.0.0.1", gate.port)
     process = as_another_user(
-        "import contextlib, time\nend = time.monotonic() + 2\n"
+        "end = time.monotonic() + 2\n"
         "while time.monotonic() < end:\n"
         "    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:\n"
         "        connection.settimeout(0.5); connection.connect(sys.argv[1].replace('@', '\\0'))",

@@ -47,6 +47,7 @@ _SWEEP_SECONDS = 1.0  # between looks at who has gone or waited in vain
 _LOOPBACKS = ("127.0.0.1", "::1")
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PEER = struct.Struct("3i")  # process, user, group
+_TIME = struct.Struct("ll")  # seconds, microseconds
 
 JOB = wire.text(16, "[0-9a-f]{16}")
 _TOKEN = wire.text(32, "[0-9a-f]{32}")
@@ -610,8 +611,7 @@ def _dial_locally(hosts: list[str], port: int, *, strict: bool) -> socket.socket
         for place in dict.fromkeys((host, "*", *_LOOPBACKS)):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                connection.settimeout(_DIAL_SECONDS)
-                connection.connect(_local_name(place, port))
+                _connect_locally(connection, _local_name(place, port))
                 process, user = peer_of(connection)
             except OSError:
                 connection.close()
@@ -622,6 +622,17 @@ def _dial_locally(hosts: list[str], port: int, *, strict: bool) -> socket.socket
             if strict:
                 raise PermissionError(errno.EPERM, f"process {process} of user {user}, not {os.geteuid()}, is there")
     return None
+
+
+def _connect_locally(connection: socket.socket, name: str) -> None:
+    """Connects to a Unix socket, and waits for a place where strangers have filled its queue.
+
+    One with a timeout of Python's does not block, and gets EAGAIN at once where the queue is full.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(_DIAL_SECONDS), 0))
+    connection.connect(name)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+    connection.settimeout(_DIAL_SECONDS)
 
 
 def _listen_locally(listener: socket.socket, *, with_secret: bool) -> socket.socket | None:
