@@ -247,11 +247,13 @@ def test_another_tensorflow_on_one_rank(start, tmp_path):
 def test_a_package_without_the_library(start, tmp_path):
     package = pathlib.Path(tfring.__file__).parent
     shutil.copytree(package, tmp_path / "tfring", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "tfring" / "_version.py").write_text('__version__ = "0.0.1"\n')  # else it uses the installed one's
     addresses = addresses_of(2)
     second = start(DOCTOR, TF_CONFIG=tf_config(addresses, 1), PYTHONPATH=str(tmp_path))
     found = document(start([*DOCTOR, "--json"], TF_CONFIG=tf_config(addresses, 0)), 1)
     ended(second)
-    assert len(found["problems"]) == 1 and found["problems"][0]["what"].startswith("Rank 1 (")
+    library, version = found["problems"]
+    assert library["what"].startswith("Rank 1 (") and version["what"].startswith("tfring differs: ")
     assert "The compiled ring is missing" in words(found) and "apt install g++" in words(found)
     assert len(found["connections"]) == 2 and found["ring"] is None
 

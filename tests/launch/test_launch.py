@@ -302,7 +302,8 @@ def test_on_a_terminal_an_unfinished_line_of_rank_0_is_drawn_again(start, tmp_pa
     assert job.wait(TIMEOUT) == 0
     output += os.read(master, 10_000)
     os.close(master)
-    assert output == b"bar 1/2\r\x1b[K[1] hello\r\nbar 1/2 done\r\n"
+    last = f"{LEFT_ALONE[0]}\r\n".encode()
+    assert output == b"bar 1/2\r\x1b[K[1] hello\r\nbar 1/2 done\r\n" + last
 
 
 def test_log_dir(launch, tmp_path):
