@@ -66,22 +66,6 @@ def of_words(lookup):
     return model
 
 
-def static_rows():
-    """A model whose step needs the static number of rows."""
-    import keras
-    import tensorflow as tf
-
-    class Static(keras.Model):
-        def train_step(self, data):
-            x, y = data
-            return super().train_step((tf.reshape(x, [x.shape[0], 2, 2])[:, :, 0], tf.stack(tf.unstack(y))))
-
-    inputs = keras.Input((2,))
-    model = Static(inputs, keras.layers.Dense(1, name="out")(inputs))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
-    return model
-
-
 def cases():
     """By name: a model, and what makes `(data, more arguments)` of fit, evaluate and predict."""
     import ml_dtypes
@@ -103,7 +87,6 @@ def cases():
     return {
         "anchors": (anchored, lambda: ((rows.batch(BATCH).map(with_anchors),), {})),
         "anchors, drop_remainder": (anchored, lambda: ((rows.batch(BATCH, True).map(with_anchors),), {})),
-        "static rows": (static_rows, lambda: ((rows.batch(BATCH, True),), {})),
         "lookup": (lambda: of_words(True), lambda: ((strings.batch(BATCH),), {})),
         "to_number, mapped": (
             lambda: of_words(False), lambda: ((strings.map(lambda x, y: (x, 2 * y)).batch(BATCH),), {})
@@ -127,8 +110,6 @@ def train(names):
             arguments, more = data()
             history = model.fit(*arguments, shuffle=False, verbose=0, **more).history
             arguments, _ = data()
-            if name == "static rows":
-                return model.get_weights(), history, [], []
             evaluated = model.evaluate(*arguments, verbose=0, **more)
             arguments, _ = data()
             return model.get_weights(), history, [evaluated], [model.predict(arguments[0], verbose=0, **more)]
@@ -151,7 +132,7 @@ def train(names):
 @pytest.mark.parametrize("n", [2, 3])
 def test_as_one_process(n):
     names = [
-        "anchors", "anchors, drop_remainder", "static rows", "lookup", "to_number, mapped",
+        "anchors", "anchors, drop_remainder", "lookup", "to_number, mapped",
         "generator of None", "bfloat16",
     ]
     assert_equal(workers(n).run(train, names if n == 2 else names[:5], timeout=400))

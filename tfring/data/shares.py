@@ -84,17 +84,7 @@ class _Cut:
         total = num_rows(batch) if total is None else total
         replicas = [self.place.first + i for i in range(self.place.replicas)]
         cuts = [bounds(total, replica, self.place.num_replicas) for replica in replicas]
-        parts, rows = cut_rows(batch, [(begin - first, end - first) for begin, end in cuts])
-        return tuple(map(self._with_static_rows, parts, replicas)), rows
-
-    def _with_static_rows(self, part, replica):
-        """A part of batches that all have as many rows, as far as that is static."""
-        specs = tf.nest.flatten(self.spec)
-        for component, spec, constant in zip(tf.nest.flatten(part), specs, self._constants, strict=True):
-            if isinstance(spec, tf.TensorSpec) and not constant and spec.shape.rank and spec.shape[0]:
-                begin, end = bounds(spec.shape[0], replica, self.place.num_replicas)
-                component.set_shape([max(end - begin, 1), *component.shape[1:]])
-        return part
+        return cut_rows(batch, [(begin - first, end - first) for begin, end in cuts])
 
 
 def _of_whole_batches(cut, compare, left_out):
