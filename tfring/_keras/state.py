@@ -75,7 +75,11 @@ def install():
         if running is None or current_ring() is None or tf.distribute.get_replica_context() is None:
             return original(self, value)
         if step.is_written_alike(self) or step.is_kept_by_replica(self):
-            return original(self, value)
+            _local.is_by_tensorflow = True
+            try:
+                return original(self, value)
+            finally:
+                _local.is_by_tensorflow = False
         _refuse_outside(self)
         if not _write_own(running, self, value, getattr(_local, "adding", None) is self):
             # The row that a replica without rows was given does not count.
@@ -86,7 +90,8 @@ def install():
     def update_in_replica(original, variable, update, value, **kwargs):
         """Where TensorFlow writes a mirrored variable of its own in a replica."""
         running = step.weighing()
-        if running is None or ring_of(variable.distribute_strategy) is None:
+        by_tensorflow = running is None or getattr(_local, "is_by_tensorflow", False)
+        if by_tensorflow or ring_of(variable.distribute_strategy) is None:
             return original(variable, update, value, **kwargs)
         if variable.aggregation == tf.VariableAggregation.NONE:
             return update(_Copy(running, variable), value, **kwargs)
