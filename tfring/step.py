@@ -124,7 +124,7 @@ def is_written_alike(variable) -> bool:
 
 
 def keep_by_replica(variable) -> None:
-    """Marks a Keras variable whose value on each replica belongs to that replica's rows: it is not averaged."""
+    """Marks a variable whose value on each replica belongs to that replica's rows: it is not averaged."""
     variable._tfring_kept_by_replica = True
 
 

@@ -90,8 +90,8 @@ def install():
     def update_in_replica(original, variable, update, value, **kwargs):
         """Where TensorFlow writes a mirrored variable of its own in a replica."""
         running = step.weighing()
-        by_tensorflow = running is None or getattr(_local, "is_by_tensorflow", False)
-        if by_tensorflow or ring_of(variable.distribute_strategy) is None:
+        by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(variable)
+        if running is None or by_tensorflow or ring_of(variable.distribute_strategy) is None:
             return original(variable, update, value, **kwargs)
         if variable.aggregation == tf.VariableAggregation.NONE:
             return update(_Copy(running, variable), value, **kwargs)

@@ -152,6 +152,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             with tf.init_scope():  # a model without an Input is built while Keras traces it
                 self._window = tf.Variable(tf.zeros(window, tf.float64), trainable=False, name="window")
                 self._position = tf.Variable(0, trainable=False, dtype=tf.int32, name="position")
+            for variable in (self._window, self._position):
+                step.keep_by_replica(variable)
         choice.prepare(self.synchronization)
 
     def call(self, inputs, training=None, mask=None):

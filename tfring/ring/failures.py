@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from tfring.errors import MismatchError, PeerLostError
+from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 
 if TYPE_CHECKING:
     from tfring.cluster.mesh import Mesh
@@ -40,6 +40,11 @@ def named(channels: Sequence[Collectives], mesh: Mesh) -> Iterator[None]:
         for channel in channels:
             channel.abort(failure)
         raise _placed(failure, mesh) from error
+    except (PeerLostError, CollectiveTimeoutError) as error:  # of an eager collective
+        placed = _placed(error, mesh)
+        if placed is error:
+            raise
+        raise placed from error
     except RuntimeError as error:
         raise_interrupt(error)
         raise
@@ -51,7 +56,7 @@ def _placed(failure: BaseException, mesh: Mesh) -> BaseException:
         return failure
     ranks = sorted({int(rank) for rank in re.findall(r"\brank (\d+)", str(failure))} & set(range(mesh.size)))
     places = "; ".join(f"rank {rank} has {mesh.place(rank)}" for rank in ranks)
-    return type(failure)(f"{failure} ({places})") if places else failure
+    return type(failure)(f"{failure} ({places})") if places and places not in str(failure) else failure
 
 
 def raise_interrupt(error: RuntimeError) -> None:
