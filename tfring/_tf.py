@@ -43,12 +43,15 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
 from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
+from tensorflow.python.eager import record as _record  # what gradient tapes watch
 from tensorflow.python.eager.polymorphic_function import (
     autograph_util as _autograph_util,  # what AutoGraph makes of a tf.function's Python function
 )
+from tensorflow.python.framework import func_graph as _func_graph  # functions' graphs
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import collective_ops  # communication="tensorflow"
+from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
 CollectiveAllReduceExtended = _mwms.CollectiveAllReduceExtended
@@ -279,6 +282,37 @@ def variable_of_replicas(handle):
     return None if container is None else container()
 
 
+def is_watched(tensors) -> bool:
+    """Returns True if a gradient tape that records watches one of these tensors, or what it comes from."""
+    return bool(_record.should_record_backprop(list(tensors)))
+
+
+def stop_recording():
+    """Returns a context in which no gradient tape of this thread records; tapes have it for themselves alone."""
+    return _record.stop_recording()
+
+
+def is_function_graph(graph) -> bool:
+    """Returns True for the graph of a function, a branch or the body of a loop."""
+    return isinstance(graph, _func_graph.FuncGraph)
+
+
+def is_branch_or_body(graph) -> bool:
+    """Returns True for the graph of a branch of `tf.cond` or of a body of `tf.while_loop`, but not of a gradient."""
+    return type(graph) in (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)
+
+
+def captured_from_around(tensor):
+    """Returns an eager tensor as the gradient of a branch or a loop may take it: by way of the graphs around."""
+    return _captured(tensor, framework_ops.get_default_graph())
+
+
+def _captured(tensor, graph):
+    if not isinstance(graph, (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)):
+        return graph.capture(tensor) if is_function_graph(graph) else tensor
+    return graph.capture(_captured(tensor, graph.outer_graph))
+
+
 def set_aggregation(variable, aggregation) -> None:
     """Changes how the copies of a variable become one; TensorFlow has it said when the variable is made."""
     variable._aggregation = aggregation
@@ -296,6 +330,7 @@ __all__ = [
     "aggregate_slices",
     "call_map_function",
     "call_unwrapped",
+    "captured_from_around",
     "collective_ops",
     "cross_replica_context",
     "data_random_seed",
@@ -313,8 +348,11 @@ __all__ = [
     "framework_ops",
     "graphs_of",
     "input_lib",
+    "is_branch_or_body",
     "is_compiled_by_xla",
+    "is_function_graph",
     "is_stateful",
+    "is_watched",
     "mark_as_unsaveable",
     "next_or_dummy",
     "next_or_error",
@@ -325,6 +363,7 @@ __all__ = [
     "simple_broadcast",
     "spec_of_a_replica",
     "static_batch_size",
+    "stop_recording",
     "variable_of_replicas",
     "workers_by_options",
     "workers_of_one_iterator",

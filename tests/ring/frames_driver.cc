@@ -75,7 +75,7 @@ void mutate(Random* random, char* bytes, size_t size) {
 void read_frames(Random* random, int64_t count) {
   const int64_t dims[3] = {5, 7, 11};
   const tfring_tensor tensor{nullptr, nullptr, dims, 3, kFloat32};
-  const tfring_call call{"a name of some length", 0, 0, 0, 0, 0};
+  const tfring_call call{"a name of some length", 0, 0, 0, 0, 0, 0, nullptr};
   tfring::Group group;
   group.name = "a group";
   size_t length = 0;
@@ -242,7 +242,7 @@ void live_through_one(uint64_t seed, int64_t* failed) {
   const tfring_tensor table[2] = {tensor, {ids.data(), nullptr, dims, 1, kInt64}};
   int code = TFRING_OK;
   for (int i = 0; i < 20 && code == TFRING_OK; ++i) {
-    const tfring_call call{"mirrored", 0, static_cast<int32_t>(below(&random, 2)), 0, 0, 0};
+    const tfring_call call{"mirrored", 0, static_cast<int32_t>(below(&random, 2)), 0, 0, 0, 0, nullptr};
     const int64_t counts[2] = {dims[0] / 3, dims[0] - dims[0] / 3};
     switch (below(&random, 8)) {
       case 0:
@@ -259,7 +259,8 @@ void live_through_one(uint64_t seed, int64_t* failed) {
         break;
       case 4:
       case 5: {
-        const tfring_call sum{"mirrored", 5 + static_cast<int32_t>(below(&random, 2)), 0, 0, 0, 0};
+        const tfring_call sum{"mirrored", 5 + static_cast<int32_t>(below(&random, 2)), 0, 0, 0, 0, 0,
+                              nullptr};
         code = tfring_all_reduce_rows(ring, &sum, table, 2, take_sums, &memory, &error);
         break;
       }

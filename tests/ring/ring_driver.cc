@@ -128,7 +128,9 @@ class World {
   std::vector<std::vector<tfring_link>> links_;
 };
 
-tfring_call named(const char* name, int op = 0, int root = 0) { return {name, op, root, 0, 0, 0}; }
+tfring_call named(const char* name, int op = 0, int root = 0) {
+  return {name, op, root, 0, 0, 0, 0, nullptr};
+}
 
 void reduce_in_pieces(int rank, int64_t ring, int size, int64_t count) {
   // Three tensors go round as one; the middle one in place.

@@ -11,7 +11,7 @@ import signal
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 
 def _directory() -> pathlib.Path:
@@ -124,6 +124,8 @@ class Call(ctypes.Structure):
         ("inactive", ctypes.c_int32),
         ("caller", ctypes.c_int32),
         ("compression", ctypes.c_int32),
+        ("of", ctypes.c_int64),
+        ("sequence", ctypes.c_void_p),
     ]
 
 

@@ -20,11 +20,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfring import _tf
 from tfring.errors import NativeLibraryError
-from tfring.ring import failures, library
+from tfring.ring import failures, library, order
 from tfring.ring.schedule import chunk_bounds
 
 _tokens: dict[int | str, tf.Tensor] = {}
+_lines: dict[int, order.Line] = {}  # by the handle of a communicator that has called an op with a gradient
 # The communicators each graph calls, which live as long as it does.
 _users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -69,8 +71,8 @@ def all_reduce(
     number = library.compression_number(compression)
     if number:
         communicator._need(range(communicator.world_size))
-    results = _call(
-        "all_reduce", communicator, name, active=active, tensors=tensors, op=_operation(op), compression=number
+    results = _call_in_order(
+        "all_reduce", communicator, name, tensors, active=active, tensors=tensors, op=_operation(op), compression=number
     )
     return list(results) if many else results[0]
 
@@ -85,7 +87,7 @@ def reduce(
     many, tensors = _as_list(tensors)
     if not tensors:
         return []
-    results = _call("reduce", communicator, name, tensors=tensors, op=_operation(op), root=root)
+    results = _call_in_order("reduce", communicator, name, tensors, tensors=tensors, op=_operation(op), root=root)
     return list(results) if many else results[0]
 
 
@@ -220,7 +222,7 @@ def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str
     many, tensors = _as_list(tensor)
     if not tensors:
         return []
-    results = _call("reduce_scatter", communicator, name, tensors=tensors, op=_operation(op))
+    results = _call_in_order("reduce_scatter", communicator, name, tensors, tensors=tensors, op=_operation(op))
     for result, each in zip(results, tensors, strict=True):
         if not each.shape.rank:
             continue
@@ -281,7 +283,8 @@ def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.T
         where `anchor` is any float32 scalar that the tape watches; both then ask the tape for their gradients.
     """
     communicator._need([to])
-    return _call("send", communicator, name, tensor=tf.convert_to_tensor(tensor), root=to)
+    tensor = tf.convert_to_tensor(tensor)
+    return _call_in_order("send", communicator, name, [tensor], tensor=tensor, root=to)
 
 
 def receive(
@@ -300,8 +303,8 @@ def receive(
     communicator._need([source])
     dtype = tf.as_dtype(dtype)
     anchor = tf.convert_to_tensor(anchor, tf.float32)
-    received = _call(
-        "receive", communicator, name, anchor=anchor, root=source, which=dtype.as_datatype_enum, T=dtype
+    received = _call_in_order(
+        "receive", communicator, name, [anchor], anchor=anchor, root=source, which=dtype.as_datatype_enum, T=dtype
     )
     return received if shape is None else tf.ensure_shape(received, shape)
 
@@ -320,7 +323,7 @@ def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "br
     many, tensors = _as_list(tensors)
     if not tensors:
         return []
-    results = _call("broadcast", communicator, name, tensors=tensors, root=root)
+    results = _call_in_order("broadcast", communicator, name, tensors, tensors=tensors, root=root)
     return list(results) if many else results[0]
 
 
@@ -360,7 +363,8 @@ def _exchange(
         numbers = tf.stack([_shares(tf.shape(each, tf.int64)[0], size) for each in tensors], axis=1)
     else:
         numbers = tf.stack([tf.cast(column, tf.int64) for column in (counts if many else [counts])], axis=1)
-    results, rows = _call("exchange", communicator, name, counts=numbers, tensors=tensors, which=which, root=root)
+    inputs = {"counts": numbers, "tensors": tensors, "which": which, "root": root}
+    results, rows = _call_in_order("exchange", communicator, name, tensors, **inputs)
     for result, each in zip(results, tensors, strict=True):
         if each.shape.rank:
             result.set_shape([None, *each.shape[1:]])
@@ -375,7 +379,7 @@ def _shares(rows: tf.Tensor, size: int) -> tf.Tensor:
 
 def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], name: str) -> list[tf.Tensor]:
     num_rows = tf.convert_to_tensor(num_rows, tf.int64)
-    results, _ = _call("all_gather_rows", communicator, name, num_rows=num_rows, tensors=tensors)
+    results, _ = _call_in_order("all_gather_rows", communicator, name, tensors, num_rows=num_rows, tensors=tensors)
     for result, tensor in zip(results, tensors, strict=True):
         if tensor.shape.rank:
             result.set_shape([None, *tensor.shape[1:]])
@@ -428,6 +432,30 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
     except RuntimeError as error:
         failures.raise_interrupt(error)
         raise
+
+
+def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
+    """As `_call`, of an op with a gradient, which `watched` have."""
+    if tf.executing_eagerly() and not _tf.is_watched(watched):
+        *results, _ = _call(kind, communicator, name, before=order.zero(), of=order.zero(), **inputs)
+        return results if len(results) > 1 else results[0]
+    line = _line(communicator)
+    place = order.Place(line, watched)
+    _lines[communicator.handle] = line
+    with place.recording():
+        *results, done = _call(kind, communicator, name, before=place.before, of=order.zero(), **inputs)
+    place.take(done)
+    return results if len(results) > 1 else results[0]
+
+
+def _line(communicator: Any) -> order.Line:
+    number = communicator.order % num_threads("inter")
+    return order.Line(number, _resource(number), _end)
+
+
+def _end(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device("CPU:0"):
+        return _ops().tfring_place(token=_resource("places"), handle=0, key="place", tensor=tensor)
 
 
 def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:
@@ -514,13 +542,41 @@ def _ops() -> Any:
 # Gradients. A gradient is itself a collective: every rank differentiates what every rank computed.
 
 
-def _again(op: tf.Operation) -> dict[str, Any]:
-    """What a gradient's collective shares with the one it is the gradient of."""
-    return {
-        "token": op.inputs[0],
-        "handle": op.get_attr("handle"),
-        "key": op.get_attr("key").decode() + "/gradient",
-    }
+def _again(kind: str, op: tf.Operation, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
+    """Calls the collective of the gradient of `op`.
+
+    It takes the token from around the graph. In the gradient of a loop the token of `op` is an output of the loop,
+    which TensorFlow does not keep in order with what else takes the token.
+    """
+    line = _lines[op.get_attr("handle")]
+    place = order.Place(line, watched)
+    with place.recording(), tf.device("CPU:0"):
+        *results, done = getattr(_ops(), f"tfring_{kind}")(
+            token=_tf.captured_from_around(_resource(line.number)),
+            handle=op.get_attr("handle"),
+            key=op.get_attr("key").decode() + "/gradient",
+            before=place.before,
+            of=op.outputs[-1],
+            **inputs,
+        )
+    place.take(done)
+    return results if len(results) > 1 else results[0]
+
+
+tf.no_gradient("TfringPlace")
+
+
+def _register(kind: str) -> Any:
+    """Registers the gradient of an op, which is asked for neither that of the order nor of the token."""
+
+    def decorate(function: Any) -> Any:
+        @tf.RegisterGradient(kind)
+        def gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+            return [*function(op, list(op.inputs[:-2]), *gradients[:-1]), None, None]
+
+        return function
+
+    return decorate
 
 
 def _only_sums(op: tf.Operation) -> None:
@@ -530,21 +586,20 @@ def _only_sums(op: tf.Operation) -> None:
         )
 
 
-@tf.RegisterGradient("TfringAllReduce")
-def _all_reduce_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+@_register("TfringAllReduce")
+def _all_reduce_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
-    active = op.inputs[1]
-    with tf.device("CPU:0"):
-        sums = _ops().tfring_all_reduce(
-            active=True, tensors=list(gradients), compression=op.get_attr("compression"), **_again(op)
-        )
+    active = inputs[1]
+    sums = _again(
+        "all_reduce", op, gradients, active=True, tensors=list(gradients), compression=op.get_attr("compression")
+    )
     return [None, None, *(tf.where(active, gradient, tf.zeros_like(gradient)) for gradient in sums)]
 
 
-@tf.RegisterGradient("TfringAllGatherRows")
-def _all_gather_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
-    rows = op.outputs[-1]  # [world_size, tensors]
-    tensors = op.inputs[2:]
+@_register("TfringAllGatherRows")
+def _all_gather_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
+    rows = op.outputs[-2]  # [world_size, tensors]
+    tensors = inputs[2:]
     results: list[Any] = [None, None]
     rank = library.core().tfring_rank(op.get_attr("handle"))
     with tf.device("CPU:0"):
@@ -552,7 +607,7 @@ def _all_gather_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
             if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
-            (total,) = _ops().tfring_all_reduce(active=True, tensors=[gradient], **_again(op))
+            (total,) = _again("all_reduce", op, [gradient], active=True, tensors=[gradient])
             begin, count = tf.reduce_sum(rows[:rank, i]), rows[rank, i]
             own = total[begin : begin + count]
             padding = tf.shape(tensor, tf.int64)[0] - count
@@ -562,41 +617,35 @@ def _all_gather_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
     return results
 
 
-@tf.RegisterGradient("TfringReduceScatter")
-def _reduce_scatter_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+@_register("TfringReduceScatter")
+def _reduce_scatter_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
-    with tf.device("CPU:0"):
-        gathered, _ = _ops().tfring_all_gather_rows(
-            num_rows=tf.fill([len(gradients)], tf.constant(-1, tf.int64)), tensors=list(gradients), **_again(op)
-        )
-    for result, tensor in zip(gathered, op.inputs[1:], strict=True):
+    num_rows = tf.fill([len(gradients)], tf.constant(-1, tf.int64))
+    gathered, _ = _again("all_gather_rows", op, gradients, num_rows=num_rows, tensors=list(gradients))
+    for result, tensor in zip(gathered, inputs[1:], strict=True):
         result.set_shape(tensor.shape)
     return [None, *gathered]
 
 
-@tf.RegisterGradient("TfringReduce")
-def _reduce_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+@_register("TfringReduce")
+def _reduce_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
-    with tf.device("CPU:0"):
-        return [None, *_ops().tfring_broadcast(tensors=list(gradients), root=op.get_attr("root"), **_again(op))]
+    return [None, *_again("broadcast", op, gradients, tensors=list(gradients), root=op.get_attr("root"))]
 
 
-@tf.RegisterGradient("TfringExchange")
-def _exchange_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+@_register("TfringExchange")
+def _exchange_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     which, root = op.get_attr("which"), op.get_attr("root")
-    tensors, rows = op.inputs[2:], op.outputs[-1]
+    tensors, rows = inputs[2:], op.outputs[-2]
     floats = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating or tensor.dtype.is_complex]
-    results: list[Any] = [None] * len(op.inputs)
+    results: list[Any] = [None] * len(inputs)
     if not floats:
         return results
+    sent = [gradients[i] for i in floats]
+    which_back = {_GATHER: _SCATTER, _SCATTER: _GATHER}.get(which, which)
     with tf.device("CPU:0"):
-        back, _ = _ops().tfring_exchange(
-            counts=tf.gather(rows, floats, axis=1),
-            tensors=[gradients[i] for i in floats],
-            which={_GATHER: _SCATTER, _SCATTER: _GATHER}.get(which, which),
-            root=root,
-            **_again(op),
-        )
+        counts = tf.gather(rows, floats, axis=1)
+    back, _ = _again("exchange", op, sent, counts=counts, tensors=sent, which=which_back, root=root)
     ignored = which == _SCATTER and library.core().tfring_rank(op.get_attr("handle")) != root
     for i, result in zip(floats, back, strict=True):
         result.set_shape([None, *tensors[i].shape[1:]])
@@ -604,37 +653,37 @@ def _exchange_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
     return results
 
 
-@tf.RegisterGradient("TfringSend")
-def _send_gradient(op: tf.Operation, gradient: tf.Tensor) -> list[Any]:
-    tensor = op.inputs[1]
+@_register("TfringSend")
+def _send_gradient(op: tf.Operation, inputs: list[tf.Tensor], gradient: tf.Tensor) -> list[Any]:
+    tensor = inputs[1]
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return [None, None]
-    with tf.device("CPU:0"):
-        received = _ops().tfring_receive(
-            anchor=gradient,
-            root=op.get_attr("root"),
-            which=tensor.dtype.as_datatype_enum,
-            T=tensor.dtype,
-            **_again(op),
-        )
+    received = _again(
+        "receive",
+        op,
+        [gradient],
+        anchor=gradient,
+        root=op.get_attr("root"),
+        which=tensor.dtype.as_datatype_enum,
+        T=tensor.dtype,
+    )
     return [None, tf.ensure_shape(received, tensor.shape)]
 
 
-@tf.RegisterGradient("TfringReceive")
-def _receive_gradient(op: tf.Operation, gradient: tf.Tensor) -> list[Any]:
-    with tf.device("CPU:0"):
-        return [None, _ops().tfring_send(tensor=gradient, root=op.get_attr("root"), **_again(op))]
+@_register("TfringReceive")
+def _receive_gradient(op: tf.Operation, inputs: list[tf.Tensor], gradient: tf.Tensor) -> list[Any]:
+    return [None, _again("send", op, [gradient], tensor=gradient, root=op.get_attr("root"))]
 
 
-@tf.RegisterGradient("TfringBroadcast")
-def _broadcast_gradient(op: tf.Operation, *gradients: tf.Tensor) -> list[Any]:
+@_register("TfringBroadcast")
+def _broadcast_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     is_root = library.core().tfring_rank(op.get_attr("handle")) == op.get_attr("root")
     results: list[Any] = [None]
     with tf.device("CPU:0"):
-        for tensor, gradient in zip(op.inputs[1:], gradients, strict=True):
+        for tensor, gradient in zip(inputs[1:], gradients, strict=True):
             if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
-            (total,) = _ops().tfring_all_reduce(active=True, tensors=[gradient], **_again(op))
+            (total,) = _again("all_reduce", op, [gradient], active=True, tensors=[gradient])
             results.append(total if is_root else tf.zeros_like(total))
     return results

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 8
+#define TFRING_ABI_VERSION 9
 #define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
@@ -51,6 +51,8 @@ typedef struct tfring_call {
   int32_t inactive;     // 1: contribute zeros, whatever the inputs hold
   int32_t caller;       // who waits, and so how Ctrl-C is noticed
   int32_t compression;  // of an all_reduce of float32: the 16-bit dtype that travels, 0 for float32 itself
+  int64_t of;           // of a gradient's call: the sequence of the call it belongs to; 0 for none
+  uint64_t* sequence;   // set to that of this call, unless null
 } tfring_call;
 
 // What connects two ranks. The descriptors belong to the world from the call on, whatever it returns.

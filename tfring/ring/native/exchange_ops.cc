@@ -23,14 +23,14 @@ struct Exchanged {
 
   int count() const { return static_cast<int>(tensors.size()); }
 
-  // Takes the inputs from `first` on, and makes room for the numbers of rows.
-  bool take(TF_OpKernelContext* context, int first) {
+  // Takes the tensors from input `first` on, and makes room for the numbers of rows.
+  bool take(int first) {
     world_size = invocation->handle() == kNoWorld ? 1 : tfring_world_size(invocation->handle());
     if (world_size < 0) {
       invocation->fail(kTfInvalidArgument, "this communicator is closed");
       return false;
     }
-    const size_t num_tensors = static_cast<size_t>(tf.TF_NumInputs(context) - first);
+    const size_t num_tensors = static_cast<size_t>(invocation->num_inputs() - first);
     tensors.resize(num_tensors);
     dims.resize(num_tensors);
     for (size_t i = 0; i < num_tensors; ++i) {
@@ -71,7 +71,7 @@ void all_gather_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* num_rows = invocation.input(1);  // after token
   Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 0};
-  if (!invocation.ok() || !exchanged.take(context, 2)) return;
+  if (!invocation.ok() || !exchanged.take(2)) return;
   if (tf.TF_NumDims(num_rows) != 1 || tf.TF_Dim(num_rows, 0) != exchanged.count()) {
     return invocation.fail(kTfInvalidArgument, "num_rows holds one number a tensor");
   }
@@ -89,14 +89,14 @@ void all_gather_rows(void* state, TF_OpKernelContext* context) {
   }
   const int code = tfring_all_gather(invocation.handle(), &invocation.call(), exchanged.tensors.data(),
                                      exchanged.count(), &Exchanged::place, &exchanged, invocation.error());
-  if (invocation.ok()) invocation.check(code);  // else memory was short
+  invocation.finish(code);
 }
 
 void all_reduce_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* active = invocation.input(1);  // after token
   Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 1};
-  if (!invocation.ok() || !exchanged.take(context, 2)) return;
+  if (!invocation.ok() || !exchanged.take(2)) return;
   invocation.call().inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
   const tfring_call* call = &invocation.call();
   const tfring_tensor* tensors = exchanged.tensors.data();
@@ -113,7 +113,7 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(attributes, context);
   const TF_Tensor* counts = invocation.input(1);  // after token: [rank][tensor]
   Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 0};
-  if (!invocation.ok() || !exchanged.take(context, 2)) return;
+  if (!invocation.ok() || !exchanged.take(2)) return;
   const auto* numbers = static_cast<const int64_t*>(tf.TF_TensorData(counts));
   const int size = exchanged.world_size;
   const int num_tensors = exchanged.count();
@@ -150,7 +150,7 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
                                         &Exchanged::place, &exchanged, invocation.error())
                        : tfring_all_to_all(invocation.handle(), call, tensors, num_tensors, numbers,
                                            &Exchanged::place, &exchanged, invocation.error());
-  if (invocation.ok()) invocation.check(code);
+  invocation.finish(code);
   if (!invocation.ok() || attributes.which != kGather || tfring_rank(invocation.handle()) == call->root)
     return;
   exchanged.allocate(std::vector<int64_t>(static_cast<size_t>(size * num_tensors)).data(), nullptr);

@@ -92,8 +92,13 @@ CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, c
   header.group = group.identity;
   header.sequence = sequence;
   header.key_hash = hash_text(call.name);
+  if (call.of != 0) header.key_hash = mix(header.key_hash, static_cast<uint64_t>(call.of));
   header.num_tensors = num_tensors;
   copy_text(header.name, sizeof(header.name), call.name);
+  if (call.of != 0) {
+    const std::string name = std::string(call.name) + " of collective " + std::to_string(call.of);
+    copy_text(header.name, sizeof(header.name), name.c_str());
+  }
   copy_text(header.group_name, sizeof(header.group_name), group.is_world ? "" : group.name.c_str());
   if (num_tensors > 0) {
     header.dtype = static_cast<uint8_t>(tensors[0].dtype);

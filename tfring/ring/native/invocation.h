@@ -24,6 +24,12 @@ class ScopedStatus {
   TF_Status* status_;
 };
 
+// Inputs of an op with a gradient, after all others: `before`, the `done` of the call before this one, which
+// nobody reads, and `of`, that of the call whose gradient this is, or 0.
+constexpr int kNumOrdering = 2;
+// How many calls in a row `done` tells apart; a float32, for a tape passes integers by, holds them exactly.
+constexpr uint64_t kNumNames = (1 << 24) - 1;
+
 // What a node was built with.
 struct Attributes {
   int64_t handle = 0;
@@ -31,6 +37,7 @@ struct Attributes {
   int64_t root = 0;
   int64_t which = 0;  // of the exchanges; of a receive, the number of the dtype
   int64_t compression = 0;
+  bool has_gradient = false;
   std::string key;
 };
 
@@ -44,6 +51,10 @@ class Invocation {
     call_.root = static_cast<int32_t>(attributes.root);
     call_.compression = static_cast<int32_t>(attributes.compression);
     call_.caller = TFRING_TENSORFLOW_OP;
+    call_.sequence = &sequence_;
+    if (!attributes.has_gradient) return;
+    const TF_Tensor* of = input(tf.TF_NumInputs(context) - 1);
+    if (ok()) call_.of = static_cast<int64_t>(*static_cast<const float*>(tf.TF_TensorData(of)));
   }
   ~Invocation() {
     for (TF_Tensor* tensor : held_) tf.TF_DeleteTensor(tensor);
@@ -53,6 +64,15 @@ class Invocation {
   Invocation& operator=(const Invocation&) = delete;
 
   bool ok() const { return status_.ok(); }
+  // Without those about the order of gradients, which come last.
+  int num_inputs() const { return tf.TF_NumInputs(context_) - (attributes_.has_gradient ? kNumOrdering : 0); }
+  // Ends a call whose last output is its sequence, which its gradient names.
+  void finish(int code) {
+    if (ok()) check(code);  // else memory was short
+    if (!ok()) return;
+    void* done = allocate(tf.TF_NumOutputs(context_) - 1, static_cast<TfDataType>(DType::kFloat32), {});
+    if (ok()) *static_cast<float*>(done) = static_cast<float>((sequence_ - 1) % kNumNames + 1);
+  }
   tfring_call& call() { return call_; }
   tfring_error* error() { return &error_; }
 
@@ -135,16 +155,16 @@ class Invocation {
   TF_OpKernelContext* context_;
   ScopedStatus status_;
   tfring_call call_{};
+  uint64_t sequence_ = 0;
   tfring_error error_{};
   std::vector<TF_Tensor*> held_;
 };
 
-// All inputs from `first` on, each with an output of its shape.
+// All tensors from input `first` on, each with an output of its shape.
 class InPlaceTensors {
  public:
   InPlaceTensors(Invocation* invocation, int first)
-      : tensors_(static_cast<size_t>(tf.TF_NumInputs(invocation->context()) - first)),
-        dims_(tensors_.size()) {
+      : tensors_(static_cast<size_t>(invocation->num_inputs() - first)), dims_(tensors_.size()) {
     for (int i = 0; i < count() && invocation->ok(); ++i) {
       const size_t at = static_cast<size_t>(i);
       invocation->in_place(first + i, i, &tensors_[at], &dims_[at]);

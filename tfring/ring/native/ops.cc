@@ -1,9 +1,10 @@
 // The ring's collectives as TensorFlow ops, on TensorFlow's C API.
 //
 // Every op takes the communicator's token, a resource nobody reads: TensorFlow's automatic control
-// dependencies then run the collectives of one communicator in program order. Kernels are synchronous: the
-// done callback of the C API's asynchronous kernels may not be kept past the call, and a collective waits for
-// peers only, never for another op.
+// dependencies then run the collectives of one communicator in program order. Those with gradients take the
+// `done` of the one before as well, and the gradient's collective that of the one it belongs to (order.py).
+// Kernels are synchronous: the done callback of the C API's asynchronous kernels may not be kept past the
+// call, and a collective waits for peers only, never for another op.
 #include <cstring>
 #include <string>
 #include <vector>
@@ -26,16 +27,16 @@ void all_reduce(void* state, TF_OpKernelContext* context) {
   invocation.call().inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
   const InPlaceTensors tensors(&invocation, 2);  // after token and active
   if (!invocation.ok()) return;
-  invocation.check(tfring_all_reduce(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
-                                     invocation.error()));
+  invocation.finish(tfring_all_reduce(invocation.handle(), &invocation.call(), tensors.data(),
+                                      tensors.count(), invocation.error()));
 }
 
 void broadcast(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const InPlaceTensors tensors(&invocation, 1);  // after token
   if (!invocation.ok()) return;
-  invocation.check(tfring_broadcast(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
-                                    invocation.error()));
+  invocation.finish(tfring_broadcast(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
+                                     invocation.error()));
 }
 
 // This rank's share of each tensor's rows, in outputs of that shape.
@@ -43,7 +44,7 @@ void reduce_scatter(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const int world_size = tfring_world_size(invocation.handle());
   if (world_size < 0) return invocation.fail(kTfInvalidArgument, "this communicator is closed");
-  const size_t count = static_cast<size_t>(tf.TF_NumInputs(context) - 1);  // after token
+  const size_t count = static_cast<size_t>(invocation.num_inputs() - 1);  // after token
   std::vector<tfring_tensor> tensors(count);
   std::vector<std::vector<int64_t>> dims(count);  // to which the tensors point
   for (size_t i = 0; i < count; ++i) {
@@ -62,8 +63,8 @@ void reduce_scatter(void* state, TF_OpKernelContext* context) {
     tensors[i] = {tf.TF_TensorData(input), output, dims[i].data(), static_cast<int32_t>(dims[i].size()),
                   tf.TF_TensorType(input)};
   }
-  invocation.check(tfring_reduce_scatter(invocation.handle(), &invocation.call(), tensors.data(),
-                                         static_cast<int>(count), invocation.error()));
+  invocation.finish(tfring_reduce_scatter(invocation.handle(), &invocation.call(), tensors.data(),
+                                          static_cast<int>(count), invocation.error()));
 }
 
 // Zeros but at the root.
@@ -73,7 +74,7 @@ void reduce(void* state, TF_OpKernelContext* context) {
   if (!invocation.ok()) return;
   const int code = tfring_reduce(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
                                  invocation.error());
-  invocation.check(code);
+  invocation.finish(code);
   if (code != TFRING_OK || tfring_rank(invocation.handle()) == invocation.call().root) return;
   for (int t = 0; t < tensors.count(); ++t) {
     std::memset(tensors.data()[t].output, 0, static_cast<size_t>(num_bytes(tensors.data()[t])));
@@ -116,6 +117,12 @@ void adam(void* state, TF_OpKernelContext* context) {
 
 void mark(void* state, TF_OpKernelContext*) { tfring_mark(static_cast<Attributes*>(state)->key.c_str()); }
 
+// Stands for what `tensor` comes from in the order of gradients, and has none.
+void place_after(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  invocation.finish(TFRING_OK);
+}
+
 void send(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   const TF_Tensor* input = invocation.input(1);  // after token
@@ -127,7 +134,7 @@ void send(void* state, TF_OpKernelContext* context) {
   *receipt = 0;
   const tfring_tensor tensor{tf.TF_TensorData(input), nullptr, dims.data(), static_cast<int32_t>(dims.size()),
                              tf.TF_TensorType(input)};
-  invocation.check(tfring_send(invocation.handle(), &invocation.call(), &tensor, invocation.error()));
+  invocation.finish(tfring_send(invocation.handle(), &invocation.call(), &tensor, invocation.error()));
 }
 
 void receive(void* state, TF_OpKernelContext* context) {
@@ -144,12 +151,14 @@ void receive(void* state, TF_OpKernelContext* context) {
   };
   const int code = tfring_receive(invocation.handle(), &invocation.call(),
                                   static_cast<int32_t>(attributes.which), place, &output, invocation.error());
-  if (invocation.ok()) invocation.check(code);  // else memory was short
+  invocation.finish(code);
 }
 
+template <bool kHasGradient>
 void* create(TF_OpKernelConstruction* construction) {
   ScopedStatus status;
   auto* attributes = new Attributes;
+  attributes->has_gradient = kHasGradient;
   int32_t list_size = 0;
   int32_t length = 0;
   tf.TF_OpKernelConstruction_GetAttrInt64(construction, "handle", &attributes->handle, status.get());
@@ -174,10 +183,12 @@ void* create(TF_OpKernelConstruction* construction) {
 
 void destroy(void* state) { delete static_cast<Attributes*>(state); }
 
-// Output i has the shape of input first + i.
-template <int kFirst>
+// Output i has the shape of input kFirst + i, but for what comes last: kLast inputs, and one output if there
+// are such, whose shape ops.py knows.
+template <int kFirst, int kLast = kNumOrdering>
 void same_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
-  const int count = static_cast<int>(tf.TF_ShapeInferenceContextNumInputs(context)) - kFirst;
+  if (kLast > 0) tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
+  const int count = static_cast<int>(tf.TF_ShapeInferenceContextNumInputs(context)) - kFirst - kLast;
   TF_ShapeHandle* shape = tf.TF_NewShapeHandle();
   for (int i = 0; i < count && tf.TF_GetCode(status) == kTfOk; ++i) {
     tf.TF_ShapeInferenceContextGetInput(context, kFirst + i, shape, status);
@@ -198,6 +209,7 @@ struct OpSpec {
   std::vector<std::string> attributes;
   void (*shapes)(TF_ShapeInferenceContext*, TF_Status*);
   void (*compute)(void*, TF_OpKernelContext*);
+  bool has_gradient = true;
 };
 
 std::string register_op(const OpSpec& spec) {
@@ -206,6 +218,11 @@ std::string register_op(const OpSpec& spec) {
   tf.TF_OpDefinitionBuilderAddInput(builder, "token: resource");
   for (const std::string& input : spec.inputs) tf.TF_OpDefinitionBuilderAddInput(builder, input.c_str());
   for (const std::string& output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(builder, output.c_str());
+  if (spec.has_gradient) {
+    tf.TF_OpDefinitionBuilderAddInput(builder, "before: float");
+    tf.TF_OpDefinitionBuilderAddInput(builder, "of: float");
+    tf.TF_OpDefinitionBuilderAddOutput(builder, "done: float");
+  }
   for (const std::string& attribute : spec.attributes)
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute.c_str());
   for (const char* attribute : {"handle: int", "key: string", "op: int = 0", "root: int = 0",
@@ -216,7 +233,8 @@ std::string register_op(const OpSpec& spec) {
   tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, spec.shapes);
   tf.TF_RegisterOpDefinition(builder, status.get());  // owns the builder now
   if (!status.ok()) return tf.TF_Message(status.get());
-  TF_KernelBuilder* kernel = tf.TF_NewKernelBuilder(spec.name, "CPU", create, spec.compute, destroy);
+  TF_KernelBuilder* kernel = tf.TF_NewKernelBuilder(
+      spec.name, "CPU", spec.has_gradient ? create<true> : create<false>, spec.compute, destroy);
   tf.TF_RegisterKernelBuilder(spec.name, kernel, status.get());
   return status.ok() ? std::string() : tf.TF_Message(status.get());
 }
@@ -249,7 +267,8 @@ __attribute__((constructor)) void register_ops() {
        {"sums: T", "ids: I", "rows: int64"},
        {types, "I: list({int32, int64}) >= 1"},
        unknown_shapes,
-       all_reduce_rows},
+       all_reduce_rows,
+       false},
       {"TfringExchange",
        {"counts: int64", "tensors: T"},
        {"results: T", "rows: int64"},
@@ -271,14 +290,16 @@ __attribute__((constructor)) void register_ops() {
       {"TfringSend", {"tensor: T"}, {"receipt: float"}, {one_type}, unknown_shapes, send},
       {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, receive},
       {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, broadcast},
-      {"TfringBarrier", {}, {}, {}, unknown_shapes, barrier},
+      {"TfringBarrier", {}, {}, {}, unknown_shapes, barrier, false},
       {"TfringAdam",
        {"scalars: T", "gradient: T", "momentum: T", "velocity: T", "weight: T"},
        {"new_momentum: T", "new_velocity: T", "new_weight: T"},
        {"T: {float, double}"},
-       same_shapes<3>,
-       adam},
-      {"TfringMark", {}, {}, {}, unknown_shapes, mark},
+       same_shapes<3, 0>,
+       adam,
+       false},
+      {"TfringMark", {}, {}, {}, unknown_shapes, mark, false},
+      {"TfringPlace", {"tensor: T"}, {"done: float"}, {one_type}, unknown_shapes, place_after, false},
   };
   for (const OpSpec& spec : specs) {
     if (problem().empty()) problem() = register_op(spec);

@@ -7,22 +7,22 @@ namespace tfring {
 
 TfApi tf{};
 
-std::string load_tf_api() {
+void* find_tf_symbol(const char* name) {
   // Wheels spread the C API over these two; which symbol is where changes between releases.
-  void* libraries[] = {dlopen("libtensorflow_framework.so.2", RTLD_LAZY | RTLD_NOLOAD),
-                       dlopen("libtensorflow_cc.so.2", RTLD_LAZY | RTLD_NOLOAD)};
-  if (libraries[0] == nullptr && libraries[1] == nullptr) return "TensorFlow is not loaded in this process";
-  const auto find = [&](const char* name) -> void* {
-    for (void* library : libraries) {
-      void* symbol = library == nullptr ? nullptr : dlsym(library, name);
-      if (symbol != nullptr) return symbol;
-    }
-    return nullptr;
-  };
-#define TFRING_LOOK_UP(result, name, arguments)                       \
-  tf.name = reinterpret_cast<result(*) arguments>(find(#name));       \
-  if (tf.name == nullptr) {                                           \
-    return "this TensorFlow does not have the C API function " #name; \
+  for (const char* library : {"libtensorflow_framework.so.2", "libtensorflow_cc.so.2"}) {
+    void* loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = loaded == nullptr ? nullptr : dlsym(loaded, name);
+    if (symbol != nullptr) return symbol;
+  }
+  return nullptr;
+}
+
+std::string load_tf_api() {
+  if (find_tf_symbol("TF_NewStatus") == nullptr) return "TensorFlow is not loaded in this process";
+#define TFRING_LOOK_UP(result, name, arguments)                           \
+  tf.name = reinterpret_cast<result(*) arguments>(find_tf_symbol(#name)); \
+  if (tf.name == nullptr) {                                               \
+    return "this TensorFlow does not have the C API function " #name;     \
   }
   TFRING_TF_SYMBOLS(TFRING_LOOK_UP)
 #undef TFRING_LOOK_UP

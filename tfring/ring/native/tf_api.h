@@ -72,6 +72,7 @@ using TfDataType = int;
   X(void, TF_OpKernelConstruction_GetAttrString,                                                                     \
     (TF_OpKernelConstruction*, const char* name, char* value, size_t max_length, TF_Status*))                        \
   X(int, TF_NumInputs, (TF_OpKernelContext*))                                                                        \
+  X(int, TF_NumOutputs, (TF_OpKernelContext*))                                                                       \
   X(void, TF_GetInput, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                          \
   X(TF_Tensor*, TF_AllocateOutput,                                                                                   \
     (TF_OpKernelContext*, int index, TfDataType, const int64_t* dims, int num_dims, size_t length, TF_Status*))      \
@@ -88,6 +89,9 @@ struct TfApi {
 };
 
 extern TfApi tf;
+
+// The address of a function of TensorFlow's C API; null if this TensorFlow does not have it.
+void* find_tf_symbol(const char* name);
 
 // Fills `tf` from the TensorFlow this process has loaded. Returns what is wrong, or nothing.
 std::string load_tf_api();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <new>
 
 #include "process.h"
@@ -62,7 +63,7 @@ Status World::open(const tfring_options& options, std::shared_ptr<World>* world,
   world->reset(new World(options));
   *all = std::make_shared<Group>();
   TFRING_TRY((*world)->connect(options, all->get()));
-  const tfring_call opening{"opening", 0, 0, 0, TFRING_PYTHON_MAIN_THREAD, 0};
+  const tfring_call opening{"opening", 0, 0, 0, TFRING_PYTHON_MAIN_THREAD, 0, 0, nullptr};
   TFRING_TRY((*world)->barrier(all->get(), opening));
   (*world)->statistics_ = tfring_statistics{};
   (*world)->timeout_seconds_ = options.timeout_seconds;
@@ -114,8 +115,8 @@ Status World::add_link(const tfring_link& from) {
 }
 
 Status World::add_links(const tfring_link* links, int num_links) {
-  const tfring_call call{"links", 0, 0, 0, TFRING_ANY_THREAD, 0};
-  TFRING_TRY(enter(call));
+  const tfring_call call{"links", 0, 0, 0, TFRING_ANY_THREAD, 0, 0, nullptr};
+  TFRING_TRY(enter(call, nullptr));
   Status status;
   for (int i = 0; i < num_links; ++i) {
     const Status added = add_link(links[i]);
@@ -177,13 +178,23 @@ Status World::make_group(const Group& parent, const int32_t* members, int num_me
 }
 
 // Takes the turn, unless this thread has it: a signal handler that runs inside a collective calls another.
-Status World::enter(const tfring_call& call) {
+// Two threads that call the same of one group at the same time have no order that other ranks could know.
+Status World::enter(const tfring_call& call, const Group* group) {
   if (runner_ == std::this_thread::get_id()) {
     return {Code::kInvalid, std::string("\"") + call.name +
                                 "\" was called from within a collective of ring \"" + name_ +
                                 "\", by a signal handler or a destructor"};
   }
   std::unique_lock<std::mutex> lock(turn_mutex_);
+  if (busy_ && group != nullptr && group->size() > 1 && group == busy_group_ &&
+      std::strcmp(call.name, busy_name_) == 0) {
+    lock.unlock();
+    return fail(Code::kMismatch,
+                "two threads of rank " + std::to_string(rank_) + " called \"" + call.name + "\" of ring \"" +
+                    group->name + "\" at the same time, and ranks cannot know whose call belongs to whose. " +
+                    "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
+                    "thread a communicator of its own");
+  }
   while (busy_ && !closing_) {
     turn_.wait_for(lock, kSlice);
     if (!busy_ || call.caller == TFRING_ANY_THREAD) continue;
@@ -196,6 +207,8 @@ Status World::enter(const tfring_call& call) {
   }
   if (closing_) return {Code::kInvalid, "this communicator is closed"};
   busy_ = true;
+  busy_group_ = group;
+  busy_name_ = call.name;
   runner_ = std::this_thread::get_id();
   return {};
 }
@@ -358,6 +371,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
     for (int rank : group->ranks) count(rank);
     sequence = ++group->sequence;
   }
+  if (call.sequence != nullptr) *call.sequence = sequence;
   header_ = make_header(*group, kind, call, tensors, num_tensors, sequence);
   header_.algorithm = static_cast<uint8_t>(algorithm_);
   if (kind == Kind::kAllReduceRows) header_.op = static_cast<uint8_t>(choose_way(*group, call, header_));

@@ -144,7 +144,7 @@ class World final : private Watched {
   template <typename Body>
   Status run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
              Body body) {
-    TFRING_TRY(enter(call));
+    TFRING_TRY(enter(call, kind == Kind::kBarrier ? nullptr : group));
     Status status = begin(group, kind, call, tensors, num_tensors);
     if (status.ok()) {
       status = body();
@@ -154,7 +154,7 @@ class World final : private Watched {
     return status;
   }
   void end(const Status& status);
-  Status enter(const tfring_call& call);
+  Status enter(const tfring_call& call, const Group* group);
   void leave();
   void release();
   Status need_scratch(int64_t size);
@@ -275,6 +275,8 @@ class World final : private Watched {
   std::mutex turn_mutex_;
   std::condition_variable turn_;
   bool busy_ = false;
+  const Group* busy_group_ = nullptr;  // whose call it is; null where it does not matter which comes first
+  const char* busy_name_ = "";         // what that is called
   std::atomic<std::thread::id> runner_{};  // whose call it is
   std::atomic<bool> closing_{false};
   bool released_ = false;

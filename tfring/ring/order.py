@@ -1,0 +1,133 @@
+"""Makes the backward pass call collectives in the reverse order of the forward pass, on every rank.
+
+A gradient tape visits operations as the graph of a rank lies, and ranks may differ in what lies between two
+collectives. So each collective that a tape watches takes a scalar of the one before and gives one to the next:
+
+    forward   x ─► A ──done──► B ──done──► C ─►        backward   ◄─ A' ◄┄┄┄┄┄ B' ◄┄┄┄┄┄ C' ◄─ dy
+
+Nothing flows back along it, but a tape begins an operation's gradient when those of all that use its outputs are
+done: C', B', A', whatever else there is. A collective without a gradient of its own is passed over. The scalar's value
+is the number of the call, and its gradient's call carries it (`of`), so that ranks that differentiate other calls
+disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfring import _tf
+
+_CALLS = ("If", "Case", "While", "StatefulPartitionedCall")
+
+
+class Line(NamedTuple):
+    """The communicators whose collectives run in one order, for they share a token."""
+
+    number: int | str
+    token: tf.Tensor
+    end: Callable[[tf.Tensor], tf.Tensor]  # makes a float32 scalar of any float; its gradient ends there
+
+
+@dataclasses.dataclass
+class _Chain:
+    """Of the collectives that run in one order in one graph, or eagerly."""
+
+    last: Any = None  # the scalar of the last
+    num_seen: int = 0  # operations of the graph that were looked at
+
+
+_eager = _Chain()  # one for all communicators, for a thread waits in one of them at a time
+_chains: weakref.WeakKeyDictionary[Any, dict[int | str, _Chain]] = weakref.WeakKeyDictionary()
+_zeros: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_eager_zero: list[Any] = []
+
+
+class Place:
+    """The place of a collective, or of a function with collectives in its gradient, among the others of one token.
+
+    Attributes:
+        before: float32 scalar to take as an input.
+    """
+
+    def __init__(self, line: Line, inputs: Sequence[Any]):
+        self._records = True
+        if tf.executing_eagerly():
+            self._chain = _eager if _tf.is_watched(inputs) else _Chain()
+        else:
+            self._chain = _chain_of(tf.compat.v1.get_default_graph(), line)
+            # A tape in this graph has in order what it watches, as if nothing else were there.
+            last = self._chain.last
+            self._records = last is None or not _tf.is_watched([last]) or _tf.is_watched(inputs)
+        self.before = self.latest()
+
+    def latest(self) -> Any:
+        """Returns the scalar of the last one by now."""
+        return zero() if self._chain.last is None else self._chain.last
+
+    def recording(self) -> Any:
+        """Returns the context in which to make the operation."""
+        return contextlib.nullcontext() if self._records else _tf.stop_recording()
+
+    def take(self, done: Any) -> None:
+        """Makes `done` the last one's."""
+        if self._records:
+            self._chain.last = done
+
+
+def zero() -> tf.Tensor:
+    """Returns the scalar of no call."""
+    if tf.executing_eagerly():
+        if not _eager_zero:
+            _eager_zero.append(_make_zero())
+        return _eager_zero[0]
+    graph = tf.compat.v1.get_default_graph()
+    if graph not in _zeros:
+        with tf.control_dependencies(None):
+            _zeros[graph] = _make_zero()
+    return _zeros[graph]
+
+
+def _make_zero() -> tf.Tensor:
+    with tf.device("CPU:0"):
+        return tf.constant(0.0)
+
+
+def _chain_of(graph: Any, line: Line) -> _Chain:
+    """Returns the chain of a graph, up to date with calls of functions in which collectives may be.
+
+    The branches of a `tf.cond` and the body of a `tf.while_loop` begin where the graph around them is; another
+    function begins with nothing before.
+    """
+    chains = _chains.setdefault(graph, {})
+    chain = chains.get(line.number)
+    if chain is None:
+        chain = chains[line.number] = _Chain()
+        if _tf.is_branch_or_body(graph) and _tf.is_function_graph(graph.outer_graph):
+            with graph.outer_graph.as_default():
+                before = _chain_of(graph.outer_graph, line).last
+                # The gradient ends there: a loop would send back zeros, for which collectives would be called.
+                chain.last = None if before is None else line.end(before)
+    if _tf.is_function_graph(graph):
+        operations = graph.get_operations()
+        for op in operations[chain.num_seen :]:
+            floats = [each for each in op.outputs if each.dtype.is_floating] if op.type in _CALLS else []
+            if floats and any(_root(each) is line.token for each in op.inputs if each.dtype == tf.resource):
+                chain.last = line.end(min(floats, key=lambda each: each.shape.num_elements() or 1 << 62))
+        chain.num_seen = len(operations)
+    return chain
+
+
+def _root(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns what a function's graph, and those around it, have captured as `tensor`."""
+    while _tf.is_function_graph(getattr(tensor, "graph", None)):
+        captured = next((outer for outer, inner in tensor.graph.captures if inner is tensor), None)
+        if captured is None:
+            break
+        tensor = captured
+    return tensor
