@@ -193,6 +193,7 @@ def threads_on_one_communicator(name, how):
     from tfring.ring import ops
 
     results = {}
+    together = threading.Barrier(2)
     with join(name, timeout_seconds=20) as ring:
 
         def call(value):
@@ -204,7 +205,8 @@ def threads_on_one_communicator(name, how):
 
         def thread(value):
             try:
-                for _ in range(50):
+                together.wait(timeout=20)
+                for _ in range(1000):
                     results[value] = call(value)
             except (MismatchError, tf.errors.OpError) as error:
                 results[value] = error
