@@ -29,14 +29,14 @@ _SIZES = (0, 10, 2000, 400_000)  # elements of float32: small ones, and more tha
 
 
 class Call(NamedTuple):
-    """What one rank does."""
+    """Makes the calls of one rank."""
 
     text: str
     run: Callable[[Any], Any]
 
 
 class Outcome(NamedTuple):
-    """How a round ended on one rank, and how long after its last call began."""
+    """Returns how a round ended on one rank, and how long after its last call began."""
 
     did: str
     error: str

@@ -417,7 +417,7 @@ def own_optimizers(name):
 
 
 def programs():
-    """By name the maker of a model, and whether its logs are compared."""
+    """Returns by name the maker of a model, and whether its logs are compared."""
     x, y = skewed_rows(83)  # batches of 20: the last one has 3 rows
     rows = x, y
     return {
@@ -444,6 +444,6 @@ def programs():
 
 
 def refused():
-    """By name the maker of a model whose step is refused."""
+    """Returns by name the maker of a model whose step is refused."""
     writes = (queue, scatter, scatter_update)
     return {"welford": welford, **{f"rows, {write.__name__}": with_memory(write) for write in writes}}

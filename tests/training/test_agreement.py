@@ -1,4 +1,4 @@
-"""What ranks compare before they train: settings, models, vocabularies, tables, constants; each is named."""
+"""Ranks compare before they train: settings, models, vocabularies, tables, constants; each is named."""
 
 import keras
 import numpy as np

@@ -13,7 +13,7 @@ from harness import strategy, workers
 
 
 def watch(folder):
-    """By kind: logs and rate at the end of a training that is interrupted and goes on, and of one that is not."""
+    """Returns by kind logs and rate at the end of a training that goes on after a failure, and of one without."""
     import keras
 
     import tfring
@@ -59,7 +59,7 @@ def test_callbacks_that_watch_a_metric_go_on(tmp_path):
 
 
 def keep():
-    """What callbacks keep through JSON, and of what a warning says that it is lost."""
+    """Returns what callbacks keep through JSON, and what a warning says is lost."""
     import json
 
     import keras
@@ -119,7 +119,7 @@ def test_attributes_are_kept_or_warned_of():
 
 
 def hold_a_large_array():
-    """What is held besides an array of a callback, and the most that a save takes."""
+    """Returns what is held besides an array of a callback, and the most that a save takes."""
     import keras
 
     from tfring.callbacks.attributes import Attributes

@@ -51,7 +51,7 @@ def made(case, ring):
 
 
 def train(mesh, cases, folder, kind=None):
-    """By each of `cases`, `(name, folder of its backup)`, weights, history, and steps; None where it was interrupted.
+    """Returns for each of `cases`, `(name, folder of its backup)`, weights, history, steps; None where interrupted.
 
     Args:
       mesh: one of MESHES.
@@ -120,7 +120,7 @@ def errors(now, found, folder, wholes):
 
 
 def whole(cases):
-    """Of each case what one process computes that nothing interrupts."""
+    """Returns for each case what one process computes that nothing interrupts."""
     [outcomes] = workers(1).run(train, "1", [(case, None) for case in cases], None)
     return dict(zip(cases, outcomes, strict=True))
 

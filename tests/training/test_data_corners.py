@@ -67,7 +67,7 @@ def of_words(lookup):
 
 
 def cases():
-    """By name: a model, and what makes `(data, more arguments)` of fit, evaluate and predict."""
+    """Returns by name a model, and what makes `(data, more arguments)` of fit, evaluate and predict."""
     import ml_dtypes
     import tensorflow as tf
 
@@ -139,7 +139,7 @@ def test_as_one_process(n):
 
 
 def outputs_of_predict():
-    """What `predict` makes of outputs whose first dimension is not that of the rows."""
+    """Returns what `predict` makes of outputs whose first dimension is not that of the rows."""
     import keras
     import tensorflow as tf
 
@@ -273,7 +273,7 @@ def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
 
 
 def random_pipelines(folder):
-    """By name: rows 0 to 32, to which maps add random numbers below 0.5, and labels."""
+    """Returns by name rows 0 to 32, to which maps add random numbers below 0.5, and labels."""
     import tensorflow as tf
 
     rows = np.arange(ROWS, dtype="float32")[:, None]

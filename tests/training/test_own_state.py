@@ -39,7 +39,7 @@ def test_programs_with_two_replicas_a_worker():
 
 
 def said():
-    """What each program is told."""
+    """Returns what each program is told."""
     import keras
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""What is made inside the scope and what outside: taken in, built in the scope, refused by name, or warned of."""
+"""Models made inside the scope and outside: adopted, built in the scope, refused by name, or warned of."""
 
 import contextlib
 import warnings
@@ -12,7 +12,7 @@ from harness import strategy, workers
 
 
 def loops_outside():
-    """What each loop ends in that applies gradients outside of `run`, and the weights that it leaves unchanged."""
+    """Returns the errors of loops that apply gradients outside of `run`, and the weights they leave unchanged."""
     import itertools
 
     import keras

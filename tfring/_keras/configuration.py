@@ -199,7 +199,7 @@ def _without_numbers(config: dict) -> dict:
 
 
 def _plain(value):
-    """What JSON can hold of a setting; types in place of what may show an address."""
+    """Returns what JSON can hold of a setting; types in place of what may show an address."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):

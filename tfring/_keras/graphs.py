@@ -83,7 +83,7 @@ def last_step(variable, value) -> str:
 
 
 def _choice(variable, op) -> str:
-    """Of `where(x > variable, x, variable)` and its like: "max", "min"; else ""."""
+    """Returns "max" or "min" for `where(x > variable, x, variable)` and its like, else ""."""
     condition, chosen, other = map(_passed_on, op.inputs)
     if not is_symbolic(condition) or condition.op.type not in (*_LARGER, *_SMALLER):
         return ""
@@ -127,7 +127,7 @@ def is_sum_of_rows(increment) -> bool:
 
 
 def increment_of(variable, value):
-    """What was added to a variable, where `last_step` is "add"."""
+    """Returns what was added to a variable, where `last_step` is "add"."""
     op = _passed_on(value).op
     return next((t for t in op.inputs if not is_read(t, variable)), op.inputs[-1])
 
@@ -213,7 +213,7 @@ class StateReads:
         return tensor.dtype == tf.resource and self._is_state(tensor)
 
     def kind(self, variable, value) -> str:
-        """How a value depends on the variable it is written to.
+        """Tells how a value depends on the variable it is written to.
 
         Returns:
           "none": not at all, nor on other such state; "added": the variable, and something that does not depend on such

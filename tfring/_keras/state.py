@@ -88,7 +88,7 @@ def install():
 
     @seam(_tf.distribute_values, "_on_write_update_replica")
     def update_in_replica(original, variable, update, value, **kwargs):
-        """Where TensorFlow writes a mirrored variable of its own in a replica."""
+        """Writes a mirrored variable of TensorFlow's own in a replica."""
         running = step.weighing()
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(variable)
         if running is None or by_tensorflow or ring_of(variable.distribute_strategy) is None:

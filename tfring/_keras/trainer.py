@@ -328,7 +328,7 @@ class StepFunction:
     # -- the batch -------------------------------------------------------------------------------------------------
 
     def _next_batch(self, iterator):
-        """What all ranks hold before the step, and one element and its number of rows a replica."""
+        """Returns what all ranks hold before the step, and one element and its number of rows a replica."""
         inputs, have_value = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
         fingerprint = None
         if isinstance(inputs[0], data.Shares):

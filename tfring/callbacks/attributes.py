@@ -87,7 +87,7 @@ class Attributes:
 
 
 def _digests(callback) -> dict[str, bytes]:
-    """By name, of each attribute that holds data: another one where its value is another."""
+    """Returns by name a digest of each attribute that holds data."""
     digests = {}
     for name, value in vars(callback).items():
         encoder = _Encoder()

@@ -36,7 +36,7 @@ def metrics_variables_of(model) -> list[keras.Variable]:
 
 
 def describe_optimizers(model) -> list[list[int | None] | None]:
-    """Of each optimizer the numbers of the model's variables that it was built for; None where it was not."""
+    """Returns for each optimizer the numbers of the model's variables that it was built for; None where it was not."""
     numbers = {id(v): number for number, v in enumerate(model.variables)}
     found: list[list[int | None] | None] = []
     for optimizer in outside.optimizers_of(model):
@@ -218,7 +218,7 @@ def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> N
         num_entries = 1
 
     def entry_of(replica: int) -> int | None:
-        """Which of the entries a replica gets; None where others have them all."""
+        """Returns which of the entries a replica gets; None where others have them all."""
         if are_as_then:
             return replica
         return 0 if replica == 0 or gradient_is_complete(variable) else None
@@ -305,7 +305,7 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
 
 
 def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | None]) -> np.ndarray:
-    """Of one of rank 0's arrays each rank its piece, as of a variable that holds one.
+    """Gives each rank its piece of one of rank 0's arrays, as of a variable that holds one.
 
     Args:
       strategy: the RingStrategy.

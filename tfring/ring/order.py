@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass
 class _Chain:
-    """Of the collectives that run in one order in one graph, or eagerly."""
+    """Holds the last of the collectives that run in one order in one graph, or eagerly."""
 
     last: Any = None  # the scalar of the last
     num_seen: int = 0  # operations of the graph that were looked at
