@@ -230,7 +230,7 @@ def test_ranks_that_never_come_are_named(job, monkeypatch):
 
 
 def test_two_that_claim_one_rank(job):
-    """The later is refused at once; the others meet."""
+    """One of them is refused at once, whether rank 0 has read its hello or not; the others meet."""
     places = seats(3, job)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         rank_0 = pool.submit(meet, places[0])

@@ -126,6 +126,11 @@ def job_id(addresses: tuple[str, ...]) -> str:
     return digest("\n".join(addresses))
 
 
+def claimed_twice(rank: int) -> str:
+    """Returns the reason for rejecting one of two processes of one rank."""
+    return f"two processes say that they are rank {rank}. Is every rank started once?"
+
+
 def digest(text: str) -> str:
     """A name for a job that says nothing about it."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -373,11 +378,8 @@ class Entrance:
                 if _same_place(other, guest):  # the new one counts: the old one may have lost its host
                     self._parked.remove(other)
                     if other.hello.get("process") != guest.hello.get("process"):
-                        why = (
-                            f"another process takes itself for rank {guest.hello['rank']}. Is every rank started once?"
-                        )
                         with contextlib.suppress(OSError):
-                            other.channel.send("refused", why=why, final=True)
+                            other.channel.send("refused", why=claimed_twice(guest.hello["rank"]), final=True)
                     other.channel.close()
             most = _MAX_PARKED + 2 * max((member.world_size for member in self._members.values()), default=0)
             if len(self._parked) >= most:

@@ -194,10 +194,10 @@ class _Meeting:
         if hello["world_size"] != self.seat.world_size or not 0 < hello["rank"] < self.seat.world_size:
             return (
                 f"{self.seat.source} says rank 0 of {self.seat.world_size} to one process, and rank "
-                f"{hello['rank']} of {hello['world_size']} to another"
+                f"{hello['rank']} of {hello['world_size']} to another."
             )
         if place is not None and (place["port"], place["identity"]) != (hello["port"], hello["identity"]):
-            return f"two processes say that they are rank {hello['rank']}. Is every rank started once?"
+            return entrance.claimed_twice(hello["rank"])
         return None
 
     def _missing(self, ranks: list[int], turned_away: str) -> RendezvousError:
@@ -249,7 +249,7 @@ class _Meeting:
         with channel:
             answer = channel.receive(_ANSWERS)
             if answer.kind == "refused" and answer.fields["final"]:
-                raise RendezvousError(f"Rank 0 refused rank {self.seat.rank}: {answer.fields['why']}.")
+                raise RendezvousError(f"Rank 0 refused rank {self.seat.rank}: {answer.fields['why']}")
             if answer.kind == "refused":
                 raise entrance.RefusedError(answer.fields["why"])
             channel.deadline = max(time.monotonic() + _DIAL_SECONDS, self.deadline)
