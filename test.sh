@@ -26,7 +26,7 @@ environment() {
     "$folder/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheels" .
     wheel=$(ls -t "$folder"/wheels/tfring-*.whl | head -n 1)
   fi
-  "$folder/bin/python" -m pip install --quiet "$wheel[dev,examples]" "$tensorflow" "$keras"
+  "$folder/bin/python" -m pip install --quiet "$wheel[dev,docs,examples]" "$tensorflow" "$keras"
   # Again, for a wheel of the same version is not reinstalled by itself.
   "$folder/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
 }

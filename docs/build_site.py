@@ -1,0 +1,208 @@
+"""Builds the documentation as a site: `python docs/build_site.py [folder]`, by default build/site.
+
+    pip install ".[docs]" && python docs/build_site.py
+
+The site keeps the layout of the repository, so that a link between pages is the same in both. Its pages are README.md,
+those of docs/, the READMEs of examples, benchmarks and patches, and an API reference made from docstrings. A link to
+nothing, or to a heading that is not there, fails the build.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+# The chapters, in the order of a reader's first hour.
+NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
+    {
+        "Start": [
+            {"tfring": "README.md"},
+            {"Will it be faster?": "docs/speed.md"},
+            {"What is equal": "docs/exactness.md"},
+            {"Migration": "docs/migration.md"},
+            {"Features": "docs/features.md"},
+            {"Examples": "examples/README.md"},
+        ]
+    },
+    {
+        "Training": [
+            {"Input": "docs/data.md"},
+            {"Metrics, logs and state": "docs/metrics_and_state.md"},
+            {"Losses and steps of your own": "docs/custom_training.md"},
+            {"Batch normalization": "docs/sync_batch_normalization.md"},
+            {"Saving": "docs/saving.md"},
+            {"Restarts": "docs/restarts.md"},
+        ]
+    },
+    {
+        "Large models": [
+            {"Which parallelism": "docs/parallelism.md"},
+            {"Sharded embeddings": "docs/sharded_embeddings.md"},
+            {"Sharded dense layers": "docs/sharded_dense.md"},
+            {"Pipelines": "docs/pipeline.md"},
+        ]
+    },
+    {
+        "Operation": [
+            {"Clusters": "docs/clusters.md"},
+            {"Faults": "docs/faults.md"},
+            {"Security": "docs/security.md"},
+            {"Reports": "docs/report.md"},
+            {"Collectives": "docs/collectives.md"},
+        ]
+    },
+    {
+        "Reference": [
+            {"API": "docs/api.md"},
+            {"Architecture": "docs/architecture.md"},
+            {"Changelog": "CHANGELOG.md"},
+            {"Contributing": "CONTRIBUTING.md"},
+            {"Building": "BUILD.md"},
+            {"Old TensorFlow": "patches/README.md"},
+        ]
+    },
+    {
+        "Benchmarks": [
+            f"benchmarks/{name}/README.md" for name in ("training", "collectives", "equality", "kernels", "rows")
+        ]
+    },
+]
+
+# Public names by chapter of the API reference, as `tfring.` has them.
+API = {
+    "Strategy and cluster": ("RingStrategy", "SparseOptions", "Mesh", "Cluster", "ClusterResolver", "Communicator"),
+    "In a program": ("gather_for_loss", "save", "SyncBatchNormalization"),
+    "Layers": (
+        "layers.ShardedEmbedding",
+        "layers.DistributedEmbedding",
+        "layers.TableConfig",
+        "layers.FeatureConfig",
+        "layers.ShardedDense",
+        "layers.ShardedMultiHeadAttention",
+        "layers.to_sync_batch_normalization",
+        "layers.to_group_normalization",
+        "layers.freeze_batch_normalization",
+        "layers.unfreeze_batch_normalization",
+    ),
+    "Models in parts": (
+        "parallel.Pipeline",
+        "parallel.plan_schedule",
+        "parallel.measure_layers",
+        "parallel.plan_stages",
+        "parallel.plan_tables",
+        "parallel.shard_embeddings",
+    ),
+    "Callbacks": ("callbacks.Backup", "callbacks.CheckFinite"),
+    "Data": ("data.share",),
+    "Errors": (
+        "errors.TfringError",
+        "errors.ConfigurationError",
+        "errors.UnsupportedTensorFlowError",
+        "errors.NativeLibraryError",
+        "errors.RendezvousError",
+        "errors.MismatchError",
+        "errors.PeerLostError",
+        "errors.CollectiveTimeoutError",
+        "errors.NotFiniteError",
+    ),
+}
+
+
+def main() -> int:
+    folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "site").resolve()
+    with tempfile.TemporaryDirectory() as name:
+        sources = pathlib.Path(name, "pages")
+        for page in pages():
+            copy(page, sources)
+            for target in linked_files(page):
+                copy(target, sources)
+        (sources / "docs" / "api.md").write_text(api_page())
+        configuration = pathlib.Path(name, "mkdocs.yml")  # JSON is YAML
+        configuration.write_text(json.dumps(settings(sources, folder)))
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file", str(configuration)]
+        return subprocess.run(command).returncode
+
+
+def pages() -> list[pathlib.Path]:
+    """Returns the Markdown files of the site; the API reference is made."""
+    entries = [entry for chapter in NAVIGATION for listed in chapter.values() for entry in listed]
+    paths = [path for entry in entries for path in (entry.values() if isinstance(entry, dict) else [entry])]
+    return [ROOT / path for path in paths if path != "docs/api.md"]
+
+
+def linked_files(page: pathlib.Path) -> list[pathlib.Path]:
+    """Returns pictures and sources that a page links to; of a folder, its files."""
+    found = []
+    for target, _ in LINK.findall(page.read_text()):
+        path = (page.parent / target).resolve()
+        if "://" not in target and path.suffix != ".md" and path.is_relative_to(ROOT):
+            found += [path] if path.is_file() else [p for p in path.glob("*") if p.is_file()]
+    return found
+
+
+def copy(path: pathlib.Path, sources: pathlib.Path) -> None:
+    target = sources / path.relative_to(ROOT)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, target)
+
+
+def api_page() -> str:
+    """Returns the reference as mkdocstrings reads it, a heading for each chapter."""
+    lines = ["# API reference", ""]
+    for chapter, names in API.items():
+        lines += [f"## {chapter}", ""]
+        for name in names:
+            lines += [f"::: tfring.{name}", "    options:", "      heading_level: 3", ""]
+    return "\n".join(lines)
+
+
+def settings(sources: pathlib.Path, folder: pathlib.Path) -> dict:
+    """Returns the configuration of MkDocs."""
+    options = {
+        "docstring_style": "google",
+        "show_source": False,
+        "show_root_heading": True,
+        "show_root_full_path": True,
+        "members_order": "source",
+        "filters": ["!^_"],
+        "inherited_members": False,
+        "show_if_no_docstring": False,
+    }
+    return {
+        "site_name": "tfring",
+        "site_description": "Distributed training of Keras 3 models on TensorFlow",
+        "docs_dir": str(sources),
+        "site_dir": str(folder),
+        "use_directory_urls": False,
+        "nav": NAVIGATION,
+        "theme": {
+            "name": "material",
+            "font": False,  # no other host is asked for anything
+            "features": ["navigation.sections", "navigation.top", "content.code.copy", "search.highlight"],
+            "palette": {"primary": "indigo"},
+        },
+        "plugins": [
+            "search",
+            {"mkdocstrings": {"handlers": {"python": {"paths": [str(ROOT)], "options": options}}}},
+        ],
+        "markdown_extensions": [
+            "tables",
+            "attr_list",
+            {"toc": {"permalink": True}},
+            "pymdownx.superfences",
+            {"pymdownx.highlight": {"use_pygments": True}},
+        ],
+        "validation": {"links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "ignore"}},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

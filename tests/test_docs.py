@@ -1,0 +1,90 @@
+"""Pages: links lead somewhere, examples are Python, the site builds, and the API reference has every public name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import tfring
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for page in ROOT.rglob("*.md")
+    if not any(part.startswith(".") or part in ("build", "results", "data") for part in page.relative_to(ROOT).parts)
+)
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+ROOMS = ("callbacks", "layers", "parallel")
+
+
+def build_site():
+    spec = importlib.util.spec_from_file_location("build_site", ROOT / "docs" / "build_site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Returns the anchors of a page's headings, as its readers' programs derive them."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    text = FENCE.sub("", page.read_text())
+    for target in (a or b for a, b in LINK.findall(text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{target} leads to nothing"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{target}: {there.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_are_python(page):
+    for _, language, code in FENCE.findall(page.read_text()):
+        if language == "python" and ">>>" not in code:
+            ast.parse(textwrap.dedent(code))
+
+
+# Results of functions in the reference, and a part of the strategy.
+WITHOUT_AN_ENTRY = {"LayerCost", "PlannedStage", "PlannedTable", "Schedule", "StagePlan", "TablePlan", "RingAllReduce"}
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = {name for names in build_site().API.values() for name in names}
+    public = {name for name in tfring.__all__ if not name.startswith("_") and name not in ROOMS}
+    for room in ROOMS:
+        public |= {f"{room}.{name}" for name in importlib.import_module(f"tfring.{room}").__all__}
+    public -= {"layers.SyncBatchNormalization"}  # stands there as tfring.SyncBatchNormalization
+    assert {name for name in public - listed if name.split(".")[-1] not in WITHOUT_AN_ENTRY} == set()
+    for name in listed:
+        module, _, attribute = f"tfring.{name}".rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_site_builds(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "build_site.py", tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PATH": "", "NO_MKDOCS_2_WARNING": "1", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    reference = (tmp_path / "site" / "docs" / "api.html").read_text()
+    assert 'id="tfring.RingStrategy"' in reference and 'id="tfring.layers.ShardedEmbedding"' in reference
