@@ -20,17 +20,38 @@ _EXPORTS = {
     "RingStrategy": "tfring.strategy",
     "SparseOptions": "tfring.reduction.sparse",
     "SyncBatchNormalization": "tfring.layers",
+    "all_gather": "tfring.functions",
+    "all_reduce": "tfring.functions",
+    "barrier": "tfring.functions",
+    "broadcast": "tfring.functions",
     "gather_for_loss": "tfring.losses",
+    "is_chief": "tfring.functions",
+    "local_rank": "tfring.functions",
+    "print_once": "tfring.functions",
+    "rank": "tfring.functions",
     "save": "tfring._keras.saving",
+    "world_size": "tfring.functions",
 }
-_WITHOUT_TENSORFLOW = ("Cluster", "Communicator", "Mesh")
-_ROOMS = ("callbacks", "data", "layers", "parallel")  # `tfring.callbacks.Backup`, without an import of its own
+_WITHOUT_TENSORFLOW = ("tfring.cluster", "tfring.functions", "tfring.ring.communicator")
+_ROOMS = ("callbacks", "data", "errors", "layers", "parallel")  # `tfring.callbacks.Backup`, without its own import
 
 if TYPE_CHECKING:
+    from tfring import callbacks, data, errors, layers, parallel
     from tfring._keras.saving import save
     from tfring.cluster import Cluster, Mesh
     from tfring.cluster_resolver import ClusterResolver
     from tfring.cross_device_ops import RingAllReduce
+    from tfring.functions import (
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        is_chief,
+        local_rank,
+        print_once,
+        rank,
+        world_size,
+    )
     from tfring.layers import SyncBatchNormalization
     from tfring.losses import gather_for_loss
     from tfring.reduction.sparse import SparseOptions
@@ -47,21 +68,39 @@ __all__ = [
     "SparseOptions",
     "SyncBatchNormalization",
     "__version__",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "callbacks",
+    "data",
+    "errors",
     "gather_for_loss",
+    "is_chief",
+    "layers",
+    "local_rank",
+    "parallel",
+    "print_once",
+    "rank",
     "save",
+    "world_size",
 ]
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"tfring.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'tfring' has no attribute {name!r}")
-    if name not in _WITHOUT_TENSORFLOW:
+    if _EXPORTS[name] not in _WITHOUT_TENSORFLOW:
         check_tensorflow()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # a type checker that saw it would take any name
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

@@ -276,7 +276,7 @@ class Communicator:
             self._need(range(self.world_size))
         settings = {"compression": compression, "name": name or "all_reduce"}
         if out is not None:
-            if _is_tensorflow(value):
+            if is_tensorflow(value):
                 raise ValueError("`out` is for arrays: nothing is written to TensorFlow's tensors. Received: a tensor")
             settings["out"] = out
         return self._on(value).all_reduce(self, value, op, **settings)
@@ -480,7 +480,7 @@ class Communicator:
 
     def _on(self, value: Any) -> Any:
         """Where the collectives on such values are."""
-        if not _is_tensorflow(value):
+        if not is_tensorflow(value):
             return arrays
         from tfring.ring import ops  # imports TensorFlow, which the caller has imported already
 
@@ -570,7 +570,7 @@ def _num_spins(cluster: Any) -> int:
     return 1000 if ranks <= available_cpus() else 0
 
 
-def _is_tensorflow(value: Any) -> bool:
+def is_tensorflow(value: Any) -> bool:
     """Whether TensorFlow made this value, or the first of this list. Never imports TensorFlow."""
     if "tensorflow" not in sys.modules:
         return False

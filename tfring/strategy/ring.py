@@ -70,8 +70,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     >>> strategy = RingStrategy()
     >>> with strategy.scope():
     ...     variable = tf.Variable(1.0)
-    >>> strategy.num_replicas_in_sync
-    1
+    >>> strategy.num_replicas_in_sync, strategy.rank, strategy.world_size, strategy.is_chief
+    (1, 0, 1, True)
     """
 
     def __init__(
@@ -178,6 +178,21 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     def cluster(self) -> Cluster:
         """Who this worker is and who the others are."""
         return self.extended.cluster
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker, from 0 to `world_size - 1`."""
+        return self.cluster.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.cluster.world_size
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, which prints, logs and writes what is wanted once."""
+        return self.cluster.is_chief
 
     @property
     def mesh(self) -> Mesh:

@@ -1,0 +1,331 @@
+"""Functions for scripts: this process's place among the workers, and small exchanges with the others.
+
+They work before a strategy is made, beside one and without any, and in a process that is alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from tfring.cluster import Cluster, detection
+from tfring.cluster.seat import Seat
+from tfring.ring.communicator import Communicator, is_tensorflow
+from tfring.ring.library import DTYPES
+
+_PLAIN = "None, bool, int, float, str, and lists, tuples and dicts with text keys of them, as JSON has them"
+_NOT_PLAIN = -1  # in place of a length: what the root or a rank has cannot be sent
+
+_own: Communicator | None = None  # made when a program without a strategy first exchanges something
+
+
+def rank() -> int:
+    """Returns the number of this process, from 0 to `world_size() - 1`; 0 where it is alone. Talks to no process.
+
+    >>> rank()
+    0
+    """
+    return _place().rank
+
+
+def world_size() -> int:
+    """Returns the number of processes that train together; 1 for a process that is alone. Talks to no process.
+
+    >>> world_size()
+    1
+    """
+    return _place().world_size
+
+
+def local_rank() -> int:
+    """Returns the number of this process among those of its host, from 0.
+
+    Under MPI, SLURM and torchrun-style variables the ranks meet to find out who shares a host, unless a strategy is
+    made already: all of them call it then.
+
+    >>> local_rank()
+    0
+    """
+    strategy = _strategy()
+    return (detection.detect() if strategy is None else strategy.cluster).local_rank
+
+
+def is_chief() -> bool:
+    """Returns whether this is rank 0, which prints, logs and writes what is wanted once. Talks to no process.
+
+    >>> is_chief()
+    True
+    """
+    return rank() == 0
+
+
+def print_once(*values: Any, **options: Any) -> None:
+    """Prints on rank 0, and nothing on the others. Takes what `print` takes; no other rank needs to call it.
+
+    >>> print_once("epochs:", 3)
+    epochs: 3
+    """
+    if is_chief():
+        print(*values, **options)
+
+
+def barrier() -> None:
+    """Returns when all ranks have called it.
+
+    Raises:
+        MismatchError, PeerLostError, CollectiveTimeoutError: Another rank calls something else, has ended, or
+            takes longer than `TFRING_TIMEOUT_SECONDS`.
+
+    >>> barrier()
+    """
+    peers = _peers()
+    if peers is not None:
+        peers.barrier(name="tfring.barrier")
+
+
+def all_reduce(value: Any, op: str = "sum") -> Any:
+    """Reduces a value over all ranks, which all call it; the result is the same on every rank.
+
+    Args:
+        value: A number, an array or a tensor (eager or in a `tf.function`), of one shape and dtype on all ranks; or a
+            list of arrays, or of tensors, of one dtype.
+        op: "sum", "mean", "max", "min" or "product". The mean of integers is a float64. bool has max (any) and min
+            (all).
+
+    Returns:
+        A Python number for a Python number; else an array, a tensor or a list, as `value`.
+
+    Raises:
+        ValueError: `op` is another, or the dtype cannot be reduced.
+        MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+
+    >>> all_reduce(0.5, "mean"), all_reduce(np.array([1, 2]), "max")
+    (0.5, array([1, 2]))
+    """
+    if op not in ("sum", "mean", "max", "min", "product"):
+        raise ValueError(f"`op` is sum, mean, max, min or product. Received: op={op!r}")
+    if isinstance(value, (bool, int, float, complex)):
+        return all_reduce(np.asarray(value), op).item()
+    peers = _peers()
+    if peers is None:
+        result = _copied(value)
+    else:
+        result = peers.all_reduce(value, "sum" if op == "mean" else op, name="tfring.all_reduce")
+    if op != "mean":
+        return result
+    size = 1 if peers is None else peers.world_size
+    return [each / size for each in result] if isinstance(result, list) else result / size
+
+
+def all_gather(value: Any) -> Any:
+    """Gathers the values of all ranks, which all call it.
+
+    Args:
+        value: An array or a tensor `[rows, ...]`, whose number of rows may differ from rank to rank; or a plain Python
+            value (None, numbers, texts, lists, dicts), which travels as JSON and never as pickle.
+
+    Returns:
+        The rows of all ranks, those of rank 0 first; of plain values, a list with one for each rank. Tuples come back
+        as lists.
+
+    Raises:
+        TypeError: On all ranks, where one has a value that JSON does not have.
+        MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+
+    >>> all_gather({"loss": 0.5})
+    [{'loss': 0.5}]
+    >>> all_gather(np.array([[1, 2]]))
+    array([[1, 2]])
+    """
+    if _is_array(value):
+        peers = _peers()
+        return _copied(value) if peers is None else peers.all_gather(value, name="tfring.all_gather")
+    text, problem = _encoded(value)
+    peers = _peers()
+    lengths, texts = [len(text)], text
+    if peers is not None:
+        mine = np.array([_NOT_PLAIN if problem else len(text)])
+        lengths = peers.all_gather(mine, name="tfring.all_gather of Python values").tolist()
+        if _NOT_PLAIN not in lengths:
+            texts = peers.all_gather(np.frombuffer(text, np.uint8), name="tfring.all_gather as JSON").tobytes()
+    if problem is None and _NOT_PLAIN in lengths:
+        problem = TypeError(f"Values that are gathered are {_PLAIN}. Rank {lengths.index(_NOT_PLAIN)} has another.")
+    if problem is not None:
+        raise problem
+    ends = np.cumsum(lengths)
+    return [json.loads(texts[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+
+def broadcast(value: Any, root: int = 0) -> Any:
+    """Returns the value of rank `root` on every rank; all ranks call it.
+
+    Args:
+        value: An array, a tensor, or a plain Python value (None, numbers, texts, lists, dicts), which travels as JSON
+            and never as pickle. What other ranks than `root` pass does not matter; in a `tf.function` they pass a
+            tensor of the same shape and dtype.
+        root: A rank, from 0 to `world_size() - 1`.
+
+    Returns:
+        On every rank a copy: an array for an array, a tensor for a tensor. Tuples in plain values come back as lists.
+
+    Raises:
+        TypeError: On all ranks, where the root has a value that JSON does not have.
+        ValueError: `root` is no rank.
+        MismatchError, PeerLostError, CollectiveTimeoutError: As `barrier`.
+
+    >>> broadcast({"run": "a", "folds": [1, 2]})
+    {'run': 'a', 'folds': [1, 2]}
+    """
+    peers = _peers()
+    size = 1 if peers is None else peers.world_size
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
+        raise ValueError(f"`root` is a rank, from 0 to {size - 1}. Received: root={root!r}")
+    if _is_symbolic(value):
+        return value if peers is None else peers.broadcast(value, root, name="tfring.broadcast")
+    if peers is None:
+        return _copied(value) if _is_array(value) else _of_json(*_encoded(value))
+    is_root = peers.rank == root
+    array = np.asarray(value) if is_root and _is_array(value) else None
+    text, problem = b"", None
+    if array is not None:
+        about = {"dtype": array.dtype.name, "shape": array.shape, "tensor": is_tensorflow(value)}
+        text, problem = _encoded(about) if array.dtype.name in DTYPES else (b"", _wrong_dtype(array))
+    elif is_root:
+        text, problem = _encoded(value)
+    head = np.array([_NOT_PLAIN if problem else len(text), array is not None])
+    length, follows = peers.broadcast(head, root, name="tfring.broadcast").tolist()
+    if length == _NOT_PLAIN:
+        raise problem or TypeError(f"A value that is broadcast is an array, or {_PLAIN}. Rank {root} has another.")
+    mine = np.frombuffer(text, np.uint8) if is_root else np.empty(length, np.uint8)
+    said = json.loads(peers.broadcast(mine, root, name="tfring.broadcast as JSON").tobytes())
+    if not follows:
+        return said
+    if array is None:
+        array = np.empty(said["shape"], said["dtype"])
+    result = peers.broadcast(array, root, name="tfring.broadcast of an array")
+    return _as_tensor(result) if said["tensor"] else result
+
+
+# ------------------------------------------------------------------------------------------------ the others
+
+
+def _strategy() -> Any:
+    """The newest strategy of several workers; None without. Where nothing has imported TensorFlow there is none."""
+    recognition = sys.modules.get("tfring.recognition")
+    return None if recognition is None else recognition.ring_of_process()
+
+
+def _place() -> Cluster | Seat:
+    strategy = _strategy()
+    if strategy is not None:
+        return strategy.cluster
+    return detection.find(os.environ) or Cluster.alone()
+
+
+def _peers() -> Any:
+    """What carries values to the other ranks and back, a Communicator or what has its methods; None if alone."""
+    global _own
+    strategy = _strategy()
+    if strategy is not None:
+        world = strategy.extended.world
+        return getattr(world, "communicator", None) or _Runtime(world)
+    cluster = detection.detect()
+    if cluster.world_size == 1:
+        return None
+    if _own is None:
+        _own = Communicator.connect(cluster, "functions")
+    return _own
+
+
+class _Runtime:
+    """TensorFlow's own runtime with the methods of a Communicator that are needed here."""
+
+    def __init__(self, collectives: Any) -> None:
+        self._collectives = collectives
+        self.rank, self.world_size = collectives.rank, collectives.world_size
+
+    def barrier(self, name: str) -> None:
+        self._collectives.barrier(name=name)
+
+    def all_reduce(self, value: Any, op: str, name: str) -> Any:
+        return self._of_list(lambda tensors: self._collectives.all_reduce(tensors, op, name=name), value)
+
+    def broadcast(self, value: Any, root: int, name: str) -> Any:
+        return self._of_list(lambda tensors: self._collectives.broadcast(tensors, root, name=name), value)
+
+    def all_gather(self, value: Any, name: str) -> Any:
+        return self._of_list(lambda tensors: self._collectives.all_gather(tensors, name=name), value)
+
+    def _of_list(self, function: Any, value: Any) -> Any:
+        import tensorflow as tf
+
+        many = isinstance(value, (list, tuple)) and all(map(_is_array, value))
+        values = list(value) if many else [value]
+        results = function([tf.convert_to_tensor(each) for each in values])
+        results = [r if is_tensorflow(v) else r.numpy() for r, v in zip(results, values, strict=True)]
+        return results if many else results[0]
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it goes as an array: NumPy's scalars are plain numbers."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether it has no value yet, in a `tf.function`."""
+    if not _is_array(value) or not is_tensorflow(value):
+        return False
+    import tensorflow as tf
+
+    return tf.is_symbolic_tensor(value)
+
+
+def _as_tensor(array: np.ndarray) -> Any:
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(array)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value and all(map(_is_array, value)):
+        return [_copied(each) for each in value]
+    return value if is_tensorflow(value) else np.array(value)
+
+
+def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
+    """The JSON of a plain value, or why it has none."""
+    wrong = _not_plain(value)
+    if wrong is not None:
+        return b"", TypeError(f"Values that are sent are {_PLAIN}. Received: {wrong}. Arrays go by themselves.")
+    return json.dumps(value, default=lambda number: number.item()).encode(), None
+
+
+def _of_json(text: bytes, problem: TypeError | None) -> Any:
+    if problem is not None:
+        raise problem
+    return json.loads(text)
+
+
+def _not_plain(value: Any) -> str | None:
+    """What in a value JSON does not have, or would give back as something else."""
+    if value is None or isinstance(value, (bool, int, float, str, np.bool_, np.integer, np.floating)):
+        return None
+    if isinstance(value, (list, tuple)):
+        return next((wrong for each in value if (wrong := _not_plain(each)) is not None), None)
+    if isinstance(value, dict):
+        keys = [key for key in value if not isinstance(key, str)]
+        if keys:
+            return f"a dict with the key {keys[0]!r}, and keys are texts"
+        return _not_plain(list(value.values()))
+    return f"a {type(value).__name__}"
+
+
+def _wrong_dtype(array: np.ndarray) -> TypeError:
+    return TypeError(f"Arrays that are sent are of {', '.join(sorted(DTYPES))}. Received: dtype={array.dtype}")
