@@ -479,14 +479,14 @@ def test_what_is_handed_over_is_looked_at(tmp_path):
         ([*handed(), writer], "3 descriptors"),
     ):
         other = link.Link(1, socket.socket())
-        assert why in other.take_mailbox(fds), why
+        assert why in other.adopt_mailbox(fds), why
         assert other.transport == "tcp" and fds
         wire.close_all(fds)
         other.close()
     os.close(of)
     good = handed()
     one = link.Link(1, socket.socket())
-    assert one.take_mailbox(good) is None and one.transport == "shm" and not good
+    assert one.adopt_mailbox(good) is None and one.transport == "shm" and not good
     assert stat.S_ISFIFO(os.fstat(one.doorbell_fd).st_mode)
     with pytest.raises(OSError):  # so no bus error later
         os.ftruncate(one.mailbox_fd, 0)

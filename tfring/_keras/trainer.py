@@ -133,7 +133,7 @@ def _entry(name, signature):
             )
         around = ring_callbacks.around(name, callbacks, self)
         traced = trace.entry(strategy)
-        naming = failures.named(strategy.extended.channels, strategy.mesh)
+        naming = failures.reraise_as_tfring_error(strategy.extended.channels, strategy.mesh)
         with entered(name), on_rank_0(strategy), naming, traced, around:
             return original(*bound.args, **bound.kwargs)
 

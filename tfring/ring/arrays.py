@@ -172,7 +172,7 @@ def _exchange(
 
 
 class _Coming:
-    """What comes to this rank in an exchange."""
+    """Receives the rows of an exchange into arrays that it allocates once their number is known."""
 
     def __init__(self, values: list[np.ndarray], size: int) -> None:
         self.results = [value[:0].copy() for value in values] if all(v.ndim for v in values) else []
@@ -254,7 +254,7 @@ def _prepare(
     compression: str | None = None,
     way: int = 0,
 ) -> tuple[Any, Any]:
-    """What the native call is given; the arrays are the caller's to hold."""
+    """Returns the arguments of a native call; the caller keeps the arrays alive until it returns."""
     call = _call(name, op, root, threading.get_ident() == _main_thread, compression, way)
     tensors = []
     for source, target in zip(inputs, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""How far this rank's clock is from rank 0's.
+"""Measures the offset of this rank's clock from rank 0's.
 
 A gather of all ranks ends on no rank before it has begun on all. So each one bounds the distance on both sides:
 

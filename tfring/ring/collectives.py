@@ -50,7 +50,7 @@ def sum_duplicates(
 
 
 class Collectives(abc.ABC):
-    """What an engine offers; all ranks must make the same calls in the same order."""
+    """Defines the collectives of an engine; all ranks must make the same calls in the same order."""
 
     rank: int
     world_size: int
@@ -90,7 +90,7 @@ class Collectives(abc.ABC):
         active: tf.Tensor | None = None,
         reduction: str = "auto",
     ) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
-        """Each id of any rank once, with the sum of its rows; see `tfring.ring.ops.sum_rows`.
+        """Returns each id of any rank once, with the sum of its rows; see `tfring.ring.ops.sum_rows`.
 
         Not where `needs_fixed_shapes`.
         """
@@ -111,7 +111,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
-        """The tensors of rank `root`, on every rank; shapes and dtypes must agree."""
+        """Returns the tensors of rank `root` on every rank; shapes and dtypes must agree."""
 
     @abc.abstractmethod
     def reduce(
@@ -123,7 +123,7 @@ class Collectives(abc.ABC):
     def all_to_all(
         self, tensor: tf.Tensor | Sequence[tf.Tensor], counts: Any = None, *, name: str
     ) -> tuple[Any, Any]:
-        """Some rows of every rank to every rank.
+        """Sends some rows of every rank to every rank.
 
         Args:
             tensor: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such.
@@ -144,11 +144,11 @@ class Collectives(abc.ABC):
     def scatter(
         self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str
     ) -> tf.Tensor:
-        """Rank `root`'s rows, shared out by its `counts` (as of `all_to_all`); the others' rows do not matter."""
+        """Distributes rank `root`'s rows by its `counts` (as of `all_to_all`); other ranks' rows are ignored."""
 
     @abc.abstractmethod
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
-        """Some of the ranks, which call this alike, as an engine of its own.
+        """Returns an engine over some of the ranks, all of which call this alike.
 
         Raises:
             ConfigurationError: The engine has no groups.
@@ -166,7 +166,7 @@ class Collectives(abc.ABC):
     def receive(
         self, source: int, dtype: tf.DType, shape: Sequence[int | None] | None = None, *, anchor=0.0, name: str
     ) -> tf.Tensor:
-        """What rank `source` sends; see `tfring.ring.ops.receive`.
+        """Receives the tensor that rank `source` sends; see `tfring.ring.ops.receive`.
 
         Raises:
             ConfigurationError: The engine passes nothing between two ranks.
@@ -181,15 +181,15 @@ class Collectives(abc.ABC):
         return None
 
     def failure(self) -> BaseException | None:
-        """What broke this engine, as an exception of `tfring.errors`; None if nothing did, or it cannot tell."""
+        """Returns the failure that broke this engine, of `tfring.errors`; None if it works, or cannot tell."""
         return None
 
     def abort(self, failure: BaseException) -> None:  # noqa: B027  an engine need not know how
-        """Breaks this engine on all ranks for what has failed elsewhere, so that nobody waits in it in vain."""
+        """Breaks this engine on all ranks after a failure elsewhere, so that no rank waits in it in vain."""
 
     @property
     def needs_fixed_shapes(self) -> bool:
-        """Whether rows need the same capacity on every rank, because padding travels too."""
+        """Returns True if rows need the same capacity on every rank, because padding is sent too."""
         return False
 
     @abc.abstractmethod

@@ -81,7 +81,8 @@ class Communicator:
 
     @property
     def transport(self) -> tuple[str, ...]:
-        """How those after and before this rank in the ring are reached, e.g. `("shm", "tcp")`; empty if alone."""
+        """Returns the transports to the next and previous rank, e.g. `("shm", "tcp")`; empty if alone.
+        """
         if self.world_size < 2 or self.rank < 0:
             return ()
         order = self._layout().order
@@ -91,7 +92,7 @@ class Communicator:
 
     @property
     def algorithms(self) -> list[tuple[int | None, str]]:
-        """Up to how many bytes `all_reduce` takes which algorithm, None for beyond; see `tfring.ring.schedule`."""
+        """Returns `(most bytes, algorithm)` of `all_reduce`, None for no limit; see `tfring.ring.schedule`."""
         return schedule.all_reduce_choices(self.world_size, self._layout().local_size, self._world.algorithm)
 
     @classmethod
@@ -176,7 +177,7 @@ class Communicator:
         return cls(handle, name, cluster.rank, cluster.world_size, world, range(cluster.world_size))
 
     def group(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Some of this communicator's ranks, as a communicator of its own.
+        """Returns a communicator over some of this communicator's ranks.
 
         The ranks of a group call this alike and in the same order; the others need not call it. Groups share
         the links, threads, failures and the order of calls of the communicator they come from: a process is in one
@@ -209,7 +210,7 @@ class Communicator:
         rank = ranks.index(self.rank) if self.rank in ranks else -1
         made = Communicator(handle, name, rank, len(ranks), self._world, [self.ranks[r] for r in ranks])
         if rank >= 0:
-            made._need(made._layout().partners(rank))
+            made._ensure_links(made._layout().partners(rank))
         return made
 
     def split(self, color: int | None, key: int = 0, *, name: str = "split") -> Communicator | None:
@@ -241,7 +242,7 @@ class Communicator:
         compression: str | None = None,
         name: str | None = None,
     ) -> Any:
-        """The element-wise sum, maximum, minimum or product over all ranks; bitwise the same on every rank.
+        """Reduces values element-wise over all ranks; the result is bitwise the same on every rank.
 
         Args:
             value: Array or tensor of the same shape and dtype on all ranks, or a list of them of one
@@ -273,7 +274,7 @@ class Communicator:
             True
         """
         if compression is not None:
-            self._need(range(self.world_size))
+            self._ensure_links(range(self.world_size))
         settings = {"compression": compression, "name": name or "all_reduce"}
         if out is not None:
             if is_tensorflow(value):
@@ -286,7 +287,7 @@ class Communicator:
         return self._on(value).reduce(self, value, root, op, name=name or "reduce")
 
     def reduce_scatter(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
-        """This rank's share of the rows of what `all_reduce` would give.
+        """Reduces as `all_reduce` and returns this rank's share of the rows.
 
         Args:
             value: `[rows, ...]` of the same shape and dtype on all ranks, or a list of such. `schedule.chunk_bounds(
@@ -301,7 +302,7 @@ class Communicator:
         return self._on(value).reduce_scatter(self, value, op, name=name or "reduce_scatter")
 
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
-        """The root's value, on all ranks.
+        """Sends the root's value to all ranks.
 
         Args:
             value: Of the same shape and dtype on all ranks; only the root's content counts.
@@ -315,7 +316,7 @@ class Communicator:
         arrays.barrier(self, name=name or "barrier")
 
     def all_gather(self, value: Any, *, name: str | None = None) -> Any:
-        """The rows of all ranks, in rank order.
+        """Concatenates the rows of all ranks, in rank order.
 
         Args:
             value: `[rows, ...]`; the number of rows may differ from rank to rank, dtype and the other
@@ -329,11 +330,11 @@ class Communicator:
 
     def gather(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """As `all_gather`, for one rank only: the others get no rows."""
-        self._need_root(root)
+        self._ensure_links_for_root(root)
         return self._on(value).gather(self, value, root, name=name or "gather")
 
     def scatter(self, value: Any, counts: Any = None, root: int = 0, *, name: str | None = None) -> Any:
-        """Some of the root's rows to each rank.
+        """Sends some of the root's rows to each rank.
 
         Args:
             value: `[rows, ...]` on the root; on the others any number of rows, which do not matter, of the same dtype
@@ -345,11 +346,11 @@ class Communicator:
         Returns:
             `[rows for this rank, ...]`.
         """
-        self._need_root(root)
+        self._ensure_links_for_root(root)
         return self._on(value).scatter(self, value, counts, root, name=name or "scatter")
 
     def all_to_all(self, value: Any, counts: Any = None, *, name: str | None = None) -> Any:
-        """Some rows of every rank to every rank.
+        """Sends some rows of every rank to every rank.
 
         Args:
             value: `[rows, ...]`, first those for rank 0, then those for rank 1, and so on; or a list of such. The
@@ -362,13 +363,13 @@ class Communicator:
             The rows for this rank, those of rank 0 first, and `[world_size]` how many come from each; for a list, two
             lists.
         """
-        self._need(range(self.world_size))
+        self._ensure_links(range(self.world_size))
         return self._on(value).all_to_all(self, value, counts, name=name or "all_to_all")
 
     def all_reduce_rows(
         self, values: Any, indices: Any, *, reduction: str = "auto", name: str | None = None
     ) -> Any:
-        """The sum over all ranks of rows that stand under ids, such as an embedding's gradients: each id once.
+        """Sums over all ranks the rows that stand under ids, such as an embedding's gradients: each id once.
 
         A rank first adds up its own rows of equal ids. Then all get those of all ("gather"); or an id's rows go to the
         rank that owns it by its hash, which adds them up and passes the sums on ("owner"). Either way the rows of an
@@ -398,7 +399,7 @@ class Communicator:
             (array([[5.],
                    [2.]]), array([7, 3]))
         """
-        self._need_all_for(reduction)
+        self._ensure_links_for_rows(reduction)
         where = self._on(values)
         return where.all_reduce_rows(self, values, indices, reduction=reduction, name=name or "all_reduce_rows")
 
@@ -409,13 +410,13 @@ class Communicator:
         memory), or wait until it does: two ranks that both send first may wait for each other. Where both have
         something for each other, `all_to_all` in a group of the two does not.
         """
-        self._need([to])
+        self._ensure_links([to])
         return self._on(value).send(self, value, to, name=name or "send")
 
     def receive(
         self, source: int, dtype: Any, shape: Any = None, *, name: str | None = None
     ) -> np.ndarray:
-        """What rank `source` sends to this one; for tensors of TensorFlow see `tfring.ring.ops.receive`.
+        """Receives an array from rank `source`; for tensors of TensorFlow see `tfring.ring.ops.receive`.
 
         Args:
             source: The rank that calls `send`.
@@ -426,15 +427,15 @@ class Communicator:
         Raises:
             MismatchError: Name, dtype or shape differ.
         """
-        self._need([source])
+        self._ensure_links([source])
         return arrays.receive(self, source, dtype, shape, name=name or "send")
 
     def statistics(self) -> dict[str, Any]:
-        """What this communicator has done so far.
+        """Returns counters of this communicator since it was connected.
 
         Returns:
             `bytes_sent`, `bytes_received`, `seconds_waited` (for other ranks, in collectives),
-            `scratch_bytes` (held beside the caller's arrays) and `collectives`, the number of calls of each
+            `scratch_bytes` (held in addition to the caller's arrays) and `collectives`, the number of calls of each
             kind.
         """
         statistics = library.Statistics()
@@ -461,7 +462,7 @@ class Communicator:
         self._core.tfring_abort(self.handle, library.code_of(failure), str(failure).encode())
 
     def failure(self) -> BaseException | None:
-        """What broke this ring: a `MismatchError`, `PeerLostError` or `CollectiveTimeoutError`; None if nothing did.
+        """Returns the `MismatchError`, `PeerLostError` or `CollectiveTimeoutError` that broke this ring, or None.
 
         KeyboardInterrupt where Ctrl-C ended a collective of this rank.
         """
@@ -479,7 +480,7 @@ class Communicator:
         return f"Communicator(name={self.name!r}, {place}, transport={self.transport})"
 
     def _on(self, value: Any) -> Any:
-        """Where the collectives on such values are."""
+        """Returns the module with the collectives on such values."""
         if not is_tensorflow(value):
             return arrays
         from tfring.ring import ops  # imports TensorFlow, which the caller has imported already
@@ -489,15 +490,15 @@ class Communicator:
     def _layout(self) -> schedule.Layout:
         return schedule.Layout.of([self._world.hosts[rank] for rank in self.ranks])
 
-    def _need_root(self, root: int) -> None:
-        self._need(range(self.world_size) if root == self.rank else [root])
+    def _ensure_links_for_root(self, root: int) -> None:
+        self._ensure_links(range(self.world_size) if root == self.rank else [root])
 
-    def _need_all_for(self, reduction: str) -> None:
+    def _ensure_links_for_rows(self, reduction: str) -> None:
         if reduction != "gather":
-            self._need(range(self.world_size))
+            self._ensure_links(range(self.world_size))
 
-    def _need(self, members: Iterable[int]) -> None:
-        """Connects this rank with others of the group, where it is not yet; they call this as well."""
+    def _ensure_links(self, members: Iterable[int]) -> None:
+        """Ensures links to these members of the group; they call this as well."""
         if self.rank < 0:
             return  # the call will be refused
         wanted = {self.ranks[m] for m in members if 0 <= m < self.world_size}
@@ -506,7 +507,7 @@ class Communicator:
 
 @dataclasses.dataclass
 class _World:
-    """What a communicator and its groups share."""
+    """State that a communicator shares with its groups."""
 
     cluster: Any
     name: str
@@ -528,7 +529,7 @@ class _World:
     def form(
         self, ranks: Collection[int], broken: Callable[[], BaseException | None] | None = None
     ) -> ctypes.Array[library.Link]:
-        """Links to these ranks, each of which forms one to this rank."""
+        """Forms links to these ranks, each of which forms one to this rank."""
         formed = rendezvous.connect(
             self.cluster,
             self.name,
@@ -542,7 +543,7 @@ class _World:
         return (library.Link * len(detached))(*detached)
 
     def connect(self, ranks: set[int], broken: Callable[[], BaseException | None]) -> None:
-        """Adds links to those of these ranks to which there is none."""
+        """Adds a link to each of these ranks that has none."""
         if ranks <= self.transports.keys():
             return
         with self.linking:
@@ -565,13 +566,13 @@ class _World:
 
 
 def _num_spins(cluster: Any) -> int:
-    """How often to look at shared memory before going to sleep: never where ranks of this host share cores."""
+    """Returns the polls of shared memory before sleeping: none where ranks of this host share cores."""
     ranks = getattr(cluster, "local_world_size", cluster.world_size)
     return 1000 if ranks <= available_cpus() else 0
 
 
 def is_tensorflow(value: Any) -> bool:
-    """Whether TensorFlow made this value, or the first of this list. Never imports TensorFlow."""
+    """Returns True if TensorFlow made this value, or the first of this list. Never imports TensorFlow."""
     if "tensorflow" not in sys.modules:
         return False
     if isinstance(value, (list, tuple)) and value:
@@ -584,7 +585,7 @@ def is_tensorflow(value: Any) -> bool:
 
 
 def _identity(cluster: Any, name: str) -> int:
-    """Tells rings apart, the same on all ranks of one."""
+    """Returns a number that tells rings apart, the same on all ranks of one."""
     digest = hashlib.sha256("\n".join((name, *cluster.addresses)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

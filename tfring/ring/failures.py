@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def named(channels: Sequence[Collectives], mesh: Mesh) -> Iterator[None]:
+def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iterator[None]:
     """Raises what broke one of these channels, caused by the error in which TensorFlow reports it.
 
     The other channels break with it: a rank may wait there for one that has left its step.

@@ -79,7 +79,7 @@ COMPRESSIONS = ("bfloat16", "float16")
 
 
 def compression_number(compression: str | None) -> int:
-    """What the core knows a compression by; 0 for None.
+    """Returns the core's number for a compression; 0 for None.
 
     >>> compression_number("bfloat16")
     14
@@ -92,7 +92,7 @@ def compression_number(compression: str | None) -> int:
 
 
 def row_sums_number(reduction: str) -> int:
-    """What the core knows a way of a sum of rows by.
+    """Returns the core's number for an algorithm of a sum of rows.
 
     >>> row_sums_number("owner")
     6
@@ -228,7 +228,7 @@ Shape = ctypes.CFUNCTYPE(
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The loaded core.
+    """Returns the loaded core.
 
     Raises:
         NativeLibraryError: It is not there, cannot be loaded, or belongs to another tfring.
@@ -354,12 +354,12 @@ _KINDS: dict[int, type[BaseException]] = {
 
 
 def error_of(error: Error) -> BaseException:
-    """The exception that says what a failed call, or a broken ring, left in `error`."""
+    """Returns the exception for what a failed call, or a broken ring, left in `error`."""
     return _KINDS.get(error.code, errors.TfringError)(error.message.decode(errors="replace"))
 
 
 def code_of(failure: BaseException) -> int:
-    """What `error_of` made this exception from, as other ranks see it."""
+    """Returns the code of an exception, as other ranks see it; the inverse of `error_of`."""
     if isinstance(failure, KeyboardInterrupt):
         return PEER_LOST
     return next((code for code, kind in _KINDS.items() if type(failure) is kind), INTERNAL)

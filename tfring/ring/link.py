@@ -1,4 +1,4 @@
-"""What connects this rank with another while a ring forms, until the native code takes it over."""
+"""A link: connections and mailboxes between two ranks, from the rendezvous until the native code adopts them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONNECT_SECONDS = 5.0
 
 @dataclasses.dataclass
 class Link:
-    """What connects this rank with rank `rank`. The descriptors belong to whoever holds it; -1 for none."""
+    """A link to rank `rank`. It owns its descriptors; -1 stands for none."""
 
     rank: int
     control: socket.socket
@@ -31,11 +31,11 @@ class Link:
 
     @property
     def transport(self) -> str:
-        """What carries the data: "shm" or "tcp"."""
+        """Returns the transport of the data: "shm" or "tcp"."""
         return "shm" if self.mailbox_fd >= 0 else "tcp"
 
-    def take_mailbox(self, fds: list[int]) -> str | None:
-        """Uses the peer's mailbox it handed over, which leaves the list; or says why that cannot be."""
+    def adopt_mailbox(self, fds: list[int]) -> str | None:
+        """Adopts the peer's mailbox and empties the list, or returns why the mailbox is unusable."""
         try:
             mailbox.check(fds)
         except (OSError, ValueError) as error:
@@ -59,8 +59,8 @@ class Link:
             self.rank, self.control.detach(), data_fd, *own, self.mailbox_fd, self.doorbell_fd, host
         )
 
-    def part_with(self, rank: int, why: str) -> None:
-        """Tells the peer, who tells others, why `rank` gives up; nobody waits for a ring that cannot form."""
+    def send_failure(self, rank: int, why: str) -> None:
+        """Tells the peer, which tells the others, why `rank` gives up, so that no rank waits in vain."""
         library.core().tfring_send_abort(self.control.fileno(), rank, library.PEER_LOST, why.encode())
         self.close()
 
@@ -94,13 +94,13 @@ def data_connection() -> tuple[socket.socket, socket.socket]:
     """Two ends of a TCP connection within this host, of which one is to be handed over.
 
     Raises:
-        OSError: There is none to be had.
+        OSError: The system gives none.
     """
     with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
         one = socket.create_connection(listener.getsockname(), _CONNECT_SECONDS)
         try:
             listener.settimeout(_CONNECT_SECONDS)
-            while True:  # anybody may connect here in the meantime
+            while True:  # any process may connect here in the meantime
                 other, peer = listener.accept()
                 if peer == one.getsockname():
                     break
@@ -113,7 +113,7 @@ def data_connection() -> tuple[socket.socket, socket.socket]:
             raise
 
 
-def take_data_connection(fds: list[int]) -> socket.socket:
+def adopt_data_connection(fds: list[int]) -> socket.socket:
     """The end that was handed over, which leaves the list.
 
     Raises:

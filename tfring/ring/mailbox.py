@@ -1,6 +1,6 @@
 """Memory that two ranks of a host share, without a name in the file system.
 
-For each link a rank makes an anonymous memory file, sealed so that nobody can change its size, and a pipe as its
+For each link a rank makes an anonymous memory file, sealed so that no process can change its size, and a pipe as its
 doorbell. The peer is handed both through the Unix socket that connects the two, and looks at what it was given before
 it uses it. That needs no room in /dev/shm (64 MB in a container by default) and leaves nothing behind, however a
 process ends. `native/shm_channel.cc` says what is inside.
@@ -44,7 +44,7 @@ class Mailbox:
 
     @property
     def for_peer(self) -> tuple[int, int]:
-        """What the peer is handed, to `check`: the memory, and the end of the doorbell to ring at."""
+        """Returns the descriptors to hand over to the peer: the memory, and the writing end of the doorbell."""
         return self.memory_fd, self._writer
 
     def detach(self) -> tuple[int, int]:
@@ -62,14 +62,14 @@ class Mailbox:
 
 
 def check(fds: Sequence[int]) -> None:
-    """Looks at what came in the place of a peer's mailbox.
+    """Validates the descriptors that a peer handed over as its mailbox.
 
     Raises:
         ValueError: It is something else.
         OSError: It cannot be looked at.
     """
     if len(fds) != 2:
-        raise ValueError(f"{len(fds)} descriptors came in place of memory and a doorbell")
+        raise ValueError(f"{len(fds)} descriptors came instead of memory and a doorbell")
     memory, doorbell = fds
     try:
         seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)

@@ -4,8 +4,8 @@ All ranks run the same collectives of a communicator in the same order. Inside a
 order, through `tf.cond` and `tf.while_loop` as well. Collectives of two communicators stay independent of
 each other, as long as TensorFlow has an inter-op thread for each communicator. Inside a `tf.function` errors
 arrive as TensorFlow's: InvalidArgumentError (ranks disagree), AbortedError (a rank is lost),
-DeadlineExceededError (a rank stands still); `communicator.failure()` has the same as tfring's own, which
-`fit` and its sisters raise. XLA (`jit_compile=True`) refuses these ops, as it does TensorFlow's own
+DeadlineExceededError (a rank does not move); `communicator.failure()` has the same as tfring's own, which
+`fit`, `evaluate` and `predict` raise. XLA (`jit_compile=True`) refuses these ops, as it does TensorFlow's own
 collectives on CPU.
 """
 
@@ -40,7 +40,7 @@ def all_reduce(
     active: Any = None,
     compression: str | None = None,
 ) -> Any:
-    """The element-wise sum, maximum, minimum or product over all ranks; a list goes round as one.
+    """Reduces tensors element-wise over all ranks; a list is sent as one buffer.
 
     Differentiable for "sum": the gradient is summed over the ranks as well.
 
@@ -70,7 +70,7 @@ def all_reduce(
     active = True if active is None else active
     number = library.compression_number(compression)
     if number:
-        communicator._need(range(communicator.world_size))
+        communicator._ensure_links(range(communicator.world_size))
     results = _call_in_order(
         "all_reduce", communicator, name, tensors, active=active, tensors=tensors, op=_operation(op), compression=number
     )
@@ -92,7 +92,7 @@ def reduce(
 
 
 def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> Any:
-    """The rows of all ranks, in rank order.
+    """Concatenates the rows of all ranks, in rank order.
 
     Differentiable: a rank's gradient is the sum over all ranks of the gradient of its own rows.
 
@@ -114,11 +114,11 @@ def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> A
 def all_gather_rows(
     communicator: Any, values: Any, indices: Any, num_rows: Any, *, name: str = "all_gather_rows"
 ) -> Any:
-    """The first `num_rows` rows of all ranks, in rank order; the padding after them stays at home.
+    """Concatenates the first `num_rows` rows of all ranks, in rank order; padding is not sent.
 
     Args:
         communicator: A `Communicator`.
-        values: `[capacity, ...]`, or a list of such tensors, which then go round as one.
+        values: `[capacity, ...]`, or a list of such tensors, which are then sent as one buffer.
         indices: int32 or int64 `[capacity]`, or a list.
         num_rows: Integer scalar, at most `capacity`; or a list. May differ from rank to rank.
         name: What to call the collective in errors.
@@ -151,11 +151,11 @@ def all_reduce_rows(
     active: Any = None,
     reduction: str = "auto",
 ) -> Any:
-    """The sum of rows under ids, each id once; see `Communicator.all_reduce_rows`. Has no gradient.
+    """Sums rows under ids, each id once; see `Communicator.all_reduce_rows`. Has no gradient.
 
     Args:
         communicator: A `Communicator`.
-        values: `[rows, ...]`, or a list of such tensors, which go round as one.
+        values: `[rows, ...]`, or a list of such tensors, which are sent as one buffer.
         indices: int32 or int64 `[rows]`, or a list.
         name: What to call the collective in errors.
         active: A bool scalar; where it is False this rank has no rows.
@@ -197,7 +197,7 @@ def sum_rows(
         with tf.device("CPU:0"):
             made = _ops().tfring_all_reduce_rows(token=_resource("alone"), handle=0, key=name, **inputs)
     else:
-        communicator._need_all_for(reduction)
+        communicator._ensure_links_for_rows(reduction)
         made = _call("all_reduce_rows", communicator, name, op=number, **inputs)
     sums, ids, rows = made
     for result, value in zip(sums, values, strict=True):
@@ -208,7 +208,7 @@ def sum_rows(
 
 
 def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
-    """This rank's share of the rows of the sum, maximum, minimum or product over all ranks.
+    """Reduces over all ranks and returns this rank's share of the rows.
 
     Differentiable for "sum": the gradient is gathered.
 
@@ -241,13 +241,13 @@ def gather(communicator: Any, tensor: Any, root: int = 0, *, name: str = "gather
 
 
 def scatter(communicator: Any, tensor: Any, counts: Any = None, root: int = 0, *, name: str = "scatter") -> Any:
-    """Some of the root's rows to each rank; see `Communicator.scatter`. Differentiable: the gradient is gathered."""
+    """Sends some of the root's rows to each rank; see `Communicator.scatter`. The gradient is gathered."""
     results, _ = _exchange(communicator, tensor, counts, _SCATTER, name, root)
     return results
 
 
 def all_to_all(communicator: Any, tensor: Any, counts: Any = None, *, name: str = "all_to_all") -> tuple[Any, Any]:
-    """Some rows of every rank to every rank.
+    """Sends some rows of every rank to every rank.
 
     Differentiable: the gradient goes the same way back.
 
@@ -282,7 +282,7 @@ def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.T
 
         where `anchor` is any float32 scalar that the tape watches; both then ask the tape for their gradients.
     """
-    communicator._need([to])
+    communicator._ensure_links([to])
     tensor = tf.convert_to_tensor(tensor)
     return _call_in_order("send", communicator, name, [tensor], tensor=tensor, root=to)
 
@@ -290,7 +290,7 @@ def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.T
 def receive(
     communicator: Any, source: int, dtype: Any, shape: Any = None, *, anchor: Any = 0.0, name: str = "send"
 ) -> tf.Tensor:
-    """What rank `source` sends to this one.
+    """Receives a tensor that rank `source` sends to this one.
 
     Args:
         communicator: A `Communicator`.
@@ -300,7 +300,7 @@ def receive(
         anchor: A float32 scalar. Where a gradient tape watches it, the gradient of what is received is sent back.
         name: As of the `send`.
     """
-    communicator._need([source])
+    communicator._ensure_links([source])
     dtype = tf.as_dtype(dtype)
     anchor = tf.convert_to_tensor(anchor, tf.float32)
     received = _call_in_order(
@@ -310,7 +310,7 @@ def receive(
 
 
 def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "broadcast") -> Any:
-    """The root's values, on all ranks; a list goes round as one.
+    """Sends the root's values to all ranks; a list is sent as one buffer.
 
     Differentiable: the root's gradient is the sum over all ranks, the others' is zero.
 
@@ -352,7 +352,10 @@ _ALL_TO_ALL, _GATHER, _SCATTER = range(3)
 def _exchange(
     communicator: Any, tensor: Any, counts: Any, which: int, name: str, root: int = 0
 ) -> tuple[Any, Any]:
-    communicator._need(range(communicator.world_size)) if which == _ALL_TO_ALL else communicator._need_root(root)
+    if which == _ALL_TO_ALL:
+        communicator._ensure_links(range(communicator.world_size))
+    else:
+        communicator._ensure_links_for_root(root)
     many, tensors = _as_list(tensor)
     if not tensors:
         return [], []
@@ -387,7 +390,7 @@ def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], na
 
 
 def adam(weight: Any, momentum: Any, velocity: Any, gradient: Any, scalars: Any) -> list[tf.Tensor]:
-    """One update of Adam (Kingma and Ba 2015) in one pass over memory, in the operations and the order of Keras.
+    """Computes one update of Adam (Kingma and Ba 2015) in one pass over memory, in Keras' operations and order.
 
     Args:
         weight: A variable of TensorFlow, float32 or float64, on a CPU.
@@ -471,7 +474,7 @@ def _operation(op: str) -> int:
 
 
 def _token(communicator: Any) -> tf.Tensor:
-    """The resource that keeps a communicator's collectives in order. It holds nothing; nobody reads it.
+    """Returns the resource that keeps a communicator's collectives in order. It holds nothing and is never read.
 
     A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
     could fill theirs with collectives of different rings and wait for each other for ever. So there are no
@@ -484,7 +487,7 @@ def _token(communicator: Any) -> tf.Tensor:
 
 
 def share_a_token(one: Any, other: Any) -> bool:
-    """Whether the collectives of two communicators run in one order: TensorFlow has too few threads for two."""
+    """Returns True if too few threads of TensorFlow force two communicators into one order."""
     return one.order % num_threads("inter") == other.order % num_threads("inter")
 
 
@@ -542,7 +545,7 @@ def _ops() -> Any:
 # Gradients. A gradient is itself a collective: every rank differentiates what every rank computed.
 
 
-def _again(kind: str, op: tf.Operation, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
+def _call_for_gradient(kind: str, op: tf.Operation, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
     """Calls the collective of the gradient of `op`.
 
     It takes the token from around the graph. In the gradient of a loop the token of `op` is an output of the loop,
@@ -590,7 +593,7 @@ def _only_sums(op: tf.Operation) -> None:
 def _all_reduce_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
     active = inputs[1]
-    sums = _again(
+    sums = _call_for_gradient(
         "all_reduce", op, gradients, active=True, tensors=list(gradients), compression=op.get_attr("compression")
     )
     return [None, None, *(tf.where(active, gradient, tf.zeros_like(gradient)) for gradient in sums)]
@@ -607,7 +610,7 @@ def _all_gather_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: 
             if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
-            (total,) = _again("all_reduce", op, [gradient], active=True, tensors=[gradient])
+            (total,) = _call_for_gradient("all_reduce", op, [gradient], active=True, tensors=[gradient])
             begin, count = tf.reduce_sum(rows[:rank, i]), rows[rank, i]
             own = total[begin : begin + count]
             padding = tf.shape(tensor, tf.int64)[0] - count
@@ -621,7 +624,7 @@ def _all_gather_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: 
 def _reduce_scatter_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
     num_rows = tf.fill([len(gradients)], tf.constant(-1, tf.int64))
-    gathered, _ = _again("all_gather_rows", op, gradients, num_rows=num_rows, tensors=list(gradients))
+    gathered, _ = _call_for_gradient("all_gather_rows", op, gradients, num_rows=num_rows, tensors=list(gradients))
     for result, tensor in zip(gathered, inputs[1:], strict=True):
         result.set_shape(tensor.shape)
     return [None, *gathered]
@@ -630,7 +633,7 @@ def _reduce_scatter_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradien
 @_register("TfringReduce")
 def _reduce_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
-    return [None, *_again("broadcast", op, gradients, tensors=list(gradients), root=op.get_attr("root"))]
+    return [None, *_call_for_gradient("broadcast", op, gradients, tensors=list(gradients), root=op.get_attr("root"))]
 
 
 @_register("TfringExchange")
@@ -645,7 +648,7 @@ def _exchange_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf
     which_back = {_GATHER: _SCATTER, _SCATTER: _GATHER}.get(which, which)
     with tf.device("CPU:0"):
         counts = tf.gather(rows, floats, axis=1)
-    back, _ = _again("exchange", op, sent, counts=counts, tensors=sent, which=which_back, root=root)
+    back, _ = _call_for_gradient("exchange", op, sent, counts=counts, tensors=sent, which=which_back, root=root)
     ignored = which == _SCATTER and library.core().tfring_rank(op.get_attr("handle")) != root
     for i, result in zip(floats, back, strict=True):
         result.set_shape([None, *tensors[i].shape[1:]])
@@ -658,7 +661,7 @@ def _send_gradient(op: tf.Operation, inputs: list[tf.Tensor], gradient: tf.Tenso
     tensor = inputs[1]
     if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
         return [None, None]
-    received = _again(
+    received = _call_for_gradient(
         "receive",
         op,
         [gradient],
@@ -672,7 +675,7 @@ def _send_gradient(op: tf.Operation, inputs: list[tf.Tensor], gradient: tf.Tenso
 
 @_register("TfringReceive")
 def _receive_gradient(op: tf.Operation, inputs: list[tf.Tensor], gradient: tf.Tensor) -> list[Any]:
-    return [None, _again("send", op, [gradient], tensor=gradient, root=op.get_attr("root"))]
+    return [None, _call_for_gradient("send", op, [gradient], tensor=gradient, root=op.get_attr("root"))]
 
 
 @_register("TfringBroadcast")
@@ -684,6 +687,6 @@ def _broadcast_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: t
             if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
-            (total,) = _again("all_reduce", op, [gradient], active=True, tensors=[gradient])
+            (total,) = _call_for_gradient("all_reduce", op, [gradient], active=True, tensors=[gradient])
             results.append(total if is_root else tf.zeros_like(total))
     return results

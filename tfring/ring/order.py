@@ -49,7 +49,7 @@ _eager_zero: list[Any] = []
 
 
 class Place:
-    """The place of a collective, or of a function with collectives in its gradient, among the others of one token.
+    """Position of a collective, or of a function with collectives in its gradient, among those of one token.
 
     Attributes:
         before: float32 scalar to take as an input.

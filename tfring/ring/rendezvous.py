@@ -1,7 +1,7 @@
-"""How a ring forms: the ranks that will exchange something connect in pairs, the higher rank going to the lower.
+"""Forms a ring: ranks that will exchange data connect in pairs, the higher rank to the lower.
 
     rank r                                 rank q < r
-       │ (1) hello, ring ───────────────────► │     through its entrance (cluster/entrance.py): who I am, which ring
+       │ (1) hello, ring ───────────────────► │     through the listener of its process: who I am, which ring
        │ ◄──────────────────────── welcome (2) │     transport, and its mailbox; or: refused, and why
        │ (3) confirm ───────────────────────► │     with my mailbox; or: TCP after all
        │ ◄───────────────────────── agreed (4) │     the transport; TCP within a host: with a connection for the data
@@ -30,13 +30,13 @@ from tfring.cluster import entrance, secret
 from tfring.cluster.address import parse_address
 from tfring.errors import RendezvousError
 from tfring.ring import mailbox
-from tfring.ring.link import Link, data_connection, take_data_connection
+from tfring.ring.link import Link, adopt_data_connection, data_connection
 
 _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
 _FDS_OF_A_LINK = 8  # while it is made; 3 after that
-_FDS_OF_OTHERS = 256  # for whatever else the process opens: files, threads' pipes, other rings
+_FDS_OF_OTHERS = 256  # for everything else that the process opens: files, threads' pipes, other rings
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
 _PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
 
@@ -55,7 +55,7 @@ _AGREED = wire.Format({"agreed": _TRANSPORT, "failed": _FAILED}, max_json_bytes=
 
 _log = logging.getLogger(__name__)
 _process = secrets.token_hex(16)  # tells this process from another of the same rank
-_told: set[str] = set()  # warnings, once each
+_warned: set[str] = set()  # texts of warnings, which are logged once each
 
 
 def connect(
@@ -83,12 +83,12 @@ def connect(
     Raises:
         RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
-    _make_room(len(peers) * _FDS_OF_A_LINK)
+    _raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
 class _Forming:
-    """One rank's part in the forming of one ring."""
+    """Forms one rank's links of one ring."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Forming:
         try:
             while len(self.links) < len(self.peers):
                 if time.monotonic() > self.deadline:
-                    raise self._nobody()
+                    raise self._timeout_error()
                 if any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
                     self._accept()
                 else:
@@ -139,11 +139,11 @@ class _Forming:
             self.cancelled.set()
             connecting.join()
             for link in self.links.values():
-                link.part_with(self.cluster.rank, self.failure)
-            self._send_away()
+                link.send_failure(self.cluster.rank, self.failure)
+            self._reject_pending()
             raise
 
-    def _send_away(self) -> None:
+    def _reject_pending(self) -> None:
         """Tells the ranks that are on their way to this one why it gives up."""
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
@@ -173,13 +173,13 @@ class _Forming:
             except TimeoutError:
                 self.reasons[rank] = "it listens, but did not answer"
             except wire.NoProofError as error:
-                self._tell_of_secrets(rank, error)
+                self._warn_about_secret(rank, error)
             except entrance.RefusedError as error:
                 if error.final:
                     raise RendezvousError(str(error)) from None
                 self.reasons[rank] = str(error)
             except (OSError, wire.WireError) as error:
-                self._refuse_to_go_short(error)
+                self._check_descriptors_left(error)
                 self.reasons[rank] = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self.cancelled.wait(next(pauses, _PAUSES_SECONDS[-1]))
 
@@ -201,18 +201,18 @@ class _Forming:
             channel.deadline = time.monotonic() + _ANSWER_SECONDS
             if welcome.fields["transport"] == "shm":
                 link.own, problem = _make_mailbox(self.transport)
-                problem = problem or link.take_mailbox(fds)
+                problem = problem or link.adopt_mailbox(fds)
                 if problem is not None:
-                    self._do_without(problem, channel, welcome.fields["wanted"])
+                    self._fall_back_to_tcp(problem, channel, welcome.fields["wanted"])
                 wire.close_all(fds)
-            channel.send("confirm", _mine_for(link), transport=link.transport)  # (3)
+            channel.send("confirm", _own_descriptors(link), transport=link.transport)  # (3)
             confirmed = True
             agreed = channel.receive(_AGREED, fds, max_fds=1)  # (4)
             if agreed.kind == "failed":
                 raise RendezvousError(agreed.fields["why"])
             if agreed.fields["transport"] == "tcp":
                 link.drop_mailboxes()
-                link.data = take_data_connection(fds) if fds else self._knock(rank, "data", session=session).socket
+                link.data = adopt_data_connection(fds) if fds else self._knock(rank, "data", session=session).socket
             elif link.transport == "tcp":
                 raise wire.WireError("it was told not to use shared memory, and does")
             return link
@@ -223,7 +223,7 @@ class _Forming:
                 raise
             # The other rank takes this one for connected, so this attempt was the only one.
             self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {rank}: {error}"
-            link.part_with(self.cluster.rank, self.failure)
+            link.send_failure(self.cluster.rank, self.failure)
             if isinstance(error, RendezvousError):
                 raise
             raise RendezvousError(self.failure) from error
@@ -239,7 +239,7 @@ class _Forming:
             wait_for=lambda: not self.cancelled.is_set(),
         )
 
-    def _tell_of_secrets(self, rank: int, error: Exception) -> None:
+    def _warn_about_secret(self, rank: int, error: Exception) -> None:
         self.reasons[rank] = str(error)
         where = self.cluster.addresses[rank]
         _warn_once(f"Rank {self.cluster.rank} is not let in by rank {rank} at {where}: {error}.")
@@ -255,7 +255,7 @@ class _Forming:
         fds: list[int] = []
         try:
             if {self.transport, hello["transport"]} == {"tcp", "shm"}:
-                self._refuse(
+                self._reject(
                     channel,
                     "Ranks want transports that exclude each other: rank "
                     f'{hello["rank"]} "{hello["transport"]}", rank {self.cluster.rank} "{self.transport}". Set '
@@ -265,7 +265,7 @@ class _Forming:
             if "tcp" not in (self.transport, hello["transport"]):
                 if not channel.is_local:
                     if "shm" in (self.transport, hello["transport"]):
-                        self._refuse(
+                        self._reject(
                             channel,
                             f'transport="shm" needs ranks of one host (and network namespace), and ranks '
                             f'{hello["rank"]} and {self.cluster.rank} share none. Use transport="auto".',
@@ -273,7 +273,7 @@ class _Forming:
                 else:
                     link.own, problem = _make_mailbox(self.transport)
                     if problem is not None:
-                        self._do_without(problem, channel, hello["transport"])
+                        self._fall_back_to_tcp(problem, channel, hello["transport"])
                     elif link.own is not None:
                         mine = link.own.for_peer
             offered = "shm" if mine else "tcp"
@@ -282,9 +282,9 @@ class _Forming:
             if confirm.kind == "failed":
                 raise RendezvousError(confirm.fields["why"])
             if mine and confirm.fields["transport"] == "shm":
-                problem = link.take_mailbox(fds)
+                problem = link.adopt_mailbox(fds)
                 if problem is not None:
-                    self._do_without(problem, channel, hello["transport"])
+                    self._fall_back_to_tcp(problem, channel, hello["transport"])
                 wire.close_all(fds)
             theirs = None
             if link.transport == "tcp":
@@ -301,7 +301,7 @@ class _Forming:
                 link.data = data.channel.socket
             self.links[link.rank] = link
         except (OSError, wire.WireError) as error:
-            self._refuse_to_go_short(error)
+            self._check_descriptors_left(error)
             _log.debug("rank %d connected and went away: %s", link.rank, error)
             wire.close_all(fds)
             link.close()
@@ -320,13 +320,13 @@ class _Forming:
     def _is_data_of(self, guest: entrance.Guest, ring: dict[str, Any]) -> bool:
         return guest.kind == "data" and all(guest.hello[name] == ring[name] for name in ("job", "rank", "session"))
 
-    def _refuse(self, channel: wire.Channel, why: str) -> NoReturn:
+    def _reject(self, channel: wire.Channel, why: str) -> NoReturn:
         channel.send("refused", why=why, final=True)
         raise RendezvousError(why)
 
-    # Shared memory, and doing without.
+    # Falling back from shared memory to TCP.
 
-    def _refuse_to_go_short(self, error: Exception) -> None:
+    def _check_descriptors_left(self, error: Exception) -> None:
         """Raises where the process has no descriptors left, which no other attempt would change."""
         if getattr(error, "errno", None) != errno.EMFILE:
             return
@@ -337,7 +337,7 @@ class _Forming:
             f"{soft + len(self.peers) * _FDS_OF_A_LINK} or more (`ulimit -n`, or LimitNOFILE of a service)."
         ) from error
 
-    def _do_without(self, problem: str, channel: wire.Channel, other_wants: str) -> None:
+    def _fall_back_to_tcp(self, problem: str, channel: wire.Channel, other_wants: str) -> None:
         problem = f"Rank {self.cluster.rank} has no shared memory with a rank of its host: {problem}"
         if "shm" in (self.transport, other_wants):
             channel.send("failed", why=problem)
@@ -346,8 +346,8 @@ class _Forming:
 
     # Giving up.
 
-    def _nobody(self) -> RendezvousError:
-        missing = _who_is_missing(self.cluster)
+    def _timeout_error(self) -> RendezvousError:
+        missing = _missing_ranks(self.cluster)
         facts = [f"rank {r} at {self.cluster.addresses[r]} ({why})" for r, why in sorted(missing.items())]
         told = f"never answered: {', '.join(facts)}" if facts else "every rank answers"
         for rank in sorted(set(self.peers) - set(self.links) - set(missing)):
@@ -363,8 +363,8 @@ class _Forming:
         )
 
 
-def _make_room(descriptors: int) -> None:
-    """Raises this process' own limit where so many more descriptors would come near it, as far as it may."""
+def _raise_descriptor_limit(descriptors: int) -> None:
+    """Raises this process' own descriptor limit, as far as it may, where this number of new ones needs it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -375,12 +375,12 @@ def _make_room(descriptors: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _mine_for(link: Link) -> tuple[int, ...]:
+def _own_descriptors(link: Link) -> tuple[int, ...]:
     return link.own.for_peer if link.own is not None and link.transport == "shm" else ()
 
 
 def _make_mailbox(transport: str) -> tuple[mailbox.Mailbox | None, str | None]:
-    """A mailbox of this rank's, or why there is none."""
+    """Returns a mailbox of this rank, or why there is none."""
     if transport == "tcp":
         return None, "TFRING_TRANSPORT=tcp"
     try:
@@ -390,13 +390,13 @@ def _make_mailbox(transport: str) -> tuple[mailbox.Mailbox | None, str | None]:
 
 
 def _warn_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
+    if text not in _warned:
+        _warned.add(text)
         _log.warning("%s", text)
 
 
-def _who_is_missing(cluster: Any) -> dict[int, str]:
-    """Asks every rank whether it is there. Returns those that do not answer, and why."""
+def _missing_ranks(cluster: Any) -> dict[int, str]:
+    """Probes every rank. Returns those that do not answer, and why."""
 
     def problem(rank: int) -> str | None:
         try:

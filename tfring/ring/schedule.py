@@ -1,8 +1,8 @@
-"""Who sends what to whom in each step of a collective, as pure tables of integers.
+"""Schedules of the collectives, as pure tables: which chunk each member sends to and receives from whom in each step.
 
 The members of a group stand in an order, those of one host side by side (`Layout`), so that as few edges of a ring
 as possible cross the network. A table says, for one position, what it does in each step: which chunk it sends to which
-position, which chunk it receives from which, and whether it adds it to what it has or puts it in its place. A step that
+position, which chunk it receives from which, and whether it adds or copies it. A step that
 sends on what an earlier one receives follows it byte by byte, so nothing waits for a whole step.
 
 **Ring**, all_reduce of a large buffer, cut into N chunks (`chunk_bounds`), N = 3 (`+` adds what came, `=` copies it):
@@ -27,7 +27,7 @@ place of 2 (N - 1), and 2 (H - 1) / H of the buffer through each host's interfac
                        |   |
     host 1: 2 - 3      2   3     2 - 3
 
-**Flat**, a small buffer: every member sends its whole contribution to every other, and each adds them up in the order
+**Flat**, a small buffer: every member sends its full contribution to every other, and each adds them up in the order
 of the members: one delay, N - 1 messages.
 
 **Bruck**, a small buffer among many: in round k each sends all it has to the position 2^k further on: log2 N delays
@@ -53,7 +53,7 @@ FLAT_MEMBERS = 16
 
 
 class Step(NamedTuple):
-    """What one member does in one step. `None` where it does nothing."""
+    """One step of one member. `None` where it does nothing."""
 
     to: int | None
     send: int | None
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the members of a group stand.
+    """Order of the members of a group, ranks of a host side by side.
 
     Attributes:
         order: `[position]`: the member there.
@@ -80,19 +80,19 @@ class Layout:
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> Layout:
-        """The layout of members on these hosts; any numbers that tell hosts apart."""
+        """Returns the layout of members on these hosts; any numbers that tell hosts apart."""
         order = tuple(sorted(range(len(hosts)), key=lambda member: hosts[member]))
         sizes = {len(list(members)) for _, members in itertools.groupby(order, key=lambda member: hosts[member])}
         return cls(order, sizes.pop() if len(sizes) == 1 else 1)
 
     def partners(self, member: int) -> list[int]:
-        """The members with which this one exchanges anything in a collective of all of them."""
+        """Returns the members with which this one exchanges data in a collective of all of them."""
         found = partners(self.order.index(member), len(self.order), self.local_size)
         return sorted(self.order[position] for position in found)
 
 
 def chunk_bounds(count: int, world_size: int) -> list[tuple[int, int]]:
-    """Where each chunk begins and ends; the first `count % world_size` chunks hold one more than the others.
+    """Returns the bounds of each chunk; the first `count % world_size` chunks hold one more than the others.
 
     >>> chunk_bounds(8, 3)
     [(0, 3), (3, 6), (6, 8)]
@@ -103,7 +103,7 @@ def chunk_bounds(count: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def is_small(num_bytes: int, world_size: int) -> bool:
-    """Whether an all_reduce of this size is flat, or Bruck's among many.
+    """Returns True if an all_reduce of this size is flat, or Bruck's among many.
 
     >>> is_small(4096, 2), is_small(1 << 20, 2)
     (True, False)
@@ -112,7 +112,7 @@ def is_small(num_bytes: int, world_size: int) -> bool:
 
 
 def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = "auto") -> str:
-    """The algorithm of an all_reduce; `wanted` is TFRING_ALGORITHM, which holds wherever it can be followed.
+    """Returns the algorithm of an all_reduce; `wanted` is TFRING_ALGORITHM, followed wherever it can be.
 
     >>> choose_all_reduce(1 << 20, 8, 8), choose_all_reduce(1 << 20, 8, 4), choose_all_reduce(1000, 8, 4)
     ('ring', 'two_level', 'flat')
@@ -129,7 +129,7 @@ def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = 
 
 
 def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> str:
-    """Which way rows under ids go, by what all members together sent the last time, and what the sums of all are.
+    """Returns the algorithm of a sum of rows, by the bytes of all members and of the sums the last time.
 
     By gathering a member sends (N - 1) / N of `sent`, its own ids once to each; by owner 1 / N of that, and (N - 1) / N
     of the sums. The second exchange costs a delay, which is worth `SMALL_BYTES`.
@@ -144,7 +144,7 @@ def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> 
 
 
 def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list[tuple[int | None, str]]:
-    """Up to how many bytes which algorithm; None: beyond.
+    """Returns `(most bytes, algorithm)` of `all_reduce`; None: no limit.
 
     >>> all_reduce_choices(4, 2)
     [(16384, 'flat'), (None, 'two_level')]
@@ -155,7 +155,7 @@ def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list
 
 
 def ring_all_reduce(position: int, size: int) -> list[Step]:
-    """Reduce-scatter, then all-gather.
+    """Returns the steps of a reduce-scatter, then an all-gather.
 
     >>> [tuple(step) for step in ring_all_reduce(0, 2)]
     [(1, 0, 1, 1, True), (1, 1, 1, 0, False)]
@@ -168,13 +168,13 @@ def ring_all_reduce(position: int, size: int) -> list[Step]:
 
 
 def ring_all_gather(position: int, size: int) -> list[Step]:
-    """Chunk p is what position p contributes."""
+    """Returns the steps of an all-gather; position p contributes chunk p."""
     following, previous = (position + 1) % size, (position - 1) % size
     return [Step(following, (position - s) % size, previous, (position - s - 1) % size) for s in range(size - 1)]
 
 
 def ring_reduce_scatter(position: int, size: int) -> list[Step]:
-    """Position p ends with the sum of chunk p."""
+    """Returns the steps of a reduce-scatter; position p ends with the sum of chunk p."""
     following, previous = (position + 1) % size, (position - 1) % size
     return [
         Step(following, (position - s - 1) % size, previous, (position - s - 2) % size, True) for s in range(size - 1)
@@ -182,9 +182,9 @@ def ring_reduce_scatter(position: int, size: int) -> list[Step]:
 
 
 def ring_broadcast(position: int, size: int, root: int) -> list[Step]:
-    """From the root round to the last.
+    """Returns the steps of a broadcast from the root round to the last.
 
-    Chunk 0 is the whole buffer; chunk 1 is the last one's word to the root that it arrived.
+    Chunk 0 is the full buffer; chunk 1 is the last one's acknowledgement to the root.
 
     N = 3, root 0:  0 ──0──► 1 ──0──► 2 ──1──► 0
     """
@@ -197,7 +197,7 @@ def ring_broadcast(position: int, size: int, root: int) -> list[Step]:
 
 
 def ring_reduce(position: int, size: int, root: int) -> list[Step]:
-    """From the one after the root round to the root, which ends with the sum of the one chunk.
+    """Returns the steps of a reduction to the root, which ends with the sum of the one chunk.
 
     N = 3, root 0:  1 ──► 2 (adds) ──► 0 (adds)
     """
@@ -211,21 +211,21 @@ def ring_reduce(position: int, size: int, root: int) -> list[Step]:
 
 
 def flat_all_gather(position: int, size: int) -> list[Step]:
-    """Each to each; every one begins with another, so that not all send to the same one at once."""
+    """Returns the steps of a flat all-gather; each begins with another peer, so that not all send to one at once."""
     return [
         Step((position + s) % size, position, (position - s) % size, (position - s) % size) for s in range(1, size)
     ]
 
 
 def flat_broadcast(position: int, size: int, root: int) -> list[Step]:
-    """From the root to each; chunk 1 is each one's word that it arrived."""
+    """Returns the steps of a flat broadcast; chunk 1 is each one's acknowledgement."""
     if position == root:
         return [Step((position + s) % size, 0, (position + s) % size, 1) for s in range(1, size)]
     return [Step(None, None, root, 0), Step(root, 1, None, None)]
 
 
 def bruck_all_gather(position: int, size: int) -> list[Step]:
-    """In each round all there is goes twice as far as in the one before."""
+    """Returns the steps of Bruck's all-gather, whose distance doubles from round to round."""
     steps = []
     distance = 1
     while distance < size:
@@ -237,13 +237,13 @@ def bruck_all_gather(position: int, size: int) -> list[Step]:
 
 
 def two_level_all_reduce(position: int, size: int, local_size: int) -> list[Step]:
-    """Chunk l * H + h is piece h of what local member l of each of the H hosts adds up."""
+    """Returns the steps on both levels; chunk l * H + h is part h of the sum of local members l of the H hosts."""
     hosts = size // local_size
     host, local = divmod(position, local_size)
     inside = [host * local_size + (local + step) % local_size for step in (1, -1)]
     across = [(host + step) % hosts * local_size + local for step in (1, -1)]
     steps = []
-    # Pieces in the order in which the rings across want and bring them.
+    # Parts in the order in which the rings across hosts need and return them.
     for s, h in itertools.product(range(local_size - 1), ((host - k) % hosts for k in range(hosts))):
         send, recv = ((local - s - k) % local_size * hosts + h for k in (1, 2))
         steps.append(Step(inside[0], send, inside[1], recv, True))

@@ -195,7 +195,7 @@ class TensorFlowCollectives(Collectives):
 
 def _not_here(what, why):
     return ConfigurationError(
-        f"{what} is not to be had of TensorFlow's collective runtime: {why}. Use the compiled ring, "
+        f"{what} is not supported by TensorFlow's collective runtime: {why}. Use the compiled ring, "
         'RingStrategy(communication="ring").'
     )
 

@@ -1,4 +1,4 @@
-"""What this process does when, in a file that `tfring report` reads.
+"""Records the calls, steps and marks of this process in a file that `tfring report` reads.
 
 ```
 core: records of calls, marks ─┐ taken every second
@@ -154,12 +154,12 @@ class Recorder:
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def measure_clock(self, communicator: Any) -> None:
-        """A collective of all ranks."""
+        """Measures the offset from rank 0's clock; a collective of all ranks."""
         self._put(type="clock", **clocks.distance(communicator)._asdict())
 
     @contextlib.contextmanager
     def entry(self, communicator: Any) -> Iterator[None]:
-        """Around `fit`, `evaluate` or `predict`; the outermost measures the clock at its end, unless it failed."""
+        """Enters `fit`, `evaluate` or `predict`; the outermost measures the clock at its end unless it failed."""
         self._entries += 1
         if self._entries == 1:
             self._counts.clear()
@@ -175,12 +175,12 @@ class Recorder:
             self.measure_clock(communicator)  # also where this rank's disk is full: the others do
 
     def new_loop(self) -> None:
-        """An epoch begins, or another pass over batches: what came before is not between its steps."""
+        """Begins a loop, such as an epoch; the time before it counts for no gap between steps."""
         self._loop += 1
 
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:
-        """Around one call of a step function; a call that raises, as at the end of the data, is none."""
+        """Times one call of a step function; a call that raises, as at the end of the data, is not recorded."""
         number = self._counts.get(kind, 0)
         self._keep(number < STEPS_KEPT)
         self.building = False
@@ -196,14 +196,14 @@ class Recorder:
             self._steps.append((kind, self._loop, begin, end, self.building))
 
     def close(self) -> None:
-        """Ends the trace, once all who began it have."""
+        """Ends the trace once all users have closed it."""
         self.users -= 1
         if self.users == 0:
             self._end()
 
     @property
     def of_parent(self) -> bool:
-        """Whether this process was forked from the one that writes."""
+        """Returns True if this process was forked from the one that writes."""
         return os.getpid() != self._owner
 
     # -- the file --------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Recorder:
             self._keeps = spans
 
     def write(self) -> None:
-        """Writes down what there is."""
+        """Writes the records that have not been written yet."""
         with self._lock:
             if self.closed or self.of_parent or not self._writes:
                 return
@@ -292,7 +292,7 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 
 class _Totals:
-    """Of the whole run, nanoseconds and numbers."""
+    """Totals of the whole run, in nanoseconds and counts."""
 
     def __init__(self) -> None:
         self._steps: dict[str, dict[str, int]] = {}

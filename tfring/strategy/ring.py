@@ -203,7 +203,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     def run(self, fn, args=(), kwargs=None, options=None):
         """As `tf.distribute.Strategy.run`. Where a collective fails, it raises tfring's error, unless TensorFlow runs
         it later, in a `tf.function` around this call."""
-        with failures.named(self.extended.channels, self.mesh):
+        with failures.reraise_as_tfring_error(self.extended.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op, value, axis):

@@ -17,9 +17,9 @@ class Sender {
   virtual ~Sender() = default;
   // Takes as many bytes as there is room for now, from the front. Returns their number, or kGone.
   virtual int64_t send(const iovec* parts, int num_parts) = 0;
-  // Whether there is room, as far as it can be told without asking the kernel.
+  // Returns whether there is room, as far as this is known without asking the kernel.
   virtual bool ready() const = 0;
-  // What to poll for room, or -1 where the doorbell rings.
+  // Returns the descriptor to poll for room, or -1 where the doorbell rings.
   virtual int poll_fd() const = 0;
   // Told how long a large collective took from its first byte on.
   virtual void learn(double) {}

@@ -1,4 +1,4 @@
-// What each collective plans before it runs.
+// The plan of each collective, made before it runs.
 #include <algorithm>
 #include <cstring>
 
@@ -10,7 +10,7 @@
 namespace tfring {
 namespace {
 
-// What this rank adds: zeros where it is inactive.
+// Returns the contribution of this rank: zeros where it is inactive.
 const void* contribution(const tfring_call& call, const tfring_tensor& tensor) {
   return call.inactive ? nullptr : tensor.input;
 }
@@ -29,7 +29,7 @@ void take_apart(const char* from, const tfring_tensor* tensors, int num_tensors)
   }
 }
 
-// Pieces of equal size, as far as whole items allow.
+// Parts of equal size, as far as whole items allow.
 void cut(int64_t num_bytes, int64_t item, int num_pieces, std::vector<Range>* chunks) {
   chunks->clear();
   for (int c = 0; c < num_pieces; ++c) {
@@ -201,7 +201,7 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
     plan_.spans.add(all, all, slot * size);
     if (!is_root) {
       plan_.add_send(root, {group_->member * slot, slot});
-      plan_.add_recv(root, {});  // its word that it does the same
+      plan_.add_recv(root, {});  // acknowledges that it does the same
     }
     for (int m = 0; m < size && is_root; ++m) {
       if (m == call.root) continue;
@@ -223,7 +223,7 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
     partial += num_bytes(tensors[t]);
   }
   chunks_.assign(1, {0, plan_.spans.size()});
-  for (int step : {1, size - 1}) {  // the word of those beside this one that they do the same
+  for (int step : {1, size - 1}) {  // acknowledgements of both neighbours
     const int beside = group_->order[static_cast<size_t>((group_->position + step) % size)];
     if (size == 1) break;
     plan_.add_send(beside, {});
@@ -235,7 +235,7 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
 }
 
 // As the first half of an all_reduce, one chunk further on, so that each member ends with its own. Partial
-// sums live in two pieces of scratch used in turn.
+// sums live in two parts of scratch used in turn.
 Status World::run_reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const int size = group_->size();
   const auto rows_of = [&](const tfring_tensor& tensor, int member) {
@@ -285,7 +285,7 @@ Status World::run_broadcast(const tfring_call& call, const tfring_tensor* tensor
     ring_broadcast(group_->position, size, root, &schedule_);
   }
   plan_.add(schedule_, group_->order, chunks_);
-  for (Transfer& send : plan_.sends) send.after = is_root ? -1 : 0;  // the word follows what it tells of
+  for (Transfer& send : plan_.sends) send.after = is_root ? -1 : 0;  // the acknowledgement follows the data
   TFRING_TRY(execute(kDone));
   for (int t = 0; t < num_tensors && is_root; ++t) {
     copy(tensors[t].output, tensors[t].input, num_bytes(tensors[t]));

@@ -55,7 +55,8 @@ typedef struct tfring_call {
   uint64_t* sequence;   // set to that of this call, unless null
 } tfring_call;
 
-// What connects two ranks. The descriptors belong to the world from the call on, whatever it returns.
+// The connections between two ranks. The descriptors belong to the world from the call on, whatever it
+// returns.
 typedef struct tfring_link {
   int32_t rank;
   int32_t control_fd;
@@ -89,10 +90,10 @@ typedef struct tfring_statistics {
   int64_t bytes_received;
   double seconds_waited;
   int64_t collectives[TFRING_NUM_KINDS];  // by kind, in the order of frame.h
-  int64_t scratch_bytes;                  // memory held beside the caller's
+  int64_t scratch_bytes;                  // memory held in addition to the caller's
 } tfring_statistics;
 
-// What one call did when, or a mark. Times are nanoseconds of CLOCK_MONOTONIC.
+// A record of one call, or a mark. Times are nanoseconds of CLOCK_MONOTONIC.
 #define TFRING_MARK 255
 typedef struct tfring_record {
   int64_t begin;
@@ -222,7 +223,7 @@ TFRING_API int tfring_receive(int64_t handle, const tfring_call* call, int32_t d
 // Tells a peer, over a control connection no world owns yet, that this rank gives up.
 TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char* message);
 
-// What the native code would do, for the tests to hold against schedule.py.
+// The native code's schedules, which the tests compare with schedule.py.
 TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
 TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
 TFRING_API int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size);

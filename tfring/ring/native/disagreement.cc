@@ -19,7 +19,7 @@ std::string World::disagreement(int rank, const CallHeader& theirs) const {
          describe(header_) + " as " + describe_place(header_);
 }
 
-// Whether the peer has begun its part of the call under way, as far as it has told.
+// Returns whether the peer has begun its part of the call under way, as far as it has reported.
 bool World::has_begun(const Link& peer) const {
   const size_t rank = static_cast<size_t>(peer.rank);
   const Kind kind = static_cast<Kind>(header_.kind);
@@ -29,10 +29,10 @@ bool World::has_begun(const Link& peer) const {
          counts_[rank] - num_sent_[rank] - num_received_[rank];
 }
 
-// Whether the peer is in a call with this rank that is another than the one under way. Both count what they
-// have begun together: collectives, sends and receives each. So collectives of one number have to agree; and
-// where one of the calls is a send or a receive, which need not keep step, neither rank has begun the
-// other's, nor can it.
+// Returns whether the peer is in a call with this rank that is another than the one under way. Both count
+// what they have begun together: collectives, sends and receives each. So collectives of one number have to
+// agree; and where one of the calls is a send or a receive, which need not keep step, neither rank has begun
+// the other's, nor can it.
 bool World::contradicts(const Link& peer) const {
   const Pong& pong = peer.pong;
   if (pong.is_with_you == 0) return false;

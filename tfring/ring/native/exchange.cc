@@ -10,7 +10,7 @@
 
 namespace tfring {
 
-// Who sends how many rows of what to whom.
+// Numbers of rows of each tensor that each member sends to each other.
 struct World::Rows {
   Kind kind;
   int root;  // the member all is sent to or comes from, -1 for none
@@ -35,7 +35,7 @@ struct World::Rows {
     for (size_t t = 0; t < count; ++t) total += theirs_bytes(from, t);
     return total;
   }
-  // An all_gather's large blocks go round, for each is wanted by all.
+  // An all_gather's large blocks are sent round, for each is wanted by all.
   bool goes_round(int from) const {
     return kind == Kind::kAllGather && (size > kFlatMembers || !is_small(theirs_bytes(from), size));
   }
@@ -140,7 +140,7 @@ Status World::announce_rows(Rows* rows) {
     if (rows->gives(takes_from, rows->member)) {
       plan_.add_recv(source, {from + takes_from * numbers, numbers});
     } else if (rows->gives(rows->member, takes_from)) {
-      plan_.add_recv(source, {});  // its word that it does the same
+      plan_.add_recv(source, {});  // acknowledges that it does the same
     }
     if (!rows->gives(rows->member, sends_to)) {
       if (rows->gives(sends_to, rows->member)) plan_.add_send(rank, {});
@@ -177,17 +177,17 @@ Status World::check_rows(const Rows& rows) const {
 
 Status World::ask_for_place(const int64_t* numbers, tfring_place place, void* context, void** outputs) {
   looked_up_ = 0;
-  TFRING_TRY(
-      look_up(now_nanoseconds()));  // or Ctrl-C would be raised as `place` begins, where nobody can catch it
+  TFRING_TRY(look_up(
+      now_nanoseconds()));  // or Ctrl-C would be raised as `place` begins, where no caller can catch it
   int32_t placed = 0;
   place(context, numbers, outputs, &placed);
   return placed == 0 ? interruption() : Status();
 }
 
-// Where the rows of each member go.
+// Computes where the rows of each member go.
 void World::take_rows(const Rows& rows, void* const* outputs) {
-  std::vector<int64_t> filled(rows.count, 0);          // [tensor]: bytes of the output spoken for
-  chunks_.assign(static_cast<size_t>(rows.size), {});  // [position]: what goes round of it
+  std::vector<int64_t> filled(rows.count, 0);          // [tensor]: bytes of the output assigned so far
+  chunks_.assign(static_cast<size_t>(rows.size), {});  // [position]: its range, in bytes
   bool rounds = false;
   std::vector<Range> blocks(static_cast<size_t>(rows.size));  // [member]
   for (int m = 0; m < rows.size; ++m) {
@@ -214,7 +214,7 @@ void World::take_rows(const Rows& rows, void* const* outputs) {
   }
   if (!rounds) return;
   ring_all_gather(group_->position, rows.size, &schedule_);
-  for (ScheduleStep& step : schedule_) {  // blocks of nothing stay at home
+  for (ScheduleStep& step : schedule_) {  // empty blocks are not sent
     if (chunks_[static_cast<size_t>(step.send)].size == 0) step.to = step.send = -1;
     if (chunks_[static_cast<size_t>(step.recv)].size == 0) step.from = step.recv = -1;
   }

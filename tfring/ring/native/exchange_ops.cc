@@ -45,7 +45,7 @@ struct Exchanged {
     return invocation->ok();
   }
 
-  // Outputs of so many rows.
+  // Allocates outputs with this number of rows.
   bool allocate(const int64_t* rows, void** outputs) {
     std::memcpy(all_rows, rows, static_cast<size_t>(world_size + own) * tensors.size() * sizeof(int64_t));
     for (size_t i = 0; i < tensors.size(); ++i) {

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kSegmentBytes = 256 * 1024;  // moved one way before another gets its turn
 constexpr int64_t kLargeBytes = 1024 * 1024;   // from here on a collective's time tells something
-constexpr int kMovesToLookUp = 64;             // after so many, see to Ctrl-C
+constexpr int kMovesToLookUp = 64;             // after this many, check for Ctrl-C
 constexpr int kYields = 100;                   // where ranks outnumber the cores; they let each other run
 constexpr int kMaxParts = 16;                  // of one call into a channel
 constexpr int64_t kZeroBytes = 16 * 1024;

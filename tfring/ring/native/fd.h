@@ -3,7 +3,7 @@
 
 namespace tfring {
 
-// Else a child that lives on would keep its parent's connections open, and nobody would see the parent die.
+// Else a child that lives on would keep its parent's connections open, and no peer would see the parent die.
 class Fd {
  public:
   Fd() = default;

@@ -87,7 +87,7 @@ CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, c
   header.kind = static_cast<uint8_t>(kind);
   header.op = reduces(kind) ? static_cast<uint8_t>(call.op) : 0;
   header.compression = static_cast<uint8_t>(call.compression);
-  // Of a send or receive: where it goes, so that both say the same.
+  // The receiver of a send or receive, so that both ranks write the same.
   header.root = kind == Kind::kReceive ? group.member : has_root(kind) ? call.root : -1;
   header.group = group.identity;
   header.sequence = sequence;

@@ -1,4 +1,5 @@
-// What ranks say to each other beside the data. Little endian, fixed sizes, the formats written down once.
+// Control messages between ranks, apart from the data. Little endian, fixed sizes, the formats written down
+// once.
 //
 //   data connection or mailbox, from a rank to a peer:
 //       CallHeader | transfers of the plan, raw bytes       one such record for each call
@@ -45,7 +46,7 @@ bool is_pairwise(Kind kind);
 
 struct Group;
 
-// What a rank is about to do; its peer must be about to do the same.
+// The call a rank is about to make; its peer must be about to make the same.
 struct CallHeader {
   uint32_t magic;
   uint16_t version;
@@ -58,7 +59,7 @@ struct CallHeader {
   int32_t root;
   uint64_t group;     // its identity
   uint64_t sequence;  // of the collective in its group; of a send, among those to that rank
-  uint64_t key_hash;  // of the whole name
+  uint64_t key_hash;  // of the full name
   uint64_t
       shape_hash;  // of every tensor's dtype and shape; without the first dimension where rows may differ
   int64_t num_tensors;
@@ -85,7 +86,7 @@ struct ControlFrame {
 };
 static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 
-// What a rank says of itself when asked.
+// The state that a rank reports when asked.
 constexpr int kMostWaiting = 16;
 constexpr int kMostChain = 32;
 constexpr uint32_t kLinking = UINT32_MAX;
@@ -94,7 +95,7 @@ struct Pong {
   uint32_t is_with_you;   // 1: the call begun last is one with the rank that asks,
   uint32_t stands_still;  // 1: and nothing of it has moved for a while
   uint32_t num_chain;  // ranks that wait for each other in a row, each for a call that the next has not begun
-  uint64_t call;       // how many calls it has begun, whoever takes part
+  uint64_t call;       // how many calls it has begun, of any group
   uint64_t num_sent;   // of the calls with the rank that asks: the sends to it,
   uint64_t num_received;    // and the receives from it
   int64_t cpu_nanoseconds;  // that its process has used
@@ -114,7 +115,7 @@ static_assert(sizeof(Pong) <= sizeof(ControlFrame::message), "a pong fits its fr
 
 CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                        int num_tensors, uint64_t sequence);
-// Whether the two fit; a receive fits whatever shape a send of its name and dtype has.
+// Returns whether the two agree; a receive agrees with a send of its name and dtype, of any shape.
 bool agree(const CallHeader& mine, const CallHeader& theirs);
 // all_reduce "gradients/0" sum float32[1024]
 std::string describe(const CallHeader& header);

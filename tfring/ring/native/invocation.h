@@ -25,12 +25,13 @@ class ScopedStatus {
 };
 
 // Inputs of an op with a gradient, after all others: `before`, the `done` of the call before this one, which
-// nobody reads, and `of`, that of the call whose gradient this is, or 0.
+// is never read, and `of`, that of the call whose gradient this is, or 0.
 constexpr int kNumOrdering = 2;
-// How many calls in a row `done` tells apart; a float32, for a tape passes integers by, holds them exactly.
+// Number of calls in a row that `done` tells apart; a float32, for a tape passes integers by, holds them
+// exactly.
 constexpr uint64_t kNumNames = (1 << 24) - 1;
 
-// What a node was built with.
+// The attributes of a node.
 struct Attributes {
   int64_t handle = 0;
   int64_t op = 0;
@@ -94,7 +95,7 @@ class Invocation {
     return dims;
   }
 
-  // Output `output` of the shape of input `index`, in that input's memory where nobody else needs it.
+  // Output `output` of the shape of input `index`, in that input's memory where no other op needs it.
   void in_place(int index, int output, tfring_tensor* tensor, std::vector<int64_t>* dims) {
     TfDataType dtype = 0;
     *dims = input_dims(index, &dtype);

@@ -1,4 +1,4 @@
-// Which instructions, and what needs no loop of its own.
+// Chooses the instruction set, and implements what needs no loop of its own.
 #include "kernels.h"
 
 #include <algorithm>

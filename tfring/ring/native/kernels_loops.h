@@ -1,5 +1,5 @@
 // The loops. Included by the file of each set of instructions, inside its own unnamed namespace, so that the
-// compiler vectorizes them anew with what that file allows.
+// compiler vectorizes them again with what that file allows.
 
 // float16, which that file defines below: as a loop, or with the processor's own conversions.
 template <typename Operation>
@@ -46,7 +46,7 @@ inline T canonical(T value) {
 inline float canonical(float value) { return value != value ? __builtin_nanf("") : value; }
 inline double canonical(double value) { return value != value ? __builtin_nan("") : value; }
 
-// How an element lies in memory, and what is computed with. `narrow` makes NaNs canonical.
+// The type of an element in memory, and the type of the computation. `narrow` makes NaNs canonical.
 template <typename T>
 struct Number {
   using Stored = T;

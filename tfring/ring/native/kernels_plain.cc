@@ -1,4 +1,4 @@
-// What the compiler may assume of any processor of this kind: SSE2 on x86-64, NEON on AArch64.
+// Instructions that every processor of this kind has: SSE2 on x86-64, NEON on AArch64.
 #include <cstring>
 #include <type_traits>
 

@@ -1,6 +1,6 @@
 // Peers that leave, die, stop or are cut off, seen by the watcher's thread, in a call or not.
 //
-//   - slow (wait.cc): alive, and busy in Python, in a checkpoint, in a debugger; nobody's error before
+//   - slow (wait.cc): alive, and busy in Python, in a checkpoint, in a debugger; not an error before
 //     timeout_seconds.
 //   - stopped: its host acknowledges what it is sent, its process answers nothing.
 //   - cut off: not even that; which side of the cut is the broken one cannot be known from either.
@@ -34,7 +34,8 @@ constexpr int kMostUnanswered = 16;       // more would only fill the connection
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
-// Whether the kernel at the other end of a connection acknowledged all that was written to it, sent or not.
+// Returns whether the kernel at the other end of a connection acknowledged all that was written to it, sent
+// or not.
 bool is_acknowledged(int fd) {
   tcp_info facts{};
   socklen_t size = sizeof(facts);
@@ -90,7 +91,7 @@ int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
     if (link->left || link->closed) continue;
     fds->push_back({link->control_fd.get(), POLLIN, 0});
     if (link->heard == 0 || !failure_.ok()) continue;
-    if (late * 1e-9 > lost_seconds_ / 4) {  // this process was stopped itself: it can blame nobody
+    if (late * 1e-9 > lost_seconds_ / 4) {  // this process was stopped itself: it can blame no peer
       link->heard = now;
     }
     if (seconds_between(link->heard, now) > lost_seconds_) lose(silent(*link, now));
@@ -159,7 +160,7 @@ void World::take_control(Link* link) {
   }
 }
 
-// Whether what peers have told of failures concerns this rank already: the call under way, or the next. Where
+// Returns whether a failure reported by a peer concerns the call under way here, or the next. Where
 // a peer gave up in a later call with this rank than the one under way, that one can still finish.
 bool World::has_broken() {
   for (const auto& link : links_) {

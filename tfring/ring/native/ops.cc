@@ -1,6 +1,6 @@
 // The ring's collectives as TensorFlow ops, on TensorFlow's C API.
 //
-// Every op takes the communicator's token, a resource nobody reads: TensorFlow's automatic control
+// Every op takes the communicator's token, a resource that is never read: TensorFlow's automatic control
 // dependencies then run the collectives of one communicator in program order. Those with gradients take the
 // `done` of the one before as well, and the gradient's collective that of the one it belongs to (order.py).
 // Kernels are synchronous: the done callback of the C API's asynchronous kernels may not be kept past the
@@ -86,7 +86,7 @@ void barrier(void* state, TF_OpKernelContext* context) {
   invocation.check(tfring_barrier(invocation.handle(), &invocation.call(), invocation.error()));
 }
 
-// Of momentum, velocity and weight, for a gradient; `token` is the weight, which orders this with its
+// Updates momentum, velocity and weight by a gradient; `token` is the weight, which orders this with its
 // assignments.
 void adam(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
@@ -309,5 +309,5 @@ __attribute__((constructor)) void register_ops() {
 }  // namespace
 }  // namespace tfring
 
-// What kept the ops from being registered; empty if nothing did.
+// Returns the error that kept the ops from being registered; empty without one.
 extern "C" TFRING_API const char* tfring_ops_problem(void) { return tfring::problem().c_str(); }

@@ -10,7 +10,7 @@
 
 namespace tfring {
 
-// Several pieces of memory as one run of bytes.
+// Several ranges of memory as one run of bytes.
 class Spans {
  public:
   struct Span {
@@ -31,7 +31,7 @@ class Spans {
   int64_t size_ = 0;
 };
 
-// One piece of data on its way to or from a peer.
+// One range of data on its way to or from a peer.
 struct Transfer {
   Range range;  // positions in the spans
   // A send passes on what this receive brings, as its bytes come; a receive waits until this send is over,
@@ -47,14 +47,14 @@ struct Transfer {
   bool over() const { return moved == wire_size(); }
 };
 
-// What goes out to one peer and what comes in from it, each in its order; indices into the plan's transfers.
+// The sends to one peer and the receives from it, each in order; indices into the plan's transfers.
 struct Queue {
   int rank = -1;
   int send = -1;  // under way, -1 when all are over
   int last_send = -1;
   int recv = -1;
   int last_recv = -1;
-  // That both are about to do the same: one header each way, before anything else.
+  // Compares the two calls: one header each way, before anything else.
   bool greets = false;
   int64_t header_sent = 0;
   bool expects = false;
@@ -75,10 +75,10 @@ struct Plan {
   // Return the index of the transfer. `rank` is one of the world's.
   int add_send(int rank, const Range& range, int after = -1);
   int add_recv(int rank, const Range& range, bool reduce = false, int after = -1, int onto = -1);
-  // What a header from this peer says is wanted, though no bytes yet.
+  // Expects a header from this peer, and no bytes yet.
   void expect(int rank) { queue(rank).expects = true; }
   // Turns a table into transfers. Position p of the table is rank order[p]; chunk c is bytes chunks[c]. With
-  // `turns`, receives take turns in two pieces of memory, so each waits for the send before it.
+  // `turns`, receives take turns in two ranges of memory, so each waits for the send before it.
   void add(const Schedule& steps, const std::vector<int>& order, const std::vector<Range>& chunks,
            bool turns = false);
 

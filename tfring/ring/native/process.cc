@@ -1,4 +1,4 @@
-// What a process has once, however many rings it is in: Python's signals, warnings, TensorFlow's threads.
+// State of a process, shared by all its rings: Python's signals, warnings, TensorFlow's threads.
 #include "process.h"
 
 #include <signal.h>
@@ -16,7 +16,7 @@ namespace tfring {
 namespace {
 
 constexpr double kHearingSeconds =
-    0.2;  // within which Python hears of a signal, unless it waits inside TensorFlow
+    0.2;  // within which Python learns of a signal, unless it waits inside TensorFlow
 constexpr size_t kMostWarnings = 100;
 
 tfring_python python{};
@@ -36,7 +36,7 @@ struct Shared {
 Shared* shared = new Shared;
 
 std::atomic<uint32_t> interrupts{0};  // Ctrl-C so far,
-std::atomic<uint32_t> heard{0};       // as far as Python has heard of it
+std::atomic<uint32_t> heard{0};       // as far as Python has learned of it
 std::atomic<const struct sigaction*> pythons_action{nullptr};
 
 // With shared->mutex held.
@@ -53,7 +53,7 @@ const RingState* state_of(uint64_t ring) {
   return nullptr;
 }
 
-// Whether the collective a peer waits in has not begun here.
+// Returns whether the collective in which a peer waits has not begun here.
 bool is_to_begin(uint64_t ring, uint64_t begun) {
   const RingState* state = state_of(ring);
   return state != nullptr && state->begun < begun;
@@ -69,7 +69,7 @@ void count_interrupt(int number, siginfo_t* info, void* context) {
   }
 }
 
-// Puts count_interrupt before the handler there is; again after somebody set another.
+// Puts count_interrupt before the handler there is; again after another was set.
 void count_interrupts() {
   struct sigaction action;
   if (sigaction(SIGINT, nullptr, &action) != 0 || action.sa_sigaction == count_interrupt) return;

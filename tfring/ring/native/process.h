@@ -1,4 +1,4 @@
-// What a process has once, however many rings it is in: Python's signals, warnings, TensorFlow's threads.
+// State of a process, shared by all its rings: Python's signals, warnings, TensorFlow's threads.
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,10 @@ bool python_interrupted();
 // KeyboardInterrupt.
 bool op_interrupted();
 
-// Whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
+// Returns whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
 bool on_pool_thread();
 
-// What the other rings of a process look at of one.
+// The state of a ring that the other rings of its process read.
 struct RingState {
   std::string name;
   std::atomic<uint64_t> begun{0};  // collectives of all ranks
@@ -37,8 +37,8 @@ void moves_again(uint64_t ring, bool on_pool_thread);
 // Tells of all of them; where the pool has no more threads, so that no other can begin, of those on its
 // threads.
 void tell_waiting(Pong* pong);
-// Whether a peer whose threads all wait waits for collectives that this process has not begun, and could
-// begin only after its own have gone on, all of which wait for the peer in turn.
+// Returns whether a peer whose threads all wait waits for collectives that this process has not begun, and
+// could begin only after its own have gone on, all of which wait for the peer in turn.
 bool wait_for_each_other(const Pong& peer);
 // The ring in which a peer waits for a collective that this process has not begun; 0 for none.
 uint64_t waits_elsewhere(const Pong& peer);

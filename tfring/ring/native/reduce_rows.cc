@@ -1,7 +1,7 @@
 // The sum of rows under ids: each id once, with the rows that all members have for it, added up in their
 // order.
 //
-//   gather   each member's ids, summed at home, to all; each adds all of them up             one exchange
+//   gather   each member's ids, summed locally, to all; each adds all of them up             one exchange
 //   owner    an id's rows to the member that owns it, which adds them up; the sums to all    two, of fewer
 //   bytes
 //            where many members have the same ids
@@ -108,7 +108,7 @@ Status World::reduce_by_owner(tfring_place place, void* context) {
   return {};
 }
 
-// What was numbered, share by share, to where the caller wants it.
+// Writes the numbered rows, share by share, to the caller's memory.
 Status World::write_rows(tfring_place place, void* context) {
   std::vector<void*> outputs;
   TFRING_TRY(place_rows(row_sums_.counts(), place, context, &outputs));

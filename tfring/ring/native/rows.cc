@@ -139,7 +139,7 @@ int64_t RowSums::block_size(const int64_t* counts) const {
   return size;
 }
 
-// Where in a block the ids and rows of each table go; what stands before them is written.
+// Returns where in a block the ids and rows of each table go; writes the header before them.
 void RowSums::lay_out(char* block, int64_t size, const int64_t* counts, char** ids, char** rows) const {
   std::memcpy(block, &size, kWord);
   std::memcpy(block + kWord, counts, tables_.size() * kWord);

@@ -18,7 +18,7 @@ int owner_of(int64_t id, int size);
 // Numbers ids by the order in which they first occur.
 class Distinct {
  public:
-  // Forgets all; there will be at most so many.
+  // Clears the table and reserves room for at most this many ids.
   void begin(int64_t most);
   void number(DType type, const void* ids, int64_t count, int32_t* positions);
   // Those numbered so far, in order.
@@ -38,7 +38,7 @@ class Distinct {
 // Memory that is used again from call to call.
 class Memory {
  public:
-  // What it held is lost. False where there is none.
+  // Allocates memory and drops the contents. Returns false where there is none.
   bool reserve(int64_t size);
   char* get() const { return bytes_.get(); }
   int64_t size() const { return size_; }
@@ -66,7 +66,7 @@ struct Entries {
 // words.
 class RowSums {
  public:
-  // Of a call's tensors: the values of each table, then the ids of each.
+  // Reads a call's tensors: the values of each table, then the ids of each.
   static Status check(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, int num_ranks);
   void begin(const tfring_tensor* tensors, int num_tensors, bool inactive);
 

@@ -25,7 +25,7 @@ Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int l
   return two_level ? Algorithm::kTwoLevel : Algorithm::kRing;
 }
 
-// By gathering a member sends (N - 1) / N of `sent`; by owner 1 / N of that, and the sums, (N - 1) / N of
+// "gather": a member sends (N - 1) / N of `sent`; "owner": 1 / N of that, and the sums, (N - 1) / N of
 // `summed`. The second exchange costs a delay, which is worth kSmallBytes.
 Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size) {
   if (wanted == Algorithm::kGather || wanted == Algorithm::kOwner) return wanted;
@@ -57,7 +57,7 @@ void ring_reduce_scatter(int position, int size, Schedule* steps) {
   }
 }
 
-// Chunk 0 is the whole buffer, chunk 1 the word of the last member to the root that it arrived.
+// Chunk 0 is the full buffer, chunk 1 the acknowledgement of the last member to the root.
 void ring_broadcast(int position, int size, int root, Schedule* steps) {
   steps->clear();
   const int next = wrap(position + 1, size);
@@ -109,7 +109,7 @@ void bruck_all_gather(int position, int size, Schedule* steps) {
   }
 }
 
-// Chunk l * hosts + h is piece h of what member l of each host adds up.
+// Chunk l * hosts + h is part h of the sum of local members l of the hosts.
 void two_level_all_reduce(int position, int size, int local_size, Schedule* steps) {
   const int num_hosts = size / local_size;
   const int host = position / local_size;
@@ -117,7 +117,7 @@ void two_level_all_reduce(int position, int size, int local_size, Schedule* step
   const int next = host * local_size + wrap(local + 1, local_size);
   const int previous = host * local_size + wrap(local - 1, local_size);
   steps->clear();
-  // Pieces in the order in which the rings across want and bring them.
+  // Parts in the order in which the rings across hosts need and return them.
   for (int s = 0; s < local_size - 1; ++s) {
     for (int k = 0; k < num_hosts; ++k) {
       const int h = wrap(host - k, num_hosts);

@@ -1,4 +1,4 @@
-// Who sends what to whom when: the integers of schedule.py, as the world executes them.
+// Schedules of the collectives: the integers of schedule.py, as the world executes them.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ inline Range chunk_of(int64_t count, int size, int index) {
   return {index * base + (index < extra ? index : extra), base + (index < extra ? 1 : 0)};
 }
 
-// Up to this many bytes in all, every member's whole contribution goes to every other.
+// Up to this many bytes in all, every member's full contribution goes to every other.
 constexpr int64_t kSmallBytes = 64 * 1024;
 // Up to this many members send a small contribution to each other straight.
 constexpr int kFlatMembers = 16;
@@ -47,11 +47,11 @@ enum class Algorithm : int32_t {
   kOwner = 6
 };
 
-// Which algorithm an all_reduce of so many bytes takes; `local_size` is the number of members on each host,
-// 1 where hosts differ in it.
+// Returns the algorithm of an all_reduce of this number of bytes; `local_size` is the number of members on
+// each host, 1 where hosts differ in it.
 Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size);
-// Which way the sum of rows under ids goes, kGather or kOwner: by what all members together sent the last
-// time, each its own ids once, and by what the sums of all are, in bytes; 0 for unknown.
+// Returns the algorithm of a sum of rows under ids, kGather or kOwner, from the bytes that all members
+// together sent the last time, each its own ids once, and the bytes of all sums; 0 for unknown.
 Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size);
 // Those by which small contributions are gathered.
 Algorithm choose_small(Algorithm wanted, int size);

@@ -7,9 +7,9 @@
 //     page 0: MailboxHeader | bytes | the same bytes again
 //
 // A rank with nothing to do marks itself asleep in its own mailboxes and polls their doorbells, pipes.
-// Whoever puts bytes into a mailbox, or takes bytes out of one, rings the bell of the rank on the other side
-// if it sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the process
-// ends.
+// A rank that writes bytes into a mailbox, or reads bytes from one, rings the bell of the rank on the other
+// side if it sleeps. Nothing of this has a name in the file system, so nothing is left behind, however the
+// process ends.
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -149,10 +149,10 @@ void stream(char* to, const char* from, int64_t size) {
 void stream(char* to, const char* from, int64_t size) { std::memcpy(to, from, static_cast<size_t>(size)); }
 #endif
 
-// Whether large pieces are written past the cache. Where the two cores share a cache that costs a third;
-// where they do not (two chiplets, two sockets), what one has written into its cache reaches the other at a
-// third of the speed of memory. It cannot be asked, and changes when the scheduler moves a process; so both
-// ways are tried, on the same collectives on every rank, and the better one is kept until a trial says
+// Decides whether large blocks are written past the cache. Where the two cores share a cache that costs a
+// third; where they do not (two chiplets, two sockets), what one has written into its cache reaches the other
+// at a third of the speed of memory. It cannot be asked, and changes when the scheduler moves a process; so
+// both ways are tried, on the same collectives on every rank, and the better one is kept until a trial says
 // otherwise.
 class StreamingChoice {
  public:

@@ -19,7 +19,7 @@ namespace {
 // add.
 constexpr int64_t kWindowBytes = 256 * 1024;
 
-// What is in flight between two ranks of a host should stay in the cache from the one's copy to the other's.
+// Data in flight between two ranks of a host should stay in the cache from the one's copy to the other's.
 // Over a network the kernel finds the size that fills the line.
 constexpr int kLocalSendBufferBytes = 128 * 1024;  // the kernel doubles it
 

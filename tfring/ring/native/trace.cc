@@ -1,4 +1,4 @@
-// What the calls of this process did when: a fixed ring of records, filled by calls, emptied by Python.
+// Records of the calls of this process: a fixed ring, filled by calls, emptied by Python.
 #include "trace.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the calls of this process did when, for Python to take and write down. Nothing where nobody asked.
+// Records of the calls of this process, for Python to collect and write. None while no trace is written.
 #pragma once
 
 #include <atomic>

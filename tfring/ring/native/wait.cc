@@ -1,4 +1,4 @@
-// What happens when no bytes move: sleep, and ask why.
+// Waiting while no bytes move: sleep, and ask the peers why.
 #include <errno.h>
 #include <poll.h>
 #include <sched.h>
@@ -40,7 +40,7 @@ Status World::wait() {
   if (num_idle_ == spins_ + yields_ + 1) idle_since_ = start;
   TFRING_TRY(check_news());
   const double idle_seconds = seconds_between(idle_since_, start);
-  if (idle_seconds > kLastWordsSeconds) TFRING_TRY(give_in());
+  if (idle_seconds > kLastWordsSeconds) TFRING_TRY(adopt_peer_failure());
   TFRING_TRY(ask_why(start, idle_seconds));
   const double until_timeout = std::max(timeout_seconds_ - idle_seconds, 0.01);
   sleep(static_cast<int>(std::min<double>(kSliceMilliseconds, until_timeout * 1e3)) + 1);
@@ -73,7 +73,7 @@ void World::sleep(int milliseconds) {
     Mailbox* own = link_to(queue.rank)->own.get();
     if (own != nullptr) own->wake_up();
   }
-  for (const pollfd& fd : poll_fds_) {  // doorbells and news: whatever rang has been heard
+  for (const pollfd& fd : poll_fds_) {  // doorbells and news: silence those that rang
     if ((fd.revents & POLLIN) == 0) continue;
     if (fd.fd == news_fd_.get()) silence_news();
     for (const Queue& queue : plan_.queues) {
@@ -108,8 +108,8 @@ Status World::interruption() {
   return {Code::kInterrupted, status.message};
 }
 
-// What peers have told. One that left after finishing this call has sent all it had to and needs nothing
-// more.
+// Checks the reports of peers. One that left after finishing this call has sent everything and needs
+// nothing more.
 Status World::check_news() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   return check_left();
@@ -127,8 +127,9 @@ Status World::check_left() {
   return {};
 }
 
-// A peer gave up in a later call than this one, which could still have been finished; but nothing moves.
-Status World::give_in() {
+// Adopts the failure of a peer that gave up in a later call: this one could still have been finished, but
+// nothing moves.
+Status World::adopt_peer_failure() {
   std::lock_guard<std::mutex> lock(control_mutex_);
   for (const auto& link : links_) {
     if (link != nullptr && !link->failure.ok()) return break_up(link->failure);
@@ -149,7 +150,7 @@ bool World::is_pending(int rank) const {
   });
 }
 
-// Whom this rank waits for: who has something to send it, or else should take something.
+// Returns the link this rank waits for: to a peer that has something to send, or else should receive.
 Link* World::needed(bool* for_data) const {
   for (const Queue& queue : plan_.queues) {
     if (may_receive(queue)) {
@@ -164,8 +165,9 @@ Link* World::needed(bool* for_data) const {
   return nullptr;
 }
 
-// Where all members of a group wait for the same one, as each does in a flat plan, the lowest tells of it.
-bool World::speaks_of(int slow) const {
+// Returns whether this rank reports the one it waits for: where all members of a group wait for the same one,
+// as in a flat plan, only the lowest does.
+bool World::reports_stall(int slow) const {
   const size_t others = static_cast<size_t>(group_->size() - 1);
   const bool each_to_each =
       plan_.queues.size() == others &&
@@ -228,7 +230,7 @@ Status World::ask_peers(int64_t now, double idle_seconds) {
                             elsewhere_since_ > idle_since_;  // an error is on its way
   if (absent && for_data && !warned_ && !is_crosswise && idle_seconds > stall_seconds_) {
     warned_ = true;
-    if (speaks_of(peer->rank))
+    if (reports_stall(peer->rank))
       warn(name_of_peer(*peer) + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
            " in " + here() + ". It is alive, and the last it called in this ring is " + last_call +
            ". They go on waiting, up to " + seconds_text(timeout_seconds_) + " (TFRING_TIMEOUT_SECONDS).");

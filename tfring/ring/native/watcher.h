@@ -8,7 +8,7 @@
 
 namespace tfring {
 
-// What the watcher looks after; see liveness.cc.
+// An object that the watcher polls; see liveness.cc.
 class Watched {
  public:
   virtual ~Watched() = default;

@@ -1,4 +1,4 @@
-// Opening, links, groups, and whose turn it is.
+// Opening, links, groups, and the turn of calls.
 #include "world.h"
 
 #include <sys/eventfd.h>
@@ -136,7 +136,7 @@ void World::wants_link(int rank) {
   linking_ = rank;
 }
 
-// Where the members of a group stand: those of a host in a row.
+// Orders the members of a group: those of a host in a row.
 void World::place(Group* group) const {
   const auto host_of = [&](int member) {
     return hosts_[static_cast<size_t>(group->ranks[static_cast<size_t>(member)])];
@@ -221,7 +221,7 @@ void World::leave() {
 }
 
 // Ends a call in another thread, waits for that, says goodbye. From within a call of this thread's it only
-// ends that; whoever forgets the world last releases it.
+// ends that; the last owner of the world releases it.
 void World::close() {
   closing_ = true;
   announce();
@@ -283,7 +283,7 @@ Status World::need_scratch(int64_t size) {
   return {};
 }
 
-// What can be said without asking the other ranks; a rank refused here has not begun, and may go on.
+// Validates a call without asking the other ranks; a rank rejected here has not begun, and may go on.
 Status World::check(const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                     int num_tensors) const {
   const auto invalid = [&](const std::string& rule) {

@@ -1,15 +1,16 @@
 // A rank among the ranks it works with: links to its peers, groups of them, and the collectives it runs.
 //
-//     rank ◄──data──► peer        one link for each pair that exchanges anything; control frames beside it
+//     rank ◄──data──► peer        one link for each pair that exchanges anything; control frames apart from
+//     it
 //
-//   world.cc        opening, links, groups, whose turn it is
-//   collectives.cc  what each collective plans before it runs
+//   world.cc        opening, links, groups, the turn
+//   collectives.cc  the plan of each collective
 //   exchange.cc     those whose sizes are learned on the way
 //   reduce_rows.cc  the sum of rows under ids, made of these
 //   execute.cc      the execution of a plan: move bytes while any move
-//   wait.cc         what happens when none move: sleep, and ask why
+//   wait.cc         waiting while none move: sleep, and ask why
 //   disagreement.cc ranks that wait for each other
-//   trace.cc        what a call did when, for who asked
+//   trace.cc        records of calls, if a trace is written
 //   liveness.cc     peers that leave, die, stop or are cut off; on the watcher's thread, in a collective or
 //   not
 //
@@ -40,7 +41,7 @@
 
 namespace tfring {
 
-// What connects this rank with one other. The control side is guarded by World::control_mutex_; the data
+// Connections between this rank and one other. The control side is guarded by World::control_mutex_; the data
 // side belongs to the collective under way.
 struct Link {
   int rank = -1;
@@ -69,7 +70,7 @@ struct Link {
   CallHeader their_header{};
 };
 
-// What the sum of some rows moved the last time, all members together; see choose_row_sums.
+// Bytes that a sum of rows moved the last time, of all members together; see choose_row_sums.
 struct Observed {
   uint64_t key = 0;
   int64_t sent = 0;
@@ -215,13 +216,13 @@ class World final : private Watched {
   Status interruption();
   Status check_news();
   Status check_left();
-  Status give_in();
+  Status adopt_peer_failure();
   void stand_still(bool stands);
   Status ask_why(int64_t now, double idle_seconds);
   Status ask_peers(int64_t now, double idle_seconds);
   bool is_pending(int rank) const;
   Link* needed(bool* for_data) const;
-  bool speaks_of(int slow) const;
+  bool reports_stall(int slow) const;
   Status peer_gone(Link* link);
   Status fail(Code code, const std::string& message);
 
@@ -271,7 +272,7 @@ class World final : private Watched {
   double timeout_seconds_;
   std::vector<int32_t> hosts_;  // [rank]: a number for the host it runs on
 
-  // Whose turn it is: one call at a time, whichever its group.
+  // The turn: one call at a time, of any group.
   std::mutex turn_mutex_;
   std::condition_variable turn_;
   bool busy_ = false;
@@ -281,19 +282,19 @@ class World final : private Watched {
   std::atomic<bool> closing_{false};
   bool released_ = false;
 
-  // What a call, the watcher and close() share.
+  // State shared by a call, the watcher and close().
   std::mutex control_mutex_;
   std::vector<std::unique_ptr<Link>> links_;  // [rank]; null where there is none
   Status failure_;                            // calls fail with it, once it is set
   std::atomic<bool> interrupted_{false};      // this rank's doing
   bool told_ = false;                         // the caller knows failure_
-  // How many calls each rank and this one have begun together: the two count alike. A rank that gives up in
-  // a later one than this rank's has sent all that this rank needs to finish those before.
+  // Numbers of calls that each rank and this one have begun together: the two count alike. A rank that gives
+  // up in a later one than this rank's has sent all that this rank needs to finish those before.
   std::vector<uint64_t> counts_;    // [rank]
   std::vector<uint64_t> num_sent_;  // [rank]: of these the sends to it, and the receives from it
   std::vector<uint64_t> num_received_;
   std::vector<uint8_t> in_call_;  // [rank]: it takes part in the call begun last
-  uint64_t num_calls_ = 0;        // begun, whoever takes part
+  uint64_t num_calls_ = 0;        // begun, of any group
   RingState state_;               // for the process's other worlds to read
   uint32_t num_chain_ = 0;        // of this rank's pongs: for whom the call under way waits in the end
   decltype(Pong::chain) chain_{};
@@ -319,7 +320,7 @@ class World final : private Watched {
   bool traced_ = false;
   tfring_record record_{};
 
-  // How far its execution is.
+  // The progress of its execution.
   int num_moves_ = 0;
   int num_idle_ = 0;        // looks in vain since something moved
   int spins_ = 0;           // how many of them before it lets others run,
@@ -338,7 +339,7 @@ class World final : private Watched {
   tfring_statistics statistics_{};
 };
 
-// Of a control connection, which is never long without traffic.
+// Sets the options of a control connection, which is never long without traffic.
 void prepare_control(int fd, double lost_seconds);
 
 std::string seconds_text(double seconds);

@@ -1,0 +1,193 @@
+"""Docstrings open with what a function does, names that ask only read, and docs/glossary.md's banned words are gone."""
+
+from __future__ import annotations
+
+import ast
+import io
+import pathlib
+import re
+import tokenize
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "tfring"
+
+# Rooms whose words are the field's; the list grows until it names all.
+FINISHED = ("ring",)
+
+OPENINGS = ("What", "Which", "Whose", "Whether", "How", "Of", "Where", "By", "Who", "Whom", "When", "That")
+READERS = re.compile(r"_*(is|has|was)_")
+# A call of one of these changes something, or communicates.
+CHANGES = "append extend insert pop popitem clear update remove discard setdefault setattr delattr assign assign_add"
+COLLECTIVES = (
+    "all_reduce all_gather all_to_all reduce_scatter broadcast barrier gather scatter send receive gather_equal"
+)
+ACTS = {*CHANGES.split(), *COLLECTIVES.split()}
+# (file, word): why it stays.
+ALLOWED: dict[tuple[str, str], str] = {}
+
+
+def rows_of_table(heading: str) -> list[list[str]]:
+    """Returns the cells of the rows of the first table under a heading of the glossary."""
+    text = (ROOT / "docs" / "glossary.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def banned_words() -> list[str]:
+    table = rows_of_table("Words that do not appear")
+    return [word for banned, _ in table for word in re.findall(r"`([^`]+)`", banned)]
+
+
+def files(room: str, *suffixes: str) -> list[pathlib.Path]:
+    """Returns the sources of a folder or file of the package."""
+    path = PACKAGE / room
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in suffixes)
+
+
+def docstrings(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yields the name, line and docstring of the module and of each class and function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield getattr(node, "name", "module"), node.body[0].lineno, docstring
+
+
+def comment_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the first line of each block of whole-line comments of C++."""
+    before = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if line.startswith("//") and not before.startswith("//"):
+            yield number, line.lstrip("/ ")
+        before = line
+
+
+def words_of_python(text: str) -> Iterator[tuple[int, str]]:
+    """Yields comments and string constants, among them docstrings and the texts of f-strings."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def words_of_native_code(text: str) -> Iterator[tuple[int, str]]:
+    """Yields comments and string literals of C++."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for found in re.findall(r'//.*$|"(?:[^"\\]|\\.)*"', line):
+            yield number, found
+
+
+def wrong_openings(room: str) -> list[str]:
+    found = []
+    for file in files(room, ".py"):
+        for name, line, docstring in docstrings(file.read_text()):
+            if docstring.split()[0].strip(",.:;'\"`") in OPENINGS:
+                found.append(f"{file.relative_to(ROOT)}:{line}: {name}: {docstring.splitlines()[0]}")
+    for file in files(room, ".cc", ".h"):
+        for line, comment in comment_blocks(file.read_text()):
+            if comment.split(" ")[0].strip(",.:;") in OPENINGS:
+                found.append(f"{file.relative_to(ROOT)}:{line}: {comment}")
+    return found
+
+
+def banned(room: str, words: list[str]) -> list[str]:
+    pattern = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, words))})(?![\w-])", re.IGNORECASE)
+    found = []
+    for file in files(room, ".py", ".cc", ".h"):
+        place = file.relative_to(PACKAGE).as_posix()
+        reader = words_of_python if file.suffix == ".py" else words_of_native_code
+        for line, text in reader(file.read_text()):
+            for word in pattern.findall(text):
+                if (place, word.lower()) not in ALLOWED:
+                    found.append(f"{place}:{line}: {word!r} in {text.strip()[:100]!r}")
+    return found
+
+
+def acting_readers(text: str) -> list[str]:
+    """Returns the functions named is_, has_ or was_ that write to an object, delete, or call what acts."""
+    found = []
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef) or not READERS.match(function.name):
+            continue
+        for node in ast.walk(function):
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            writes = isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and any(
+                isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets
+            )
+            called = node.func if isinstance(node, ast.Call) else None
+            name = getattr(called, "attr", getattr(called, "id", ""))
+            if writes or name in ACTS or isinstance(node, (ast.Delete, ast.Global, ast.Nonlocal)):
+                found.append(f"{function.name}: {ast.unparse(node)}")
+                break
+    return found
+
+
+@pytest.mark.parametrize("room", FINISHED)
+def test_docstrings_open_with_what_is_done(room):
+    assert files(room, ".py"), "no such room"
+    wrong = wrong_openings(room)
+    assert not wrong, f"{len(wrong)} openings:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", FINISHED)
+def test_banned_words_are_gone(room):
+    found = banned(room, banned_words())
+    assert not found, f"{len(found)} words that docs/glossary.md replaces:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("room", FINISHED)
+def test_names_that_ask_only_read(room):
+    found = [
+        f"{file.relative_to(ROOT)}: {act}" for file in files(room, ".py") for act in acting_readers(file.read_text())
+    ]
+    assert not found, "is_, has_ and was_ only read; what acts has an imperative name:\n" + "\n".join(found)
+
+
+def test_each_term_is_defined_once():
+    terms = [
+        term
+        for heading in ("Processes", "Connections", "Collectives", "Values")
+        for cell, meaning in rows_of_table(heading)
+        for term in re.findall(r"\*\*([^*]+)\*\*", cell)
+        if meaning
+    ]
+    assert len(terms) > 50 and len(terms) == len(set(terms))
+
+
+def test_allowed_words_are_banned_and_there():
+    for (place, word), reason in ALLOWED.items():
+        assert word in banned_words() and reason
+        assert re.search(rf"\b{re.escape(word)}\b", (PACKAGE / place).read_text(), re.IGNORECASE), place
+
+
+def test_the_test_sees_what_it_looks_for():
+    text = (
+        '"""What a module is."""\n'
+        "def is_there(self):\n    self.count += 1\n    return True\n"
+        "def has_peers(ring):\n    return ring.all_reduce(1) > 1\n"
+        "def was_read(self):\n    # nobody acts\n    return self.read\n"
+        'def f(x):\n    """Returns x."""\n    raise ValueError(f"{x} is taken in")\n'
+    )
+    assert [(name, opening.split()[0]) for name, _, opening in docstrings(text)] == [
+        ("module", "What"),
+        ("f", "Returns"),
+    ]
+    assert [act.split(":")[0] for act in acting_readers(text)] == ["is_there", "has_peers"]
+    words = " ".join(word for _, word in words_of_python(text))
+    assert "nobody" in words and "is taken in" in words and "self" not in words
+    native = '// Whose it is.\n// nobody\nint nobody = 0;  // What it is\nf("a guest", "b");\n'
+    assert list(comment_blocks(native)) == [(1, "Whose it is.")]
+    assert [word for _, word in words_of_native_code(native)] == [
+        "// Whose it is.",
+        "// nobody",
+        "// What it is",
+        '"a guest"',
+        '"b"',
+    ]
+    assert {"nobody", "taken in", "guest"} <= set(banned_words())
