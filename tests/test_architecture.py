@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # A file imports from its own row and the rows below. A room is a file or a folder of tfring/.
 ROWS = {
-    7: ("__init__",),
+    7: ("__init__", "__main__"),
     6: ("launch", "doctor", "bench", "report"),
     5: ("layers", "callbacks", "parallel", "functions"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
@@ -37,8 +37,8 @@ WITHOUT_TENSORFLOW = (
     "",
     "cluster",
     "launch",
-    "doctor.__main__",
-    "bench.__main__",
+    "doctor.entry",
+    "bench.entry",
     "report.run",
     "config",
     "cpus",

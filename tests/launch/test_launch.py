@@ -719,6 +719,11 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["-n", "2", "--nowhere", __file__], "unknown option --nowhere"),
         (["-n", "2", "--log", "x", __file__], "unknown option --log"),
         (["-n", "2", "--log-dir", "/dev/null/x", __file__], "cannot make the folder of --log-dir"),
+        (["-np", "4", __file__], "-np is an option of another launcher. Here it is -n 4: all workers"),
+        (["-H", "a:4", "-np", "4", __file__], "Here it is hosts, with the number of workers on each: --hosts a:4"),
+        (["--nproc-per-node", "4", __file__], "Here it is -n 4"),
+        (["--nproc_per_node=4", "--nnodes=1", __file__], "Here it is -n 4"),
+        (["-n", "2", "train.ipynb"], "a notebook is no program: 'train.ipynb'"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -752,6 +757,27 @@ def test_help_and_version():
     assert "launch" in output("--help")
     for word in ("-n N", "--log-dir", "TFRING_RANK", "TF_NUM_INTRAOP_THREADS", "tfring launch -n 4 train.py"):
         assert word in output("launch", "--help")
+
+
+@pytest.mark.parametrize("command", ["launch", "doctor", "bench", "report"])
+def test_a_command_as_a_module(command):
+    names = [["tfring", command], [f"tfring.{command}"]]
+    commands = [[sys.executable, "-m", *name, "--help"] for name in names]
+    texts = [subprocess.check_output(each, text=True, timeout=TIMEOUT) for each in commands]
+    assert texts[0] == texts[1] and texts[0].startswith(f"usage: tfring {command}")
+
+
+def test_this_machine_needs_no_ssh(tmp_path):
+    """Also with nothing by the name of ssh."""
+    tell = "print(rank, os.environ['TFRING_ADDRESSES'].count('127.0.0.1:'), sys.stdin.readline()[:3])"
+    script = write(tmp_path, tell)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sh").symlink_to("/bin/sh")
+    env = {**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*LAUNCH, "--hosts", "localhost:2", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=env, input="abc\n")
+    assert sorted(done.stdout.splitlines()) == ["0 2 abc", "[1] 1 2 "], done.stderr
+    assert done.returncode == 0
 
 
 def test_starts_without_tensorflow_and_numpy(tmp_path):

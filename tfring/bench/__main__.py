@@ -1,9 +1,8 @@
-"""`python -m tfring.bench`: what `tfring bench` runs as each rank of a cluster."""
+"""`python -m tfring.bench` is `tfring bench`."""
 
 import sys
 
-from tfring.bench.options import Options
-from tfring.bench.run import run
+from tfring.launch.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run(Options.from_json(sys.argv[1])))
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import pathlib
 import sys
@@ -24,6 +23,8 @@ _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that
 _BENCH_FAILED = 2  # rank 0 has said why
 _LOST_HOST = 255
 _NO_RESTARTS = Limits(max_restarts=0)
+# Of Horovod, mpirun and torchrun.
+_OPTIONS_OF_OTHERS = ("-np", "--np", "--num-proc", "-H", "--nproc-per-node", "--nproc_per_node", "--nnodes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,6 +151,11 @@ def _launch(arguments: argparse.Namespace) -> int:
         if command[0] == "--":
             del command[0]
         script = command[0] if command else ""
+        if script.endswith(".ipynb"):
+            error(
+                f"a notebook is no program: {script!r}. Make one of it:\n"
+                f"  jupyter nbconvert --to script {script}"
+            )
         if script == "-":
             error("a program cannot come from standard input: there is one, and several workers")
         if not arguments.workdir and not os.path.exists(script):
@@ -167,7 +173,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
-    command = ["-m", "tfring.doctor", *options, *(["--json"] if arguments.json else [])]
+    command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
     code = _run(arguments, command, quiet_codes=(_NOT_READY,))
     if code == 0 or 128 < code < _LOST_HOST:  # killed, by Ctrl-C for instance
         return code
@@ -181,7 +187,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         from tfring.bench import run
 
         return run.run(wanted)
-    return _run(arguments, ["-m", "tfring.bench", wanted.to_json()], quiet_codes=(_BENCH_FAILED,))
+    return _run(arguments, ["-m", "tfring.bench.entry", wanted.to_json()], quiet_codes=(_BENCH_FAILED,))
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -200,8 +206,9 @@ def _is_a_rank() -> bool:
 
 def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=_positive, metavar="N", help="number of workers; in SLURM, all tasks by default")
+    parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_Elsewhere, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh")
+    where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh (localhost: without)")
     where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start them on the hosts of a file")
     parser.add_argument("--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
     parser.add_argument("--ssh-identity", type=pathlib.Path, metavar="FILE", help="the private key for ssh")
@@ -247,9 +254,7 @@ def _run(
         except OSError as problem:
             error(f"cannot make the folder of --log-dir: {problem}")
     way = remote.Way(
-        functools.partial(
-            remote.ssh, port=arguments.ssh_port, identity=arguments.ssh_identity, config=arguments.ssh_config
-        )
+        remote.by_ssh(port=arguments.ssh_port, identity=arguments.ssh_identity, config=arguments.ssh_config)
         if arguments.hosts or arguments.hostfile
         else remote.srun,
         arguments.python or sys.executable,
@@ -282,6 +287,17 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
             raise ConfigurationError("-n and the numbers behind the hosts say the same thing: leave -n out")
         return parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
     return of_allocation(os.environ, arguments.n) if slurm.in_allocation(os.environ) else []
+
+
+class _Elsewhere(argparse.Action):
+    """Says what an option of Horovod, mpirun or torchrun is called here."""
+
+    def __call__(self, parser, namespace, value, option=None):
+        if option == "-H":
+            here = f"hosts, with the number of workers on each: --hosts {value or 'host1:4,host2:4'}"
+        else:
+            here = f"-n {value or 'N'}: all workers, on this machine; elsewhere --hosts host1:4,host2:4"
+        parser.error(f"{option} is an option of another launcher. Here it is {here}")
 
 
 class _Parser(argparse.ArgumentParser):

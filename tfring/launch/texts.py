@@ -9,11 +9,11 @@ in an allocation of SLURM on its nodes, over srun.
 hosts:
   --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
   --hostfile FILE                 the same, a host a line; "host1 slots=4" too
-  ssh never asks for anything: keys, an agent or ~/.ssh/config have to do. The program, the working folder and Python
-  are at the same path on every host, or where --workdir and --python say. Of the environment workers elsewhere get
-  TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and CUDA_VISIBLE_DEVICES, and what --env names, all sent
-  through the connection and on no command line. They listen at ports of TFRING_PORT_RANGE, of the interface that
-  TFRING_INTERFACE names.
+  localhost, or this machine's name, needs no ssh. ssh never asks for anything: keys, an agent or ~/.ssh/config have to
+  do. The program, the working folder and Python are at the same path on every host, or where --workdir and --python
+  say. Of the environment workers elsewhere get TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and
+  CUDA_VISIBLE_DEVICES, and what --env names, all sent through the connection and on no command line. They listen at
+  ports of TFRING_PORT_RANGE, of the interface that TFRING_INTERFACE names.
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without

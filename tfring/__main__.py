@@ -1,0 +1,8 @@
+"""`python -m tfring` is `tfring`."""
+
+import sys
+
+from tfring.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
