@@ -80,7 +80,10 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
 # Public names by chapter of the API reference, as `tfring.` has them.
 API = {
     "Strategy and cluster": ("RingStrategy", "SparseOptions", "Mesh", "Cluster", "ClusterResolver", "Communicator"),
-    "In a program": ("gather_for_loss", "save", "SyncBatchNormalization"),
+    "In a program": (
+        *("rank", "world_size", "local_rank", "is_chief", "barrier", "print_once"),
+        *("all_reduce", "all_gather", "broadcast", "gather_for_loss", "save", "SyncBatchNormalization"),
+    ),
     "Layers": (
         "layers.ShardedEmbedding",
         "layers.DistributedEmbedding",
@@ -101,7 +104,12 @@ API = {
         "parallel.plan_tables",
         "parallel.shard_embeddings",
     ),
-    "Callbacks": ("callbacks.Backup", "callbacks.CheckFinite"),
+    "Callbacks and schedules": (
+        "callbacks.Backup",
+        "callbacks.CheckFinite",
+        "callbacks.WarmUp",
+        "schedules.Scaled",
+    ),
     "Data": ("data.share",),
     "Errors": (
         "errors.TfringError",

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ROWS = {
     7: ("__init__", "__main__"),
     6: ("launch", "doctor", "bench", "report"),
-    5: ("layers", "callbacks", "parallel", "functions"),
+    5: ("layers", "callbacks", "parallel", "functions", "schedules"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import re
 import subprocess
@@ -23,7 +24,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-ROOMS = ("callbacks", "layers", "parallel")
+ROOMS = ("callbacks", "layers", "parallel")  # each with an `__all__` that is public
 
 
 def build_site():
@@ -67,7 +68,9 @@ WITHOUT_AN_ENTRY = {"LayerCost", "PlannedStage", "PlannedTable", "Schedule", "St
 
 def test_every_public_name_is_in_the_reference():
     listed = {name for names in build_site().API.values() for name in names}
-    public = {name for name in tfring.__all__ if not name.startswith("_") and name not in ROOMS}
+    public = {
+        name for name in tfring.__all__ if not name.startswith("_") and not inspect.ismodule(getattr(tfring, name))
+    }
     for room in ROOMS:
         public |= {f"{room}.{name}" for name in importlib.import_module(f"tfring.{room}").__all__}
     public -= {"layers.SyncBatchNormalization"}  # stands there as tfring.SyncBatchNormalization

@@ -33,10 +33,11 @@ _EXPORTS = {
     "world_size": "tfring.functions",
 }
 _WITHOUT_TENSORFLOW = ("tfring.cluster", "tfring.functions", "tfring.ring.communicator")
-_ROOMS = ("callbacks", "data", "errors", "layers", "parallel")  # `tfring.callbacks.Backup`, without its own import
+# `tfring.callbacks.Backup`, without an import of its own.
+_ROOMS = ("callbacks", "data", "errors", "layers", "parallel", "schedules")
 
 if TYPE_CHECKING:
-    from tfring import callbacks, data, errors, layers, parallel
+    from tfring import callbacks, data, errors, layers, parallel, schedules
     from tfring._keras.saving import save
     from tfring.cluster import Cluster, Mesh
     from tfring.cluster_resolver import ClusterResolver
@@ -83,6 +84,7 @@ __all__ = [
     "print_once",
     "rank",
     "save",
+    "schedules",
     "world_size",
 ]
 

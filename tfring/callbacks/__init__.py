@@ -2,5 +2,6 @@
 
 from tfring.callbacks.backup import Backup
 from tfring.callbacks.check_finite import CheckFinite
+from tfring.callbacks.warm_up import WarmUp
 
-__all__ = ["Backup", "CheckFinite"]
+__all__ = ["Backup", "CheckFinite", "WarmUp"]

@@ -1,0 +1,69 @@
+"""`WarmUp`: a learning rate that grows to its value over the first updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfring.errors import ConfigurationError
+from tfring.schedules import check_warmup_steps
+
+
+class WarmUp(keras.callbacks.Callback):
+    """Raises the learning rate from a share of its value to all of it over the first updates.
+
+    Large batches train badly with their full learning rate at first (Goyal et al., 2017, https://arxiv.org/abs/1706.02677).
+    For an optimizer with a plain number as learning rate; a schedule has its warm-up in itself (`CosineDecay`'s
+    `warmup_steps`, `tfring.schedules.Scaled`).
+
+    The rate of update `t`, counted from 0, is `rate * (start + (1 - start) * (t + 1) / warmup_steps)`. It follows from
+    `optimizer.iterations`, so it resumes after a restart. From update `warmup_steps` on the callback sets nothing, and
+    others such as `ReduceLROnPlateau` have the rate to themselves.
+
+    Args:
+      warmup_steps: Number of updates, an int of 1 or more.
+      start: The share to begin with, from 0 to 1. Default: 0.
+
+    Raises:
+      ConfigurationError: An argument is none of these; in `fit`, the optimizer has a schedule.
+
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+    >>> x = keras.ops.ones((8, 1))
+    >>> _ = model.fit(x, x, batch_size=2, callbacks=[WarmUp(8)], verbose=0)
+    >>> round(float(model.optimizer.learning_rate), 4)         # the rate of update 4, which comes next, is 0.0625
+    0.0625
+    """
+
+    def __init__(self, warmup_steps: int, start: float = 0.0) -> None:
+        super().__init__()
+        check_warmup_steps(warmup_steps, 1)
+        if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start <= 1:
+            raise ConfigurationError(f"`start` is a number from 0 to 1. Received: start={start!r}")
+        self.warmup_steps, self.start = warmup_steps, start
+        self._rate: float | None = None  # once the warm-up is over
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Remembers the full rate, and sets that of the next update."""
+        schedule = getattr(self.model.optimizer, "_learning_rate", None)
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            raise ConfigurationError(
+                "WarmUp is for an optimizer with a number as learning rate. Received: "
+                f"{type(schedule).__name__}. Give the schedule a warm-up, as tfring.schedules.Scaled has."
+            )
+        if self._rate is None:
+            self._rate = float(self.model.optimizer.learning_rate)
+        self._set()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate of the next update."""
+        self._set()
+
+    def _set(self) -> None:
+        optimizer = self.model.optimizer
+        updates = int(optimizer.iterations)
+        if self._rate is None or updates > self.warmup_steps:
+            return
+        reached = min((updates + 1) / self.warmup_steps, 1.0)
+        optimizer.learning_rate = self._rate * (self.start + (1 - self.start) * reached)
