@@ -16,6 +16,7 @@ _EXPORTS = {
     "ClusterResolver": "tfring.cluster_resolver",
     "Communicator": "tfring.ring.communicator",
     "Mesh": "tfring.cluster",
+    "ParameterServerStrategy": "tfring.strategy",
     "RingAllReduce": "tfring.cross_device_ops",
     "RingStrategy": "tfring.strategy",
     "SparseOptions": "tfring.reduction.sparse",
@@ -57,13 +58,14 @@ if TYPE_CHECKING:
     from tfring.losses import gather_for_loss
     from tfring.reduction.sparse import SparseOptions
     from tfring.ring.communicator import Communicator
-    from tfring.strategy import RingStrategy
+    from tfring.strategy import ParameterServerStrategy, RingStrategy
 
 __all__ = [
     "Cluster",
     "ClusterResolver",
     "Communicator",
     "Mesh",
+    "ParameterServerStrategy",
     "RingAllReduce",
     "RingStrategy",
     "SparseOptions",

@@ -155,6 +155,10 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_ADDRESSES": Setting(
         None, _addresses, "addresses such as host1:12345,host2:12345", "where each rank listens, by rank"
     ),
+    "TFRING_SERVERS": Setting(
+        None, _addresses, "addresses such as host1:12345,host2:12345", "where each parameter server listens"
+    ),
+    "TFRING_SERVER": Setting(None, _whole_number, "a whole number", "this process among the parameter servers, from 0"),
     "TFRING_TAKEN_FD": Setting(
         None, str, "text", "inherited pipe that tells the launcher that this rank's place is taken"
     ),

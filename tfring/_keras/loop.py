@@ -79,12 +79,12 @@ class _Loop:
 
     def __init__(self, model, kind):
         self._model = model
-        self._kind = kind
+        self.kind = kind
         self._flag = {"train": "stop_training", "test": "stop_evaluating"}[kind]
 
     @property
     def step_function(self):
-        return vars(self._model).get(_MADE.format(self._kind))  # a callback may have it made anew
+        return vars(self._model).get(_MADE.format(self.kind))  # a callback may have it made anew
 
     def was_left(self):
         """Keras has left it without an error."""

@@ -247,6 +247,9 @@ def install():
             names = _names(variables)
             finite.note(strategy, optimizer, gradients, names, active)
             summed, worker_active = _sum_on_worker(strategy, optimizer, gradients, are_complete, active)
+            if strategy.updater is not None:
+                with _running(_Applying(strategy, worker_active, weighed, reduced=True)):
+                    return strategy.updater.apply(optimizer, summed, variables)
             with _running(_Applying(strategy, worker_active, weighed)):
                 body(summed)
 

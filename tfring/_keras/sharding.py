@@ -315,14 +315,20 @@ def _new_piece(strategy, variable):
     return mark(piece, strategy, cut)
 
 
-def refuse_unless_element_wise(optimizer, rule: str, way_out: str) -> None:
-    """Raises ConfigurationError for an optimizer of which nobody knows that it computes element by element."""
+def is_element_wise(optimizer) -> bool:
+    """Whether an optimizer is known to compute element by element."""
     import keras
 
     kind = type(optimizer)
     known = kind.__name__ in _ELEMENT_WISE and kind is getattr(keras.optimizers, kind.__name__, None)
-    if known or vars(kind).get("element_wise", False):
+    return known or bool(vars(kind).get("element_wise", False))
+
+
+def refuse_unless_element_wise(optimizer, rule: str, way_out: str) -> None:
+    """Raises ConfigurationError for an optimizer of which nobody knows that it computes element by element."""
+    if is_element_wise(optimizer):
         return
+    kind = type(optimizer)
     raise ConfigurationError(
         f"{rule}, so an optimizer has to update each element "
         "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; of a class that is not "

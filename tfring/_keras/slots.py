@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfring import blocks
 from tfring._keras import large, outside, stores
-from tfring._keras.seam import seam
+from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, piece_of, shards_of, whole_shape
 from tfring.errors import ConfigurationError
 
@@ -32,6 +32,9 @@ def pieces_of(model) -> list:
 @contextlib.contextmanager
 def whole_pieces(model, keep: bool = True):
     """While a model is saved; all ranks call it. `keep`: whether this rank writes."""
+    strategy = ring_of_model(model)
+    if keep and strategy is not None and strategy.updater is not None:
+        strategy.updater.renew(with_slots=True)
     pieces = [] if _gathered else pieces_of(model)
     for piece in pieces:  # one by one: a rank that does not write has room for no more
         value = whole(piece, keep)

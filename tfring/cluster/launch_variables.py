@@ -7,7 +7,7 @@ import dataclasses
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tfring import config
 from tfring.cluster import entrance, meeting
@@ -25,6 +25,10 @@ LOCAL_WORLD_SIZE = "TFRING_LOCAL_WORLD_SIZE"
 ADDRESSES = "TFRING_ADDRESSES"
 LISTEN_FD = "TFRING_LISTEN_FD"
 
+# With --servers, of all processes; and of a server its number, in place of a rank.
+SERVERS = "TFRING_SERVERS"
+SERVER = "TFRING_SERVER"
+
 # A pipe, by descriptor and inode, into which a worker writes once it takes its place.
 TAKEN = "TFRING_TAKEN_FD"
 
@@ -39,8 +43,8 @@ SOURCE = "tfring launch"
 _REMEDY = f"Start the program through `tfring launch`, or remove the leftovers:\n  unset {' '.join(ALL)}"
 
 
-def write(cluster: Cluster) -> dict[str, str]:
-    """The environment that makes a process the given member of the ring."""
+def write(cluster: Cluster, servers: Sequence[str] = ()) -> dict[str, str]:
+    """The environment that makes a process the given member of the ring, beside parameter servers if there are any."""
     variables = {
         RANK: str(cluster.rank),
         WORLD_SIZE: str(cluster.world_size),
@@ -48,9 +52,26 @@ def write(cluster: Cluster) -> dict[str, str]:
         LOCAL_WORLD_SIZE: str(cluster.local_world_size),
         ADDRESSES: ",".join(cluster.addresses),
     }
+    if servers:
+        variables[SERVERS] = ",".join(servers)
     if cluster.listen_fd is not None:
         variables[LISTEN_FD] = str(cluster.listen_fd)
     return variables
+
+
+def write_server(cluster: Cluster, workers: Sequence[str]) -> dict[str, str]:
+    """The environment of a parameter server.
+
+    Args:
+        cluster: Of the servers alone, with its socket.
+        workers: Where each worker listens.
+    """
+    return {
+        SERVER: str(cluster.rank),
+        SERVERS: ",".join(cluster.addresses),
+        ADDRESSES: ",".join(workers),
+        LISTEN_FD: str(cluster.listen_fd),
+    }
 
 
 def read(environ: Mapping[str, str]) -> Cluster | None:
@@ -60,6 +81,11 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
         ConfigurationError: Some are missing or malformed, contradict each other, or `TFRING_LISTEN_FD` is no
             socket that listens at this rank's address (as in a program that a worker started).
     """
+    if config.read(SERVER, environ) is not None:
+        raise ConfigurationError(
+            f"A parameter server is no worker. Received: {SERVER}={environ[SERVER]} of `tfring launch --servers`. Make "
+            "a tfring.ParameterServerStrategy(), where a server serves, in place of what looks for a ring here."
+        )
     values = {name: config.read(name, environ) for name in ALL}
     found = {name: environ[name] for name in ALL if values[name] is not None}
     if not found:
@@ -86,17 +112,17 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
         raise ConfigurationError(f"The variables of `tfring launch` are wrong: {error}\n{_REMEDY}") from None
     if cluster.listen_fd is not None:
         _check_listens(cluster.listen_fd, cluster.addresses[cluster.rank])
-        _say_taken(environ.get(TAKEN, ""))
+        say_taken(environ.get(TAKEN, ""))
     return cluster
 
 
-def _say_taken(text: str) -> None:
+def say_taken(text: str, what: bytes = b"1") -> None:
     """Lets the launcher know that its program takes its place, once: a program that never does trains alone."""
     fd, _, inode = text.partition(":")
     with contextlib.suppress(OSError, ValueError):
         about = os.fstat(int(fd))
         if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # in what a worker starts, another file's
-            os.write(int(fd), b"1")
+            os.write(int(fd), what)
             os.close(int(fd))
 
 

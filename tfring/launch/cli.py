@@ -78,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         help="after a failure start all workers again, at most K times (default: 0)",
     )
     launch.add_argument(
+        "--servers",
+        type=_number,
+        default=0,
+        metavar="S",
+        help="start S more processes of the program that serve parameters (tfring.ParameterServerStrategy)",
+    )
+    launch.add_argument(
         "--min-workers",
         type=_positive,
         metavar="M",
@@ -160,9 +167,15 @@ def _launch(arguments: argparse.Namespace) -> int:
             error("a program cannot come from standard input: there is one, and several workers")
         if not arguments.workdir and not os.path.exists(script):
             error(f"no such script: {script!r} (from {os.getcwd()})")
+    if arguments.servers and (arguments.hosts or arguments.hostfile):
+        error(
+            "--servers starts them on this host, beside its workers. Received: --servers with --hosts or --hostfile. "
+            'Elsewhere start each process with TF_CONFIG, with "ps" and "worker" tasks (docs/servers_and_delay.md)'
+        )
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
-    return _run(arguments, command, limits=Limits(arguments.max_restarts, arguments.min_workers))
+    limits = Limits(arguments.max_restarts, arguments.min_workers)
+    return _run(arguments, command, limits=limits, num_servers=arguments.servers)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -228,6 +241,7 @@ def _run(
     command: list[str],
     quiet_codes: Sequence[int] = (),
     limits: Limits = _NO_RESTARTS,
+    num_servers: int = 0,
 ) -> int:
     """Runs a command as a job, where the options say."""
     error = arguments.parser.error
@@ -237,6 +251,8 @@ def _run(
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
+    if hosts and num_servers:
+        error("--servers starts them on this host, and an allocation's workers run on its nodes: leave --servers out")
     if not hosts and arguments.n is None:
         error("say how many workers with -n, or where with --hosts or --hostfile")
     if describes_a_cluster:
@@ -269,6 +285,7 @@ def _run(
         return Job(
             command,
             sum(host.num_workers for host in hosts) or arguments.n,
+            num_servers=num_servers,
             log_dir=arguments.log_dir,
             environ={**os.environ, **variables},
             hosts=hosts,

@@ -56,8 +56,14 @@ class Worker:
     out: Stream
     err: Stream
     log: BinaryIO | None
+    server: int | None = None  # its number, of a parameter server; its rank then comes after those of the workers
     exit_code: int | None = None  # negative for a signal
     failed_at: float = 0.0  # when its traceback began, or it ended without
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return f"rank {self.rank}" if self.server is None else f"server {self.server}"
 
     @property
     def lost_a_peer(self) -> bool:
@@ -77,6 +83,7 @@ class Job:
     Args:
         command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
         num_workers: The world size.
+        num_servers: How many more processes serve parameters, on this host.
         log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
@@ -92,6 +99,7 @@ class Job:
         command: Sequence[str],
         num_workers: int,
         *,
+        num_servers: int = 0,
         log_dir: pathlib.Path | None = None,
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
@@ -103,6 +111,7 @@ class Job:
     ) -> None:
         self._command = list(command)
         self._num_workers = num_workers
+        self._num_servers = num_servers
         self._log_dir = log_dir
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
@@ -178,23 +187,33 @@ class Job:
 
     def _start(self) -> None:
         # Bound here and handed down, so that no other program takes a port before its worker listens.
-        listeners = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(self._num_workers)]
+        num_processes = self._num_workers + self._num_servers
+        listeners = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(num_processes)]
         addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+        workers, servers = addresses[: self._num_workers], addresses[self._num_workers :]
         for rank, listener in enumerate(listeners):
-            cluster = Cluster.from_hosts(addresses, rank, launch_variables.SOURCE, listener.fileno())
+            number = None if rank < self._num_workers else rank - self._num_workers
+            own, index = (workers, rank) if number is None else (servers, number)
+            cluster = Cluster.from_hosts(own, index, launch_variables.SOURCE, listener.fileno())
             try:
-                self._start_worker(cluster)
+                self._start_worker(rank, cluster, number, servers if number is None else workers)
             except OSError as error:
-                raise _CannotStartError(f"could not start rank {rank}: {error}") from error
+                what = f"rank {rank}" if number is None else f"server {number}"
+                raise _CannotStartError(f"could not start {what}: {error}") from error
         for listener in listeners:
             listener.close()  # or a dead worker's port would still take connections
 
-    def _start_worker(self, cluster: Cluster) -> None:
-        log = self._open_log(cluster.rank)
-        stdin = None if cluster.rank == 0 and not self._restart else subprocess.DEVNULL
-        process, out, err, taken = start([sys.executable, *self._command], cluster, self._environ, stdin=stdin)
+    def _start_worker(self, rank: int, cluster: Cluster, server: int | None, others: Sequence[str]) -> None:
+        """Starts a worker, or a server, and hands it where the `others` listen: the servers, or the workers."""
+        log = self._open_log(rank, server)
+        stdin = None if rank == 0 and not self._restart else subprocess.DEVNULL
+        write = launch_variables.write if server is None else launch_variables.write_server
+        command = [sys.executable, *self._command]
+        process, out, err, taken = start(
+            command, cluster, self._environ, stdin=stdin, place=write(cluster, others)
+        )
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
-        self._add_worker(cluster.rank, process.pid, send_signal, (out, err), log)
+        self._add_worker(rank, process.pid, send_signal, (out, err), log, server)
         self._taken.append(taken)
 
     def _add_worker(
@@ -204,18 +223,20 @@ class Job:
         send_signal: Callable[[int], None],
         fds: tuple[int | None, int | None],
         log: BinaryIO | None,
+        server: int | None = None,
     ) -> None:
-        out = Stream(rank, fds[0], self._out, log, self._shown)
-        err = Stream(rank, fds[1], self._err, log, self._shown)
-        self._workers.append(Worker(rank, pid, send_signal, out, err, log))
+        name = None if server is None else f"server {server}"
+        out = Stream(rank, fds[0], self._out, log, self._shown, name)
+        err = Stream(rank, fds[1], self._err, log, self._shown, name)
+        self._workers.append(Worker(rank, pid, send_signal, out, err, log, server))
         for stream in (out, err):
             if stream.fd is not None:
                 self._watch_output(stream.fd, functools.partial(self._on_output, stream))
 
-    def _open_log(self, rank: int) -> BinaryIO | None:
+    def _open_log(self, rank: int, server: int | None = None) -> BinaryIO | None:
         if not self._log_dir:
             return None
-        path = self._log_dir / f"rank-{rank}.log"
+        path = self._log_dir / (f"rank-{rank}.log" if server is None else f"server-{server}.log")
         return path.open("ab", buffering=0) if self._restart else path.open("wb", buffering=0)
 
     # ---------------------------------------------------------------------------------------------- elsewhere
@@ -461,27 +482,27 @@ class Job:
         words, others_since = first.err.last_words()
         if others_since and first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):  # it had no last words
             for line in without_graph(words):
-                self._err.write_line(prefix(first.rank) + line)
-        which = "failed first" if self._num_workers > 1 else "failed"
+                self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
+        which = "failed first" if len(self._workers) > 1 else "failed"
         if first.exit_code == launch_variables.PREEMPTED:
             which = "was preempted, and has saved what a tfring.callbacks.Backup goes on from"
-        text = f"rank {first.rank} {which}: {_describe(first.exit_code)}."
-        early = [worker.rank for worker in self._workers if worker.exit_code == 0]
+        text = f"{first.name} {which}: {_describe(first.exit_code)}."
+        early = [worker for worker in self._workers if worker.exit_code == 0]
         if early and first.lost_a_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."
         others = [worker for worker in self._failed if worker is not first]
-        preempted = [worker.rank for worker in others if worker.exit_code == launch_variables.PREEMPTED]
+        preempted = [worker for worker in others if worker.exit_code == launch_variables.PREEMPTED]
         if preempted:
-            text += f" Also preempted: {_ranks(sorted(preempted))}."
-        failed = [worker.rank for worker in others if worker.exit_code != launch_variables.PREEMPTED]
+            text += f" Also preempted: {_ranks(preempted)}."
+        failed = [worker for worker in others if worker.exit_code != launch_variables.PREEMPTED]
         if failed:
-            text += f" After it failed {_ranks(sorted(failed))}."
-        stopped = [worker.rank for worker in self._workers if worker.exit_code and worker not in self._failed]
+            text += f" After it failed {_ranks(failed)}."
+        stopped = [worker for worker in self._workers if worker.exit_code and worker not in self._failed]
         if stopped:
             text += f" Stopped: {_ranks(stopped)}."
         text += self._sequel(self)
         if self._log_dir:
-            text += f" All it printed: {self._log_dir / f'rank-{first.rank}.log'}"
+            text += f" All it printed: {self._log_dir / (first.name.replace(' ', '-') + '.log')}"
         self._say(text)
 
     def _say(self, text: str) -> None:
@@ -547,6 +568,15 @@ def _describe(code: int | None) -> str:
     return f"killed by {name}" + (" (out of memory? see `dmesg`)" if -code == signal.SIGKILL else "")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+def _ranks(workers: Sequence[Worker]) -> str:
+    """"ranks 0, 1 and 2 and server 0"."""
+    workers = sorted(workers, key=lambda worker: worker.rank)
+    parts = []
+    for kind, numbers in (
+        ("rank", [worker.rank for worker in workers if worker.server is None]),
+        ("server", [worker.server for worker in workers if worker.server is not None]),
+    ):
+        *most, last = map(str, numbers or [""])
+        if numbers:
+            parts.append(f"{kind}s {', '.join(most)} and {last}" if most else f"{kind} {last}")
+    return " and ".join(parts)

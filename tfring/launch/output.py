@@ -127,8 +127,17 @@ def surfaces() -> tuple[Surface, Surface]:
 class Stream:
     """Standard output or standard error of one worker, read from a pipe, or fed by its host (`fd` is None)."""
 
-    def __init__(self, rank: int, fd: int | None, surface: Surface, log: BinaryIO | None, shown: Shown) -> None:
+    def __init__(
+        self,
+        rank: int,
+        fd: int | None,
+        surface: Surface,
+        log: BinaryIO | None,
+        shown: Shown,
+        name: str | None = None,
+    ) -> None:
         self.fd = fd
+        self._prefix = prefix(rank if name is None else name)
         self.lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         self.traceback_at: float | None = None  # when the last traceback began, on the monotonic clock
         self._rank = rank
@@ -254,7 +263,7 @@ class Stream:
             if self._rank == 0:
                 self._surface.write_raw(line + b"\n")
             else:
-                self._surface.write_line(prefix(self._rank) + line)
+                self._surface.write_line(self._prefix + line)
                 self._shown.count(self._rank)
 
     def _finish_line(self, line: bytes) -> None:
@@ -330,5 +339,5 @@ def without_graph(lines: list[bytes]) -> list[bytes]:
     return result
 
 
-def prefix(rank: int) -> bytes:
+def prefix(rank: int | str) -> bytes:
     return f"[{rank}] ".encode()

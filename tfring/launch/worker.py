@@ -23,7 +23,13 @@ class Started(NamedTuple):
 
 
 def start(
-    command: Sequence[str], cluster: Cluster, environ: Mapping[str, str], *, stdin: int | None, cwd: str | None = None
+    command: Sequence[str],
+    cluster: Cluster,
+    environ: Mapping[str, str],
+    *,
+    stdin: int | None,
+    cwd: str | None = None,
+    place: Mapping[str, str] | None = None,
 ) -> Started:
     """Starts the worker that takes `cluster`'s place, in a group of its own. It dies with this process.
 
@@ -33,13 +39,14 @@ def start(
         environ: To which the launcher adds.
         stdin: As `subprocess.Popen` takes it.
         cwd: Where it runs; here by default.
+        place: The variables that say its place; by default those of `cluster`.
 
     Raises:
         OSError: It cannot be started.
     """
     assert cluster.listen_fd is not None
     threads = thread_variables(cluster.local_world_size, available_cpus(), environ)
-    variables = {**environ, **threads, **launch_variables.write(cluster)}
+    variables = {**environ, **threads, **(launch_variables.write(cluster) if place is None else place)}
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
     variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
     variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB

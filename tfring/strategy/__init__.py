@@ -1,5 +1,6 @@
 """Strategies of `tf.distribute` over the workers of a cluster."""
 
 from tfring.strategy.ring import RingStrategy
+from tfring.strategy.servers import ParameterServerStrategy
 
-__all__ = ["RingStrategy"]
+__all__ = ["ParameterServerStrategy", "RingStrategy"]

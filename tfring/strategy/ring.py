@@ -74,6 +74,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     (1, 0, 1, True)
     """
 
+    updater = None  # what updates weights in place of optimizers on this worker: parameter servers
+    _extended_class = RingExtended
+
     def __init__(
         self,
         cluster: Cluster | None = None,
@@ -134,7 +137,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                 f'`trace` tells of the collectives of communication="ring". Received: trace={str(trace)!r}, '
                 f"communication={communication!r}. Leave `trace` and TFRING_TRACE out."
             )
-        extended = RingExtended(
+        extended = self._extended_class(
             self,
             cluster,
             mesh,

@@ -1,0 +1,254 @@
+"""On a server: shards of variables, and Keras' own optimizer on them, made again from its configuration.
+
+What is elementwise in an optimizer is Keras' own code on the shards. Norms are of full variables, over servers: the sum
+of squares of each shard goes to the workers, which add them up, and the gradient is scaled before Keras sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfring.errors import ConfigurationError
+
+TOKEN = "tfring_shard_"  # and the number of the variable: so is a shard called, and so begin its slots
+NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
+
+
+class HeldShards:
+    """The shards of one optimizer's variables on one server. Implements `tfring.servers.service.Held`.
+
+    Args:
+      description: of `describe`, what all servers are told.
+      server: the number of this one.
+    """
+
+    def __init__(self, description: Mapping[str, Any], server: int) -> None:
+        import keras
+
+        self._clip = description["clip"]
+        config = json.loads(description["optimizer"])
+        self._optimizer = optimizer = keras.optimizers.deserialize(config)
+        self._pieces = [p for p in description["pieces"] if p["server"] == server]
+        of_variable = description["variables"]
+        self._about = [of_variable[p["variable"]] for p in self._pieces]
+        self._shards: list[Any] = []
+        for piece, about in zip(self._pieces, self._about, strict=True):
+            shape = about["shape"] if piece["is_full"] else [piece["end"] - piece["begin"], *about["shape"][1:]]
+            name = f"{TOKEN}{piece['variable']}"
+            constraint = about["constraint"] and keras.constraints.deserialize(json.loads(about["constraint"]))
+            shard = keras.Variable(np.zeros(shape, about["dtype"]), name=name, dtype=about["dtype"])
+            shard.constraint = constraint
+            self._shards.append(shard)
+        for method in _FLAGS:
+            if hasattr(optimizer, method):
+                told = {id(s): a["flags"].get(method, False) for s, a in zip(self._shards, self._about, strict=True)}
+                object.__setattr__(optimizer, method, lambda variable, told=told: told[id(variable)])
+        self._update: Any = None
+
+    def load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """See `Held`. The arrays are the shards, if `has_values`, and those of `slots`, by number."""
+        arrays = list(arrays)
+        if head.get("has_values"):
+            for shard in self._shards:
+                shard.assign(arrays.pop(0))
+        if not self._optimizer.built:
+            self._optimizer.build(self._shards)  # some slots begin as their weights
+            self._update = tf.function(self._apply, input_signature=self._signature(), autograph=False)
+        for number in head.get("slots", ()):
+            variable = self._optimizer.variables[number]
+            variable.assign(arrays.pop(0))
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `Held`: the path of each variable of the optimizer."""
+        return {"paths": [v.path for v in self._optimizer.variables]}
+
+    def slots(self) -> tuple[Mapping[str, Any], list[np.ndarray]]:
+        """See `Held`."""
+        return {}, [v.numpy() for v in self._optimizer.variables]
+
+    def iterations(self) -> int:
+        """See `Held`."""
+        return int(self._optimizer.iterations.numpy())
+
+    def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> list[Any]:
+        """See `Held`. An array for each shard, or a pair of rows and ids, each once."""
+        merged: list[Any] = []
+        position = 0
+        for about in self._about:
+            if not about["is_sparse"]:
+                merged.append(_sum([_times(factor, arrays[position]) for factor, arrays in gradients]))
+                position += 1
+                continue
+            rows = [_times(factor, arrays[position]) for factor, arrays in gradients]
+            ids = [arrays[position + 1] for _, arrays in gradients]
+            merged.append(_sum_rows(rows, ids))
+            position += 2
+        return merged
+
+    def norms(self, merged: list[Any]) -> list[float]:
+        """See `Held`."""
+        if self._clip["kind"] not in ("clipnorm", "global_clipnorm"):
+            return []
+        values = [gradient[0] if isinstance(gradient, tuple) else gradient for gradient in merged]
+        return [float(np.sum(np.square(v, dtype=np.float64))) for v in values]
+
+    def update(self, merged: list[Any], norms: list[float] | None, learning_rate: float | None) -> None:
+        """See `Held`; `norms` are sums of squares of the full gradient of each variable."""
+        if not self._shards:
+            return
+        bound = self._clip["bound"]
+        if self._clip["kind"] == "clipvalue":
+            merged = [_each(lambda v: np.clip(v, -bound, bound), g) for g in merged]
+        elif norms is not None:
+            total = float(np.sqrt(sum(norms)))
+            is_global = self._clip["kind"] == "global_clipnorm"
+            largest = [total if is_global else float(np.sqrt(norms[p["variable"]])) for p in self._pieces]
+            scales = [1.0 if n <= bound else bound / n for n in largest]
+            merged = [_each(lambda v, s=s: v * v.dtype.type(s), g) for g, s in zip(merged, scales, strict=True)]
+        if learning_rate is not None:
+            self._optimizer.learning_rate = learning_rate
+        flat = [part for gradient in merged for part in (gradient if isinstance(gradient, tuple) else (gradient,))]
+        self._update(*flat)
+
+    def values(self, wanted: str) -> list[np.ndarray]:
+        """See `Held`."""
+        shards = zip(self._shards, self._about, strict=True)
+        return [shard.numpy() for shard, about in shards if wanted == "all" or not about["is_pulled_by_rows"]]
+
+    def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
+        """See `Held`."""
+        number = next(i for i, piece in enumerate(self._pieces) if piece["variable"] == variable)
+        return tf.gather(self._shards[number].value, ids).numpy()
+
+    def _apply(self, *flat):
+        parts = list(flat)
+        gradients = []
+        for shard, about in zip(self._shards, self._about, strict=True):
+            gradient = parts.pop(0)
+            if about["is_sparse"]:
+                gradient = tf.IndexedSlices(gradient, parts.pop(0), tf.constant(list(shard.shape), tf.int64))
+            gradients.append(gradient)
+        self._optimizer.apply(gradients, self._shards)
+
+    def _signature(self):
+        specs = []
+        for shard, about in zip(self._shards, self._about, strict=True):
+            if about["is_sparse"]:
+                specs += [tf.TensorSpec([None, *shard.shape[1:]], about["dtype"]), tf.TensorSpec([None], tf.int64)]
+            else:
+                specs.append(tf.TensorSpec(shard.shape, about["dtype"]))
+        return specs
+
+
+_FLAGS = ("_use_weight_decay", "_should_use_adamw")  # methods of optimizers that go by a variable's path
+_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces) -> dict[str, Any]:
+    """Returns what servers make an optimizer and its shards from: JSON, and no code.
+
+    Args:
+      optimizer: of Keras, on a worker.
+      variables: of Keras, those that have gradients.
+      are_sparse: whether the gradient of each is IndexedSlices.
+      are_pulled_by_rows: whether each is a table of which workers pull a batch's rows alone.
+      pieces: of `tfring.servers.shard_plan.plan`.
+
+    Raises:
+      ConfigurationError: for an optimizer that servers cannot run.
+    """
+    import keras
+
+    check_optimizer(optimizer)
+    config = keras.optimizers.serialize(optimizer)
+    config["config"]["name"] = NAME
+    if isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable):
+        config["config"]["learning_rate"] = 1.0  # goes with each gradient
+    bounds = {kind: getattr(optimizer, kind) for kind in _CLIPS if getattr(optimizer, kind)}
+    kind, bound = next(iter(bounds.items()), (None, 0.0))
+    if bounds and optimizer.gradient_accumulation_steps:
+        if kind != "clipvalue":
+            raise ConfigurationError(
+                f"Servers accumulate gradients, and then clip them by value alone. Received: {kind}={bound} with "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} of {type(optimizer).__name__} "
+                f"{optimizer.name!r}. Leave out one of them, or use `clipvalue`."
+            )
+        kind = None  # Keras clips what it has accumulated
+    if kind is not None:
+        config["config"].update(dict.fromkeys(_CLIPS))
+    about = []
+    for variable, is_sparse, by_rows in zip(variables, are_sparse, are_pulled_by_rows, strict=True):
+        constraint = variable.constraint
+        about.append({
+            "shape": list(variable.shape),
+            "dtype": str(variable.dtype),
+            "is_sparse": bool(is_sparse),
+            "is_pulled_by_rows": bool(by_rows),
+            "constraint": constraint and json.dumps(keras.constraints.serialize(constraint)),
+            "flags": {name: bool(getattr(optimizer, name)(variable)) for name in _FLAGS if hasattr(optimizer, name)},
+        })
+    return {
+        "optimizer": json.dumps(config),
+        "clip": {"kind": kind, "bound": bound},
+        "variables": about,
+        "pieces": [piece._asdict() for piece in pieces],
+    }
+
+
+def check_optimizer(optimizer) -> None:
+    """Raises ConfigurationError for an optimizer that servers cannot run, by name."""
+    import keras
+
+    what = f"{type(optimizer).__name__} {optimizer.name!r}"
+    if type(optimizer).__name__ in ("LossScaleOptimizer", "MultiOptimizer"):
+        raise ConfigurationError(
+            f"Servers run one of Keras' own optimizers, and none around another. Received: {what}. Use the inner one."
+        )
+    if optimizer.use_ema:
+        raise ConfigurationError(
+            f"Servers keep no moving averages of weights. Received: use_ema=True of {what}. Leave it out."
+        )
+    if optimizer.loss_scale_factor:
+        raise ConfigurationError(
+            f"Servers take gradients as they are. Received: loss_scale_factor={optimizer.loss_scale_factor} of {what}."
+        )
+    try:
+        keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    except Exception as error:
+        raise ConfigurationError(
+            "Servers make an optimizer again from its configuration, so its class and all in it can be serialized "
+            f"(`@keras.saving.register_keras_serializable`, before the strategy is made). Received: {what}: {error}"
+        ) from error
+
+
+def _times(factor: float | None, value: np.ndarray) -> np.ndarray:
+    return value if factor is None or factor == 1.0 else value * value.dtype.type(factor)
+
+
+def _sum(values: list[np.ndarray]) -> np.ndarray:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _each(function, gradient):
+    return (function(gradient[0]), gradient[1]) if isinstance(gradient, tuple) else function(gradient)
+
+
+def _sum_rows(rows: list[np.ndarray], ids: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of all workers under ids, each once; rows of an id are added in the order of workers."""
+    if len(rows) == 1:
+        return rows[0], ids[0]  # a worker sends each id once
+    every, values = np.concatenate(ids), np.concatenate(rows)
+    if not len(every):
+        return values, every
+    order = np.argsort(every, kind="stable")
+    every = every[order]
+    begins = np.flatnonzero(np.concatenate([[True], every[1:] != every[:-1]]))
+    return np.add.reduceat(values[order], begins, axis=0), every[begins]

@@ -1,0 +1,69 @@
+"""A worker and a server, connected by a ring of the two: requests one way, replies the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfring.cluster.roles import Roles
+from tfring.errors import PeerLostError, RendezvousError
+from tfring.ring.communicator import Communicator
+from tfring.servers import messages
+
+_FOR_EVER = 1e8  # seconds: a worker that evaluates asks a server nothing, and a server waits for slow workers
+
+
+class Connection:
+    """One end of the connection of a worker and a server.
+
+    Args:
+        roles: Of this process.
+        other: The number of the server, or the rank of the worker.
+
+    Raises:
+        RendezvousError: The other did not come.
+    """
+
+    def __init__(self, roles: Roles, other: int) -> None:
+        self.name = f"worker {other}" if roles.is_server else f"server {other}"
+        self._other = 1 if roles.is_server else 0
+        cluster = roles.pair(other)
+        try:
+            self._communicator = Communicator.connect(cluster, "servers", timeout_seconds=_FOR_EVER)
+        except RendezvousError as error:
+            own = f"server {roles.index}" if roles.is_server else f"worker {roles.index}"
+            raise RendezvousError(f"{own} did not meet {self.name} (ranks 1 and 0 below are they): {error}") from None
+
+    def send(self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Sends a message.
+
+        Raises:
+            PeerLostError: The other is gone.
+        """
+        self._call(lambda: self._communicator.send(messages.pack(head, arrays), self._other, name="message"))
+
+    def receive(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Waits for a message and returns its head and arrays.
+
+        Raises:
+            PeerLostError: The other is gone.
+        """
+        return messages.unpack(
+            self._call(lambda: self._communicator.receive(self._other, np.uint8, [None], name="message"))
+        )
+
+    def bytes_sent(self) -> int:
+        """Returns how many bytes this end has sent."""
+        return int(self._communicator.statistics()["bytes_sent"])
+
+    def close(self) -> None:
+        """Leaves the other, which gets a PeerLostError where it waits."""
+        self._communicator.close()
+
+    def _call(self, function: Any) -> Any:
+        try:
+            return function()
+        except PeerLostError as error:
+            raise PeerLostError(f"{self.name} is lost. (In the ring of the two it is rank {self._other}: {error})") from None

@@ -1,0 +1,323 @@
+"""A server's side: a thread for each worker answers its requests; one lock guards parameters and bookkeeping.
+
+    worker 0 ═ requests ═► thread 0 ─┐               ┌─► Held: shards and the optimizer of one model
+    worker 1 ═ requests ═► thread 1 ─┼─ Admission ───┤   (what updates them is handed in, for it needs TensorFlow)
+    worker 2 ═ requests ═► thread 2 ─┘  who, when    └─► replies to the threads whose gradients were in the update
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from tfring.cluster.roles import Roles
+from tfring.errors import ConfigurationError, PeerLostError
+from tfring.servers.admission import Admission, Arrival
+from tfring.servers.connection import Connection
+
+_MOST_MEETINGS = 4  # that are remembered
+
+_log = logging.getLogger(__name__)
+
+Answer = tuple[Mapping[str, Any], list[np.ndarray]]
+
+
+class Held(Protocol):
+    """The shards of one optimizer's variables, and the optimizer."""
+
+    def load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """Takes values of variables and slots."""
+
+    def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> Any:
+        """Returns the sum of gradients, each times its factor; None for one that is weighed already."""
+
+    def norms(self, merged: Any) -> list[float]:
+        """Returns the sum of squares of the gradient of each shard; empty where the optimizer clips by none."""
+
+    def update(self, merged: Any, norms: list[float] | None, learning_rate: float | None) -> None:
+        """Makes an update."""
+
+    def values(self, wanted: str) -> list[np.ndarray]:
+        """Returns shards: "pulled" those that travel in full with each reply, "all" all of them."""
+
+    def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
+        """Returns rows of a shard by their number in it."""
+
+    def slots(self) -> Answer:
+        """Returns the optimizer's variables."""
+
+    def iterations(self) -> int:
+        """Returns how many gradients the optimizer has taken, as Keras counts them."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Returns what a worker has to know of the slots."""
+
+
+class _Group:
+    """One optimizer: what is held, and the gradients that wait for its next update."""
+
+    def __init__(self, held: Held, description: Mapping[str, Any], admission: Admission) -> None:
+        self.held = held
+        self.description = description
+        self.admission = admission
+        self.gradients: dict[int, tuple[float | None, list[np.ndarray], float | None]] = {}
+        self.taken: dict[int, Arrival] = {}  # of the last update that a worker's gradient was in
+        self.merged: Any = None  # of the update that waits for the norms of all servers
+        self.norms: list[float] = []
+
+
+class Service:
+    """Serves the workers of a job until the last has left.
+
+    Args:
+        roles: Of this process, a server.
+        settings: What this program's strategy was made with.
+        make_held: `make_held(description)` makes what is held for one optimizer.
+        make_admission: Makes the bookkeeping of one optimizer.
+        needs_all: Whether the loss of one worker ends the job.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        settings: Mapping[str, Any],
+        make_held: Callable[[Mapping[str, Any]], Held],
+        make_admission: Callable[[], Admission],
+        needs_all: bool,
+    ) -> None:
+        self._roles = roles
+        self._settings = dict(settings)
+        self._make_held = make_held
+        self._make_admission = make_admission
+        self._needs_all = needs_all
+        self._changed = threading.Condition()
+        self._groups: dict[int, _Group] = {}
+        self._live = set(range(len(roles.workers)))
+        self._lost: dict[int, str] = {}
+        self._failure: str | None = None
+        self._board: dict[str, Answer] = {}
+        self._claims: dict[str, int] = {}
+        self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
+        self._results: dict[str, list[np.ndarray]] = {}
+        self._operations: dict[str, Callable[[int, dict[str, Any], list[np.ndarray]], Answer]] = {
+            name: getattr(self, f"_{name}")
+            for name in ("join", "create", "push", "commit", "rows", "pull", "slots", "begin", "end", "claim", "meet", "post")
+        }
+
+    def run(self) -> None:
+        """Returns when all workers have left, or those that were not lost.
+
+        Raises:
+            PeerLostError: A worker was lost that the others need, or all were.
+            RendezvousError: A worker did not come.
+        """
+        threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"tfring-worker-{worker}", daemon=True)
+            for worker in sorted(self._live)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # so that Ctrl-C is heard
+                thread.join(0.2)
+        if self._failure or len(self._lost) == len(self._roles.workers):
+            raise PeerLostError(self._failure or "; ".join(self._lost.values()))
+
+    def _serve(self, worker: int) -> None:
+        try:
+            connection = Connection(self._roles, worker)
+            while True:
+                head, arrays = connection.receive()
+                operation = head.pop("op", None)
+                if operation == "leave":
+                    self._leave(worker, None)
+                    connection.send({})
+                    connection.close()
+                    return
+                connection.send(*self._answer(worker, operation, head, arrays))
+        except Exception as error:
+            self._leave(worker, str(error) or type(error).__name__)
+
+    def _answer(self, worker: int, operation: Any, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        try:
+            if operation not in self._operations:
+                raise ConfigurationError(f"There is no operation {operation!r}.")
+            with self._changed:
+                return self._operations[operation](worker, head, arrays)
+        except Exception as error:
+            if not isinstance(error, (ConfigurationError, PeerLostError)):
+                _log.error("A request %r of worker %d failed.\n%s", operation, worker, traceback.format_exc())
+            return {"error": f"{type(error).__name__}: {error}"}, []
+
+    def _leave(self, worker: int, why: str | None) -> None:
+        with self._changed:
+            self._live.discard(worker)
+            if why is not None:
+                self._lost[worker] = why
+                _log.warning("Worker %d is lost: %s", worker, why)
+                if self._needs_all and self._failure is None:
+                    self._failure = f"worker {worker} is lost, and synchronous updates need all workers: {why}"
+            for group in self._groups.values():
+                group.admission.lose(worker)
+                group.gradients.pop(worker, None)
+                self._try_update(group)
+            self._settle_meetings()
+            self._changed.notify_all()
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits with the lock given back meanwhile.
+
+        Raises:
+            PeerLostError: A worker is lost that all need.
+        """
+        self._changed.wait_for(lambda: self._failure is not None or condition())
+        if self._failure is not None:
+            raise PeerLostError(self._failure)
+
+    # -- operations, each with the lock held ---------------------------------------------------------------------
+
+    def _join(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        if head["settings"] != self._settings:
+            raise ConfigurationError(
+                "All processes of a job make their strategy with the same settings. Received: "
+                f"{head['settings']} of worker {worker}; {self._settings} of server {self._roles.index}."
+            )
+        return {}, []
+
+    def _create(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """Worker 0 hands over the values; the others wait for it, and find what they have alike."""
+        number, description = int(head["group"]), head["description"]
+        if worker == 0:
+            group = self._groups.get(number)
+            if group is None or group.description != description:
+                held = self._make_held(description)
+                group = self._groups[number] = _Group(held, description, self._make_admission())
+            group.held.load(head, arrays)
+            self._changed.notify_all()
+        else:
+            self._wait_until(lambda: number in self._groups or 0 not in self._live)
+            if number not in self._groups:
+                raise PeerLostError("worker 0 left before it handed over the parameters")
+            group = self._groups[number]
+            if group.description != description:
+                raise ConfigurationError(
+                    "All workers train the same variables by the same optimizer. Received: "
+                    f"{_difference(group.description, description)} (worker 0, worker {worker})."
+                )
+        return {"slots": group.held.describe(), "version": group.admission.version}, group.held.values("all")
+
+    def _push(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        group, began = self._groups[int(head["group"])], time.monotonic()
+        rate = head.get("learning_rate")
+        group.gradients[worker] = (head.get("weight"), [a.copy() for a in arrays], rate)
+        group.taken.pop(worker, None)
+        group.admission.arrive(worker)
+        self._try_update(group)
+        self._wait_until(lambda: worker in group.taken)
+        arrival = group.taken[worker]
+        reply = {
+            "staleness": arrival.staleness,
+            "factor": arrival.factor,
+            "waited": time.monotonic() - began,
+            "version": group.admission.version,
+            "iterations": group.held.iterations(),
+        }
+        if group.merged is not None:
+            return {**reply, "norms": group.norms}, []
+        return reply, group.held.values("pulled")
+
+    def _commit(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """The norms of all servers are there: the first worker that brings them has the update made."""
+        group = self._groups[int(head["group"])]
+        if group.merged is not None:
+            merged, group.merged = group.merged, None
+            group.held.update(merged, head["norms"], head.get("learning_rate"))
+        return {"iterations": group.held.iterations()}, group.held.values("pulled")
+
+    def _try_update(self, group: _Group) -> None:
+        arrivals = group.admission.take()
+        if not arrivals:
+            return
+        counted = [a for a in arrivals if a.factor]
+        gradients = [group.gradients.pop(a.worker) for a in arrivals]
+        if counted:
+            pairs = [(a, g) for a, g in zip(arrivals, gradients, strict=True) if a.factor]
+            weights = [g[0] for _, g in pairs]
+            total = sum(w for w in weights if w is not None) or 1.0
+            merged = group.held.merge([(None if g[0] is None else a.factor * g[0] / total, g[1]) for a, g in pairs])
+            rate = pairs[0][1][2]
+            group.norms = group.held.norms(merged)
+            if group.norms:
+                group.merged = merged
+            else:
+                group.held.update(merged, None, rate)
+        group.taken.update({a.worker: a for a in arrivals})
+        self._changed.notify_all()
+
+    def _rows(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        held = self._groups[int(head["group"])].held
+        return {}, [held.rows(variable, ids) for variable, ids in zip(head["variables"], arrays, strict=True)]
+
+    def _pull(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        group = self._groups[int(head["group"])]
+        return {"version": group.admission.version}, group.held.values("all")
+
+    def _slots(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        return self._groups[int(head["group"])].held.slots()
+
+    def _begin(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        for group in self._groups.values():
+            group.admission.begin(worker)
+        return {}, []
+
+    def _end(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        for group in self._groups.values():
+            group.admission.end(worker)
+            self._try_update(group)
+        return {}, []
+
+    def _claim(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """Hands out the numbers of an epoch's batches, each once."""
+        number = self._claims.get(head["epoch"], 0)
+        self._claims = {**self._claims, head["epoch"]: number + 1}
+        return {"batch": number}, []
+
+    def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """What worker 0 has posted under a name, to all who ask for it."""
+        name = head["name"]
+        if worker == 0:
+            self._board[name] = ({}, [a.copy() for a in arrays])
+            self._changed.notify_all()
+        self._wait_until(lambda: name in self._board or 0 not in self._live)
+        if name not in self._board:
+            raise PeerLostError(f"worker 0 left before it posted {name!r}")
+        return self._board[name]
+
+    def _meet(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """Waits for all workers that are left, and returns the sums of what they have brought."""
+        name = head["name"]
+        self._meetings.setdefault(name, {})[worker] = [a.copy() for a in arrays]
+        self._settle_meetings()
+        self._wait_until(lambda: name in self._results)
+        return {"workers": len(self._meetings[name])}, self._results[name]
+
+    def _settle_meetings(self) -> None:
+        for name, brought in self._meetings.items():
+            if name not in self._results and self._live <= brought.keys():
+                columns = zip(*(brought[w] for w in sorted(brought)), strict=True)
+                self._results[name] = [np.sum(column, axis=0) for column in columns]
+                self._changed.notify_all()
+        for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
+            del self._results[name], self._meetings[name]
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Names the first entry that differs."""
+    name = next(name for name in {**one, **other} if one.get(name) != other.get(name))
+    return f"{name}={one.get(name)!r} and {name}={other.get(name)!r}"

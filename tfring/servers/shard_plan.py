@@ -1,0 +1,72 @@
+"""A pure plan of which server holds what: whole variables, and large tables by rows.
+
+    bytes    table [1000, 8]: 32 000          kernel: 2 000   bias: 32
+    server 0 rows 0 .. 500   ████████████████ 16 000  ► + bias
+    server 1 rows 500 .. 1000 ███████████████ 16 000  ► + kernel
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SPLIT_BYTES = 1 << 18  # what is smaller stays on one server: a message costs more than its bytes
+
+
+class Piece(NamedTuple):
+    """Rows `begin` to `end` of a variable, on one server; of a scalar, and of what is not split, all of it."""
+
+    variable: int
+    server: int
+    begin: int
+    end: int
+    is_full: bool  # whether the server holds the full variable
+
+
+def plan(
+    shapes: Sequence[Sequence[int]],
+    item_bytes: Sequence[int],
+    can_split: Sequence[bool],
+    num_servers: int,
+    split_bytes: int = SPLIT_BYTES,
+) -> list[Piece]:
+    """Divides variables over servers by bytes; the same on every process.
+
+    A variable of `split_bytes` or more that can be split is cut into rows, as equal in number as can be. The others go,
+    from the largest to the smallest, to the server that has the fewest bytes, the first of equals.
+
+    Args:
+        shapes: Of each variable.
+        item_bytes: Bytes of an element of each.
+        can_split: Whether each may be cut into rows.
+        num_servers: 1 or more.
+        split_bytes: From how many bytes a variable is cut.
+
+    Returns:
+        The pieces, in the order of variables and, of one variable, of rows. Each row is in one piece.
+
+    >>> [tuple(p) for p in plan([(4, 2), (3,)], [4, 4], [True, True], 2, split_bytes=32)]
+    [(0, 0, 0, 2, False), (0, 1, 2, 4, False), (1, 0, 0, 3, True)]
+    """
+    assert num_servers >= 1 and len(shapes) == len(item_bytes) == len(can_split)
+    sizes = [math.prod(shape) * item for shape, item in zip(shapes, item_bytes, strict=True)]
+    rows = [shape[0] if len(shape) else 1 for shape in shapes]
+    loads = [0] * num_servers
+    pieces: dict[int, list[Piece]] = {}
+    is_split = [
+        num_servers > 1 and can and size >= split_bytes and n >= num_servers
+        for can, size, n in zip(can_split, sizes, rows, strict=True)
+    ]
+    for variable, n in enumerate(rows):
+        if not is_split[variable]:
+            continue
+        bounds = [(s * n // num_servers, (s + 1) * n // num_servers) for s in range(num_servers)]
+        pieces[variable] = [Piece(variable, s, begin, end, False) for s, (begin, end) in enumerate(bounds)]
+        for piece in pieces[variable]:
+            loads[piece.server] += sizes[variable] // n * (piece.end - piece.begin)
+    for variable in sorted((v for v in range(len(rows)) if not is_split[v]), key=lambda v: (-sizes[v], v)):
+        server = loads.index(min(loads))
+        pieces[variable] = [Piece(variable, server, 0, rows[variable], True)]
+        loads[server] += sizes[variable]
+    return [piece for variable in range(len(rows)) for piece in pieces[variable]]
