@@ -48,6 +48,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"Sharded embeddings": "docs/sharded_embeddings.md"},
             {"Sharded dense layers": "docs/sharded_dense.md"},
             {"Pipelines": "docs/pipeline.md"},
+            {"Parameter servers": "docs/servers_and_delay.md"},
         ]
     },
     {

@@ -24,7 +24,7 @@ ROWS = {
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
     3: ("cross_device_ops",),
     2: ("reduction",),
-    1: ("ring",),
+    1: ("ring", "servers"),
     0: (
         *("blocks", "cluster", "wire", "config", "cpus", "downloads", "errors", "step", "recognition"),
         *("_requirements", "_tf", "_build", "_version"),

@@ -3,12 +3,9 @@
 A test's processes are the ranks of a pool: the first are workers, the last servers.
 """
 
-import json
 import os
-import pathlib
 
 import harness
-import numpy as np
 import pytest
 from common import (
     all_optimizers,
@@ -17,8 +14,6 @@ from common import (
     optimizer_settings,
     relative_error,
     skewed_ids,
-    skewed_rows,
-    train_both,
 )
 from harness import workers
 

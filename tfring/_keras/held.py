@@ -32,7 +32,7 @@ class HeldShards:
 
         self._clip = description["clip"]
         config = json.loads(description["optimizer"])
-        self._optimizer = optimizer = keras.optimizers.deserialize(config)
+        self._optimizer = optimizer = keras.saving.deserialize_keras_object(config)
         self._pieces = [p for p in description["pieces"] if p["server"] == server]
         of_variable = description["variables"]
         self._about = [of_variable[p["variable"]] for p in self._pieces]
@@ -165,7 +165,7 @@ def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces) -> di
     import keras
 
     check_optimizer(optimizer)
-    config = keras.optimizers.serialize(optimizer)
+    config = keras.saving.serialize_keras_object(optimizer)
     config["config"]["name"] = NAME
     if isinstance(getattr(optimizer, "_learning_rate", None), keras.Variable):
         config["config"]["learning_rate"] = 1.0  # goes with each gradient
@@ -218,7 +218,9 @@ def check_optimizer(optimizer) -> None:
             f"Servers take gradients as they are. Received: loss_scale_factor={optimizer.loss_scale_factor} of {what}."
         )
     try:
-        keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+        made = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+        if type(made) is not type(optimizer):
+            raise TypeError(f"of its configuration comes a {type(made).__name__}")
     except Exception as error:
         raise ConfigurationError(
             "Servers make an optimizer again from its configuration, so its class and all in it can be serialized "

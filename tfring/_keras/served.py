@@ -364,7 +364,7 @@ class _Group:
         self._seen = self._digests()
 
     def send_changes(self) -> bool:
-        """Sends what the program has assigned since the last `pull` to the servers, and returns whether there was any."""
+        """Sends what was assigned since the last `pull` to the servers, and returns whether anything was."""
         if not self.is_fresh:
             return False
         now = self._digests()

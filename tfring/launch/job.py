@@ -576,7 +576,7 @@ def _ranks(workers: Sequence[Worker]) -> str:
         ("rank", [worker.rank for worker in workers if worker.server is None]),
         ("server", [worker.server for worker in workers if worker.server is not None]),
     ):
-        *most, last = map(str, numbers or [""])
         if numbers:
+            *most, last = map(str, numbers)
             parts.append(f"{kind}s {', '.join(most)} and {last}" if most else f"{kind} {last}")
     return " and ".join(parts)

@@ -25,6 +25,10 @@ ends:
   workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
   launcher is killed.
 
+servers:
+  With --servers S, S more processes of the program serve parameters: tfring.ParameterServerStrategy() serves there, and
+  ends them when the workers are through. Their lines begin with "[server 0] ".
+
 restarts:
   With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
   tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and

@@ -104,6 +104,7 @@ class Communicator:
         transport: str | None = None,
         timeout_seconds: float | None = None,
         connect_timeout_seconds: float | None = None,
+        stall_warning_seconds: float | None = None,
         beside: Communicator | None = None,
     ) -> Communicator:
         """Joins the ring of this name; returns when all ranks have.
@@ -119,6 +120,8 @@ class Communicator:
                 `TFRING_LOST_SECONDS`, else 15; one that died, at once.
             connect_timeout_seconds: How long to wait for all ranks. Default:
                 `TFRING_CONNECT_TIMEOUT_SECONDS`, else 300.
+            stall_warning_seconds: After how long a wait for a rank that is alive is warned of. Default:
+                `TFRING_STALL_WARNING_SECONDS`, else 30.
             beside: A ring of the same processes: when it breaks, this one cannot form.
 
         Raises:
@@ -133,11 +136,14 @@ class Communicator:
         )
         if connect_timeout_seconds is None:
             connect_timeout_seconds = config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
+        if stall_warning_seconds is None:
+            stall_warning_seconds = config.read("TFRING_STALL_WARNING_SECONDS")
         if transport not in ("auto", "tcp", "shm"):
             raise ConfigurationError(f"`transport` is auto, tcp or shm. Received: transport={transport!r}")
         for argument, seconds in (
             ("timeout_seconds", timeout_seconds),
             ("connect_timeout_seconds", connect_timeout_seconds),
+            ("stall_warning_seconds", stall_warning_seconds),
         ):
             if not seconds > 0:
                 raise ConfigurationError(f"`{argument}` is above 0. Received: {argument}={seconds!r}")
@@ -153,7 +159,7 @@ class Communicator:
             algorithm=library.ALGORITHMS[algorithm],
             num_spins=_num_spins(cluster),
             timeout_seconds=timeout_seconds,
-            stall_seconds=config.read("TFRING_STALL_WARNING_SECONDS"),
+            stall_seconds=stall_warning_seconds,
             lost_seconds=config.read("TFRING_LOST_SECONDS"),
             # Ranks that know who is missing say so when their own time is over.
             opening_timeout_seconds=connect_timeout_seconds + _OPENING_GRACE_SECONDS,

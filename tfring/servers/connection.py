@@ -31,7 +31,9 @@ class Connection:
         self._other = 1 if roles.is_server else 0
         cluster = roles.pair(other)
         try:
-            self._communicator = Communicator.connect(cluster, "servers", timeout_seconds=_FOR_EVER)
+            self._communicator = Communicator.connect(
+                cluster, "servers", timeout_seconds=_FOR_EVER, stall_warning_seconds=_FOR_EVER
+            )
         except RendezvousError as error:
             own = f"server {roles.index}" if roles.is_server else f"worker {roles.index}"
             raise RendezvousError(f"{own} did not meet {self.name} (ranks 1 and 0 below are they): {error}") from None
@@ -66,4 +68,5 @@ class Connection:
         try:
             return function()
         except PeerLostError as error:
-            raise PeerLostError(f"{self.name} is lost. (In the ring of the two it is rank {self._other}: {error})") from None
+            why = f"in the ring of the two it is rank {self._other}: {error}"
+            raise PeerLostError(f"{self.name} is lost ({why})") from None

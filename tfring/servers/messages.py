@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 
 _ALIGNMENT = 64
-DTYPES = tuple("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
 
 
 def pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> np.ndarray:

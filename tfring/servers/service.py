@@ -106,8 +106,18 @@ class Service:
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
         self._results: dict[str, list[np.ndarray]] = {}
         self._operations: dict[str, Callable[[int, dict[str, Any], list[np.ndarray]], Answer]] = {
-            name: getattr(self, f"_{name}")
-            for name in ("join", "create", "push", "commit", "rows", "pull", "slots", "begin", "end", "claim", "meet", "post")
+            "join": self._join,
+            "create": self._create,
+            "push": self._push,
+            "commit": self._commit,
+            "rows": self._rows,
+            "pull": self._pull,
+            "slots": self._slots,
+            "begin": self._begin,
+            "end": self._end,
+            "claim": self._claim,
+            "meet": self._meet,
+            "post": self._post,
         }
 
     def run(self) -> None:

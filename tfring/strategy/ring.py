@@ -6,6 +6,7 @@ import numbers
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -74,7 +75,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     (1, 0, 1, True)
     """
 
-    updater = None  # what updates weights in place of optimizers on this worker: parameter servers
+    updater: Any = None  # what updates weights in place of optimizers on this worker: parameter servers
     _extended_class = RingExtended
 
     def __init__(
