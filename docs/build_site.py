@@ -80,7 +80,15 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
 
 # Public names by chapter of the API reference, as `tfring.` has them.
 API = {
-    "Strategy and cluster": ("RingStrategy", "SparseOptions", "Mesh", "Cluster", "ClusterResolver", "Communicator"),
+    "Strategy and cluster": (
+        "RingStrategy",
+        "ParameterServerStrategy",
+        "SparseOptions",
+        "Mesh",
+        "Cluster",
+        "ClusterResolver",
+        "Communicator",
+    ),
     "In a program": (
         *("rank", "world_size", "local_rank", "is_chief", "barrier", "print_once"),
         *("all_reduce", "all_gather", "broadcast", "gather_for_loss", "save", "SyncBatchNormalization"),
