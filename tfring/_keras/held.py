@@ -46,7 +46,12 @@ class HeldShards:
             self._shards.append(shard)
         for method in _FLAGS:
             if hasattr(optimizer, method):
-                told = {id(s): a["flags"].get(method, False) for s, a in zip(self._shards, self._about, strict=True)}
+                # Keras asks with its own variable, or with TensorFlow's behind it.
+                told = {
+                    id(variable): about["flags"].get(method, False)
+                    for shard, about in zip(self._shards, self._about, strict=True)
+                    for variable in (shard, shard.value)
+                }
                 object.__setattr__(optimizer, method, lambda variable, told=told: told[id(variable)])
         self._update: Any = None
 
