@@ -36,7 +36,7 @@ CORE_SOURCES = (
     "watcher.cc",
     "world.cc",
 )
-OPS_SOURCES = ("ops.cc", "exchange_ops.cc", "tf_api.cc", "dtype.cc")
+OPS_SOURCES = ("ops.cc", "exchange_ops.cc", "cancellation.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (
     "-std=c++17",
     "-O3",

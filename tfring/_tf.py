@@ -6,6 +6,7 @@ A new TensorFlow release should touch this file and, where it calls its strategi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -280,6 +281,15 @@ def variable_of_replicas(handle):
     """The distributed variable of whose copies a handle is one; None where it is of none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
+
+
+def eager_context_address() -> int:
+    """Returns the address of the TFE_Context of this process, as the eager C API takes it."""
+    context = eager_context.context()
+    context.ensure_initialized()
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return pointer_of(context._handle, None)
 
 
 def is_watched(tensors) -> bool:

@@ -4,7 +4,8 @@
     python benchmarks/faults/run.py --write         # the same, written into docs/faults.md
     python benchmarks/faults/run.py --only SIGSTOP  # the rows that hold this
 
-A rank loops over all-reduces of 1 MB, or waits in Python between two; one rank is struck by a fault. Hosts are network
+A rank loops over all-reduces of 1 MB, or waits in Python between two; one rank is struck by a fault. Where an operation
+fails, it is one of a tf.function, beside a receive that waits for what would come of it. Hosts are network
 namespaces. "Knew after" is the time until the last survivor had its exception. While saving the ranks are in `fit` with
 a Backup of 32 MB: rank 0 is killed once half a file is there, or its disk has room for one file and no second; then the
 job is started again.
@@ -57,6 +58,7 @@ EXIT_SECONDS = 15  # TensorFlow's own takes two on a core
 LIMIT_SECONDS = 45  # for survivors to learn of a fault
 LOSS_RATE = 0.05
 LOSS = "5 % packet loss"
+OPERATION = "an operation fails, its process lives on"
 WARNINGS = re.compile("is slow|could not save")
 HANDSHAKES = ("in the handshake", "in the handshake, one rank not yet started")
 AT_ONCE = ("kill -9", "kill -9, a forked child lives on", "exit", "exception")
@@ -92,6 +94,7 @@ def scenarios(slow_seconds: float, hosts: bool, disks: bool) -> list[Scenario]:
         found += [Scenario(fault, "in a step", transport, ranks) for fault in (*AT_ONCE, "SIGSTOP")]
         found += [Scenario(fault, "between steps", transport, ranks) for fault in (*AT_ONCE[:2], "SIGSTOP")]
         found.append(Scenario("SIGSTOP", "in a step", transport, ranks, lost_seconds=15.0))
+        found.append(Scenario(OPERATION, "in a step", transport, ranks))
         if transport == "hosts":
             for moment in ("in a step", "between steps"):
                 found.append(Scenario("link cut", moment, transport, ranks))

@@ -22,6 +22,7 @@ from tfring.ring.communicator import Communicator
 
 SAVED_STEPS = 12
 SAVED_UNITS = 8192  # 32 MB of weights
+LIVES_ON_SECONDS = 30
 
 
 def main(fault: str, moment: str, seconds: float, late: float) -> None:
@@ -30,6 +31,10 @@ def main(fault: str, moment: str, seconds: float, late: float) -> None:
     entrance.Entrance.of(me)
     say("there")
     report: dict = {"error": None}
+    if fault.startswith("an operation"):
+        from tfring.ring import ops
+
+        ops._ops()
     before = what_is_open()
     try:
         if "not yet started" not in moment:
@@ -42,6 +47,8 @@ def main(fault: str, moment: str, seconds: float, late: float) -> None:
             time.sleep(late)
             report["asked"] = time.time()
             with Communicator.connect(me, "second", beside=first) as communicator:
+                if fault == "an operation fails, its process lives on":
+                    pass_round(first, communicator, report)
                 train(communicator, fault, moment, report)
     except TfringError as error:
         report.update(error=type(error).__name__, message=str(error))
@@ -52,6 +59,48 @@ def main(fault: str, moment: str, seconds: float, late: float) -> None:
     with open("/proc/self/maps") as maps:
         left += "tfring-mailbox" in maps.read()
     print(json.dumps({**report, "left": left}), flush=True)
+
+
+def pass_round(first: Communicator, second: Communicator, report: dict) -> None:
+    """Sends a tensor from rank 1 to rank 1 through all others, each in a tf.function, as stages of a pipeline do.
+
+    What rank 1 sends an operation makes, which fails when the rank is struck; it waits for what comes back beside it.
+    """
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    rank, size = first.rank, first.world_size
+    struck: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: struck.append(1))
+
+    def make(value: np.ndarray) -> np.ndarray:
+        if struck:
+            raise LookupError("in an operation")
+        return value
+
+    @tf.function
+    def step() -> tf.Tensor:
+        came = ops.receive(first if rank == 2 % size else second, (rank - 1) % size, tf.float32, [1000])
+        if rank == 1:  # the two are of different rings, so neither waits for the other
+            ops.send(first, tf.numpy_function(make, [tf.ones(1000)], tf.float32), 2 % size)
+        else:
+            ops.send(second, came, (rank + 1) % size)
+        return came
+
+    step()
+    say("under way")
+    try:
+        while True:
+            step()
+    except tf.errors.OpError as error:
+        report["when"] = time.time()
+        failure = second.failure() or first.failure() or error
+        for ring in (first, second):  # as `fit` does
+            ring.abort(failure)
+        if struck:
+            time.sleep(LIVES_ON_SECONDS)
+        raise failure from error
 
 
 def train(communicator: Communicator, fault: str, moment: str, report: dict) -> None:

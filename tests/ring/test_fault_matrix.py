@@ -28,6 +28,7 @@ CUT = "cannot reach each other"
         ("5 % packet loss", 2, 0.05, None),
         ("5 % packet loss", 2, 1.0, CUT),
         ("SIGSTOP", 2, None, "rank 1 on 192.0.2.2 is stopped"),
+        ("an operation fails, its process lives on", 2, None, "rank 1 gave up in receive"),
         ("kill -9", 4, None, "rank 1 died: its process on 192.0.2.2 is gone"),
     ],
 )

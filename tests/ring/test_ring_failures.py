@@ -157,6 +157,97 @@ def test_a_failure_is_raised_by_its_own_name():
             assert message.startswith("ranks disagree: ") and cause == "InvalidArgumentError", seen
 
 
+def fail_beside_collectives(cluster):
+    """Rank 1 waits in a collective for rank 0, which is late, while another operation of its step fails."""
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    def plain(ring, x, limit):
+        y = ops.all_reduce(ring, x)
+        tf.debugging.assert_less(tf.reduce_sum(x), limit, "too much")
+        return y
+
+    def in_a_branch(ring, x, limit):
+        y = tf.cond(limit > 0.0, lambda: ops.all_reduce(ring, x), lambda: x)
+        tf.debugging.assert_less(tf.reduce_sum(x), limit, "too much")
+        return y
+
+    def in_a_loop(ring, x, limit):
+        _, y = tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, ops.all_gather(ring, x)[:3] + 0 * y), (0, x))
+        tf.debugging.assert_less(tf.reduce_sum(x), limit, "too much")
+        return y
+
+    def in_a_function(ring, x, limit):
+        y = tf.function(lambda: ops.all_to_all(ring, x)[0], autograph=False)()
+        tf.debugging.assert_less(tf.reduce_sum(x), limit, "too much")
+        return y
+
+    def in_a_receive(ring, x, limit):
+        y = ops.receive(ring, 1 - ring.rank, tf.float32, [3])
+        tf.debugging.assert_less(tf.reduce_sum(x), limit, "too much")
+        return y
+
+    seen = []
+    for program in (plain, in_a_branch, in_a_loop, in_a_function, in_a_receive):
+        with ranks.join(cluster, name=f"{cluster.ring} {program.__name__}", timeout_seconds=600) as ring:
+            function = tf.function(program, autograph=False)
+            if program is not in_a_receive:
+                function(ring, tf.ones(3), tf.constant(9.0))
+            ring.barrier()
+            start = time.monotonic()
+            try:
+                if cluster.rank == 0:
+                    time.sleep(3)
+                    ring.barrier(name="late")
+                else:
+                    function(ring, tf.ones(3), tf.constant(2.0))
+                seen.append((program.__name__, "nothing", "", 0.0))
+            except Exception as error:
+                seen.append((program.__name__, type(error).__name__, str(error), time.monotonic() - start))
+            time.sleep(0 if cluster.rank == 0 else 4)  # not known from a ring that is left
+    return seen
+
+
+@pytest.mark.oldest
+def test_a_step_that_fails_ends_its_collectives():
+    with ranks.Group(2) as group:
+        group.start(2, fail_beside_collectives)
+        late, failed = group.outcomes(200)
+    for program, kind, message, seconds in failed:
+        assert kind == "InvalidArgumentError" and "too much" in message and seconds < 2.5, (program, kind, message, seconds)
+    for program, kind, message, seconds in late:
+        assert kind == "PeerLostError" and seconds < 3.5, (program, kind, message, seconds)
+        assert message.startswith("rank 1 gave up in ") and "another operation of its step failed" in message, message
+
+
+def fail_alike(cluster):
+    """The same operation fails on all ranks, each of which waits in a collective of the step, or has been in it."""
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    with ranks.join(cluster, timeout_seconds=600) as ring:
+
+        @tf.function
+        def step(x):
+            y = ops.all_reduce(ring, x)
+            tf.debugging.assert_less(tf.reduce_sum(x), 2.0, "too much")
+            return y
+
+        for _ in range(5):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="too much"):
+                step(tf.ones(3))
+            ring.barrier()
+        return step(tf.zeros(3)).numpy().tolist()
+
+
+def test_ranks_that_fail_alike_may_go_on():
+    with ranks.Group(2) as group:
+        group.start(2, fail_alike)
+        assert group.outcomes(120) == [[0.0] * 3] * 2
+
+
 def wait_crosswise(cluster):
     """Two functions on two Python threads, in opposite order, and one inter-op thread: nobody can go on."""
     import tensorflow as tf

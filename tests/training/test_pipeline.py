@@ -2,6 +2,7 @@
 
 import functools
 import math
+import time
 
 import common
 import numpy as np
@@ -576,6 +577,45 @@ def refused_in_a_step(what):
         return type(error).__name__, str(error)
     finally:
         ring.close()
+
+
+def fails_in_a_step(stage):
+    """Returns what this rank raises and when, where an operation of one stage does not take what it gets."""
+    import keras
+    import tensorflow as tf
+
+    class Checked(keras.layers.Layer):
+        def call(self, x):
+            return tf.debugging.check_numerics(x, "not a number here")
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    x, y = inputs_of("chain")
+    x[-1] = np.nan
+    with ring.scope():
+        layers = [keras.layers.Dense(4, name="d1"), keras.layers.Dense(1, name="d2")]
+        layers.insert(2 * stage, Checked(name="checked"))
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        pipeline = tfring.parallel.Pipeline(model, ["d2"], num_microbatches=2)
+        pipeline.compile("sgd", "mse")
+    try:
+        pipeline.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False)
+    except Exception as error:
+        return type(error).__name__, str(error), time.time()
+    finally:
+        if stage == 0:  # which waits for gradients when it fails; the other does not hear of it because this rank leaves
+            time.sleep(8)
+        ring.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_operation_that_fails_in_one_stage_ends_the_step_of_all(stage):
+    results = workers(2).run(fails_in_a_step, stage)
+    kind, message, _ = results[stage]
+    assert kind == "InvalidArgumentError" and "not a number here" in message, results
+    kind, message, _ = results[1 - stage]
+    how = f"rank {stage} gave up in " if stage == 0 else f"rank {stage} "
+    assert kind == "PeerLostError" and message.startswith(how), results
+    assert abs(results[0][2] - results[1][2]) < 5, results
 
 
 @pytest.mark.parametrize(("what", "rank"), [("loss", 1), ("state", 0), ("state, evaluate", 0)])

@@ -32,14 +32,17 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
     try:
         yield
     except tf.errors.OpError as error:
-        failures = [f for channel in channels if (f := channel.failure()) is not None and str(f) in error.message]
+        failures = [failure for channel in channels if (failure := channel.failure()) is not None]
         if not failures:
             raise
+        told = [failure for failure in failures if str(failure) in error.message]
         # Where several channels broke, a disagreement is the cause and a lost rank may be its consequence.
-        failure = min(failures, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
+        cause = min(told or failures, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
         for channel in channels:
-            channel.abort(failure)
-        raise _placed(failure, mesh) from error
+            channel.abort(cause)
+        if not told:  # another operation failed, and its step's collectives were given up
+            raise
+        raise _placed(cause, mesh) from error
     except (PeerLostError, CollectiveTimeoutError) as error:  # of an eager collective
         placed = _placed(error, mesh)
         if placed is error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from tfring.errors import NativeLibraryError
 from tfring.ring import failures, library, order
 from tfring.ring.schedule import chunk_bounds
 
+_log = logging.getLogger("tfring")
 _tokens: dict[int | str, tf.Tensor] = {}
 _lines: dict[int, order.Line] = {}  # by the handle of a communicator that has called an op with a gradient
 # The communicators each graph calls, which live as long as it does.
@@ -532,13 +534,16 @@ def _ops() -> Any:
         loaded = tf.load_op_library(str(library.OPS))
     except tf.errors.OpError as error:
         raise NativeLibraryError(f"The TensorFlow ops of the ring cannot be loaded: {error}") from error
-    problem = ctypes.CDLL(str(library.OPS)).tfring_ops_problem
-    problem.restype = ctypes.c_char_p
-    if problem():
+    native = ctypes.CDLL(str(library.OPS))
+    native.tfring_ops_problem.restype = ctypes.c_char_p
+    if problem := native.tfring_ops_problem():
         raise NativeLibraryError(
-            f"The TensorFlow ops of the ring do not fit TensorFlow {tf.__version__}: {problem().decode()}. "
+            f"The TensorFlow ops of the ring do not fit TensorFlow {tf.__version__}: {problem.decode()}. "
             'Use TensorFlow 2.18 to 2.21, or pass communication="tensorflow" to RingStrategy.'
         )
+    native.tfring_find_cancellation.argtypes = [ctypes.c_void_p]
+    if not native.tfring_find_cancellation(_tf.eager_context_address()):
+        _log.info("Collectives of this TensorFlow are not cancelled when another operation of their step fails.")
     return loaded
 
 

@@ -133,6 +133,10 @@ TFRING_API void tfring_use_python(const tfring_python* functions);
 // the collective. Called holding the GIL.
 TFRING_API void tfring_raise_again(void);
 
+// What this thread waits for in its calls as TFRING_TENSORFLOW_OP is given up, and the ring broken, once this
+// returns 1; null ends it.
+TFRING_API void tfring_set_cancellation(int32_t (*is_cancelled)(void* context), void* context);
+
 // The number of threads in TensorFlow's inter-op pool.
 TFRING_API void tfring_set_pool_size(int num_threads);
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cancellation.h"
 #include "core.h"
 #include "dtype.h"
 #include "huge_pages.h"
@@ -46,7 +47,7 @@ struct Attributes {
 class Invocation {
  public:
   Invocation(const Attributes& attributes, TF_OpKernelContext* context)
-      : attributes_(attributes), context_(context) {
+      : attributes_(attributes), context_(context), cancellable_(context) {
     call_.name = attributes.key.c_str();
     call_.op = static_cast<int32_t>(attributes.op);
     call_.root = static_cast<int32_t>(attributes.root);
@@ -154,6 +155,7 @@ class Invocation {
 
   const Attributes& attributes_;
   TF_OpKernelContext* context_;
+  Cancellable cancellable_;
   ScopedStatus status_;
   tfring_call call_{};
   uint64_t sequence_ = 0;

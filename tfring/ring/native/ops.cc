@@ -210,12 +210,13 @@ struct OpSpec {
   void (*shapes)(TF_ShapeInferenceContext*, TF_Status*);
   void (*compute)(void*, TF_OpKernelContext*);
   bool has_gradient = true;
+  bool has_token = true;
 };
 
 std::string register_op(const OpSpec& spec) {
   ScopedStatus status;
   TF_OpDefinitionBuilder* builder = tf.TF_NewOpDefinitionBuilder(spec.name);
-  tf.TF_OpDefinitionBuilderAddInput(builder, "token: resource");
+  if (spec.has_token) tf.TF_OpDefinitionBuilderAddInput(builder, "token: resource");
   for (const std::string& input : spec.inputs) tf.TF_OpDefinitionBuilderAddInput(builder, input.c_str());
   for (const std::string& output : spec.outputs) tf.TF_OpDefinitionBuilderAddOutput(builder, output.c_str());
   if (spec.has_gradient) {
@@ -300,6 +301,7 @@ __attribute__((constructor)) void register_ops() {
        false},
       {"TfringMark", {}, {}, {}, unknown_shapes, mark, false},
       {"TfringPlace", {"tensor: T"}, {"done: float"}, {one_type}, unknown_shapes, place_after, false},
+      {"TfringFindCancellation", {}, {}, {}, unknown_shapes, find_cancellation, false, false},
   };
   for (const OpSpec& spec : specs) {
     if (problem().empty()) problem() = register_op(spec);

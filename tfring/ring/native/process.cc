@@ -21,6 +21,10 @@ constexpr size_t kMostWarnings = 100;
 
 tfring_python python{};
 thread_local void* raised[3];
+thread_local struct {
+  int32_t (*is_cancelled)(void*);
+  void* context;
+} cancellation;
 
 struct Shared {
   std::mutex mutex;
@@ -118,6 +122,10 @@ bool op_interrupted() {
   return false;
 }
 
+bool op_cancelled() {
+  return cancellation.is_cancelled != nullptr && cancellation.is_cancelled(cancellation.context) != 0;
+}
+
 bool on_pool_thread() {
   return python.gil_state_get_this_thread_state != nullptr &&
          python.gil_state_get_this_thread_state() == nullptr;
@@ -208,6 +216,10 @@ void tfring_raise_again(void) {
   if (tfring::raised[0] == nullptr) return;
   tfring::python.err_restore(tfring::raised[0], tfring::raised[1], tfring::raised[2]);
   tfring::raised[0] = nullptr;
+}
+
+void tfring_set_cancellation(int32_t (*is_cancelled)(void*), void* context) {
+  tfring::cancellation = {is_cancelled, context};
 }
 
 void tfring_set_pool_size(int num_threads) {

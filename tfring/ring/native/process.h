@@ -19,6 +19,9 @@ bool python_interrupted();
 // KeyboardInterrupt.
 bool op_interrupted();
 
+// Returns whether the step that an op on this thread belongs to is cancelled, as far as can be known.
+bool op_cancelled();
+
 // Returns whether this is a thread of TensorFlow's and not one of Python's, which an eager op runs on.
 bool on_pool_thread();
 

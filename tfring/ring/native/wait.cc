@@ -40,7 +40,10 @@ Status World::wait() {
   if (num_idle_ == spins_ + yields_ + 1) idle_since_ = start;
   TFRING_TRY(check_news());
   const double idle_seconds = seconds_between(idle_since_, start);
-  if (idle_seconds > kLastWordsSeconds) TFRING_TRY(adopt_peer_failure());
+  if (idle_seconds > kLastWordsSeconds) {
+    TFRING_TRY(adopt_peer_failure());
+    TFRING_TRY(check_step());
+  }
   TFRING_TRY(ask_why(start, idle_seconds));
   const double until_timeout = std::max(timeout_seconds_ - idle_seconds, 0.01);
   sleep(static_cast<int>(std::min<double>(kSliceMilliseconds, until_timeout * 1e3)) + 1);
@@ -106,6 +109,14 @@ Status World::interruption() {
       fail(Code::kPeerLost, "rank " + std::to_string(rank_) + " was interrupted during " + here());
   interrupted_ = true;
   return {Code::kInterrupted, status.message};
+}
+
+// Breaks the ring once the step of this call is cancelled: TensorFlow waits for the call before it reports the
+// operation that failed. Ranks on which the same operation fails may still finish the call, so a moment passes.
+Status World::check_step() {
+  if (caller_ != TFRING_TENSORFLOW_OP || !op_cancelled()) return {};
+  return fail(Code::kPeerLost, "rank " + std::to_string(rank_) + " gave up in " + here() +
+                                   ": another operation of its step failed, as its own error tells");
 }
 
 // Checks the reports of peers. One that left after finishing this call has sent everything and needs

@@ -214,6 +214,7 @@ class World final : private Watched {
   void silence_news();
   Status look_up(int64_t now);
   Status interruption();
+  Status check_step();
   Status check_news();
   Status check_left();
   Status adopt_peer_failure();

@@ -1,0 +1,20 @@
+// Whether the step that a kernel runs in has been cancelled, for another of its operations failed.
+#pragma once
+
+#include "tf_api.h"
+
+namespace tfring {
+
+// Ends a kernel's wait in the ring with its step: for the calls of this thread, as long as this object lives.
+class Cancellable {
+ public:
+  explicit Cancellable(TF_OpKernelContext* context);
+  ~Cancellable();
+  Cancellable(const Cancellable&) = delete;
+  Cancellable& operator=(const Cancellable&) = delete;
+};
+
+// The kernel that finds out where TensorFlow keeps it; see tfring_find_cancellation.
+void find_cancellation(void* state, TF_OpKernelContext* context);
+
+}  // namespace tfring
