@@ -541,8 +541,8 @@ def _ops() -> Any:
             f"The TensorFlow ops of the ring do not fit TensorFlow {tf.__version__}: {problem.decode()}. "
             'Use TensorFlow 2.18 to 2.21, or pass communication="tensorflow" to RingStrategy.'
         )
-    native.tfring_find_cancellation.argtypes = [ctypes.c_void_p]
-    if not native.tfring_find_cancellation(_tf.eager_context_address()):
+    find_cancellation = getattr(native, "tfring_find_cancellation", lambda address: 0)  # libraries of an older build
+    if not find_cancellation(ctypes.c_void_p(_tf.eager_context_address())):
         _log.info("Collectives of this TensorFlow are not cancelled when another operation of their step fails.")
     return loaded
 

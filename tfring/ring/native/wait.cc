@@ -111,8 +111,9 @@ Status World::interruption() {
   return {Code::kInterrupted, status.message};
 }
 
-// Breaks the ring once the step of this call is cancelled: TensorFlow waits for the call before it reports the
-// operation that failed. Ranks on which the same operation fails may still finish the call, so a moment passes.
+// Breaks the ring once the step of this call is cancelled: TensorFlow waits for the call before it reports
+// the operation that failed. Ranks on which the same operation fails may still finish the call, so a moment
+// passes.
 Status World::check_step() {
   if (caller_ != TFRING_TENSORFLOW_OP || !op_cancelled()) return {};
   return fail(Code::kPeerLost, "rank " + std::to_string(rank_) + " gave up in " + here() +
