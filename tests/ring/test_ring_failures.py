@@ -198,14 +198,14 @@ def fail_beside_collectives(cluster):
             start = time.monotonic()
             try:
                 if cluster.rank == 0:
-                    time.sleep(3)
+                    time.sleep(6)
                     ring.barrier(name="late")
                 else:
                     function(ring, tf.ones(3), tf.constant(2.0))
                 seen.append((program.__name__, "nothing", "", 0.0))
             except Exception as error:
                 seen.append((program.__name__, type(error).__name__, str(error), time.monotonic() - start))
-            time.sleep(0 if cluster.rank == 0 else 4)  # not known from a ring that is left
+            time.sleep(0 if cluster.rank == 0 else 10)  # not known from a ring that is left
     return seen
 
 
@@ -213,11 +213,11 @@ def fail_beside_collectives(cluster):
 def test_a_step_that_fails_ends_its_collectives():
     with ranks.Group(2) as group:
         group.start(2, fail_beside_collectives)
-        late, failed = group.outcomes(200)
+        late, failed = group.outcomes(400)
     for program, kind, message, seconds in failed:
-        assert kind == "InvalidArgumentError" and "too much" in message and seconds < 2.5, (program, kind, message, seconds)
+        assert kind == "InvalidArgumentError" and "too much" in message and seconds < 5, (program, kind, message, seconds)
     for program, kind, message, seconds in late:
-        assert kind == "PeerLostError" and seconds < 3.5, (program, kind, message, seconds)
+        assert kind == "PeerLostError" and seconds < 9, (program, kind, message, seconds)
         assert message.startswith("rank 1 gave up in ") and "another operation of its step failed" in message, message
 
 
@@ -245,7 +245,7 @@ def fail_alike(cluster):
 def test_ranks_that_fail_alike_may_go_on():
     with ranks.Group(2) as group:
         group.start(2, fail_alike)
-        assert group.outcomes(120) == [[0.0] * 3] * 2
+        assert group.outcomes(300) == [[0.0] * 3] * 2
 
 
 def wait_crosswise(cluster):
