@@ -45,7 +45,6 @@ FLAGS = (
     "-g0",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fno-exceptions",
     "-Wall",
     "-Wextra",
     "-Werror",

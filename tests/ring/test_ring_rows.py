@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pathlib
 import signal
 import time
 
@@ -231,6 +232,30 @@ def until_one_dies(cluster, transport, way):
             if step == 3 and ring.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             ring.all_reduce_rows(np.ones((len(ids), 8), np.float32), ids, reduction=way, name="rows")
+
+
+def without_memory(cluster, rows, room):
+    """Rank 1 may not have as much more memory as numbering the ids takes."""
+    import gc
+    import resource
+
+    values, ids = np.ones((rows, 1), np.float32), np.arange(rows)
+    with ranks.join(cluster) as ring:
+        ring.all_reduce_rows(values[:10], ids[:10])
+        if cluster.rank == 1:
+            gc.collect()
+            used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+        try:
+            ring.all_reduce_rows(values, ids)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("room", [1 << 20, 96 << 20])  # for nothing, and for what travels
+def test_a_rank_without_memory_says_so(room):
+    for failed in ranks.try_run(2, without_memory, 2_000_000, room):
+        assert failed.kind == "TfringError" and "rank 1 has no memory for all_reduce_rows" in failed.message, failed
 
 
 @pytest.mark.parametrize(("transport", "way"), [("shm", "owner"), ("tcp", "gather")])

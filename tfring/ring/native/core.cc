@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
@@ -240,7 +241,12 @@ int tfring_all_reduce_rows(int64_t handle, const tfring_call* call, const tfring
 
 int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                     tfring_place place, void* context, tfring_error* error) {
-  return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
+  try {
+    return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
+  } catch (const std::bad_alloc&) {
+    return tfring::report(
+        {tfring::Code::kInternal, std::string("no memory for the rows of \"") + call->name + "\""}, error);
+  }
 }
 
 int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor, tfring_error* error) {

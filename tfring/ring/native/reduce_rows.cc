@@ -139,7 +139,7 @@ Algorithm World::choose_way(const Group& group, const tfring_call& call, const C
 }
 
 Status World::no_memory() {
-  return fail(Code::kInternal, "rank " + std::to_string(rank_) + " has no memory for the rows of " + here());
+  return fail(Code::kInternal, "rank " + std::to_string(rank_) + " has no memory for " + here());
 }
 
 Status World::no_rows(size_t member) {

@@ -1,4 +1,5 @@
-// Outcomes as values: nothing here throws, nothing is thrown across the library's border.
+// Outcomes as values: nothing here throws but std::bad_alloc, and nothing is thrown across the library's
+// border.
 #pragma once
 
 #include <string>

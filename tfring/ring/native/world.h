@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -148,7 +149,11 @@ class World final : private Watched {
     TFRING_TRY(enter(call, kind == Kind::kBarrier ? nullptr : group));
     Status status = begin(group, kind, call, tensors, num_tensors);
     if (status.ok()) {
-      status = body();
+      try {
+        status = body();
+      } catch (const std::bad_alloc&) {
+        status = no_memory();
+      }
       end(status);
     }
     leave();
