@@ -602,7 +602,7 @@ def fails_in_a_step(stage):
     except Exception as error:
         return type(error).__name__, str(error), time.time()
     finally:
-        if stage == 0:  # which waits for gradients when it fails; the other does not hear of it because this rank leaves
+        if stage == 0:  # which waits for gradients when it fails, and is not missed because it leaves
             time.sleep(8)
         ring.close()
 
