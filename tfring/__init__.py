@@ -112,7 +112,7 @@ def __dir__() -> list[str]:
 
 
 def _load_layers_when_asked(registration: Any) -> None:
-    """Has Keras find the layers that a file names, though nobody has used them yet in this process."""
+    """Makes Keras find the layers that a file names, though this process has not used them yet."""
     find = registration.get_registered_object
 
     @functools.wraps(find)

@@ -1,4 +1,4 @@
-"""Which TensorFlow and Keras tfring runs on, said before an import fails for a reason nobody can read."""
+"""Checks the versions of TensorFlow and Keras, before an import fails for an unreadable reason."""
 
 from __future__ import annotations
 

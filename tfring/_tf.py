@@ -144,7 +144,7 @@ def seeds_of(dataset) -> list[int]:
 
 
 def call_map_function(function, element):
-    """Calls what a map was traced to, so that nothing is traced anew; `element` as the map's input has it."""
+    """Calls the function that a map was traced to, without tracing again; `element` as the map's input has it."""
     flat = _structure.to_tensor_list(function._input_structure, element)
     return _structure.from_compatible_tensor_list(function.output_structure, list(function.function(*flat)))
 
@@ -195,7 +195,7 @@ def distributed_dataset(dataset, input_workers, strategy, options, cardinality: 
 
 
 def set_cardinality(distributed, cardinality: int) -> None:
-    """Has a distributed dataset say that it holds so many batches."""
+    """Sets the number of batches that a distributed dataset reports."""
     distributed._cardinality = cardinality
 
 
@@ -238,7 +238,7 @@ def element_spec(distributed):
 
 
 def spec_of_a_replica(spec):
-    """What each replica of a worker gets of a `PerReplicaSpec`; any other spec as it is."""
+    """Returns the spec of each replica's value of a `PerReplicaSpec`; any other spec as it is."""
     return spec._value_specs[0] if isinstance(spec, distribute_values.PerReplicaSpec) else spec
 
 
@@ -248,7 +248,7 @@ PolymorphicFunction = type(tf.function(lambda: None))  # what `tf.function` make
 
 
 def is_compiled_by_xla(function) -> bool:
-    """Whether a `tf.function` is compiled as a whole."""
+    """Returns True if a `tf.function` is compiled as a whole."""
     return bool(function._jit_compile)
 
 

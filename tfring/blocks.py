@@ -1,7 +1,7 @@
-"""Large arrays a block of rows at a time: no rank holds in memory the whole of what ranks hold in pieces.
+"""Large arrays, a block of rows at a time: no rank holds in memory all of a sharded value.
 
-A whole is put together in a file without a name, in the folder for temporary files, and goes from there into the file
-that somebody asked for (`_keras/stores.py`, `callbacks/files.py`).
+A full value is assembled in a file without a name, in the folder for temporary files, and copied from there into the
+file that is written (`_keras/stores.py`, `callbacks/files.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LARGE_BYTES = 16 << 20  # smaller values are held, as ever
 BLOCK_BYTES = 4 << 20
 
 
-def room(shape, dtype) -> np.ndarray:
-    """An array to put a whole together in: a large one lies in a file that is gone when nobody holds the array.
+def allocate(shape, dtype) -> np.ndarray:
+    """Allocates an array for a full value; memory-mapped above `LARGE_BYTES`, in a file that is freed with the array.
 
     Where the folder for temporary files has no room for it, in memory: writing to a file that the disk has no room for
     would end the process by SIGBUS.
@@ -33,12 +33,12 @@ def room(shape, dtype) -> np.ndarray:
 
 
 def rows_of_a_block(array, num_ranks: int = 1) -> int:
-    """How many rows of an array, or of whatever has its `shape` and `dtype`, go together; of each of several ranks."""
+    """Returns the rows of a block of an array, or of what has its `shape` and `dtype`; of each of several ranks."""
     return max(1, BLOCK_BYTES // num_ranks // max(1, array.dtype.itemsize * math.prod(array.shape[1:])))
 
 
 def read_rows(begin: int, count: int, parts) -> np.ndarray:
-    """So many rows, from row `begin` on, of arrays that stand for one with all of their rows."""
+    """Returns `count` rows, from row `begin` on, of arrays that together stand for one with all of their rows."""
     found = []
     for part in parts:
         found.append(part[begin : begin + count])

@@ -16,7 +16,7 @@ class Setting(NamedTuple):
     parse: Callable[[str], Any]  # raises ValueError where the text is not legal
     legal: str  # what the variable may hold, as the error says it
     meaning: str
-    private: bool = False  # whether its value is shown to nobody
+    private: bool = False  # whether its value is never shown
 
 
 def _one_of(*choices: str) -> Callable[[str], str]:

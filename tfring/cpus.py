@@ -16,7 +16,7 @@ def available_cpus(root: pathlib.Path = pathlib.Path("/")) -> int:
 
 
 def thread_variables(num_workers: int, cpus: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What each of `num_workers` gets, but for variables the user has set.
+    """Returns the thread variables for each of `num_workers`, but for those the user has set.
 
     >>> thread_variables(2, 8, {"OMP_NUM_THREADS": "1"})
     {'TF_NUM_INTRAOP_THREADS': '4', 'TF_NUM_INTEROP_THREADS': '4'}

@@ -103,12 +103,12 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         active: tf.Tensor | None = None,
         is_zero_unless_active: bool = False,
     ) -> list[tf.Tensor | tf.IndexedSlices]:
-        """This worker's pieces of the sums over all workers.
+        """Sums values over all workers and returns this worker's shards of the sums.
 
         Args:
           values: one worker's tensors and IndexedSlices.
-          cuts: how each is cut. Of IndexedSlices that are cut by rows, a piece has the rows that lie in it, each once;
-            others become dense.
+          cuts: the shards of each. Of IndexedSlices that are sharded by rows, a shard has its rows, each once; others
+            become dense.
           name: what they are, for errors and traces.
           value_names: a name for each value.
           active: as of `sum_over_workers`.
@@ -131,12 +131,12 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
         sums = self._reduce(values, stays_sparse, reduce_scatter, name, value_names, active)
         return [
-            _rows_of_piece(value, cut, rank) if isinstance(value, tf.IndexedSlices) else value
+            _rows_of_shard(value, cut, rank) if isinstance(value, tf.IndexedSlices) else value
             for value, cut in zip(sums, cuts, strict=True)
         ]
 
     def _reduce(self, values, stays_sparse, reduce, name, value_names, active):
-        """The sums of IndexedSlices for which `stays_sparse(i)`, and `reduce(tensors, positions)` of the others."""
+        """Sums IndexedSlices for which `stays_sparse(i)`; `reduce(tensors, positions)` reduces the others."""
         results: list = [None] * len(values)
         sparse = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices) and stays_sparse(i)]
         dense = [i for i in range(len(values)) if i not in sparse]
@@ -153,9 +153,9 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             results[i] = value
         return results
 
-    def gather_pieces(self, pieces: Sequence[tf.Tensor], cuts: Sequence[Cut], *, name: str) -> list[tf.Tensor]:
-        """The whole tensors of which each worker has a piece, cut by `cuts`."""
-        return all_gather_dense(self._collectives, pieces, cuts, name=name, buckets=self._buckets)
+    def gather_full(self, shards: Sequence[tf.Tensor], cuts: Sequence[Cut], *, name: str) -> list[tf.Tensor]:
+        """Gathers the full tensors of which each worker has a shard, as `cuts` describe."""
+        return all_gather_dense(self._collectives, shards, cuts, name=name, buckets=self._buckets)
 
     def sum_on_worker(self, per_replica, active=None):
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
@@ -181,7 +181,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         _tf.mark_as_unsaveable()
         values = [values_of(value) for value, _ in value_destination_pairs]
         local = [v[0] if len(v) == 1 else _tf.aggregate_slices(v, tf.add_n) for v in values]
-        # IndexedSlices stay what they are: a sum with all rows would make `scatter_mul` zero those nobody named.
+        # IndexedSlices stay what they are: a sum with all rows would make `scatter_mul` zero those that were not named.
         reduced = self.sum_over_workers(local, name="reduce", keep_sparse=True)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             # A value that is not one a replica (a host's own) counts once a worker.
@@ -227,7 +227,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
 
 def values_of(value) -> list:
-    """What each replica of this worker holds."""
+    """Returns the values of the replicas of this worker."""
     return list(value.values) if isinstance(value, tf.distribute.DistributedValues) else [value]
 
 
@@ -238,8 +238,8 @@ def _mask(active, value):
     return zeros_unless(active, [value])[0]
 
 
-def _rows_of_piece(value, cut, rank):
-    """Of IndexedSlices the rows of this rank's piece, which they count from its first on."""
+def _rows_of_shard(value, cut, rank):
+    """Returns the rows of IndexedSlices in this rank's shard, with indices counted from its first row."""
     begin, end = cut.bounds[rank]
     inside = tf.logical_and(value.indices >= begin, value.indices < end)
     indices = tf.boolean_mask(value.indices, inside) - begin

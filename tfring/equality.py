@@ -18,7 +18,7 @@ _ADVICE = (
 
 
 def digest(value: tf.Tensor) -> tf.Tensor:
-    """An int64 scalar of a tensor's bits; any dtype but strings.
+    """Returns an int64 scalar computed from a tensor's bits; any dtype but strings.
 
     >>> bool(digest(tf.constant([0.0])) == digest(tf.constant([-0.0])))
     False
@@ -29,17 +29,17 @@ def digest(value: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(octets), tf.int64)[0]
 
 
-def assert_equal(strategy, variables: Sequence, names: Sequence[str], in_pieces: Sequence[bool]) -> None:
+def assert_equal(strategy, variables: Sequence, names: Sequence[str], is_sharded: Sequence[bool]) -> None:
     """Compares mirrored variables of TensorFlow on all replicas; others are passed over.
 
-    `in_pieces` says of each whether ranks along other axes than "data" hold other pieces: it is compared along that.
+    `is_sharded` says of each whether ranks along other axes than "data" hold other shards: it is compared along "data".
 
     Raises:
       tf.errors.InvalidArgumentError: on every rank, naming the variables and the replicas that differ from replica 0.
     """
     chosen = [
-        (variable, name, in_pieces)
-        for variable, name, in_pieces in zip(variables, names, in_pieces, strict=True)
+        (variable, name, is_sharded)
+        for variable, name, is_sharded in zip(variables, names, is_sharded, strict=True)
         if isinstance(variable, tf.distribute.DistributedValues)
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and variable.dtype != tf.string
@@ -51,7 +51,7 @@ def assert_equal(strategy, variables: Sequence, names: Sequence[str], in_pieces:
     everyone = strategy.extended.world.gather_equal(tf.stack(mine), name="digests of variables")
     first_on_line = [strategy.mesh.ranks("data", rank)[0] for rank in range(strategy.cluster.world_size)]
     first_of_line = tf.gather(everyone, [rank * replicas for rank in first_on_line for _ in range(replicas)])
-    wanted = tf.where(tf.constant([in_pieces for *_, in_pieces in chosen]), first_of_line, everyone[:1])
+    wanted = tf.where(tf.constant([is_sharded for *_, is_sharded in chosen]), first_of_line, everyone[:1])
     differs = tf.not_equal(everyone, wanted)  # [replicas, variables]
     text = tf.strings.format(
         "Replicas hold other bits than replica 0. Variables: {}; replicas: {} (rank = replica // {}). " + _ADVICE,

@@ -227,7 +227,7 @@ def _place() -> Cluster | Seat:
 
 
 def _peers() -> Any:
-    """What carries values to the other ranks and back, a Communicator or what has its methods; None if alone."""
+    """Returns the Communicator to the other ranks, or an object with its methods; None if alone."""
     global _own
     strategy = _strategy()
     if strategy is not None:
@@ -274,12 +274,12 @@ class _Runtime:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it goes as an array: NumPy's scalars are plain numbers."""
+    """Returns True if a value is sent as an array: NumPy's scalars are plain numbers."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic)
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether it has no value yet, in a `tf.function`."""
+    """Returns True if a value is not known yet, in a `tf.function`."""
     if not _is_array(value) or not is_tensorflow(value):
         return False
     import tensorflow as tf
@@ -300,7 +300,7 @@ def _copied(value: Any) -> Any:
 
 
 def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
-    """The JSON of a plain value, or why it has none."""
+    """Returns the JSON of a plain value, or why it has none."""
     wrong = _not_plain(value)
     if wrong is not None:
         return b"", TypeError(f"Values that are sent are {_PLAIN}. Received: {wrong}. Arrays go by themselves.")
@@ -314,7 +314,7 @@ def _of_json(text: bytes, problem: TypeError | None) -> Any:
 
 
 def _not_plain(value: Any) -> str | None:
-    """What in a value JSON does not have, or would give back as something else."""
+    """Returns the part of a value that JSON does not have, or would give back as something else; None without."""
     if value is None or isinstance(value, (bool, int, float, str, np.bool_, np.integer, np.floating)):
         return None
     if isinstance(value, (list, tuple)):

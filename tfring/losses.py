@@ -71,7 +71,7 @@ def _gather(extended, tensors):
     running.gathered = True
     control, control_ops = extended.control, extended.control_ops
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    tensors = [running.counted_rows(t) for t in tensors]
+    tensors = [running.drop_if_empty(t) for t in tensors]
 
     def all_counts(counts):
         return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")

@@ -1,4 +1,4 @@
-"""The running step: what a replica's share of the batch is, and which state it wrote.
+"""The running step: a replica's share of the batch, and the state it wrote.
 
 Kept for each thread, because `tf.distribute` traces each replica in a thread of its own.
 """
@@ -23,7 +23,7 @@ class Step:
     gradient of the whole batch is `sum share_i * gradient_i`.
 
     Attributes:
-      share: float64 scalar, this replica's rows over the rows of the global batch; None where nobody counted
+      share: float64 scalar, this replica's rows over the rows of the global batch; None where rows are not counted
         (a custom loop, whose gradients are summed) or there is one replica.
       active: bool scalar, False where this replica has no row; None where it always has.
       written: of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
@@ -52,22 +52,22 @@ class Step:
         self.reads: Any = None
 
     def weigh(self, value):
-        """`value` times the share, where it is known; a replica without rows gives zero, whatever it holds."""
+        """Returns `value` times the share, where it is known; zero from a replica without rows, whatever it holds."""
         return self._by_share(tf.math.multiply_no_nan, value)
 
     def unweigh(self, value):
-        """`value` divided by the share, where it is known; zero in a replica without rows."""
+        """Returns `value` divided by the share, where it is known; zero in a replica without rows."""
         return self._by_share(tf.math.divide_no_nan, value)
 
-    def counted(self, value):
-        """`value`, or zeros in a replica without rows, which computes on a row that does not count."""
+    def zero_if_empty(self, value):
+        """Returns `value`, or zeros in a replica without rows, which computes on a padding row."""
         if self.active is None:
             return value
         value = tf.convert_to_tensor(value)
         return tf.where(self.active, value, tf.zeros_like(value))
 
-    def counted_rows(self, value, axis: int = 0):
-        """`value`, or none of its entries along `axis` in a replica without rows."""
+    def drop_if_empty(self, value, axis: int = 0):
+        """Returns `value`, or none of its entries along `axis` in a replica without rows."""
         if self.active is None:
             return value
         sizes = tf.shape(value)
@@ -92,12 +92,12 @@ class Step:
 
 
 def current() -> Step | None:
-    """The step this thread runs, or None outside a step."""
+    """Returns the step this thread runs, or None outside a step."""
     return getattr(_local, "step", None)
 
 
 def weighing() -> Step | None:
-    """The step this thread runs, if each replica's share of the batch is known."""
+    """Returns the step this thread runs, if each replica's share of the batch is known."""
     running = current()
     return running if running is not None and running.share is not None else None
 
@@ -114,12 +114,12 @@ def running(step: Step):
 
 
 def written_alike(variable) -> None:
-    """Marks a Keras variable that every replica writes with the same value: nobody has to bring it together."""
+    """Marks a Keras variable that every replica writes with the same value: it needs no reduction."""
     variable._tfring_written_alike = True
 
 
 def is_written_alike(variable) -> bool:
-    """Whether `written_alike` marked this variable."""
+    """Returns True if `written_alike` marked this variable."""
     return getattr(variable, "_tfring_written_alike", False)
 
 
@@ -129,5 +129,5 @@ def keep_by_replica(variable) -> None:
 
 
 def is_kept_by_replica(variable) -> bool:
-    """Whether `keep_by_replica` marked this variable."""
+    """Returns True if `keep_by_replica` marked this variable."""
     return getattr(variable, "_tfring_kept_by_replica", False)

@@ -1,4 +1,4 @@
-"""Messages between two processes that do not trust each other yet: their format, checked before anything is believed.
+"""Messages between two processes that do not trust each other yet: their format, validated before it is used.
 
 A message, over a socket or through the standard streams of ssh; numbers are little endian:
 
@@ -7,7 +7,7 @@ A message, over a socket or through the standard streams of ssh; numbers are lit
     │ 8 bytes      │ 4 bytes        │ 4 bytes        │ an object                 │ raw bytes        │
     └──────────────┴────────────────┴────────────────┴───────────────────────────┴──────────────────┘
 
-Whoever reads says which kinds of messages may come next, and of each kind the fields with their types, ranges and
+The reader defines which kinds of messages may come next, and of each kind the fields with their types, ranges and
 sizes. All of them are there, and no others; both lengths are within limits before memory is taken.
 
 Two processes that share a secret prove it to each other before either says anything else:
@@ -17,7 +17,7 @@ Two processes that share a secret prove it to each other before either says anyt
        │ ◄────────────────── challenge; data: 32 random bytes │     from here on the data of every message is its tag
        │ proof ─────────────────────────────────────────────► │     or the connection closes
        │ ◄────────────────────────────────────────────── proof │
-       │ who I am, whom I want, for what ───────────────────► │     see cluster/entrance.py
+       │ who I am, whom I want, for what ───────────────────► │     see HELLOS
 
     key = HMAC-SHA-256(secret, "tfring 2" + both challenges)
     tag = HMAC-SHA-256(key, side ("c" or "l") + number of the message (8 bytes) + the message up to its data)
@@ -54,7 +54,7 @@ Fields = Mapping[str, Field]
 
 
 class WireError(ValueError):
-    """What came is not what may come."""
+    """A message, or its tag, that is not among those expected."""
 
 
 class NoProofError(WireError):
@@ -69,7 +69,7 @@ class GivenUpError(Exception):
 
 
 def integer(low: int, high: int) -> Field:
-    """A whole number within both bounds.
+    """Returns a field that accepts integers within both bounds.
 
     >>> [integer(0, 3)(value) for value in (0, 3, 4, -1, 1.0, True, "1")]
     [True, True, False, False, False, False, False]
@@ -78,35 +78,35 @@ def integer(low: int, high: int) -> Field:
 
 
 def text(max_length: int, pattern: str = r"[^\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]*") -> Field:
-    """A text of so many characters at most that matches as a whole; by default one that can be printed."""
+    """Returns a field that accepts texts up to a length that match a pattern; by default all that can be printed."""
     matches = re.compile(pattern, re.DOTALL).fullmatch
     return lambda value: isinstance(value, str) and len(value) <= max_length and matches(value) is not None
 
 
 def one_of(*choices: Any) -> Field:
-    """One of these values, and of the same type."""
+    """Returns a field that accepts one of these values, of the same type."""
     return lambda value: any(type(value) is type(choice) and value == choice for choice in choices)
 
 
 def optional(field: Field) -> Field:
-    """None, or what `field` takes."""
+    """Returns a field that accepts None, or what `field` accepts."""
     return lambda value: value is None or field(value)
 
 
 def list_of(field: Field, max_items: int) -> Field:
-    """A list of so many at most."""
+    """Returns a field that accepts lists of up to `max_items`."""
     return lambda value: isinstance(value, list) and len(value) <= max_items and all(map(field, value))
 
 
 def mapping_of(name: Field, field: Field, max_items: int) -> Field:
-    """An object of so many names at most."""
+    """Returns a field that accepts objects of up to `max_items` names."""
     return lambda value: (
         isinstance(value, dict) and len(value) <= max_items and all(name(k) and field(v) for k, v in value.items())
     )
 
 
 def anything(value: Any) -> bool:
-    """For answers that are only passed on or printed, from a process that has proved who it is."""
+    """Accepts any value: for answers that are only passed on or printed, from a process that has proved itself."""
     return True
 
 
@@ -190,7 +190,7 @@ def pack(kind: str, data: bytes = b"", **fields: Any) -> bytes:
 
 
 class Decoder:
-    """Cuts messages out of bytes that come in pieces."""
+    """Decodes messages from bytes that come in parts."""
 
     def __init__(self, expected: Format) -> None:
         self.expected = expected
@@ -199,7 +199,7 @@ class Decoder:
 
     @property
     def missing(self) -> int:
-        """How many bytes have to come at least before there can be another message."""
+        """Returns the fewest bytes that must come before there can be another message."""
         return self._needed() - len(self._buffer)
 
     def _needed(self) -> int:
@@ -262,7 +262,7 @@ class Channel:
 
     @property
     def is_closed_by_peer(self) -> bool:
-        """Whether the other side has gone; what it said before may still be unread."""
+        """Returns True if the peer has gone; what it sent before may still be unread."""
         try:
             return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -272,7 +272,7 @@ class Channel:
 
     @property
     def is_local(self) -> bool:
-        """Whether it leads to a process of this host, and can carry descriptors."""
+        """Returns True if the channel leads to a process of this host, and can carry descriptors."""
         return self.socket.family == socket.AF_UNIX
 
     def challenge(self) -> None:
@@ -328,7 +328,7 @@ class Channel:
 
         Raises:
             WireError: What came is no such message.
-            GivenUpError: `wait_for` says so.
+            GivenUpError: `wait_for` returned False.
             OSError: The connection closed, or its time is over.
         """
         while True:
@@ -367,7 +367,7 @@ class Channel:
 
     def _read(self, size: int, fds: list[int] | None, max_fds: int) -> bytes:
         if fds is None:
-            return self.socket.recv(size)  # the kernel closes descriptors that nobody asked for
+            return self.socket.recv(size)  # the kernel closes descriptors that were not asked for
         data, found, flags, _ = socket.recv_fds(self.socket, size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         fds += found
         if flags & socket.MSG_CTRUNC or len(fds) > max_fds:
@@ -391,11 +391,11 @@ class Channel:
 
 
 def connect(connection: socket.socket, address: Any, deadline: float, wait_for: Callable[[], bool]) -> None:
-    """Connects a socket, asking `wait_for` while nobody answers.
+    """Connects a socket, asking `wait_for` while there is no answer.
 
     Raises:
-        GivenUpError: It says so.
-        OSError: Nobody answers, or not in time.
+        GivenUpError: `wait_for` returned False.
+        OSError: There is no answer, or not in time.
     """
     connection.setblocking(False)
     while (code := connection.connect_ex(address)) in (errno.EINPROGRESS, errno.EALREADY):

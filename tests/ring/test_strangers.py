@@ -588,7 +588,7 @@ def test_rank_0_says_once_what_no_secret_means(door, caplog):
     entrance.Entrance.of(cluster)
     gate.admit("0" * 16, 0, 2, True)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"whoever reaches port {gate.port} of " in line and "TFRING_SECRET" in line and "\n" not in line
+    assert f"a process that reaches port {gate.port} of " in line and "TFRING_SECRET" in line and "\n" not in line
     prove(cluster, b"").close()
     caplog.clear()
     door(several_hosts=True)

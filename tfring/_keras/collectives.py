@@ -18,7 +18,7 @@ from tfring.recognition import ring_of
 def install():
     @seam(tf.distribute.ReplicaContext, "all_reduce")
     def all_reduce(original, self, reduce_op, value, options=None):
-        return _weighed(self, value, step.Step.counted, lambda value: original(self, reduce_op, value, options))
+        return _weighed(self, value, step.Step.zero_if_empty, lambda value: original(self, reduce_op, value, options))
 
     @seam(tf.distribute.ReplicaContext, "all_gather")
     def all_gather(original, self, value, axis, options=None):
@@ -26,19 +26,19 @@ def install():
             value = tf.convert_to_tensor(value)
             if value.dtype.is_integer and value.shape == [1]:  # a size: the gradient of all_gather gathers those
                 return value
-            return running.counted_rows(value, axis)
+            return running.drop_if_empty(value, axis)
 
         return _weighed(self, value, rows, lambda value: original(self, value, axis, options))
 
 
-def _weighed(context, value, counted, collective):
-    """`collective(value)`; a replica without rows hands in what `counted(step, value)` leaves of its value."""
+def _weighed(context, value, mask, collective):
+    """Returns `collective(value)`; a replica without rows hands in what `mask(step, value)` leaves of its value."""
     running = step.weighing()
     if running is None or ring_of(context.strategy) is None:
         return collective(value)
 
     def own(value):
-        return value if isinstance(value, tf.IndexedSlices) else counted(running, value)
+        return value if isinstance(value, tf.IndexedSlices) else mask(running, value)
 
     value = tf.nest.map_structure(own, value)
     return _backward(running.weigh, collective(_backward(running.unweigh, value)))

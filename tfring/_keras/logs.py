@@ -272,7 +272,7 @@ def _counted(value, static):
     running = step_under_way()
     if running is None or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
         return value
-    return running.counted_rows(value)
+    return running.drop_if_empty(value)
 
 
 def _plain(value):

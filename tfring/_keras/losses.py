@@ -197,7 +197,7 @@ def _over_replicas(running, value, name):
         [total] = extended.control.all_reduce([tf.add_n(values_of(values))], name=name)
         return total
 
-    return extended.cross_replica(on_worker, running.counted(tf.stop_gradient(value)))
+    return extended.cross_replica(on_worker, running.zero_if_empty(tf.stop_gradient(value)))
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

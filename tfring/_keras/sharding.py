@@ -226,7 +226,7 @@ def gather(ops, variables, *, name: str) -> list[tf.Tensor]:
     values = [held_of(variable) for variable in variables]
     cuts = [cut_of(variable) for variable in variables]
     chosen = [i for i, cut in enumerate(cuts) if cut is not None]
-    whole = ops.gather_pieces([values[i] for i in chosen], [cuts[i] for i in chosen], name=name)
+    whole = ops.gather_full([values[i] for i in chosen], [cuts[i] for i in chosen], name=name)
     for i, value in zip(chosen, whole, strict=True):
         values[i] = value
     return values

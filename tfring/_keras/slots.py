@@ -64,7 +64,7 @@ def whole(variable, keep: bool = True, of_each_replica: bool = False) -> np.ndar
     places = [(mesh.coordinate("data", r) if of_each_replica else 0, mesh.coordinate(axis, r)) for r in ranks]
     sizes = [count(cut, place) for _, place in places]
     replicas = mesh.size_along("data") if of_each_replica else 1
-    result = blocks.room((replicas, *cut.lined_up) if keep else (0, 0), held.dtype)
+    result = blocks.allocate((replicas, *cut.lined_up) if keep else (0, 0), held.dtype)
     held = np.moveaxis(held, cut.dimension, 0)
     rows_of = [np.moveaxis(each, cut.dimension, 0) for each in result]  # views
     step = blocks.rows_of_a_block(held, len(sizes))

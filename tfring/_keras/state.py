@@ -99,7 +99,7 @@ def install():
             return original(variable, update, value, **kwargs)
         if variable.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
             value = running.weigh(value) * tf.cast(variable.distribute_strategy.num_replicas_in_sync, variable.dtype)
-        return original(variable, update, running.counted(value), **kwargs)
+        return original(variable, update, running.zero_if_empty(value), **kwargs)
 
 
 class _Copy:

@@ -1,4 +1,4 @@
-"""What the machines themselves take: a raw socket between hosts, a copy of memory within one.
+"""Measures the limits of the machines: a raw socket between hosts, a copy of memory within one.
 
 Every rank sends to the next and gets from the one before, all at once, as in a ring: the slowest rank is the limit.
 """
@@ -80,7 +80,7 @@ def _socket_speed(ring: Any, to: int, host: str, on_one_host: bool, sends: bool,
 
 
 def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Of whoever connects, the one that knows the token."""
+    """Accepts connections until one sends the token."""
     deadline = time.monotonic() + _SECONDS
     while True:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -108,7 +108,7 @@ def _speed_of(ring: Any, outgoing: socket.socket | None, incoming: socket.socket
 
 
 def _seconds_for(size: int, outgoing: socket.socket | None, incoming: socket.socket | None) -> float:
-    """To send so many bytes and to get as many, at once; 0 with nobody to do it with."""
+    """Measures the seconds to send and receive this number of bytes at once; 0 without a peer."""
     if outgoing is None and incoming is None:
         return 0.0
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What `tfring bench` is asked to measure."""
+"""Options of `tfring bench`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _WIDTHS = (14, 11, 10, 8, 10, 9, 7, 7, 8)
 
 
 def document(cluster: Cluster, options: Options, limit: Limit) -> dict[str, Any]:
-    """What `--json` prints, without results."""
+    """Returns the document that `--json` prints, without results."""
     hosts: dict[str, list[int]] = {}
     for rank, address in enumerate(cluster.addresses):
         hosts.setdefault(parse_address(address).host, []).append(rank)
@@ -34,7 +34,7 @@ def as_json(document: dict[str, Any]) -> str:
 
 
 def head(document: dict[str, Any]) -> str:
-    """What stands above the lines."""
+    """Returns the text above the lines of results."""
     cluster, limit = document["cluster"], document["limit"]
     hosts = len(cluster["hosts"])
     where = f"{cluster['world_size']} ranks on {hosts} host{'s' if hosts > 1 else ''}, from {cluster['source']}"

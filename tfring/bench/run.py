@@ -84,7 +84,7 @@ def _measure(cluster: Cluster, options: Options) -> int:
 
 
 def _why_not(options: Options) -> str | None:
-    """What is missing at rank 0 for what was asked, if something is."""
+    """Returns what rank 0 lacks for what was asked; None if it lacks nothing."""
     if options.plot is None:
         return None
     try:
@@ -119,7 +119,7 @@ def _cell(ring: Any, op: str, size: int, dtype: str, local_size: int, limit: lim
 
 
 def algorithm(op: str, size: int, ranks: int, local_size: int, wanted: str = "auto") -> str:
-    """Which of tfring/ring/schedule.py's algorithms a collective takes.
+    """Returns the algorithm of tfring/ring/schedule.py that a collective takes.
 
     >>> algorithm("all_reduce", 1 << 26, 8, 4), algorithm("broadcast", 4, 8, 4), algorithm("reduce_scatter", 4, 8, 4)
     ('two_level', 'flat', 'ring')
@@ -166,7 +166,7 @@ def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:
 
 
 def _seconds(ring: Any, call: Callable[[], Any]) -> float:
-    """Of a call, by the slowest rank: the median of loops of as many calls as fit."""
+    """Returns the seconds of a call at the slowest rank: the median of loops of as many calls as fit."""
 
     def loop(calls: int) -> float:
         ring.barrier(name="bench's loop")

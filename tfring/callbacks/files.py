@@ -161,7 +161,7 @@ def _put_together(archives: Sequence[Any], name: str, variable: dict) -> np.ndar
     pieces = variable["pieces"]
     held = [_read_array(archives[rank], name) for rank, *_ in pieces["of"]]
     replicas = 1 + max(replica for *_, replica in pieces["of"])
-    whole = blocks.room([replicas, *pieces["lined_up"]], held[0].dtype)
+    whole = blocks.allocate([replicas, *pieces["lined_up"]], held[0].dtype)
     rows_of = [np.moveaxis(each, pieces["dimension"], 0) for each in whole]  # views
     for piece, (_, slices, replica) in zip(held, pieces["of"], strict=True):
         rows = np.moveaxis(piece, pieces["dimension"], 0)
@@ -185,7 +185,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
             raise ValueError(f"{name} has objects")
         if math.prod(shape) * dtype.itemsize > archive.getinfo(name).file_size:  # before there is room made for it
             raise ValueError(f"{name} is shorter than its array")
-        array = blocks.room(shape[::-1] if is_fortran else shape, dtype)
+        array = blocks.allocate(shape[::-1] if is_fortran else shape, dtype)
         octets = array.reshape(-1).view(np.uint8)
         filled = 0
         while filled < octets.size and (read := member.read(min(blocks.BLOCK_BYTES, octets.size - filled))):

@@ -235,7 +235,7 @@ def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> N
 
 
 def _total(entries) -> np.ndarray:
-    total = blocks.room(entries.shape[1:], entries.dtype)
+    total = blocks.allocate(entries.shape[1:], entries.dtype)
     total[...] = entries[0]
     for entry in entries[1:]:
         total += entry

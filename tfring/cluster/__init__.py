@@ -1,4 +1,4 @@
-"""Who am I, and who are the others? Reads the cluster's configuration; imports no TensorFlow."""
+"""The cluster's configuration: the rank of this process and the addresses of all. Imports no TensorFlow."""
 
 from tfring.cluster.address import Address, parse_address
 from tfring.cluster.cluster import Cluster

@@ -14,7 +14,7 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
 class Address(NamedTuple):
-    """Where a worker listens. The host of an IPv6 address carries no brackets."""
+    """The address a worker listens at. The host of an IPv6 address carries no brackets."""
 
     host: str
     port: int

@@ -45,13 +45,13 @@ def expand(text: str, name: str = "The host list") -> list[str]:
     """
     hosts: list[str] = []
     for part in _split(text, name):
-        pieces = [""]
+        prefixes = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", part):
             numbers = [literal] if literal else _numbers(ranges, text, name)
-            if len(hosts) + len(pieces) * len(numbers) > _MAX_HOSTS:
+            if len(hosts) + len(prefixes) * len(numbers) > _MAX_HOSTS:
                 raise _error(text, name, f"more than {_MAX_HOSTS} hosts")
-            pieces = [piece + number for piece in pieces for number in numbers]
-        hosts += pieces
+            prefixes = [prefix + number for prefix in prefixes for number in numbers]
+        hosts += prefixes
     return hosts
 
 

@@ -14,7 +14,7 @@ from tfring.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Who this process is, and where the others listen. Checked when made, so whoever holds one may trust it.
+    """The rank of this process, and the addresses of all. Validated when it is made, so its users may trust it.
 
     Attributes:
         rank: This process, from 0 to `world_size - 1`.
@@ -25,7 +25,7 @@ class Cluster:
         addresses: Where each rank listens, by rank; may be empty for a process that is alone.
         source: Where the facts come from, for messages: `"TF_CONFIG"`, `"tfring launch"`.
         listen_fd: An inherited socket that already listens at `addresses[rank]`, so that no other program can
-            take the port in between. It stays open: duplicate it to use it, close it to bind the port anew.
+            take the port in between. It stays open: duplicate it to use it, close it to bind the port again.
         secret: What the ranks prove to each other; by default what `TFRING_SECRET` or `TFRING_SECRET_FILE` says.
 
     Raises:
@@ -98,7 +98,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is rank 0, which Keras and TF_CONFIG call the chief."""
+        """Returns True on rank 0, which Keras and TF_CONFIG call the chief."""
         return self.rank == 0
 
     @classmethod

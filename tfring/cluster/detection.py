@@ -1,4 +1,4 @@
-"""Finds out who is in the ring: the first source that says so."""
+"""Finds the cluster: the first source that describes one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
 
 
 def find(environ: Mapping[str, str]) -> Cluster | Seat | None:
-    """What the first source says; None where all are silent. Talks to nobody.
+    """Returns what the first source describes; None if all are silent. Communicates with no process.
 
     Raises:
         ConfigurationError: As `detect`.
@@ -117,7 +117,7 @@ def find(environ: Mapping[str, str]) -> Cluster | Seat | None:
 
 
 class Outlook:
-    """What the environment says at one time, to be compared with what it says later.
+    """A snapshot of what the environment describes, to be compared with a later one.
 
     >>> outlook = Outlook({})
     >>> outlook.changed({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
@@ -129,7 +129,7 @@ class Outlook:
         self._said, self._place = _look(environ)
 
     def changed(self, environ: Mapping[str, str]) -> tuple[str, str] | None:
-        """What was said and what is said now, if the ring is another. Cheap where no variable changed; never raises."""
+        """Returns the descriptions then and now if the ring is another. Cheap if no variable changed; never raises."""
         if _variables(environ) == self._variables:
             return None
         self._variables = _variables(environ)

@@ -50,7 +50,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
 
 
 def warn_if_alone(environ: Mapping[str, str]) -> None:
-    """Where no source spoke: pods of an Indexed Job may well be meant to work alone, or somebody forgot a line."""
+    """Warns in a pod of an Indexed Job without a cluster: it may be meant to work alone, or a line was forgotten."""
     if INDEX in environ:
         warnings.warn(
             f"Each pod of this Kubernetes Indexed Job trains alone: {INDEX}={environ[INDEX]} does not tell how many "

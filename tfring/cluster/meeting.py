@@ -1,4 +1,4 @@
-"""Where a source gives no addresses, ranks tell rank 0 where they listen, and it tells all.
+"""Resolves a cluster without addresses: ranks send theirs to rank 0, which sends the list to all.
 
     rank r                                        rank 0
       │ (1) hello, meeting: rank, host, port ────► │     through its entrance (entrance.py); the host as seen on the way
@@ -42,7 +42,7 @@ _met: dict[tuple[int, Seat], Cluster] = {}  # by process id: ranks meet once
 
 
 def meet(seat: Seat) -> Cluster:
-    """Exchanges addresses with the other ranks; a second time in one process, says the same.
+    """Exchanges addresses with the other ranks; a second call in one process returns the same cluster.
 
     Raises:
         RendezvousError: Not all ranks came within `TFRING_CONNECT_TIMEOUT_SECONDS`, or two claim one rank.
@@ -55,14 +55,14 @@ def meet(seat: Seat) -> Cluster:
 
 
 def forget_listener(cluster: Cluster, without: Cluster) -> None:
-    """Has `meet` say `without` where it said `cluster`, whose socket is closed."""
+    """Makes `meet` return `without` in place of `cluster`, whose socket is closed."""
     for key, met in _met.items():
         if met == cluster:
             _met[key] = without
 
 
 class _Meeting:
-    """One rank's part."""
+    """Runs one rank's side of the exchange."""
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
@@ -114,7 +114,7 @@ class _Meeting:
         self.ports, self.key = [port], self.secret.encode()
 
     def _check_host(self) -> None:
-        """Where the host of rank 0 was inferred: better an error at once than ranks that wait for each other."""
+        """Raises where the inferred host of rank 0 is not this one; else ranks would wait in vain."""
         if not self.seat.remedy:
             return
         try:
@@ -129,7 +129,7 @@ class _Meeting:
     # Rank 0.
 
     def _gather(self, listener: socket.socket) -> list[dict[str, Any]]:
-        """Hears every rank (1), (2), then tells all (3)."""
+        """Receives the addresses of every rank (1), (2), then sends the list to all (3)."""
         guests: dict[int, entrance.Guest] = {}
         here = None if self.loopback else ports.named_address()
         port = listener.getsockname()[1]
@@ -212,7 +212,7 @@ class _Meeting:
     # The others.
 
     def _tell(self, listener: socket.socket) -> list[dict[str, Any]]:
-        """Finds rank 0, tells it where this rank listens, and hears of all."""
+        """Finds rank 0, sends it this rank's address, and receives those of all."""
         reasons: dict[int, str] = {}
         while time.monotonic() < self.deadline:
             for port in self.ports:
@@ -256,13 +256,13 @@ class _Meeting:
             return _rows(channel.receive(self.tables()).fields, self.seat.world_size)
 
     def tables(self) -> wire.Format:
-        """What rank 0 tells all."""
+        """Returns the format of the list that rank 0 sends to all."""
         count = self.seat.world_size
         columns = {name: wire.list_of(field, count) for name, field in _PLACE.items()}
         return wire.Format({"places": columns}, max_json_bytes=1024 + 600 * count)
 
     def _address_of(self, connection: socket.socket) -> str:
-        """This host's address as rank 0 sees it."""
+        """Returns this host's address as rank 0 sees it."""
         host = None if self.loopback else ports.named_address()
         if host is None:
             host = "127.0.0.1" if connection.family == socket.AF_UNIX else _plain(connection.getsockname()[0])
@@ -280,7 +280,7 @@ class _Meeting:
 
 
 def _is_this_host(seat: Seat) -> bool:
-    """Whether rank 0 is at a loopback address, so that all ranks are on its host."""
+    """Returns True if rank 0 is at a loopback address, so that all ranks are on its host."""
     if seat.share is not None:
         return False
     with contextlib.suppress(OSError):
@@ -289,7 +289,7 @@ def _is_this_host(seat: Seat) -> bool:
 
 
 def _outward(guests: dict[int, entrance.Guest], named: str | None) -> str | None:
-    """Rank 0's address as other hosts reach it; None where all ranks are on its own."""
+    """Returns rank 0's address as other hosts reach it; None if all ranks are on its own."""
     if named is not None:
         return named
     for _, guest in sorted(guests.items()):
@@ -301,7 +301,7 @@ def _outward(guests: dict[int, entrance.Guest], named: str | None) -> str | None
 
 
 def _peer_address(connection: socket.socket) -> str | None:
-    """Where it comes from; None from this host."""
+    """Returns the address of the peer; None for one on this host."""
     if connection.family == socket.AF_UNIX:
         return None
     host = _plain(connection.getpeername()[0])

@@ -22,7 +22,7 @@ AXES = ("pipeline", "data", "model")  # from the slowest to the fastest as ranks
 
 
 class Coordinates(NamedTuple):
-    """Where a rank is along each axis."""
+    """The position of a rank along each axis."""
 
     pipeline: int
     data: int
@@ -31,7 +31,7 @@ class Coordinates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """How the workers of a `tfring.RingStrategy` divide the work; `world_size` is the product of all sizes.
+    """Arrangement of the workers of a `tfring.RingStrategy`; `world_size` is the product of all sizes.
 
     Args:
       data: how many replicas of the model there are, each of which trains on its share of the rows of a batch.
@@ -58,7 +58,7 @@ class Mesh:
                 raise ConfigurationError(f"Sizes of a mesh are whole numbers, 1 or more. Received: {axis}={size!r}")
 
     def of(self, world_size: int) -> Mesh:
-        """This mesh over so many workers, with its data axis filled in.
+        """Returns this mesh for a number of workers, with its data axis filled in.
 
         Raises:
           ConfigurationError: where the product of its sizes is another number.
@@ -74,7 +74,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many workers it has, where `data` is given.
+        """Returns the number of workers, where `data` is given.
 
         >>> Mesh(data=2, model=2).size
         4
@@ -83,11 +83,11 @@ class Mesh:
 
     @property
     def is_data_only(self) -> bool:
-        """Whether each worker holds the whole model."""
+        """Returns True if each worker holds the full model."""
         return self.model == self.pipeline == 1
 
     def size_along(self, axis: str) -> int:
-        """How many ranks there are along an axis, several ("pipeline+model"), or in the "world".
+        """Returns the number of ranks along an axis, several ("pipeline+model"), or in the "world".
 
         >>> mesh = Mesh(data=2, model=3, pipeline=4)
         >>> mesh.size_along("model"), mesh.size_along("pipeline+model"), mesh.size_along("world")
@@ -96,7 +96,7 @@ class Mesh:
         return math.prod(getattr(self, each) or 1 for each in axes_of(axis))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is.
+        """Returns the coordinates of a rank.
 
         >>> Mesh(data=2, model=2, pipeline=2).coordinates(5)
         Coordinates(pipeline=1, data=0, model=1)
@@ -106,7 +106,7 @@ class Mesh:
         return Coordinates(pipeline, data, model)
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """Where a rank is along an axis, several, or in the "world".
+        """Returns the position of a rank along an axis, several, or in the "world".
 
         >>> Mesh(data=2, model=2, pipeline=2).coordinate("pipeline+model", 5)
         3
@@ -117,7 +117,7 @@ class Mesh:
         return number
 
     def place(self, rank: int) -> str:
-        """What a rank has, for people: counted from 1, of the axes that there are.
+        """Describes a rank's part of the model, for people: counted from 1, of the axes that there are.
 
         >>> Mesh(data=2, pipeline=3).place(5)
         'stage 3 of 3 of replica 2'
@@ -133,7 +133,7 @@ class Mesh:
         return " of ".join(places)
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Who is there.
+        """Returns the rank at these coordinates.
 
         >>> Mesh(data=2, model=2, pipeline=2).rank(Coordinates(pipeline=1, data=0, model=1))
         5
@@ -141,7 +141,7 @@ class Mesh:
         return (coordinates.pipeline * (self.data or 1) + coordinates.data) * self.model + coordinates.model
 
     def ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks along an axis through a rank, or several, in the order of their coordinates.
+        """Returns the ranks along an axis through a rank, or several, in the order of their coordinates.
 
         >>> Mesh(data=2, model=2).ranks("data", 3), Mesh(data=2, model=2).ranks("model", 3)
         ((1, 3), (2, 3))
@@ -153,7 +153,7 @@ class Mesh:
 
 
 def axes_of(axis: str) -> tuple[str, ...]:
-    """The axes that are meant by "world" or by names joined by "+", from the slowest to the fastest.
+    """Returns the axes meant by "world" or by names joined by "+", from the slowest to the fastest.
 
     >>> axes_of("pipeline+model"), axes_of("world")
     (('pipeline', 'model'), ('pipeline', 'data', 'model'))

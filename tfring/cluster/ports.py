@@ -89,7 +89,7 @@ def own_address() -> str:
 
 
 def candidates(job: str) -> list[int]:
-    """Where rank 0 of a job may listen, in order: the same on all ranks, others for other jobs.
+    """Returns the ports at which rank 0 of a job may listen, in order: the same on all ranks, others for other jobs.
 
     >>> candidates("slurm 17.0") == candidates("slurm 17.0") != candidates("slurm 18.0")
     True
@@ -147,7 +147,7 @@ def host_identity() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address (not a name) is for this host alone."""
+    """Returns True if an address (not a name) is for this host alone."""
     return ipaddress.ip_address(host.split("%")[0]).is_loopback
 
 
@@ -161,7 +161,7 @@ def resolve(host: str) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address (not a name) is this host's.
+    """Returns True if an address (not a name) is this host's.
 
     >>> is_local("127.0.0.1"), is_local("192.0.2.200")
     (True, False)

@@ -1,4 +1,4 @@
-"""The secret of a job: who knows it may take a rank's seat."""
+"""The secret of a job. A process that knows it may act as any rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _HOW_TO = f"""\
 
 
 def fresh() -> str:
-    """A new one."""
+    """Returns a new secret."""
     return secrets.token_hex(32)
 
 
 def configured(environ: Mapping[str, str] | None = None) -> str | None:
-    """What `TFRING_SECRET` holds, or the file that `TFRING_SECRET_FILE` names; None without.
+    """Returns the value of `TFRING_SECRET`, or of the file that `TFRING_SECRET_FILE` names; None without.
 
     Args:
         environ: Where to look; `os.environ` by default.
@@ -49,7 +49,7 @@ def configured(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def of(cluster: Any) -> bytes:
-    """The key to a cluster's entrances; empty where there is no secret.
+    """Returns the key to a cluster's listeners; empty if there is no secret.
 
     Raises:
         ConfigurationError: There is none, and `TFRING_REQUIRE_SECRET` wants one; or as `configured`.
@@ -64,9 +64,9 @@ def of(cluster: Any) -> bytes:
 
 
 def warning(where: str) -> str:
-    """What to tell the user of ranks on several hosts without a secret."""
+    """Returns the warning for ranks on several hosts without a secret."""
     return (
-        f"These ranks have no secret: whoever reaches {where} over the network can take a rank's place or listen to "
+        f"These ranks have no secret: a process that reaches {where} over the network can act as a rank or listen to "
         f"it, as with TensorFlow's own server. On a network that others share, set {FILE_VARIABLE} or {VARIABLE} "
         "alike on all ranks, or start them by `tfring launch`, which does (docs/security.md)."
     )

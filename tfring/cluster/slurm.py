@@ -54,5 +54,5 @@ def read(environ: Mapping[str, str]) -> Seat | None:
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this is the shell of an allocation, from where `srun` starts tasks, and not a task itself."""
+    """Returns True in the shell of an allocation, from which `srun` starts tasks; False in a task."""
     return bool(environ.get(JOB_ID)) and not environ.get(STEP_ID)

@@ -135,7 +135,7 @@ def _read_cluster(config: Mapping[str, Any]) -> dict[str, list[Any]]:
         if job == "ps":
             what = (
                 'lists parameter servers ("ps"), and a ring has none: every worker holds all variables, and '
-                "gradients go round a ring. Start the workers only, or make a tfring.ParameterServerStrategy"
+                "gradients are summed in a ring. Start the workers only, or make a tfring.ParameterServerStrategy"
             )
             raise _error(what, config, **_without(job, config, cluster))
         if job not in _JOBS:

@@ -37,7 +37,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
     remedy = f"Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
     missing = [name for name in VARIABLES if not environ.get(name, "").strip()]
     if missing == [MASTER_ADDR, MASTER_PORT] and environ[WORLD_SIZE].strip() == "1":
-        missing = []  # nobody to meet
+        missing = []  # no rank to meet
     if missing:
         received = " ".join(f"{name}={environ[name]}" for name in VARIABLES if name in environ)
         raise ConfigurationError(
@@ -67,7 +67,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
 
 
 def check_not_half(environ: Mapping[str, str]) -> None:
-    """Where no source spoke: a world size and an address without a rank would be a lone training in each process.
+    """Raises for a world size and an address without a rank, with which each process would train alone.
 
     Raises:
         ConfigurationError: So it is.

@@ -8,7 +8,7 @@
        │ ring, pair ──────────────────────────► │     if all is well so far: the ring itself, then neighbours alone
        │ end ─────────────────────────────────► │     after the report
 
-All through the sockets where the ring would listen, and the same entrance (`cluster/entrance.py`). Every wait ends.
+All through the sockets where the ring would listen, and the same listener. Every wait ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ANSWER_SECONDS = 25.0  # for facts, with names that do not resolve
 _CLOCK_SECONDS = 20.0
 _RING_SECONDS = 20.0  # to form, and for each collective
 _MARGIN_SECONDS = 10.0
-_LINGER_SECONDS = 3.0  # so that a launcher hears of rank 0's end first
+_LINGER_SECONDS = 3.0  # so that a launcher learns of rank 0's end first
 
 _RANKS = wire.list_of(wire.integer(0, entrance.MAX_RANKS), entrance.MAX_RANKS)
 _REQUESTS = wire.Format(
@@ -113,7 +113,7 @@ def _complain(rank: int, text: str) -> int:
 
 
 def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
-    """What a rank answers."""
+    """Answers a request at a rank."""
     try:
         if request["do"] == "facts":
             return host.facts(cluster)
@@ -227,7 +227,7 @@ class _Asking:
     def _clock(self, rank: int) -> dict[str, float] | None:
         try:
             return links.clock_offset(lambda: self._ask(rank, {"do": "clock"}, links.PROBE_SECONDS)["time"])
-        except KeyError:  # it is gone; the next question says so
+        except KeyError:  # it is gone; the next question reports it
             return None
 
     def _neighbours(self) -> list[dict[str, Any]]:
@@ -286,7 +286,7 @@ class _Answering:
         self._lost = ""
 
     def run(self) -> int:
-        for look in (self._go, self._take):
+        for look in (self._connect_to_rank_0, self._take):
             threading.Thread(target=look, daemon=True).start()
         patience = self._seconds + _LINGER_SECONDS
         started = time.monotonic()
@@ -301,8 +301,8 @@ class _Answering:
                 return _complain(self._cluster.rank, "rank 0 stopped asking before the end.")
         return _complain(self._cluster.rank, self._lost) if self._lost else 0
 
-    def _go(self) -> None:
-        """To rank 0, until one connection has served."""
+    def _connect_to_rank_0(self) -> None:
+        """Connects to rank 0 and serves it, again where a connection fails, until one has served."""
         while not self._ended.is_set():
             try:
                 with _dial(self._cluster, 0) as connection:
@@ -314,7 +314,7 @@ class _Answering:
             time.sleep(_PAUSE_SECONDS)
 
     def _take(self) -> None:
-        """What rank 0 has dialled."""
+        """Serves the connections that rank 0 dials."""
         while not self._ended.is_set():
             guest = _take(self._door, self._cluster, 0)
             if guest is not None:

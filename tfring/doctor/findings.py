@@ -12,21 +12,21 @@ from tfring.doctor import links
 from tfring.errors import UnsupportedTensorFlowError
 
 _MAX_CLOCK_SECONDS = 1.0
-_FASTER = 2.0  # an interface that is so many times as fast as the one that is used deserves a word
+_FASTER = 2.0  # an interface this many times as fast as the one in use is worth a warning
 _OPEN_PORTS = "export TFRING_PORT_RANGE=20000-20100"
 _OTHER_NETWORK = "export TFRING_INTERFACE=eth0"
 _GIVEN_ADDRESSES = ("TF_CONFIG", "Vertex AI's CLUSTER_SPEC")  # sources that name the ports
 
 
 class Finding(NamedTuple):
-    """What is wrong, and what to do."""
+    """A problem, and its remedy."""
 
     what: str
     do: str
 
 
 def without_cluster(facts: dict[str, Any] | None, problem: str) -> dict[str, Any]:
-    """What there is to report where no cluster could be made out; `facts` of this process, if they matter."""
+    """Returns the results where no cluster could be found; `facts` of this process, if they matter."""
     return {
         "source": None,
         "world_size": None,
@@ -37,12 +37,12 @@ def without_cluster(facts: dict[str, Any] | None, problem: str) -> dict[str, Any
 
 
 def may_form(found: dict[str, Any]) -> bool:
-    """Whether it makes sense to try the ring: nothing is known that would keep it from forming."""
+    """Returns True if it makes sense to try the ring: no known problem keeps it from forming."""
     return found["world_size"] > 1 and not list(problems(found))
 
 
 def problems(found: dict[str, Any]) -> Iterator[Finding]:
-    """What keeps this cluster from training."""
+    """Yields the problems that keep this cluster from training."""
     if found["problem"]:
         what, _, do = found["problem"].partition("\n")
         yield Finding(what, do or "Mend that, and ask again.")
@@ -62,7 +62,7 @@ def problems(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def warnings(found: dict[str, Any]) -> Iterator[Finding]:
-    """What is odd, slow or likely to hurt later."""
+    """Yields what is odd, slow or likely to hurt later."""
     facts = found["facts"]
     yield from _of_python(facts)
     yield from _of_memory(found)
@@ -92,7 +92,7 @@ def cpus_of(facts: Sequence[dict[str, Any]]) -> int:
 
 
 def used_interface(found: dict[str, Any], rank: int) -> dict[str, Any] | None:
-    """That by which a rank reaches the next."""
+    """Returns the interface by which a rank reaches the next; None if it is not known."""
     following = (rank + 1) % found["world_size"] if found["world_size"] else rank
     local = found.get("connections", {}).get(rank, {}).get(following, {}).get("local", "").removeprefix("::ffff:")
     every = found["facts"][rank]["interfaces"]
@@ -232,7 +232,7 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
     )
     return {
         links.REFUSED: (
-            "refused: the host answers, but nobody listens at that port",
+            "refused: the host answers, but no process listens at that port",
             "See that the address is that rank's own as others reach it, and that no firewall refuses the port.",
         ),
         links.TIMED_OUT: (

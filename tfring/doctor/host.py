@@ -1,4 +1,4 @@
-"""What a rank says of itself and its host: versions, the compiled ring, CPUs, memory, interfaces, names."""
+"""Facts about a rank and its host: versions, the compiled ring, CPUs, memory, interfaces, names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_INTERFACES = 64
 
 
 def facts(cluster: Cluster) -> dict[str, Any]:
-    """What rank 0 asks every rank for; fit for JSON."""
+    """Returns the facts that rank 0 requests of every rank; fit for JSON."""
     return {
         "rank": cluster.rank,
         "source": cluster.source,
@@ -137,7 +137,7 @@ def _shared_memory(cluster: Cluster) -> dict[str, Any]:
 
 
 def _links_within_host(cluster: Cluster) -> int:
-    """How many ranks of its host a rank exchanges anything with, for each of which it has a mailbox."""
+    """Returns the number of ranks of its host with which a rank exchanges data, each through a mailbox."""
     hosts = [parse_address(address).host for address in cluster.addresses]
     if not hosts:
         return 0
@@ -146,7 +146,7 @@ def _links_within_host(cluster: Cluster) -> int:
 
 
 def _keras_backend() -> str | None:
-    """What the variable or else Keras' own file says; None where neither does, and it is TensorFlow."""
+    """Returns the backend of the variable or else of Keras' own file; None without either, which is TensorFlow."""
     if os.environ.get("KERAS_BACKEND"):
         return os.environ["KERAS_BACKEND"]
     folder = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")

@@ -1,4 +1,4 @@
-"""What lies between ranks: whether they connect, how far their clocks are apart, how fast the ring is."""
+"""Measures the connections between ranks: whether they connect, their clocks' offsets, the ring's speed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _REPEATS = 3
 
 # What may become of an attempt to connect.
 CONNECTED = "connected"
-REFUSED = "refused"  # the host answered: nobody listens there
-TIMED_OUT = "timed out"  # nobody answered at all
+REFUSED = "refused"  # the host answered: no process listens there
+TIMED_OUT = "timed out"  # no answer at all
 UNREACHABLE = "unreachable"  # this host or a router knows no way
 UNRESOLVED = "unresolved"
 NO_ANSWER = "no answer"  # connected, and then silence
@@ -40,7 +40,7 @@ _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, err
 
 
 def kind_of(error: Exception) -> str:
-    """What an error of connecting means.
+    """Returns the meaning of an error of connecting.
 
     >>> kind_of(ConnectionRefusedError()), kind_of(TimeoutError()), kind_of(OSError(errno.EHOSTUNREACH, ""))
     ('refused', 'timed out', 'unreachable')
@@ -95,8 +95,10 @@ def probe_all(cluster: Cluster, ranks: list[int]) -> dict[int, dict[str, Any]]:
 
 
 def clock_offset(ask: Callable[[], float]) -> dict[str, float]:
-    """How far another clock is ahead of this one. The answer was given between asking and hearing it: the middle of the
-    shortest exchange is off by half of its time at most.
+    """Measures how far another clock is ahead of this one.
+
+    The answer was given between asking and hearing it: the middle of the shortest exchange is off by half of its time
+    at most.
 
     Args:
         ask: Returns what the other clock shows, after a way there and back.
@@ -165,7 +167,7 @@ def _latency(ring: Any) -> float:
 
 
 def _throughput(ring: Any) -> dict[str, float]:
-    """Of an all_reduce of the size that takes a moment: what each rank sends, over the shortest time of the slowest."""
+    """Measures the bytes that each rank sends in a large all_reduce, over the shortest time of the slowest rank."""
     import numpy as np
 
     def seconds_for(num_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""Many things at once that may each take their time, and a time after which nobody waits."""
+"""Thread-pool map with one deadline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_parallel(
     """Calls `task` on every item.
 
     Returns:
-        The results there are after `seconds`; what has not ended by then goes on unheard, and keeps no process alive.
+        The results there are after `seconds`; what has not ended by then goes on in a daemon thread, without a result.
 
     >>> in_parallel(lambda seconds: time.sleep(seconds), [0.0, 60.0], 0.5)
     {0.0: None}

@@ -17,7 +17,7 @@ _WIDTH = 112
 
 
 def document(found: dict[str, Any]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the document that `--json` prints."""
     facts = found["facts"]
     problems = [finding._asdict() for finding in findings.problems(found)]
     warnings = [finding._asdict() for finding in findings.warnings(found)]
@@ -53,7 +53,7 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(document: dict[str, Any]) -> str:
-    """What a person reads."""
+    """Returns the text for a person to read."""
     lines = [_title(document), *([""] if document["ranks"] else [])]
     lines += _software(document["ranks"])
     lines += _hosts(document)

@@ -162,7 +162,7 @@ class _Agent:
                         _tell(wire.pack("ended", rank=rank, code=code))
 
     def _drain(self, rank: int, started: worker.Started) -> None:
-        """What a worker has printed comes before its end; what it has started may hold its streams open for longer."""
+        """Reads what a worker has printed before its end is reported; its children may hold the streams open longer."""
         for name, fd in (("out", started.out), ("err", started.err)):
             if fd in self._selector.get_map():
                 os.set_blocking(fd, False)

@@ -210,7 +210,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _is_a_rank() -> bool:
-    """Whether some source gives this process a place; or says nonsense, which the doctor will tell."""
+    """Returns True if a source describes a cluster; also if it is invalid, which the doctor will report."""
     try:
         return detection.find(os.environ) is not None
     except ConfigurationError:
@@ -298,7 +298,7 @@ def _run(
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
-    """Where to start workers; nowhere else than here, if the list is empty."""
+    """Returns the hosts to start workers on; this one alone if the list is empty."""
     if arguments.hosts or arguments.hostfile:
         if arguments.n is not None:
             raise ConfigurationError("-n and the numbers behind the hosts say the same thing: leave -n out")
@@ -318,7 +318,7 @@ class _Elsewhere(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong, then where help is, in place of the whole usage."""
+    """Prints what is wrong and how to get help, instead of the full usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help\n")

@@ -1,4 +1,4 @@
-"""What a launcher and its agent on another host say to each other, over the standard streams of ssh or srun.
+"""Messages between a launcher and its agent on another host, over the standard streams of ssh or srun.
 
     launcher                                          agent (agent.py)
        │ tfring launcher 4 0.1.0 ─────────────────────────► │     a line each: the protocol, and the version to be told;
@@ -12,7 +12,7 @@
        │ ◄────────────────────────────────────────── taken │     an input, of at most INPUT_MESSAGES on the way
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
-The messages are those of tfring/wire.py. They have no tags: ssh has proved who is there, and nobody else is on the way.
+The messages are those of tfring/wire.py. They have no tags: ssh has authenticated both sides.
 The first lines stay as they are in every later protocol. Protocol 1 had "tfring agent 1"; 2 had none, and is known by
 the first bytes of its messages, or by how it ends at a line.
 """
@@ -35,7 +35,7 @@ ENDS_AT_GREETING = 70  # EX_SOFTWARE, that of an agent of protocol 1 or 2, which
 _PROTOCOL_2 = b"TFRING\x00"
 
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command
-_MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a piece at a time
+_MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a chunk at a time
 INPUT_MESSAGES, INPUT_BYTES = 64, 1 << 14  # of standard input, on the way at a time
 _RANK = wire.integer(0, entrance.MAX_RANKS)
 _WORD = wire.text(_MAX_JSON_BYTES, r"[^\x00]*")

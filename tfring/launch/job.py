@@ -67,7 +67,7 @@ class Worker:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it ended because another had, going by its last words."""
+        """Returns True if it ended because another had, judged by its last lines."""
         return any(_LOST_PEER.match(line) for line in self.err.last_words()[0])
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Job:
         self._start_at = time.monotonic() + delay_seconds
         self._sequel = sequel
         self.lost_hosts: list[str] = []
-        self.asked_to_stop = False  # by a signal, or because nobody is left to ask
+        self.asked_to_stop = False  # by a signal, or because no worker is left to ask
         self._hosts: list[RemoteHost] = []
         for host in hosts:
             assert way is not None
@@ -130,7 +130,7 @@ class Job:
             first = self._hosts[-1].ranks.stop if self._hosts else 0
             self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
-        self._taken: list[int] = []  # of workers on this host, where they say that they have taken their places
+        self._taken: list[int] = []  # pipes by which workers on this host report that they joined the ring
         self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
         self._is_reading = True
         self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
@@ -273,7 +273,7 @@ class Job:
             elif kind == "taken":
                 host.on_taken()
             elif message.get("rank") not in host.ranks:
-                raise _CannotStartError(f"{host.name} speaks of ranks that are not its own")
+                raise _CannotStartError(f"{host.name} reports ranks that are not its own")
             elif kind == "output":
                 worker = self._workers[message["rank"]]
                 (worker.out if message["stream"] == "out" else worker.err).take(data)
@@ -387,7 +387,7 @@ class Job:
             self._decide_at = now + _CAUSE_SECONDS
 
     def _another_may_be_first(self, worker: Worker) -> bool:
-        """Whether one that still runs may have failed before: a traceback comes a while before the end."""
+        """Returns True if one that still runs may have failed before: a traceback comes a while before the end."""
         running = [other for other in self._workers if other.exit_code is None]
         tracebacks = [other.err.traceback_at for other in running if other.err.traceback_at is not None]
         return bool(running) and (worker.lost_a_peer or any(at < worker.failed_at for at in tracebacks))
@@ -449,13 +449,13 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """Returns the seconds it has run."""
         return time.monotonic() - self._start_at
 
     def _report(self) -> None:
         for worker in self._workers:
             worker.close()
-        alone = self._num_workers > 1 and bool(self._taken) and not self._has_ring()
+        alone = self._num_workers > 1 and bool(self._taken) and not self._collect_taken()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)
         if alone and self._stop_code is None:
@@ -467,8 +467,8 @@ class Job:
             if self._stop_code == 128 + signum and not self._first:
                 self._say(f"stopped by {signum.name}, with all workers.")
 
-    def _has_ring(self) -> bool:
-        """Closes what workers on this host say it by, and returns whether any has taken its place."""
+    def _collect_taken(self) -> bool:
+        """Reads and closes the pipes of workers on this host; returns whether any has joined the ring."""
         said = []
         for fd in self._taken:
             os.set_blocking(fd, False)  # what a worker has left behind may hold the other end

@@ -1,7 +1,7 @@
 """Joins the output of all workers into one that reads well.
 
 Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because
-`print` writes it in pieces. Of the others whole lines are shown, `[rank] ` in front; lines that were drawn
+`print` writes it in parts. Of the others whole lines are shown, `[rank] ` in front; lines that were drawn
 over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log says on every rank, and
 the frames of a traceback that another rank has shown, are shown once. Bytes throughout, so no text is too odd.
 """
@@ -21,7 +21,7 @@ import time
 from typing import BinaryIO
 
 _LINE_SECONDS = 0.1  # how long rank 0's line may lack its end until it is shown without, as a question is
-_MAX_LINE_BYTES = 64 * 1024  # a longer one is shown in pieces
+_MAX_LINE_BYTES = 64 * 1024  # a longer one is shown in parts
 _MOST_LOG_LINES = 10_000  # different ones, that are remembered
 _KEPT_LINES = 400  # of a worker's standard error, to tell why it failed
 # "Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):" but not the
@@ -84,7 +84,7 @@ class Surface:
         """Writes as much as is taken at once.
 
         Raises:
-            BrokenPipeError: Nobody reads any more, nor will.
+            BrokenPipeError: No process reads any more.
         """
         written = 0
         try:
@@ -110,7 +110,7 @@ class Surface:
 
 
 def _takes_some(fd: int) -> bool:
-    """Whether a short write does not block."""
+    """Returns True if a short write does not block."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(0))
@@ -245,7 +245,7 @@ class Stream:
             return lines
         log = _LOG.match(line)
         if log:
-            self._folds_log = self._shown.is_repeated(self._rank, log.group(1) or log.group(2))
+            self._folds_log = self._shown.count_log_line(self._rank, log.group(1) or log.group(2))
         elif not line.startswith(b"\t"):  # a message's second line
             self._folds_log = False
         return lines if self._folds_log else [*lines, line]
@@ -255,7 +255,7 @@ class Stream:
         frames, self._frames = self._frames, []
         if len(frames) < _FEWEST_FRAMES:
             return frames
-        other = self._shown.who_showed(self._rank, b"\n".join(frames))
+        other = self._shown.first_with_frames(self._rank, b"\n".join(frames))
         return frames if other is None else [frames[0].rstrip() + b" as of rank %d, above" % other]
 
     def _show(self, lines: list[bytes]) -> None:
@@ -286,7 +286,7 @@ class Stream:
 
 
 class Shown:
-    """What the ranks have shown: how many lines each, which lines of the log, which tracebacks."""
+    """Counts the lines that each rank has shown, and which lines of the log and tracebacks."""
 
     def __init__(self) -> None:
         self._lines: collections.Counter[int] = collections.Counter()
@@ -294,8 +294,8 @@ class Shown:
         self._log_of_rank: collections.Counter[tuple[int, bytes]] = collections.Counter()
         self._frames: dict[bytes, int] = {}
 
-    def is_repeated(self, rank: int, text: bytes) -> bool:
-        """Notes a line of a rank's log; whether another rank has shown it as many times as this one has it now."""
+    def count_log_line(self, rank: int, text: bytes) -> bool:
+        """Counts a line of a rank's log. Returns True if another rank has shown it as often as this one has it now."""
         if len(self._log_of_rank) > _MOST_LOG_LINES:
             self._log.clear()
             self._log_of_rank.clear()
@@ -305,8 +305,8 @@ class Shown:
         self._log[text] += 1
         return False
 
-    def who_showed(self, rank: int, frames: bytes) -> int | None:
-        """Another rank that has shown these frames; None, and this one is noted, where none has."""
+    def first_with_frames(self, rank: int, frames: bytes) -> int | None:
+        """Returns another rank that has shown these frames; else records this one, and returns None."""
         first = self._frames.setdefault(frames, rank)
         return None if first == rank else first
 

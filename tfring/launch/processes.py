@@ -1,4 +1,4 @@
-"""What Linux offers to leave no process behind: death signals, subreapers, the tree under /proc."""
+"""Leaves no process behind, by the means of Linux: death signals, subreapers, the tree under /proc."""
 
 from __future__ import annotations
 

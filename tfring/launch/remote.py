@@ -24,7 +24,7 @@ _NOT_PASSED = ("TF_CONFIG",)
 
 
 class Way(NamedTuple):
-    """How to get to hosts, and what the workers find there."""
+    """The command that reaches hosts, and the environment that workers find there."""
 
     connect: Callable[[str, str], list[str]]  # the host, a shell command -> the command that runs it there
     python: str
@@ -146,7 +146,7 @@ class RemoteHost:
 
     @property
     def has_greeted(self) -> bool:
-        """Whether the agent has said that it is one."""
+        """Returns True if the agent has sent its greeting."""
         return self._reader.greeted
 
     def forward_stdin(self) -> None:

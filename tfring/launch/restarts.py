@@ -15,7 +15,7 @@ _MAX_DELAY_SECONDS = 30.0
 
 
 class Limits(NamedTuple):
-    """How often all workers are started again, and with how many at least."""
+    """The most restarts of all workers, and the fewest workers to restart with."""
 
     max_restarts: int
     min_workers: int | None = None  # None: as many as at first

@@ -1,4 +1,4 @@
-"""What `tfring <command> --help` says beside the options."""
+"""Texts of `tfring <command> --help` in addition to the options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ environment of a worker:
   TFRING_LISTEN_FD
       its place in the ring; tfring.RingStrategy() reads them.
   TFRING_SECRET
-      what the workers prove to each other; made anew for each run, unless it or TFRING_SECRET_FILE is set.
+      what the workers prove to each other; a new one for each run, unless it or TFRING_SECRET_FILE is set.
   TFRING_RESTART, TFRING_DATA_SEED
       how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
       begin with, the same in every try.
@@ -50,7 +50,7 @@ environment of a worker:
       its share of the CPUs this process may use, unless set already.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
       unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
-      them to those who ask: a step that makes tensors of many MB anew spends half its time in the kernel without.
+      them to those who ask: a step that allocates tensors of many MB spends half its time in the kernel without.
 """
 
 LAUNCH_EXAMPLES = """\

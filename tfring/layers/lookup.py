@@ -140,7 +140,7 @@ class Exchange:
         running = step.current() or step.Step()
         unique, position = tf.unique(ids)
         # A worker without rows of the batch computes on a row that does not count: it asks for none of it.
-        unique, bad = running.counted_rows(unique), running.counted_rows(bad)
+        unique, bad = running.drop_if_empty(unique), running.drop_if_empty(bad)
         order, places = self._by_owner(unique)
         # An id that nobody owns is told to all, so that all fail alike and none waits.
         asked = [tf.concat([tf.gather(unique, numbers), bad], 0) for numbers in order]
@@ -155,7 +155,8 @@ class Exchange:
             back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
             position = tf.where(running.active, position, 0)
-        return _spread(back, tf.gather(places, position), lambda gradient: running.counted(running.weigh(gradient)))
+        places = tf.gather(places, position)
+        return _spread(back, places, lambda gradient: running.zero_if_empty(running.weigh(gradient)))
 
     def _check(self, told, asked_of_each=None):
         """Operations that fail where an id without a row is told; `asked_of_each` says who told what."""

@@ -129,7 +129,7 @@ class _Call:
     # -- without -------------------------------------------------------------------------------------------------------
 
     def _gather(self, rows, what):
-        rows = self._running.counted_rows(rows)
+        rows = self._running.drop_if_empty(rows)
         share = tf.ones([1], tf.float64) if self._share is None else self._share[None]
         return self._collectives.all_gather([rows, share, tf.shape(rows, tf.int64)[:1]], name=f"{self._key}/{what}")
 
@@ -141,7 +141,7 @@ class _Call:
         return self._as_given(tf.cast(tf.reduce_sum(tf.cast(pieces, wide), 0), pieces.dtype))
 
     def _divide(self, rows, what):
-        rows = self._running.counted_rows(rows)
+        rows = self._running.drop_if_empty(rows)
         count = tf.shape(rows, tf.int64)[0]
         share = tf.ones([], tf.float64) if self._share is None else self._share
         (columns, shares), (received, _) = self._collectives.all_to_all(

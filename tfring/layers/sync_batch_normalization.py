@@ -174,7 +174,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
         exchange = choice.of_replica(self.synchronization, self._number)
         mine = local_moments(tf.cast(tf.stop_gradient(inputs), compute_dtype), axis, mask)
-        mine = (step.current() or step.Step()).counted(mine)
+        mine = (step.current() or step.Step()).zero_if_empty(mine)
         moments, window, share = self._shared(exchange, mine)
         scale, offset = self._scale_and_offset(moments, compute_dtype)
         self._update_averages(window, share)

@@ -43,17 +43,17 @@ def trace(run: Run) -> dict[str, Any]:
             span(_PYTHON, name, step.begin, step.end, "step")
             if each.until > step.end:
                 span(_PYTHON, "Python", step.end, each.until, "Python")
-            for piece in each.pieces:
-                name = _WAITS.format(piece.whom) if piece.category == "waiting" else piece.category
-                span(_DOES, name, piece.begin, piece.end, piece.category)
-        for piece in timeline.inputs(rank):
-            span(_INPUT, "wait for the next batch", piece.begin, piece.end, "input")
+            for part in each.spans:
+                name = _WAITS.format(part.whom) if part.category == "waiting" else part.category
+                span(_DOES, name, part.begin, part.end, part.category)
+        for part in timeline.inputs(rank):
+            span(_INPUT, "wait for the next batch", part.begin, part.end, "input")
         for call in rank.calls:
             thread = threads[call.ring]
             span(thread, f"{call.kind} {call.name}", call.begin, call.end, "collective", **_arguments(call))
-            for piece in timeline.pieces_of(call):
-                name = _WAITS.format(piece.whom) if piece.category == "waiting" else piece.category
-                span(thread, name, piece.begin, piece.end, piece.category)
+            for part in timeline.spans_of(call):
+                name = _WAITS.format(part.whom) if part.category == "waiting" else part.category
+                span(thread, name, part.begin, part.end, part.category)
     return {
         "displayTimeUnit": "ms",
         "otherData": {
@@ -69,7 +69,7 @@ def _named(name: str, pid: int, tid: int, /, **arguments: Any) -> dict[str, Any]
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """What a click on the span shows."""
+    """Returns the details that a click on the span shows."""
     return {
         "bytes": call.bytes,
         "algorithm": call.algorithm,

@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """What is left: bytes were on their way."""
+        """Returns the remaining time, in which bytes were on their way."""
         return self.end - self.begin - self.waited - self.added
 
 
@@ -60,7 +60,7 @@ class Mark(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """What one rank did."""
+    """The trace of one rank."""
 
     rank: int
     host: str
@@ -73,7 +73,7 @@ class Rank(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What all ranks did."""
+    """The traces of all ranks."""
 
     ranks: list[Rank]
     missing: list[int]

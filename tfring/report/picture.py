@@ -37,14 +37,14 @@ def draw(run: Run, file: str) -> None:
     figure, axes = pyplot.subplots(figsize=(11, 0.6 + 0.42 * len(lanes)))
     for row, (rank, lane) in enumerate(lanes):
         if lane == "step":
-            pieces = [piece for each in timeline.steps(rank) for piece in each.pieces]
+            spans = [span for each in timeline.steps(rank) for span in each.spans]
         else:
-            pieces = [piece for call in rank.calls if call.ring == lane for piece in timeline.pieces_of(call)]
+            spans = [span for call in rank.calls if call.ring == lane for span in timeline.spans_of(call)]
         for category, color in _COLORS.items():
             bars = [
-                ((max(piece.begin, begin) - begin) / 1e6, (min(piece.end, end) - max(piece.begin, begin)) / 1e6)
-                for piece in pieces
-                if piece.category == category and piece.begin < end and piece.end > begin
+                ((max(span.begin, begin) - begin) / 1e6, (min(span.end, end) - max(span.begin, begin)) / 1e6)
+                for span in spans
+                if span.category == category and span.begin < end and span.end > begin
             ]
             axes.broken_barh(bars, (-row - 0.4, 0.8), color=color, linewidth=0)
         if lane == "step" and row:

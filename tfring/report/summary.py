@@ -14,7 +14,7 @@ _MILLISECOND = 1e6  # nanoseconds
 
 
 def document(run: Run) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the document that `--json` prints."""
     kinds = dict.fromkeys(step.kind for rank in run.ranks for step in rank.steps)
     uncertainty = max(rank.uncertainty for rank in run.ranks)
     found: dict[str, Any] = {
@@ -46,10 +46,10 @@ def _of_rank(rank: Rank, kind: str) -> dict[str, Any]:
     sums = dict.fromkeys(timeline.CATEGORIES, 0)
     waits: dict[str, int] = {}
     for each in counted:
-        for piece in each.pieces:
-            sums[piece.category] += piece.end - piece.begin
-            if piece.category == "waiting":
-                waits[str(piece.whom)] = waits.get(str(piece.whom), 0) + piece.end - piece.begin
+        for span in each.spans:
+            sums[span.category] += span.end - span.begin
+            if span.category == "waiting":
+                waits[str(span.whom)] = waits.get(str(span.whom), 0) + span.end - span.begin
     number = max(len(counted), 1)
     gradients = sum(each.gradients for each in counted)
     hidden = min(sum(each.hidden for each in counted), sum(each.beside for each in counted))
@@ -67,7 +67,7 @@ def _of_rank(rank: Rank, kind: str) -> dict[str, Any]:
 
 
 def _whole(rank: Rank) -> dict[str, Any]:
-    """Of all steps, also those of which no spans were kept."""
+    """Returns the totals of all steps, also of those without spans."""
     steps = {
         kind: {
             "count": total["count"] + total["built"],
@@ -93,7 +93,7 @@ def _whole(rank: Rank) -> dict[str, Any]:
 
 
 def _slowest(run: Run) -> list[dict[str, Any]]:
-    """By name, those that take most time without the waiting, mean over ranks and calls."""
+    """Returns the collectives that take most time besides waiting, by name, mean over ranks and calls."""
     by_name: dict[tuple, list] = {}
     for rank in run.ranks:
         for call in rank.calls:
@@ -128,7 +128,7 @@ _OWN = {
 
 
 def findings(kind: str, steps: dict[str, Any]) -> list[str]:
-    """What the figures of a kind of step mean, in a sentence or two."""
+    """Explains the figures of a kind of step, in a sentence or two."""
     ranks = {rank: row for rank, row in steps["ranks"].items() if row["count"]}
     if not ranks:
         return []

@@ -1,4 +1,4 @@
-"""What a rank does at each moment of a step, from spans that overlap.
+"""Computes what a rank does at each moment of a step, from spans that overlap.
 
 ```
 call of the step function  |dispatch|..input..|         compute          |     compute    |  Python |
@@ -21,8 +21,8 @@ CATEGORIES = ("input", "Python", "dispatch", "compute", "waiting", "moving", "ad
 _ABOVE = {name: n for n, name in enumerate(("compute", "Python", "dispatch", "input", "waiting", "moving", "adding"))}
 
 
-class Piece(NamedTuple):
-    """A stretch of a step; nanoseconds of rank 0's clock."""
+class Span(NamedTuple):
+    """A span of a step; nanoseconds of rank 0's clock."""
 
     begin: int
     end: int
@@ -33,41 +33,41 @@ class Piece(NamedTuple):
 class StepOfRank(NamedTuple):
     step: Step
     until: int  # where the next step of its loop begins; else its own end
-    pieces: list[Piece]  # one after the other, from begin to until
+    spans: list[Span]  # one after the other, from begin to until
     gradients: int  # nanoseconds of collectives of gradients,
     hidden: int  # and how many of them before the last gradient was there
     beside: int  # CPU time of other threads meanwhile
 
 
-def inputs(rank: Rank) -> list[Piece]:
-    """When a step waited for its batch."""
+def inputs(rank: Rank) -> list[Span]:
+    """Returns the spans in which a step waited for its batch."""
     found = []
     begin = None
     for mark in rank.marks:
         if mark.name == INPUT_BEGINS:
             begin = mark.at
         elif mark.name == INPUT_ENDS and begin is not None:
-            found.append(Piece(begin, mark.at, "input"))
+            found.append(Span(begin, mark.at, "input"))
             begin = None
     return found
 
 
-def pieces_of(call: Call) -> list[Piece]:
-    """A collective's waiting, moving and adding, put one after the other; the last two alternate in truth."""
+def spans_of(call: Call) -> list[Span]:
+    """Returns a collective's waiting, moving and adding, one after the other; the last two alternate in truth."""
     met = call.begin + call.waited
     moved = met + call.moved
     cut = [
-        Piece(call.begin, met, "waiting", call.last),
-        Piece(met, moved, "moving"),
-        Piece(moved, call.end, "adding"),
+        Span(call.begin, met, "waiting", call.last),
+        Span(met, moved, "moving"),
+        Span(moved, call.end, "adding"),
     ]
-    return [piece for piece in cut if piece.end > piece.begin]
+    return [span for span in cut if span.end > span.begin]
 
 
 def steps(rank: Rank) -> Iterator[StepOfRank]:
-    """Each step of a rank, taken apart."""
+    """Yields each step of a rank, with its spans."""
     waits = inputs(rank)
-    begins_of_waits = [piece.begin for piece in waits]
+    begins_of_waits = [span.begin for span in waits]
     begins_of_calls = [call.begin for call in rank.calls]
     times_of_marks = [mark.at for mark in rank.marks]
     for number, step in enumerate(rank.steps):
@@ -81,19 +81,19 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
         ready = _gradients_ready(calls, {mark.name: mark.at for mark in marks})
         first = drawn[0].begin if drawn else step.begin  # only then is it known when TensorFlow has begun
         base = [
-            Piece(step.begin, min(first, step.end), "dispatch"),
-            Piece(step.begin, step.end, "compute"),
-            Piece(step.end, until, "Python"),
+            Span(step.begin, min(first, step.end), "dispatch"),
+            Span(step.begin, step.end, "compute"),
+            Span(step.end, until, "Python"),
         ]
         gradients = [call for call in calls if call.ring == GRADIENTS]
         length = sum(call.end - call.begin for call in gradients)
         hidden = sum(max(0, min(call.end, ready) - call.begin) for call in gradients)
         beside = sum(call.beside for call in gradients)
-        hides = beside >= hidden / 8  # else nobody computed meanwhile: the thread that would was waiting
+        hides = beside >= hidden / 8  # else no thread computed meanwhile: the one that would was waiting
         busy = [
-            piece._replace(begin=max(piece.begin, ready)) if hides and call.ring == GRADIENTS else piece
+            span._replace(begin=max(span.begin, ready)) if hides and call.ring == GRADIENTS else span
             for call in calls
-            for piece in pieces_of(call)
+            for span in spans_of(call)
         ]
         yield StepOfRank(
             step, until, flattened([*base, *drawn, *busy], step.begin, until), length, hidden if hides else 0, beside
@@ -101,33 +101,33 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
 
 
 def _gradients_ready(calls: list[Call], marks: dict[str, int]) -> int:
-    """When the last bucket of a step could leave, whenever its turn came."""
+    """Returns the time from which the last bucket of a step could be sent, regardless of its turn."""
     times = [min(call.begin, marks.get(f"{READY} {call.name}", call.begin)) for call in calls if call.ring == GRADIENTS]
     return max(times, default=0)
 
 
-def flattened(pieces: list[Piece], begin: int, end: int) -> list[Piece]:
-    """What is uppermost at each moment, in the order of `_ABOVE`; no two pieces at once.
+def flattened(spans: list[Span], begin: int, end: int) -> list[Span]:
+    """Returns the uppermost span at each moment, in the order of `_ABOVE`; no two spans overlap.
 
-    >>> flattened([Piece(0, 9, "compute"), Piece(2, 4, "input"), Piece(3, 6, "waiting", 1)], 0, 8)
-    [Piece(begin=0, end=2, category='compute', whom=-1), Piece(begin=2, end=3, category='input', whom=-1), \
-Piece(begin=3, end=6, category='waiting', whom=1), Piece(begin=6, end=8, category='compute', whom=-1)]
+    >>> flattened([Span(0, 9, "compute"), Span(2, 4, "input"), Span(3, 6, "waiting", 1)], 0, 8)
+    [Span(begin=0, end=2, category='compute', whom=-1), Span(begin=2, end=3, category='input', whom=-1), \
+Span(begin=3, end=6, category='waiting', whom=1), Span(begin=6, end=8, category='compute', whom=-1)]
     """
     changes = []
-    for number, piece in enumerate(pieces):
-        a, b = max(piece.begin, begin), min(piece.end, end)
+    for number, span in enumerate(spans):
+        a, b = max(span.begin, begin), min(span.end, end)
         if b > a:
             changes += [(a, 1, number), (b, 0, number)]
     changes.sort()
     open_now: set[int] = set()
-    flat: list[Piece] = []
+    flat: list[Span] = []
     for (at, opens, number), (then, _, _) in zip(changes, [*changes[1:], (end, 0, -1)], strict=True):
         open_now.add(number) if opens else open_now.discard(number)
         if then <= at or not open_now:
             continue
-        top = pieces[max(open_now, key=lambda n: (_ABOVE[pieces[n].category], -n))]
+        top = spans[max(open_now, key=lambda n: (_ABOVE[spans[n].category], -n))]
         if flat and flat[-1].end == at and flat[-1][2:] == top[2:]:
             flat[-1] = flat[-1]._replace(end=then)
         else:
-            flat.append(Piece(at, then, top.category, top.whom))
+            flat.append(Span(at, then, top.category, top.whom))
     return flat

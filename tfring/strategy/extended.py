@@ -1,4 +1,4 @@
-"""What TensorFlow and Keras ask of `strategy.extended`: devices, variables, contexts, reductions.
+"""The `strategy.extended` of a RingStrategy: devices, variables, contexts, reductions.
 
 The hooks by which TensorFlow calls a strategy are private methods and attributes: they are overridden here alone.
 """
@@ -26,7 +26,7 @@ _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process ha
 
 
 class RingExtended(_tf.CollectiveAllReduceExtended):
-    """What TensorFlow and Keras ask of `strategy.extended`."""
+    """Implements `strategy.extended` for TensorFlow and Keras."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self.gradient_ops = RingAllReduce(self.gradients, self.worker_devices, sparse, buckets, compression)
 
     def start_trace(self, folder):
-        """Has this rank write what it does when into a folder; see `tfring.ring.trace`."""
+        """Starts the trace of this rank into a folder; see `tfring.ring.trace`."""
         communicator = getattr(self.world, "communicator", None)
         recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, communicator)
         if communicator is not None:
@@ -88,11 +88,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is one replica, of one worker: nobody to exchange anything with."""
+        """Returns True for a single replica of a single worker: there is no other to exchange data with."""
         return self.cluster.world_size * len(self.worker_devices) == 1
 
     def along(self, axis: str, channel: str = "control") -> Collectives:
-        """The collectives of the ranks along an axis of the mesh through this one, in the order of their coordinates.
+        """Returns the collectives of the ranks along an axis of the mesh through this one, in the order of their
+        coordinates.
 
         Those of one channel are called in one order; those of the other may be under way at the same time.
 
@@ -113,7 +114,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return found[axis]
 
     def bytes_sent(self) -> int | None:
-        """By this worker so far, in all collectives; None where the engine does not count."""
+        """Returns the bytes this worker has sent in all collectives; None where the engine does not count."""
         everyone = [*self.channels, *(c for found in self._along.values() for c in found.values())]
         counts = [c.bytes_sent() for c in {id(c): c for c in everyone}.values()]
         return None if None in counts else sum(counts)
@@ -121,7 +122,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     # -- devices ---------------------------------------------------------------------------------------------------
 
     def _initialize_ring_worker(self):
-        """Each process is a plain local TensorFlow runtime; what crosses processes goes round the ring."""
+        """Initializes a plain local TensorFlow runtime; the ring carries all data between processes."""
         self._num_workers = self.mesh.size_along("data")  # a replica is all the workers of one share of the rows
         self._id_in_cluster = self.mesh.coordinate("data", self.cluster.rank)
         self._is_chief = self.cluster.is_chief
@@ -188,7 +189,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the replicas of this worker are on CPUs."""
+        """Returns True if the replicas of this worker are on CPUs."""
         return self._local_device_type == "CPU"
 
     def __deepcopy__(self, memo):
@@ -261,12 +262,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return super()._batch_gather_to(pairs, axis, options)
 
     def _placed(self, value_destination_pairs):
-        """With a device where the value has none: the argument of a function is not placed yet."""
+        """Gives a device to the values without one: the argument of a function is not placed yet."""
         here = self.worker_devices[0]
         return [(value, here if isinstance(to, str) and not to else to) for value, to in value_destination_pairs]
 
     def _of_each_replica(self, value):
-        """One value a replica of what replicas hand to a merge.
+        """Returns one value a replica of what replicas hand to a merge.
 
         Where all hand over the very same tensor, TensorFlow makes one value of it, and would count it once a worker.
         """
@@ -280,7 +281,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def variables_of_worker(self):
-        """While variables are made that are this worker's own: those of others may have other shapes."""
+        """Enters a scope in which variables are this worker's own: those of others may have other shapes."""
         self._of_worker = True
         try:
             yield
@@ -332,7 +333,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         if step.current() is not None or self.is_alone:
             return self._run_replicas(fn, args, kwargs)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not meet.
+            # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not merge.
             around_all = self._cfer_fn_cache.get(fn)
             if around_all is None:
                 around_all = self._cfer_fn_cache[fn] = fn._clone(
@@ -392,14 +393,14 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
 
 def _like(gradient, total):
-    """A reduced gradient as IndexedSlices where it was: the ring may have turned it dense."""
+    """Returns a reduced gradient as IndexedSlices if it was one: the ring may have turned it dense."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
         return total
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
 
 
 def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
-    """Two rings over the same workers: control and gradients."""
+    """Connects two rings over the same workers: control and gradients."""
     if cluster.world_size == 1:
         alone = LocalCollectives()
         return alone, alone

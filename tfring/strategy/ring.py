@@ -180,7 +180,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def cluster(self) -> Cluster:
-        """Who this worker is and who the others are."""
+        """The rank of this worker and the addresses of all."""
         return self.extended.cluster
 
     @property
@@ -195,18 +195,21 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is rank 0, which prints, logs and writes what is wanted once."""
+        """True on rank 0, which prints, logs and writes what is wanted once."""
         return self.cluster.is_chief
 
     @property
     def mesh(self) -> Mesh:
-        """How the workers divide the work."""
+        """The arrangement of the workers along the axes data, model and pipeline."""
         return self.extended.mesh
 
     @tf.autograph.experimental.do_not_convert
     def run(self, fn, args=(), kwargs=None, options=None):
-        """As `tf.distribute.Strategy.run`. Where a collective fails, it raises tfring's error, unless TensorFlow runs
-        it later, in a `tf.function` around this call."""
+        """Runs `fn` on each replica, as `tf.distribute.Strategy.run`.
+
+        Where a collective fails, it raises tfring's error, unless TensorFlow runs it later, in a `tf.function` around
+        this call.
+        """
         with failures.reraise_as_tfring_error(self.extended.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
@@ -220,7 +223,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         return super().reduce(reduce_op, value, axis)
 
     def all_reduce_gradients(self, gradients):
-        """The gradients of the whole batch, from those of each replica; every replica calls it.
+        """Reduces the gradients of all replicas to those of the whole batch; every replica calls it.
 
         For what a `train_step` does itself between tape and optimizer, such as `tf.clip_by_global_norm`. In a step of
         Keras the result may go to `optimizer.apply_gradients` as it is: the optimizer weighs replicas by their rows,
@@ -244,7 +247,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.all_reduce_gradients(gradients)
 
     def bytes_sent(self) -> int | None:
-        """Bytes this worker has sent to others so far; None with communication="tensorflow"."""
+        """Returns the bytes this worker has sent to others so far; None with communication="tensorflow"."""
         return self.extended.bytes_sent()
 
     def barrier(self) -> None:
@@ -255,7 +258,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
 
         Args:
-          variables: of Keras or TensorFlow; those that replicas do not mirror are passed over (metrics, and the pieces
+          variables: of Keras or TensorFlow; those that replicas do not mirror are passed over (metrics, and the shards
             of slots that `shard_optimizer` gives each worker).
 
         Raises:
@@ -266,7 +269,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         ...     variable = tf.Variable([1.0, 2.0])
         >>> strategy.assert_equal([variable])
         """
-        variables = [v for v in variables if not gradient_is_complete(v)]  # others have other pieces
+        variables = [v for v in variables if not gradient_is_complete(v)]  # others have other shards
         names = [getattr(v, "path", None) or v.name for v in variables]
         values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
         equality.assert_equal(self, values, names, [axis_of(v) is not None for v in variables])
