@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tfring.cluster import Cluster, detection
-from tfring.cluster.seat import Seat
+from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.ring.communicator import Communicator, is_tensorflow
 from tfring.ring.library import DTYPES
 
@@ -219,7 +219,7 @@ def _strategy() -> Any:
     return None if recognition is None else recognition.ring_of_process()
 
 
-def _place() -> Cluster | Seat:
+def _place() -> Cluster | UnresolvedCluster:
     strategy = _strategy()
     if strategy is not None:
         return strategy.cluster

@@ -16,9 +16,9 @@ import time
 import numpy as np
 
 from tfring import cluster
-from tfring.cluster import entrance
 from tfring.errors import TfringError
 from tfring.ring.communicator import Communicator
+from tfring.transport.listener import Listener
 
 SAVED_STEPS = 12
 SAVED_UNITS = 8192  # 32 MB of weights
@@ -28,7 +28,7 @@ LIVES_ON_SECONDS = 30
 def main(fault: str, moment: str, seconds: float, late: float) -> None:
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     me = cluster.detect()
-    entrance.Entrance.of(me)
+    Listener.of(me)
     say("there")
     report: dict = {"error": None}
     if fault.startswith("an operation"):

@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 import contest  # noqa: E402
 
-from tfring import wire  # noqa: E402
+from tfring.transport import wire  # noqa: E402
 
 WORDS = (b"", b"GET / HTTP/1.1\r\n\r\n", wire.pack("challenge", bytes(32))[:20], os.urandom(300))
 _SETTLE_SECONDS = 0.3

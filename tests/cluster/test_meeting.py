@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from tfring import wire
-from tfring.cluster import Cluster, detect, entrance, listen, meeting, parse_address, ports
+from tfring.cluster import Cluster, detect, listen, meeting, parse_address, ports
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster.meeting import meet
-from tfring.cluster.seat import Seat
+from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.errors import ConfigurationError, RendezvousError
+from tfring.transport import sockets, wire
 
 SECONDS = 30
 
@@ -46,14 +46,15 @@ def a_range(job):
     return min(there), max(there)
 
 
-def seats(n, job, **changes):
-    return [Seat(**{"rank": rank, "world_size": n, "source": "test", "job": job, **changes}) for rank in range(n)]
+def unresolved_clusters(n, job, **changes):
+    fields = {"world_size": n, "source": "test", "job": job, **changes}
+    return [UnresolvedCluster(**{"rank": rank, **fields}) for rank in range(n)]
 
 
 def all_meet(places):
-    """What each seat's `meet` returned or raised."""
+    """What each `meet` returned or raised."""
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-        calls = [pool.submit(meet, seat) for seat in places]
+        calls = [pool.submit(meet, unresolved) for unresolved in places]
         done = [(call.exception(2 * SECONDS) or call.result()) for call in calls]
     for result in done:
         if isinstance(result, Cluster) and result.listen_fd is not None:
@@ -72,7 +73,7 @@ def check(clusters):
 
 
 def test_one_host(job):
-    addresses = check(all_meet(seats(5, job)))
+    addresses = check(all_meet(unresolved_clusters(5, job)))
     assert {address.host for address in addresses} == {"127.0.0.1"}
     assert addresses[0].port in ports.candidates(f"test {job}")
 
@@ -81,7 +82,7 @@ def test_one_host(job):
 def test_by_name_and_over_ipv6(job, host):
     if host == "::1" and not any(address == "::1" for _, address in ports.interfaces()):
         pytest.skip("this machine has no IPv6 loopback")
-    check(all_meet(seats(3, job, host=host)))
+    check(all_meet(unresolved_clusters(3, job, host=host)))
 
 
 def test_a_named_port_and_a_range(job, monkeypatch):
@@ -89,7 +90,7 @@ def test_a_named_port_and_a_range(job, monkeypatch):
         port = free.getsockname()[1]
     first, last = a_range(job)
     monkeypatch.setenv("TFRING_PORT_RANGE", f"{first}-{last}")
-    addresses = check(all_meet(seats(3, job, port=port)))
+    addresses = check(all_meet(unresolved_clusters(3, job, port=port)))
     assert addresses[0].port == port
     assert all(first <= address.port <= last for address in addresses[1:])
 
@@ -97,12 +98,12 @@ def test_a_named_port_and_a_range(job, monkeypatch):
 def test_an_interface(job, monkeypatch):
     monkeypatch.setenv("TFRING_INTERFACE", "lo")
     assert ports.named_address() == "127.0.0.1"
-    check(all_meet(seats(2, job, host="localhost")))
+    check(all_meet(unresolved_clusters(2, job, host="localhost")))
     monkeypatch.setenv("TFRING_INTERFACE", "127.0.0.0/8")
     assert ports.named_address() == "127.0.0.1"
     monkeypatch.setenv("TFRING_INTERFACE", "wlan77")
     with pytest.raises(ConfigurationError, match=r"(?s)'wlan77'.*lo \(127.0.0.1\).*export TFRING_INTERFACE="):
-        meet(seats(2, f"{job} again", host="localhost")[0])
+        meet(unresolved_clusters(2, f"{job} again", host="localhost")[0])
 
 
 def test_ports_of_others_are_passed_over(job):
@@ -114,7 +115,7 @@ def test_ports_of_others_are_passed_over(job):
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         pool.submit(_talk, stranger)
-        addresses = check(all_meet(seats(3, job)))
+        addresses = check(all_meet(unresolved_clusters(3, job)))
         stranger.shutdown(socket.SHUT_RDWR)
     assert addresses[0].port == ports.candidates(f"test {job}")[2]
 
@@ -131,7 +132,7 @@ def test_another_job_at_the_same_port(job):
     shared = ports.candidates(f"test {job}")[:2]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ports, "candidates", lambda _: shared)
-        both = all_meet([*seats(3, f"{job} 1"), *seats(3, f"{job} 2")])
+        both = all_meet([*unresolved_clusters(3, f"{job} 1"), *unresolved_clusters(3, f"{job} 2")])
     first, second = check(both[:3]), check(both[3:])
     assert not set(first) & set(second)
 
@@ -143,7 +144,7 @@ def test_strangers_at_the_meeting_do_no_harm(job, monkeypatch, secret):
         monkeypatch.setenv("TFRING_SECRET", secret)
     port = ports.candidates(f"test {job}")[0]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(meet, seats(3, job)[0])]
+        calls = [pool.submit(meet, unresolved_clusters(3, job)[0])]
         mute = _dial(port)
         for body in (
             b"GET / HTTP/1.1\r\n\r\n",
@@ -157,7 +158,7 @@ def test_strangers_at_the_meeting_do_no_harm(job, monkeypatch, secret):
                 for dial in (_dial, _dial_unix):
                     with dial(port) as stranger:
                         stranger.sendall(data)
-        calls += [pool.submit(meet, seat) for seat in seats(3, job)[1:]]
+        calls += [pool.submit(meet, unresolved) for unresolved in unresolved_clusters(3, job)[1:]]
         clusters = [call.result(2 * SECONDS) for call in calls]
         mute.close()
     check(clusters)
@@ -170,11 +171,11 @@ def test_a_stranger_takes_no_seat_and_hears_nothing_of_the_job(job, monkeypatch,
     monkeypatch.setenv("TFRING_SECRET", "a secret of this test")
     port = ports.candidates(f"test {job}")[0]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(meet, seats(2, job)[0])]
+        calls = [pool.submit(meet, unresolved_clusters(2, job)[0])]
         channel = wire.Channel(_dial(port), time.monotonic() + SECONDS, connects=True)
         with channel, pytest.raises(wire.NoProofError):
             channel.prove_first(key)
-        calls.append(pool.submit(meet, seats(2, job)[1]))
+        calls.append(pool.submit(meet, unresolved_clusters(2, job)[1]))
         clusters = [call.result(2 * SECONDS) for call in calls]
     check(clusters)
     for cluster in clusters:
@@ -184,8 +185,8 @@ def test_a_stranger_takes_no_seat_and_hears_nothing_of_the_job(job, monkeypatch,
 def test_another_secret_at_the_meeting(job, monkeypatch):
     monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "4")
     keys = iter([b"one", b"other"])
-    monkeypatch.setattr(meeting.secret, "of", lambda seat: next(keys))
-    results = all_meet(seats(2, job))
+    monkeypatch.setattr(meeting.secret, "of", lambda unresolved: next(keys))
+    results = all_meet(unresolved_clusters(2, job))
     told = " ".join(map(str, results))
     assert all(isinstance(result, RendezvousError) for result in results), results
     assert "it does not take this rank's secret" in told and "Turned away" in told
@@ -199,7 +200,7 @@ def _dial_unix(port):
     def connect():
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(entrance._local_name("127.0.0.1", port))
+            connection.connect(sockets.local_name("127.0.0.1", port))
         except OSError:
             connection.close()
             raise
@@ -221,20 +222,21 @@ def _until_there(connect):
 def test_ranks_that_never_come_are_named(job, monkeypatch):
     monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "4")
     started = time.monotonic()
-    results = all_meet(seats(4, job)[:2])
+    results = all_meet(unresolved_clusters(4, job)[:2])
     assert time.monotonic() - started < 20
     assert all(isinstance(result, RendezvousError) for result in results), results
     assert "ranks 2, 3 never came" in str(results[0]) and "TFRING_RENDEZVOUS" in str(results[0])
-    alone = all_meet(seats(2, f"{job} 2")[1:])[0]
+    alone = all_meet(unresolved_clusters(2, f"{job} 2")[1:])[0]
     assert "looked for rank 0 at 127.0.0.1, ports" in str(alone) and "refused" in str(alone)
 
 
 def test_two_that_claim_one_rank(job):
     """One of them is refused at once, whether rank 0 has read its hello or not; the others meet."""
-    places = seats(3, job)
+    places = unresolved_clusters(3, job)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         rank_0 = pool.submit(meet, places[0])
-        claims = {pool.submit(meet, places[1]), pool.submit(meet, Seat(1, 3, "test", job, remedy="another object"))}
+        another = UnresolvedCluster(1, 3, "test", job, remedy="another object")
+        claims = {pool.submit(meet, places[1]), pool.submit(meet, another)}
         (refused,), (accepted,) = concurrent.futures.wait(
             claims, 2 * SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
         )
@@ -249,10 +251,10 @@ def test_two_that_claim_one_rank(job):
 def test_world_sizes_that_differ(job):
     """Who says another is refused at once; the others meet."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        rank_0 = pool.submit(meet, seats(2, job)[0])
+        rank_0 = pool.submit(meet, unresolved_clusters(2, job)[0])
         with pytest.raises(RendezvousError, match="rank 0 of 2 to one process, and rank 1 of 3 to another"):
-            meet(seats(3, job)[1])
-        rank_1 = pool.submit(meet, seats(2, job)[1])
+            meet(unresolved_clusters(3, job)[1])
+        rank_1 = pool.submit(meet, unresolved_clusters(2, job)[1])
         clusters = [call.result(2 * SECONDS) for call in (rank_0, rank_1)]
     check(clusters)
     for cluster in clusters:
@@ -260,16 +262,17 @@ def test_world_sizes_that_differ(job):
 
 
 def test_an_inferred_host_that_is_not_rank_0s_is_an_error_at_once(job):
-    (seat, _) = seats(2, job, host="192.0.2.77", remedy="Name it:\n  mpirun -x TFRING_RENDEZVOUS=node1 ...")
+    remedy = "Name it:\n  mpirun -x TFRING_RENDEZVOUS=node1 ..."
+    (unresolved, _) = unresolved_clusters(2, job, host="192.0.2.77", remedy=remedy)
     with pytest.raises(ConfigurationError, match=r"(?s)'192.0.2.77' by inference.*-x TFRING_RENDEZVOUS"):
-        meet(seat)
+        meet(unresolved)
 
 
 def test_no_port_is_free(job, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        (seat, _) = seats(2, job, port=taken.getsockname()[1])
+        (unresolved, _) = unresolved_clusters(2, job, port=taken.getsockname()[1])
         with pytest.raises(ConfigurationError, match=r"(?s)none is free.*export TFRING_PORT_RANGE="):
-            meet(seat)
+            meet(unresolved)
 
 
 def test_a_source_that_shares_by_its_own_means(job):
@@ -282,8 +285,8 @@ def test_a_source_that_shares_by_its_own_means(job):
     addresses = check(
         all_meet(
             [
-                Seat(0, 2, "test", job, host="", share=from_rank_0),
-                Seat(1, 2, "test", job, host="", share=lambda _: told.result(SECONDS)),
+                UnresolvedCluster(0, 2, "test", job, host="", share=from_rank_0),
+                UnresolvedCluster(1, 2, "test", job, host="", share=lambda _: told.result(SECONDS)),
             ]
         )
     )

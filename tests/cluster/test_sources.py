@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tfring.cluster import Cluster, allocation, detect, for_hosts, launch_variables
 from tfring.cluster.detection import SOURCES, find
-from tfring.cluster.seat import Seat
+from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.errors import ConfigurationError
 
 # Recorded: torchrun of torch 2 (source), Open MPI 5.0.11 and 4.1 (without most of what nobody reads), MPICH 5.0.2,
@@ -129,9 +129,9 @@ KUBEFLOW_DYNAMIC = (
 )
 def test_place_and_where_to_meet(environ, rank, world_size, host, port):
     found = find(environ)
-    assert isinstance(found, Seat)
-    seat = found.overridden(environ)
-    assert (seat.rank, seat.world_size, seat.host, seat.port) == (rank, world_size, host, port)
+    assert isinstance(found, UnresolvedCluster)
+    unresolved = found.overridden(environ)
+    assert (unresolved.rank, unresolved.world_size, unresolved.host, unresolved.port) == (rank, world_size, host, port)
 
 
 def test_ranks_of_a_job_agree_on_its_name_and_others_do_not():
@@ -162,9 +162,9 @@ def test_alone(environ):
 
 def test_kubernetes_host_names(monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: "my-train-2.train.default.svc.cluster.local")
-    seat = find(KUBERNETES)
-    assert (seat.rank, seat.world_size) == (2, 4)
-    assert (seat.host, seat.port) == ("my-train-0.train.default.svc.cluster.local", 20000)
+    unresolved = find(KUBERNETES)
+    assert (unresolved.rank, unresolved.world_size) == (2, 4)
+    assert (unresolved.host, unresolved.port) == ("my-train-0.train.default.svc.cluster.local", 20000)
     for name in ("my-train-2", "my-train-3.train", "other"):
         monkeypatch.setattr(socket, "getfqdn", lambda name=name: name)
         with pytest.raises(ConfigurationError, match="subdomain: train"):
@@ -200,8 +200,8 @@ def test_ray_train(monkeypatch):
         get_world_rank=lambda: 1, get_world_size=lambda: 3, get_experiment_name=lambda: "movies"
     )
     monkeypatch.setitem(sys.modules, "ray.train", types.SimpleNamespace(get_context=lambda: context))
-    seat = find({})
-    assert (seat.rank, seat.world_size, seat.source) == (1, 3, "Ray Train")
+    unresolved = find({})
+    assert (unresolved.rank, unresolved.world_size, unresolved.source) == (1, 3, "Ray Train")
     # TensorflowTrainer's TF_CONFIG and TorchTrainer's variables come first.
     assert find(TORCHRUN).source == "torchrun-style variables"
 

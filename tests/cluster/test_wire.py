@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfring import wire
+from tfring.transport import wire
 
 GREETING = wire.Format(
     {"hello": {"rank": wire.integer(0, 9), "name": wire.text(5), "to": wire.optional(wire.list_of(wire.text(3), 2))}},

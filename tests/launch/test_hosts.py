@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfring import wire
 from tfring.errors import ConfigurationError
 from tfring.launch import frames
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
+from tfring.transport import wire
 
 
 def test_hosts():

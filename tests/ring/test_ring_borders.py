@@ -63,7 +63,7 @@ def ring_at_the_dead():
     """Rings the doorbell of a rank that has died, where SIGPIPE kills."""
     import signal
 
-    from tfring.ring import mailbox
+    from tfring.transport import mailbox
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     box = mailbox.Mailbox()

@@ -13,9 +13,10 @@ import pytest
 import ranks
 from harness import free_ports
 
-from tfring.cluster import entrance
 from tfring.errors import RendezvousError
-from tfring.ring import communicator, mailbox
+from tfring.ring import communicator
+from tfring.transport import mailbox
+from tfring.transport.listener import Listener
 
 
 def sum_of_ranks(cluster, **kwargs):
@@ -57,14 +58,14 @@ def where_it_listens(several_hosts):
         SimpleNamespace(rank=0, world_size=len(names), addresses=names, listen_fd=None)
         for names in (tuple(addresses), (*addresses, "192.0.2.1:1"))
     )
-    door = entrance.Entrance.of(here)
+    door = Listener.of(here)
     if several_hosts:  # the earlier one was for fewer
-        door = entrance.Entrance.of(everywhere)
-    assert entrance.Entrance.of(everywhere if several_hosts else here) is door
+        door = Listener.of(everywhere)
+    assert Listener.of(everywhere if several_hosts else here) is door
     try:
         return door._tcp.getsockname()[0]
     finally:
-        del entrance.Entrance._instances[os.getpid(), addresses[0]]
+        del Listener._instances[os.getpid(), addresses[0]]
         door._close()
 
 
@@ -284,4 +285,4 @@ def test_an_address_of_another_machine():
         cluster.addresses = (f"127.0.0.1:{taken.getsockname()[1]}", "127.0.0.1:2")
         if os.geteuid() == 0:
             with pytest.raises(RendezvousError, match="cannot listen at 127"):
-                entrance.Entrance.of(cluster)
+                Listener.of(cluster)

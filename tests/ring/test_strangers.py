@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 import ranks
 
-from tfring import wire
-from tfring.cluster import entrance, parse_address, secret
+from tfring.cluster import parse_address, secret
 from tfring.cluster.address import Address
 from tfring.errors import ConfigurationError, RendezvousError
-from tfring.ring import link, mailbox
+from tfring.ring import link
 from tfring.ring.communicator import Communicator
+from tfring.transport import dial, handshake, mailbox, sockets, wire
+from tfring.transport import listener as listening
+from tfring.transport.listener import Listener
 
 SECRET = "a secret of these tests, and no other's"
 KEY = SECRET.encode()
@@ -40,7 +42,7 @@ def eventually(condition, seconds=20.0):
 
 @pytest.fixture
 def door():
-    """Makes entrances of rank 0 of 2, served over TCP by a secret or because rank 1 is elsewhere."""
+    """Makes listeners of rank 0 of 2, served over TCP by a secret or because rank 1 is elsewhere."""
     opened = []
 
     def make(given_secret=SECRET, several_hosts=False):
@@ -50,11 +52,11 @@ def door():
             rank=0, world_size=2, addresses=addresses, listen_fd=listener.fileno(), secret=given_secret
         )
         opened.append(listener)
-        return entrance.Entrance.of(cluster), cluster
+        return Listener.of(cluster), cluster
 
     yield make
     for listener in opened:
-        entrance.Entrance.close_at(listener.fileno())
+        Listener.close_at(listener.fileno())
         listener.close()
 
 
@@ -63,7 +65,7 @@ def over_tcp(cluster):
 
 
 def hello_of(cluster, **changes):
-    return {"job": entrance.job_id(cluster.addresses), "rank": 1, "to": 0, "seconds": 60, **changes}
+    return {"job": handshake.job_id(cluster.addresses), "rank": 1, "to": 0, "seconds": 60, **changes}
 
 
 def prove(cluster, key=KEY):
@@ -117,7 +119,7 @@ def test_a_listener_without_the_secret_hears_no_claim():
         cluster = SimpleNamespace(
             rank=1, world_size=2, addresses=(f"127.0.0.1:{listener.getsockname()[1]}", ELSEWHERE), secret=SECRET
         )
-        found = entrance.probe(cluster, 0, 10)
+        found = dial.probe(cluster, 0, 10)
         thread.join()
     assert isinstance(found.problem, wire.NoProofError)
     kinds = wire.Format({"challenge": {}, "proof": {}}, max_data_bytes=32)
@@ -134,10 +136,10 @@ def test_who_dials_a_host_that_does_not_answer_can_change_its_mind():
         began = time.monotonic()
         wait_for = lambda: time.monotonic() < began + 0.5  # noqa: E731
         with pytest.raises(wire.GivenUpError):
-            entrance.knock(Address(*address), KEY, "probe", {}, network=True, seconds=4, wait_for=wait_for)
+            dial.dial(Address(*address), KEY, "probe", {}, network=True, seconds=4, wait_for=wait_for)
         assert 0.4 < time.monotonic() - began < 4
         with pytest.raises(TimeoutError):
-            entrance.knock(Address(*address), KEY, "probe", {}, network=True, seconds=0.3)
+            dial.dial(Address(*address), KEY, "probe", {}, network=True, seconds=0.3)
 
 
 def recorded(cluster):
@@ -149,7 +151,7 @@ def recorded(cluster):
     channel._write = lambda data, fds=(): (sent.append(data), write(data, fds))
     channel.prove_first(KEY)
     channel.send("probe", **hello_of(cluster))
-    channel.receive(entrance._ANSWERS_TO_PROBE)
+    channel.receive(handshake.ANSWERS_TO_PROBE)
     channel.close()
     return sent
 
@@ -175,7 +177,7 @@ def test_replayed_and_reordered_handshakes(door):
         later = channel.packed("probe", **hello_of(cluster))
         channel.socket.send(later)
         with pytest.raises(ConnectionError):
-            channel.receive(entrance._ANSWERS_TO_PROBE)
+            channel.receive(handshake.ANSWERS_TO_PROBE)
     assert hello != later
 
 
@@ -233,8 +235,8 @@ def test_a_hello_that_is_none(door, kind, changes):
     with prove(cluster) as channel:
         channel.send(kind, **hello_of(cluster, **changes))
         with pytest.raises(ConnectionError):
-            channel.receive(entrance._ANSWERS_TO_PROBE)
-    assert not gate._parked
+            channel.receive(handshake.ANSWERS_TO_PROBE)
+    assert not gate._pending
 
 
 @pytest.mark.parametrize(
@@ -244,20 +246,20 @@ def test_who_wants_somebody_else_is_refused(door, changes, why):
     gate, cluster = door()
     with prove(cluster) as channel:
         channel.send("doctor", **hello_of(cluster, **changes))
-        refused = channel.receive(wire.Format({"refused": entrance.REFUSED}))
-        assert why in refused.fields["why"] and not gate._parked
+        refused = channel.receive(wire.Format({"refused": handshake.REFUSED}))
+        assert why in refused.fields["why"] and not gate._pending
 
 
 # -------------------------------------------------------------------------------------------------- many of them
 
 
 def test_a_hundred_silent_connections_take_no_thread_and_expire(door, monkeypatch):
-    monkeypatch.setattr(entrance, "_GREETING_SECONDS", 1.5)
+    monkeypatch.setattr(listening, "_GREETING_SECONDS", 1.5)
     gate, cluster = door()
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(over_tcp(cluster)) for _ in range(100)]
-        eventually(lambda: len(gate._strangers) == entrance._MAX_STRANGERS)
+        eventually(lambda: len(gate._unauthenticated) == listening._MAX_UNAUTHENTICATED)
         assert threading.active_count() == threads
         prove(cluster).close()  # the oldest of the silent makes room
         assert silent[0].recv(1) == b"" and silent[30].recv(1) == b""
@@ -268,7 +270,7 @@ def test_a_hundred_silent_connections_take_no_thread_and_expire(door, monkeypatc
                 dripping.send(bytes([byte]))
                 time.sleep(0.05)
         assert time.monotonic() - began < 10
-        eventually(lambda: not gate._strangers)
+        eventually(lambda: not gate._unauthenticated)
 
 
 def join_among_strangers(cluster):
@@ -341,12 +343,12 @@ def test_who_waits_to_be_taken_leaves_when_it_is_gone_or_its_time_is_over(door):
     gone, patient = prove(cluster), prove(cluster)
     gone.send("ring", **hello_of(cluster), **more)
     patient.send("data", **hello_of(cluster, seconds=2), session="1" * 32)
-    eventually(lambda: len(gate._parked) == 2)
+    eventually(lambda: len(gate._pending) == 2)
     gone.close()
-    eventually(lambda: [guest.kind for guest in gate._parked] == ["data"])
+    eventually(lambda: [connection.kind for connection in gate._pending] == ["data"])
     with pytest.raises(ConnectionError):
-        patient.receive(entrance._ANSWERS_TO_PROBE)
-    assert not gate._parked
+        patient.receive(handshake.ANSWERS_TO_PROBE)
+    assert not gate._pending
     patient.close()
 
 
@@ -388,13 +390,13 @@ def test_on_one_host_nobody_comes_in_over_tcp_without_a_secret(door):
         connection.settimeout(0.5)
         with pytest.raises(TimeoutError):
             connection.recv(1)
-    assert not gate._strangers
-    assert entrance.probe(cluster, 0, 5).rank == 0  # by this user, through the Unix socket
+    assert not gate._unauthenticated
+    assert dial.probe(cluster, 0, 5).rank == 0  # by this user, through the Unix socket
 
 
 def test_another_user_does_not_come_in(door):
     gate, _ = door(given_secret=None)
-    name = entrance._local_name("127.0.0.1", gate.port)
+    name = sockets.local_name("127.0.0.1", gate.port)
     process = as_another_user(
         "connection = socket.socket(socket.AF_UNIX); connection.connect(sys.argv[1].replace('@', '\\0'))\n"
         "print(connection.recv(100))",
@@ -406,7 +408,7 @@ def test_another_user_does_not_come_in(door):
 
 def test_another_user_that_knocks_in_a_loop_keeps_nobody_busy(door):
     gate, cluster = door(given_secret=None)
-    name = entrance._local_name("127.0.0.1", gate.port)
+    name = sockets.local_name("127.0.0.1", gate.port)
     process = as_another_user(
         "end = time.monotonic() + 2\n"
         "while time.monotonic() < end:\n"
@@ -416,9 +418,9 @@ def test_another_user_that_knocks_in_a_loop_keeps_nobody_busy(door):
     )
     began = time.monotonic()
     process.communicate(timeout=30)
-    pauses = (time.monotonic() - began) / entrance._PAUSE_SECONDS
-    assert 0 < gate._num_unwelcome <= (pauses + 2) * entrance._UNWELCOME_AT_ONCE
-    assert entrance.probe(cluster, 0, 5).rank == 0
+    pauses = (time.monotonic() - began) / listening._PAUSE_SECONDS
+    assert 0 < gate._num_unwelcome <= (pauses + 2) * listening._UNWELCOME_AT_ONCE
+    assert dial.probe(cluster, 0, 5).rank == 0
 
 
 def test_another_user_that_takes_the_name_is_told_of():
@@ -427,15 +429,15 @@ def test_another_user_that_takes_the_name_is_told_of():
         squatter = as_another_user(
             "entry = socket.socket(socket.AF_UNIX); entry.bind(sys.argv[1].replace('@', '\\0')); entry.listen()\n"
             "print('there', flush=True); sys.stdin.read()",
-            entrance._local_name("127.0.0.1", port).replace("\0", "@"),
+            sockets.local_name("127.0.0.1", port).replace("\0", "@"),
         )
         assert squatter.stdout.readline() == "there\n"
         addresses = (f"127.0.0.1:{port}", "127.0.0.1:1")
         cluster = SimpleNamespace(rank=0, world_size=2, addresses=addresses, listen_fd=listener.fileno())
         try:
             with pytest.raises(RendezvousError, match=f"process {squatter.pid} of user 65534 has taken its name"):
-                entrance.Entrance.of(cluster)
-            found = entrance.probe(cluster, 0, 0.5)  # nor does a rank of this user talk to it
+                Listener.of(cluster)
+            found = dial.probe(cluster, 0, 0.5)  # nor does a rank of this user talk to it
         except PermissionError as error:
             found = error
         finally:
@@ -585,7 +587,7 @@ def test_a_secret_may_be_required(monkeypatch):
 
 def test_rank_0_says_once_what_no_secret_means(door, caplog):
     gate, cluster = door(given_secret=None, several_hosts=True)
-    entrance.Entrance.of(cluster)
+    Listener.of(cluster)
     gate.admit("0" * 16, 0, 2, True)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"a process that reaches port {gate.port} of " in line and "TFRING_SECRET" in line and "\n" not in line
@@ -614,7 +616,7 @@ def test_a_name_that_does_not_resolve_is_named():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         cluster.listen_fd = listener.fileno()
         kind, told, seconds = try_to_join(cluster, {}, 1.0)
-        entrance.Entrance.close_at(listener.fileno())
+        Listener.close_at(listener.fileno())
     assert kind == "RendezvousError" and "rank 1 at nowhere.invalid:20000 (" in told and seconds < 10
     assert "not known" in told or "resolution" in told
 
@@ -628,7 +630,7 @@ def test_a_port_held_by_another_program_is_named():
         assert f"Rank 0 cannot listen at {addresses[0]}" in told and "already in use" in told
         cluster.rank, cluster.listen_fd = 1, listener.fileno()
         kind, told, seconds = try_to_join(cluster, {}, 1.0)  # another rank's: after the limit
-        entrance.Entrance.close_at(listener.fileno())
+        Listener.close_at(listener.fileno())
         assert kind == "RendezvousError" and f"rank 0 at {addresses[0]} (no answer" in told and seconds < 10
 
 
@@ -650,16 +652,16 @@ def test_the_same_address_twice_on_one_host_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         addresses = (f"127.0.0.1:{listener.getsockname()[1]}", "127.0.0.1:1")
         cluster = SimpleNamespace(rank=0, world_size=2, addresses=addresses, listen_fd=listener.fileno())
-        entrance.Entrance.of(cluster)
+        Listener.of(cluster)
         code = (
-            "from types import SimpleNamespace\nfrom tfring.cluster import entrance\n"
+            "from types import SimpleNamespace\nfrom tfring.transport.listener import Listener\n"
             f"c = SimpleNamespace(rank=0, world_size=2, addresses={addresses!r}, listen_fd={listener.fileno()})\n"
-            "entrance.Entrance.of(c)"
+            "Listener.of(c)"
         )
         second = subprocess.run(
             [sys.executable, "-c", code], pass_fds=[listener.fileno()], capture_output=True, text=True, timeout=60
         )
-        entrance.Entrance.close_at(listener.fileno())
+        Listener.close_at(listener.fileno())
     assert (
         f"process {os.getpid()} of user {os.geteuid()} has taken its name. Is every rank started once?" in second.stderr
     )
@@ -667,7 +669,7 @@ def test_the_same_address_twice_on_one_host_is_an_error_at_once():
 
 def test_wrong_messages_at_every_place_that_reads_them():
     """In a process of its own, for it looks at what that holds."""
-    fuzz = str(pathlib.Path(__file__).with_name("fuzz_entrances.py"))
+    fuzz = str(pathlib.Path(__file__).with_name("fuzz_listeners.py"))
     done = subprocess.run([sys.executable, fuzz, "--messages", "1500"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("1500 messages in") == 4, done.stdout + done.stderr
 
@@ -679,8 +681,8 @@ def test_a_forked_child_keeps_neither_port_nor_name(door):
         signal.pause()
         os._exit(0)
     try:
-        name = entrance._local_name("127.0.0.1", gate.port)
-        entrance.Entrance.close_at(cluster.listen_fd)
+        name = sockets.local_name("127.0.0.1", gate.port)
+        Listener.close_at(cluster.listen_fd)
         with socket.socket(socket.AF_UNIX) as again:
             eventually(lambda: bindable(again, name))
     finally:

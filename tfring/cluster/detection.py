@@ -19,14 +19,14 @@ from tfring.cluster import (
     vertex,
 )
 from tfring.cluster.cluster import Cluster
-from tfring.cluster.seat import Seat
+from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.errors import ConfigurationError
 
 
 class Source(NamedTuple):
     """Something that may say who this process is."""
 
-    read: Callable[[Mapping[str, str]], Cluster | Seat | None]
+    read: Callable[[Mapping[str, str]], Cluster | UnresolvedCluster | None]
     variables: tuple[str, ...]  # to remove in order to silence it
     inside: tuple[Callable, ...] = ()  # readers of sources that may have started it: what they say is another matter
 
@@ -94,10 +94,10 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
         torchrun.check_not_half(environ)
         kubernetes.warn_if_alone(environ)
         return Cluster.alone()
-    return meeting.meet(found.overridden(environ)) if isinstance(found, Seat) else found
+    return meeting.meet(found.overridden(environ)) if isinstance(found, UnresolvedCluster) else found
 
 
-def find(environ: Mapping[str, str]) -> Cluster | Seat | None:
+def find(environ: Mapping[str, str]) -> Cluster | UnresolvedCluster | None:
     """Returns what the first source describes; None if all are silent. Communicates with no process.
 
     Raises:
@@ -152,13 +152,13 @@ def _look(environ: Mapping[str, str]) -> tuple[str, tuple]:
     return _describe(said), (said.rank, said.world_size, said.addresses if said.world_size > 1 else ())
 
 
-def _contradict(chosen: Cluster | Seat, other: Cluster | Seat) -> bool:
-    if (isinstance(other, Seat) and other.world_size == 1) or chosen.source.endswith("(evaluator)"):
+def _contradict(chosen: Cluster | UnresolvedCluster, other: Cluster | UnresolvedCluster) -> bool:
+    if (isinstance(other, UnresolvedCluster) and other.world_size == 1) or chosen.source.endswith("(evaluator)"):
         return False  # an engine that started one process, or a process that is in no ring
     differ = (chosen.rank, chosen.world_size) != (other.rank, other.world_size)
     return differ or bool(chosen.addresses and other.addresses and chosen.addresses != other.addresses)
 
 
-def _describe(said: Cluster | Seat) -> str:
+def _describe(said: Cluster | UnresolvedCluster) -> str:
     at = f" at {said.addresses[said.rank]}" if said.addresses else ""
     return f"{said.source} says rank {said.rank} of {said.world_size}{at}"

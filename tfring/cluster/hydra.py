@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 
 from tfring.cluster import allocation
-from tfring.cluster.seat import Seat, read_mpi_task
+from tfring.cluster.unresolved import UnresolvedCluster, read_mpi_task
 from tfring.errors import ConfigurationError
 
 # A process of `mpirun -n 2` of MPICH 5 holds
@@ -25,7 +25,7 @@ _REMEDY = "Name rank 0's host:\n  mpirun -genv TFRING_RENDEZVOUS node1 ..."
 _PROXIES = ("hydra_pmi_proxy", "mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.gforker")
 
 
-def read(environ: Mapping[str, str]) -> Seat | None:
+def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This process of an `mpirun`; None outside of one.
 
     Raises:
@@ -36,14 +36,15 @@ def read(environ: Mapping[str, str]) -> Seat | None:
         return None
     rank, world_size, job, on_one_host = task
     if on_one_host:
-        return Seat(rank, world_size, SOURCE, job or f"started by process {_proxy()}")
+        return UnresolvedCluster(rank, world_size, SOURCE, job or f"started by process {_proxy()}")
     host = allocation.first_host(environ)
     if host is None and world_size > 1 and not environ.get("TFRING_RENDEZVOUS"):
         raise ConfigurationError(
             f"{SOURCE} does not say on which host rank 0 is. Received: {RANK}={rank}, {SIZE}={world_size}, "
             f"{LOCAL_SIZE}={environ.get(LOCAL_SIZE, '')}: several hosts. {_REMEDY}"
         )
-    return Seat(rank, world_size, SOURCE, job or f"of user {os.getuid()}", host or "localhost", remedy=_REMEDY)
+    job = job or f"of user {os.getuid()}"
+    return UnresolvedCluster(rank, world_size, SOURCE, job, host or "localhost", remedy=_REMEDY)
 
 
 def _proxy() -> int:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 
 from tfring import config
-from tfring.cluster.seat import Seat, read_numbers
+from tfring.cluster.unresolved import UnresolvedCluster, read_numbers
 from tfring.errors import ConfigurationError
 
 # Kubernetes gives the pod of index 2 of the job "train" the variable JOB_COMPLETION_INDEX=2 and the host name
@@ -25,7 +25,7 @@ In the manifest, with the number of completions:
   env: [{{name: {NUM_WORKERS}, value: "4"}}]"""
 
 
-def read(environ: Mapping[str, str]) -> Seat | None:
+def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This pod of an Indexed Job that says how many there are; None elsewhere.
 
     Raises:
@@ -35,7 +35,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
         return None
     rank, world_size = read_numbers(environ, INDEX, NUM_WORKERS, of="Kubernetes", remedy=_REMEDY)
     if world_size == 1 or environ.get("TFRING_RENDEZVOUS"):
-        return Seat(rank, world_size, SOURCE, SOURCE, "localhost", PORT)
+        return UnresolvedCluster(rank, world_size, SOURCE, SOURCE, "localhost", PORT)
     name = socket.getfqdn()  # from /etc/hosts: "train-2.train.default.svc.cluster.local"
     host, _, domain = name.partition(".")
     match = re.fullmatch(rf"(.+)-{rank}", host)
@@ -46,7 +46,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
             "  spec: {template: {spec: {subdomain: train}}}\nor name rank 0's host:\n"
             "  env: [{name: TFRING_RENDEZVOUS, value: train-0.train}]"
         )
-    return Seat(rank, world_size, SOURCE, match[1], f"{match[1]}-0.{domain}", PORT)
+    return UnresolvedCluster(rank, world_size, SOURCE, match[1], f"{match[1]}-0.{domain}", PORT)
 
 
 def warn_if_alone(environ: Mapping[str, str]) -> None:

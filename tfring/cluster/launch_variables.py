@@ -10,10 +10,11 @@ import stat
 from collections.abc import Mapping, Sequence
 
 from tfring import config
-from tfring.cluster import entrance, meeting
+from tfring.cluster import meeting
 from tfring.cluster.address import host_key, parse_address
 from tfring.cluster.cluster import Cluster
 from tfring.errors import ConfigurationError
+from tfring.transport import listener
 
 # A worker started by `tfring launch -n 2` holds, say:
 #   TFRING_RANK=1  TFRING_WORLD_SIZE=2  TFRING_LOCAL_RANK=1  TFRING_LOCAL_WORLD_SIZE=2
@@ -134,7 +135,7 @@ def release_listener(cluster: Cluster) -> Cluster:
     """
     if cluster.listen_fd is None:
         return cluster
-    entrance.Entrance.close_at(cluster.listen_fd)
+    listener.Listener.close_at(cluster.listen_fd)
     os.close(cluster.listen_fd)
     if os.environ.get(LISTEN_FD) == str(cluster.listen_fd):
         del os.environ[LISTEN_FD]
@@ -145,9 +146,9 @@ def release_listener(cluster: Cluster) -> Cluster:
 
 def _check_listens(fd: int, address: str) -> None:
     try:
-        with socket.socket(fileno=os.dup(fd)) as listener:
-            listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-            port = listener.getsockname()[1] if listener.family in (socket.AF_INET, socket.AF_INET6) else None
+        with socket.socket(fileno=os.dup(fd)) as inherited:
+            listens = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+            port = inherited.getsockname()[1] if inherited.family in (socket.AF_INET, socket.AF_INET6) else None
     except OSError:
         listens, port = False, None
     if not listens or port != parse_address(address).port:

@@ -1,12 +1,12 @@
 """Resolves a cluster without addresses: ranks send theirs to rank 0, which sends the list to all.
 
     rank r                                        rank 0
-      │ (1) hello, meeting: rank, host, port ────► │     through its entrance (entrance.py); the host as seen on the way
+      │ (1) hello, meeting: rank, host, port ────► │     through its listener; the host as seen on the way
       │ ◄───────────────────────────── heard (2) │     or: refused, and why
       │ ◄───────────── hosts and ports of all (3) │     once every rank has come
 
-The socket a rank listens on stays open and becomes the cluster's `listen_fd`, so nobody takes its port in between; rank
-0 meets the others at the one it keeps. Where nothing says at which port that is, it follows from the job's name: rank 0
+The socket a rank listens on stays open and becomes the cluster's `listen_fd`, so no process takes its port in between;
+rank 0 meets the others at the one it keeps. Where no source names that port, it follows from the job's name: rank 0
 takes the first that is free of a few, and the others try them all.
 """
 
@@ -21,12 +21,13 @@ import socket
 import time
 from typing import Any
 
-from tfring import config, wire
-from tfring.cluster import entrance, ports, secret
+from tfring import config
+from tfring.cluster import ports, secret
 from tfring.cluster.address import Address
 from tfring.cluster.cluster import Cluster
-from tfring.cluster.seat import Seat
+from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.errors import ConfigurationError, RendezvousError
+from tfring.transport import dial, handshake, listener, wire
 
 _DIAL_SECONDS = 2.0  # for rank 0 to take a connection and say that it is there
 _PAUSE_SECONDS = 0.1
@@ -35,22 +36,22 @@ _PLACE = {
     "port": wire.integer(1, 65535),
     "identity": wire.text(400),
 }
-_ANSWERS = wire.Format({"heard": {}, "refused": entrance.REFUSED}, max_json_bytes=8192)
+_ANSWERS = wire.Format({"heard": {}, "refused": handshake.REFUSED}, max_json_bytes=8192)
 _log = logging.getLogger(__name__)
 
-_met: dict[tuple[int, Seat], Cluster] = {}  # by process id: ranks meet once
+_met: dict[tuple[int, UnresolvedCluster], Cluster] = {}  # by process id: ranks meet once
 
 
-def meet(seat: Seat) -> Cluster:
+def meet(unresolved: UnresolvedCluster) -> Cluster:
     """Exchanges addresses with the other ranks; a second call in one process returns the same cluster.
 
     Raises:
         RendezvousError: Not all ranks came within `TFRING_CONNECT_TIMEOUT_SECONDS`, or two claim one rank.
         ConfigurationError: Rank 0 cannot listen where it should.
     """
-    key = (os.getpid(), seat)
+    key = (os.getpid(), unresolved)
     if key not in _met:
-        _met[key] = Cluster.alone(seat.source) if seat.world_size == 1 else _Meeting(seat).run()
+        _met[key] = Cluster.alone(unresolved.source) if unresolved.world_size == 1 else _Meeting(unresolved).run()
     return _met[key]
 
 
@@ -64,108 +65,108 @@ def forget_listener(cluster: Cluster, without: Cluster) -> None:
 class _Meeting:
     """Runs one rank's side of the exchange."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, unresolved: UnresolvedCluster) -> None:
+        self.unresolved = unresolved
         self.seconds = config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
         self.deadline = time.monotonic() + self.seconds
-        self.host = seat.host
-        one_host = seat.is_on_one_host or _is_this_host(seat)
-        self.loopback = seat.is_on_one_host or (one_host and config.read("TFRING_INTERFACE") is None)
-        self.job = entrance.digest(f"{seat.source} {seat.job}")
-        self.key = b"" if seat.share is not None else secret.of(seat)
+        self.host = unresolved.host
+        one_host = unresolved.is_on_one_host or _is_this_host(unresolved)
+        self.loopback = unresolved.is_on_one_host or (one_host and config.read("TFRING_INTERFACE") is None)
+        self.job = handshake.digest(f"{unresolved.source} {unresolved.job}")
+        self.key = b"" if unresolved.share is not None else secret.of(unresolved)
         self.network = bool(self.key) or not one_host
         self.secret: str | None = None  # where the source shares it
         self.process = secrets.token_hex(16)
-        self.ports = [seat.port] if seat.port else ports.candidates(f"{seat.source} {seat.job}")
+        self.ports = [unresolved.port] if unresolved.port else ports.candidates(f"{unresolved.source} {unresolved.job}")
 
     def run(self) -> Cluster:
-        if self.seat.rank == 0:
+        if self.unresolved.rank == 0:
             self._check_host()
-            listener = ports.open_listener(None if self.seat.share else self.ports, loopback=self.loopback)
+            tcp = ports.open_listener(None if self.unresolved.share else self.ports, loopback=self.loopback)
         else:
-            listener = ports.open_listener(loopback=self.loopback, avoid=self.ports)
+            tcp = ports.open_listener(loopback=self.loopback, avoid=self.ports)
         try:
-            if self.seat.share is not None:
-                self._share_place(listener)
-            places = self._gather(listener) if self.seat.rank == 0 else self._tell(listener)
-            return self._cluster(places, listener.detach())
+            if self.unresolved.share is not None:
+                self._share_place(tcp)
+            places = self._gather(tcp) if self.unresolved.rank == 0 else self._tell(tcp)
+            return self._cluster(places, tcp.detach())
         finally:
-            listener.close()
+            tcp.close()
 
     def _cluster(self, places: list[dict[str, Any]], listen_fd: int) -> Cluster:
         identities = [place["identity"] for place in places]
-        mine = identities[self.seat.rank]
+        mine = identities[self.unresolved.rank]
         return Cluster(
-            rank=self.seat.rank,
-            world_size=self.seat.world_size,
-            local_rank=identities[: self.seat.rank].count(mine),
+            rank=self.unresolved.rank,
+            world_size=self.unresolved.world_size,
+            local_rank=identities[: self.unresolved.rank].count(mine),
             local_world_size=identities.count(mine),
             num_nodes=len(set(identities)),
             addresses=tuple(str(Address(place["host"], place["port"])) for place in places),
-            source=self.seat.source,
+            source=self.unresolved.source,
             listen_fd=listen_fd,
             secret=self.secret,
         )
 
-    def _share_place(self, listener: socket.socket) -> None:
-        assert self.seat.share is not None
-        mine = [ports.own_address(), listener.getsockname()[1], secret.configured() or secret.fresh()]
-        self.host, port, self.secret = json.loads(self.seat.share(json.dumps(mine)))
+    def _share_place(self, tcp: socket.socket) -> None:
+        assert self.unresolved.share is not None
+        mine = [ports.own_address(), tcp.getsockname()[1], secret.configured() or secret.fresh()]
+        self.host, port, self.secret = json.loads(self.unresolved.share(json.dumps(mine)))
         self.ports, self.key = [port], self.secret.encode()
 
     def _check_host(self) -> None:
         """Raises where the inferred host of rank 0 is not this one; else ranks would wait in vain."""
-        if not self.seat.remedy:
+        if not self.unresolved.remedy:
             return
         try:
             with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
                 probe.bind((self.host, 0))
         except OSError as error:
             raise ConfigurationError(
-                f"{self.seat.source} does not say on which host rank 0 is. Received: {self.host!r} by inference, "
-                f"which is not this host, {socket.gethostname()} ({error}). {self.seat.remedy}"
+                f"{self.unresolved.source} does not say on which host rank 0 is. Received: {self.host!r} by inference, "
+                f"which is not this host, {socket.gethostname()} ({error}). {self.unresolved.remedy}"
             ) from None
 
     # Rank 0.
 
-    def _gather(self, listener: socket.socket) -> list[dict[str, Any]]:
+    def _gather(self, tcp: socket.socket) -> list[dict[str, Any]]:
         """Receives the addresses of every rank (1), (2), then sends the list to all (3)."""
-        guests: dict[int, entrance.Guest] = {}
+        connections: dict[int, listener.Connection] = {}
         here = None if self.loopback else ports.named_address()
-        port = listener.getsockname()[1]
+        port = tcp.getsockname()[1]
         places = {0: {"host": here or "127.0.0.1", "port": port, "identity": ports.host_identity()}}
-        door = entrance.Entrance.at(listener, self.key)
-        door.admit(self.job, 0, self.seat.world_size, several_hosts=self.network)
+        listening = listener.Listener.at(tcp, self.key)
+        listening.admit(self.job, 0, self.unresolved.world_size, several_hosts=self.network)
         try:
-            while len(places) < self.seat.world_size:
+            while len(places) < self.unresolved.world_size:
                 left = self.deadline - time.monotonic()
-                guest = door.take(lambda guest: (guest.kind, guest.hello["job"]) == ("meeting", self.job), left)
-                if guest is None:
-                    missing = sorted(set(range(self.seat.world_size)) - set(places))
-                    raise self._missing(missing, door.turned_away)
-                self._hear(guest, places, guests)
-            outward = _outward(guests, here)
+                connection = listening.take(lambda it: (it.kind, it.hello["job"]) == ("meeting", self.job), left)
+                if connection is None:
+                    missing = sorted(set(range(self.unresolved.world_size)) - set(places))
+                    raise self._missing(missing, listening.turned_away)
+                self._register(connection, places, connections)
+            outward = _outward(connections, here)
             for place in places.values():
                 if ports.is_loopback(place["host"]) and outward is not None:
                     place["host"] = outward
-            table = [places[rank] for rank in range(self.seat.world_size)]
-            for guest in guests.values():
-                guest.channel.deadline = time.monotonic() + _DIAL_SECONDS
+            table = [places[rank] for rank in range(self.unresolved.world_size)]
+            for connection in connections.values():
+                connection.channel.deadline = time.monotonic() + _DIAL_SECONDS
                 with contextlib.suppress(OSError):  # it has died; the ring will say so
-                    guest.channel.send("places", **_columns(table))
+                    connection.channel.send("places", **_columns(table))
             return table
         except BaseException:
-            entrance.Entrance.close_at(listener.fileno())
+            listener.Listener.close_at(tcp.fileno())
             raise
         finally:
-            door.dismiss(self.job)
-            for guest in guests.values():
-                guest.channel.close()
+            listening.dismiss(self.job)
+            for connection in connections.values():
+                connection.channel.close()
 
-    def _hear(
-        self, guest: entrance.Guest, places: dict[int, dict[str, Any]], guests: dict[int, entrance.Guest]
+    def _register(
+        self, connection: listener.Connection, places: dict[int, Any], connections: dict[int, listener.Connection]
     ) -> None:
-        hello, channel = guest.hello, guest.channel
+        hello, channel = connection.hello, connection.channel
         rank, place = hello["rank"], {name: hello[name] for name in _PLACE}
         refusal = self._refusal(hello, places.get(rank))
         try:
@@ -186,24 +187,24 @@ class _Meeting:
                 place["host"],
                 came_from,
             )
-        if rank in guests:
-            guests[rank].channel.close()  # it dialled again
-        places[rank], guests[rank] = place, guest
+        if rank in connections:
+            connections[rank].channel.close()  # it dialled again
+        places[rank], connections[rank] = place, connection
 
     def _refusal(self, hello: dict[str, Any], place: dict[str, Any] | None) -> str | None:
-        if hello["world_size"] != self.seat.world_size or not 0 < hello["rank"] < self.seat.world_size:
+        if hello["world_size"] != self.unresolved.world_size or not 0 < hello["rank"] < self.unresolved.world_size:
             return (
-                f"{self.seat.source} says rank 0 of {self.seat.world_size} to one process, and rank "
+                f"{self.unresolved.source} says rank 0 of {self.unresolved.world_size} to one process, and rank "
                 f"{hello['rank']} of {hello['world_size']} to another."
             )
         if place is not None and (place["port"], place["identity"]) != (hello["port"], hello["identity"]):
-            return entrance.claimed_twice(hello["rank"])
+            return handshake.claimed_twice(hello["rank"])
         return None
 
     def _missing(self, ranks: list[int], turned_away: str) -> RendezvousError:
         names = ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
         return RendezvousError(
-            f"Rank 0 of {self.seat.world_size} (from {self.seat.source}) listened at {self._where()} for "
+            f"Rank 0 of {self.unresolved.world_size} (from {self.unresolved.source}) listened at {self._where()} for "
             f"{self.seconds:g} s, but rank{'s' if len(ranks) > 1 else ''} {names} never came. "
             + (f"Turned away: {turned_away}. " if turned_away else "")
             + f"Are they started, and is the port open between the hosts? {self._hint()}"
@@ -211,34 +212,34 @@ class _Meeting:
 
     # The others.
 
-    def _tell(self, listener: socket.socket) -> list[dict[str, Any]]:
+    def _tell(self, tcp: socket.socket) -> list[dict[str, Any]]:
         """Finds rank 0, sends it this rank's address, and receives those of all."""
         reasons: dict[int, str] = {}
         while time.monotonic() < self.deadline:
             for port in self.ports:
                 try:
-                    return self._attempt(port, listener.getsockname()[1])
-                except (OSError, ValueError, entrance.RefusedError) as error:
+                    return self._attempt(port, tcp.getsockname()[1])
+                except (OSError, ValueError, handshake.RefusedError) as error:
                     reasons[port] = getattr(error, "strerror", None) or str(error) or type(error).__name__
             time.sleep(_PAUSE_SECONDS)
         why = "; ".join(f"port {port}: {reason}" for port, reason in reasons.items())
         raise RendezvousError(
-            f"Rank {self.seat.rank} of {self.seat.world_size} (from {self.seat.source}) looked for rank 0 at "
-            f"{self._where()} for {self.seconds:g} s. {why}. Is rank 0 started on that host, and is the port open? "
-            f"{self._hint()}"
+            f"Rank {self.unresolved.rank} of {self.unresolved.world_size} (from {self.unresolved.source}) looked for "
+            f"rank 0 at {self._where()} for {self.seconds:g} s. {why}. Is rank 0 started on that host, and is the "
+            f"port open? {self._hint()}"
         )
 
     def _attempt(self, port: int, my_port: int) -> list[dict[str, Any]]:
         hello = {
             "job": self.job,
-            "rank": self.seat.rank,
+            "rank": self.unresolved.rank,
             "to": 0,
-            "world_size": self.seat.world_size,
+            "world_size": self.unresolved.world_size,
             "port": my_port,
             "identity": ports.host_identity(),
             "process": self.process,
         }
-        channel = entrance.knock(
+        channel = dial.dial(
             Address(self.host, port),
             self.key,
             "meeting",
@@ -249,15 +250,15 @@ class _Meeting:
         with channel:
             answer = channel.receive(_ANSWERS)
             if answer.kind == "refused" and answer.fields["final"]:
-                raise RendezvousError(f"Rank 0 refused rank {self.seat.rank}: {answer.fields['why']}")
+                raise RendezvousError(f"Rank 0 refused rank {self.unresolved.rank}: {answer.fields['why']}")
             if answer.kind == "refused":
-                raise entrance.RefusedError(answer.fields["why"])
+                raise handshake.RefusedError(answer.fields["why"])
             channel.deadline = max(time.monotonic() + _DIAL_SECONDS, self.deadline)
-            return _rows(channel.receive(self.tables()).fields, self.seat.world_size)
+            return _rows(channel.receive(self.tables()).fields, self.unresolved.world_size)
 
     def tables(self) -> wire.Format:
         """Returns the format of the list that rank 0 sends to all."""
-        count = self.seat.world_size
+        count = self.unresolved.world_size
         columns = {name: wire.list_of(field, count) for name, field in _PLACE.items()}
         return wire.Format({"places": columns}, max_json_bytes=1024 + 600 * count)
 
@@ -273,28 +274,29 @@ class _Meeting:
         return str(Address(self.host, self.ports[0])) if len(self.ports) == 1 else several
 
     def _hint(self) -> str:
-        return self.seat.remedy or (
+        return self.unresolved.remedy or (
             "Rank 0's host and port can be named, ports and interface chosen:\n  export TFRING_RENDEZVOUS=node1:20000\n"
             "  export TFRING_PORT_RANGE=20000-20100 TFRING_INTERFACE=eth0"
         )
 
 
-def _is_this_host(seat: Seat) -> bool:
+def _is_this_host(unresolved: UnresolvedCluster) -> bool:
     """Returns True if rank 0 is at a loopback address, so that all ranks are on its host."""
-    if seat.share is not None:
+    if unresolved.share is not None:
         return False
     with contextlib.suppress(OSError):
-        return all(ports.is_loopback(host) for host in ports.resolve(seat.host))
+        return all(ports.is_loopback(host) for host in ports.resolve(unresolved.host))
     return False
 
 
-def _outward(guests: dict[int, entrance.Guest], named: str | None) -> str | None:
+def _outward(connections: dict[int, listener.Connection], named: str | None) -> str | None:
     """Returns rank 0's address as other hosts reach it; None if all ranks are on its own."""
     if named is not None:
         return named
-    for _, guest in sorted(guests.items()):
+    for _, connection in sorted(connections.items()):
         with contextlib.suppress(OSError):
-            host = None if guest.channel.socket.family == socket.AF_UNIX else guest.channel.socket.getsockname()[0]
+            end = connection.channel.socket
+            host = None if end.family == socket.AF_UNIX else end.getsockname()[0]
             if host is not None and not ports.is_loopback(_plain(host)):
                 return _plain(host)
     return None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from tfring.cluster import allocation
-from tfring.cluster.seat import Seat, read_mpi_task
+from tfring.cluster.unresolved import UnresolvedCluster, read_mpi_task
 
 # A process of `mpirun -n 2` of Open MPI 5 holds, among others:
 #   OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
@@ -23,7 +23,7 @@ VARIABLES = (RANK, SIZE, LOCAL_SIZE)
 _REMEDY = "Name rank 0's host:\n  mpirun -x TFRING_RENDEZVOUS=node1 ..."
 
 
-def read(environ: Mapping[str, str]) -> Seat | None:
+def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This process of an `mpirun`; None outside of one.
 
     Raises:
@@ -33,9 +33,9 @@ def read(environ: Mapping[str, str]) -> Seat | None:
     if task is None:
         return None
     if task.on_one_host:
-        return Seat(task.rank, task.world_size, SOURCE, task.job)
+        return UnresolvedCluster(task.rank, task.world_size, SOURCE, task.job)
     host = allocation.first_host(environ) or _host_of_mpirun(environ) or "localhost"
-    return Seat(task.rank, task.world_size, SOURCE, task.job, host, remedy=_REMEDY)
+    return UnresolvedCluster(task.rank, task.world_size, SOURCE, task.job, host, remedy=_REMEDY)
 
 
 def _host_of_mpirun(environ: Mapping[str, str]) -> str | None:

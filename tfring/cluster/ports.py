@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from tfring import config
-from tfring.cluster.address import Address
+from tfring.cluster.address import Address, host_key, parse_address
 from tfring.errors import ConfigurationError
 
 _ANY = ("::", "0.0.0.0")
@@ -199,3 +199,18 @@ def _shuffled(first_last: tuple[int, int], avoid: Iterable[int]) -> list[int]:
 
 def _in_short(ports: list[int]) -> str:
     return ", ".join(map(str, ports)) if len(ports) <= _NUM_CANDIDATES else f"{min(ports)}-{max(ports)}"
+
+
+def spans_hosts(addresses: tuple[str, ...]) -> bool:
+    """Returns True if ranks may be elsewhere than on this host, judged by their addresses.
+
+    >>> spans_hosts(("127.0.0.1:1", "localhost:2")), spans_hosts(("127.0.0.1:1", "192.0.2.1:1"))
+    (False, True)
+    """
+    parsed = [parse_address(address) for address in addresses]
+    if len({host_key(address) for address in parsed}) > 1:
+        return True
+    try:
+        return not all(map(is_local, resolve(parsed[0].host)))
+    except OSError:
+        return True

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from tfring.cluster.seat import Seat
+from tfring.cluster.unresolved import UnresolvedCluster
 
 SOURCE = "Ray Train"
 VARIABLES = ()
 
 
-def read(environ: Mapping[str, str]) -> Seat | None:
+def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This worker of a training; None where Ray Train is not imported or trains nothing here."""
     train = sys.modules.get("ray.train")
     if train is None:
@@ -28,7 +28,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
         return None
     if not isinstance(rank, int) or not isinstance(world_size, int) or world_size <= 1:
         return None
-    return Seat(rank, world_size, SOURCE, job, host="", share=_from_rank_0)
+    return UnresolvedCluster(rank, world_size, SOURCE, job, host="", share=_from_rank_0)
 
 
 def _from_rank_0(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfring.cluster import allocation
-from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.cluster.unresolved import UnresolvedCluster, read_numbers, unset
 from tfring.errors import ConfigurationError
 
 # A task of `srun -N 2 -n 3` holds, among some sixty (SLURM 22.05):
@@ -25,7 +25,7 @@ VARIABLES = (PROCID, STEP_ID, NUM_TASKS, NODE_LIST, TASKS_PER_NODE)
 _REMEDY = "Start the program with `srun`, which sets them:\n  srun -n 4 python train.py"
 
 
-def read(environ: Mapping[str, str]) -> Seat | None:
+def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """This task of a step; None in a batch script, in `salloc`, outside of SLURM.
 
     Raises:
@@ -43,7 +43,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
             f"{TASKS_PER_NODE}={environ.get(TASKS_PER_NODE)}, {NODE_LIST}={environ.get(NODE_LIST)}, "
             f"{NUM_TASKS}={world_size}. {remedy}"
         )
-    return Seat(
+    return UnresolvedCluster(
         rank,
         world_size,
         SOURCE,

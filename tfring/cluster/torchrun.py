@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfring.cluster.address import parse_address
-from tfring.cluster.seat import Seat, read_numbers, unset
+from tfring.cluster.unresolved import UnresolvedCluster, read_numbers, unset
 from tfring.errors import ConfigurationError
 
 # One of two workers of `torchrun --nproc-per-node 2` holds, among others:
@@ -26,7 +26,7 @@ VARIABLES = (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 _EXAMPLE = "export RANK=0 WORLD_SIZE=2 MASTER_ADDR=node1 MASTER_PORT=29500   # RANK=1 for the second process, and so on"
 
 
-def read(environ: Mapping[str, str]) -> Seat | None:
+def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     """The place these variables give; None without RANK and one of the others, which are too common alone.
 
     Raises:
@@ -45,7 +45,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
         )
     rank, world_size = read_numbers(environ, RANK, WORLD_SIZE, of="torchrun", remedy=remedy)
     if world_size == 1:
-        return Seat(rank, world_size, SOURCE, job="alone")
+        return UnresolvedCluster(rank, world_size, SOURCE, job="alone")
     host, port = environ[MASTER_ADDR].strip(), environ[MASTER_PORT].strip()
     try:
         address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -56,7 +56,7 @@ def read(environ: Mapping[str, str]) -> Seat | None:
         ) from None
     # torchrun's agent may listen at that port itself. Rank 0 then takes another, which follows from the two.
     taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Seat(
+    return UnresolvedCluster(
         rank,
         world_size,
         SOURCE,

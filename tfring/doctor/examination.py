@@ -22,11 +22,13 @@ import threading
 import time
 from typing import Any
 
-from tfring import wire
-from tfring.cluster import Cluster, detect, detection, entrance, parse_address, secret
+from tfring.cluster import Cluster, detect, detection, parse_address, ports, secret
 from tfring.doctor import findings, host, links, report
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
+from tfring.transport import handshake, wire
+from tfring.transport.dial import dial
+from tfring.transport.listener import Connection, Listener
 
 DEFAULT_SECONDS = 60.0
 _PAUSE_SECONDS = 0.2
@@ -36,16 +38,16 @@ _RING_SECONDS = 20.0  # to form, and for each collective
 _MARGIN_SECONDS = 10.0
 _LINGER_SECONDS = 3.0  # so that a launcher learns of rank 0's end first
 
-_RANKS = wire.list_of(wire.integer(0, entrance.MAX_RANKS), entrance.MAX_RANKS)
+_RANKS = wire.list_of(wire.integer(0, handshake.MAX_RANKS), handshake.MAX_RANKS)
 _REQUESTS = wire.Format(
     {
         "ask": {"do": wire.one_of("facts", "clock", "connect", "ring", "pair"), "ranks": _RANKS},
         "end": {},
-        "refused": entrance.REFUSED,
+        "refused": handshake.REFUSED,
     },
     max_json_bytes=1 << 20,
 )
-_ANSWERS = wire.Format({"answer": {"of": wire.anything}, "refused": entrance.REFUSED}, max_json_bytes=1 << 20)
+_ANSWERS = wire.Format({"answer": {"of": wire.anything}, "refused": handshake.REFUSED}, max_json_bytes=1 << 20)
 
 Answer = dict[str, Any]
 
@@ -67,17 +69,17 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
         said = detection.find(os.environ)
         rank = said.rank if said is not None else 0
         cluster = detect()
-        door = entrance.Entrance.of(cluster) if cluster.world_size > 1 else None
+        listener = Listener.of(cluster) if cluster.world_size > 1 else None
     except TfringError as error:
         if rank != 0:
             return _complain(rank, str(error))
         found = findings.without_cluster(host.facts(Cluster.alone()), str(error))
     else:
         if rank != 0:
-            assert door is not None
-            return _Answering(cluster, door, seconds).run()
-        if door is not None:
-            asking = _Asking(cluster, door, seconds)
+            assert listener is not None
+            return _Answering(cluster, listener, seconds).run()
+        if listener is not None:
+            asking = _Asking(cluster, listener, seconds)
             with contextlib.closing(asking):
                 return _report(asking.examine(), as_json, not_ready_code)
         found = {"facts": {0: host.facts(cluster)}, **_about(cluster)}
@@ -132,21 +134,21 @@ def _perform(cluster: Cluster, request: dict[str, Any]) -> Answer:
 def _dial(cluster: Cluster, rank: int) -> wire.Channel:
     addresses = cluster.addresses
     key = secret.of(cluster)
-    return entrance.knock(
+    return dial(
         parse_address(addresses[rank]),
         key,
         "doctor",
-        {"job": entrance.job_id(addresses), "rank": cluster.rank, "to": rank},
-        network=bool(key) or entrance.spans_hosts(addresses),
+        {"job": handshake.job_id(addresses), "rank": cluster.rank, "to": rank},
+        network=bool(key) or ports.spans_hosts(addresses),
         seconds=links.PROBE_SECONDS,
     )
 
 
-def _take(door: entrance.Entrance, cluster: Cluster, rank: int) -> entrance.Guest | None:
+def _take(listener: Listener, cluster: Cluster, rank: int) -> Connection | None:
     """A doctor that this rank has sent here, if one comes soon."""
-    wanted = (entrance.job_id(cluster.addresses), rank)
-    return door.take(
-        lambda guest: guest.kind == "doctor" and (guest.hello["job"], guest.hello["rank"]) == wanted, _PAUSE_SECONDS
+    wanted = (handshake.job_id(cluster.addresses), rank)
+    return listener.take(
+        lambda it: it.kind == "doctor" and (it.hello["job"], it.hello["rank"]) == wanted, _PAUSE_SECONDS
     )
 
 
@@ -157,23 +159,23 @@ def _object(answer: Any) -> Answer:
 
 
 class _Asking:
-    """Rank 0's part."""
+    """Asks, on rank 0."""
 
-    def __init__(self, cluster: Cluster, door: entrance.Entrance, seconds: float) -> None:
+    def __init__(self, cluster: Cluster, listener: Listener, seconds: float) -> None:
         self._cluster = cluster
-        self._door = door
+        self._listener = listener
         self._seconds = seconds
         self._connections: dict[int, wire.Channel] = {}
 
     def close(self) -> None:
-        """Lets the others end."""
+        """Tells the others to end."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.deadline = time.monotonic() + _PAUSE_SECONDS
                 connection.send("end")
 
     def examine(self) -> dict[str, Any]:
-        """All that is to be found out."""
+        """Returns all that the ranks report and measure."""
         cluster = self._cluster
         deadline = time.monotonic() + self._seconds
         reached = in_parallel(
@@ -207,11 +209,11 @@ class _Asking:
         return found
 
     def _reach(self, rank: int, deadline: float) -> Answer | None:
-        """The facts of a rank that connects to this one, or this one to it, before `deadline`."""
+        """Returns the facts of a rank that connects to this one, or this one to it, before `deadline`."""
         while time.monotonic() < deadline:
-            guest = _take(self._door, self._cluster, rank)
+            taken = _take(self._listener, self._cluster, rank)
             try:
-                connection = guest.channel if guest else _dial(self._cluster, rank)
+                connection = taken.channel if taken else _dial(self._cluster, rank)
             except (OSError, wire.WireError):
                 continue
             left = max(_PAUSE_SECONDS, deadline - time.monotonic())
@@ -276,9 +278,9 @@ class _Asking:
 class _Answering:
     """The part of every other rank: answers on whatever connection there is to rank 0, until told to end."""
 
-    def __init__(self, cluster: Cluster, door: entrance.Entrance, seconds: float) -> None:
+    def __init__(self, cluster: Cluster, listener: Listener, seconds: float) -> None:
         self._cluster = cluster
-        self._door = door
+        self._listener = listener
         self._seconds = seconds
         self._ended = threading.Event()
         self._heard_at: float | None = None
@@ -316,11 +318,11 @@ class _Answering:
     def _take(self) -> None:
         """Serves the connections that rank 0 dials."""
         while not self._ended.is_set():
-            guest = _take(self._door, self._cluster, 0)
-            if guest is not None:
-                threading.Thread(target=self._serve_guest, args=(guest.channel,), daemon=True).start()
+            taken = _take(self._listener, self._cluster, 0)
+            if taken is not None:
+                threading.Thread(target=self._serve_connection, args=(taken.channel,), daemon=True).start()
 
-    def _serve_guest(self, connection: wire.Channel) -> None:
+    def _serve_connection(self, connection: wire.Channel) -> None:
         with connection, contextlib.suppress(OSError, wire.WireError):
             self._serve(connection)
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfring.cluster import Cluster, entrance
+from tfring.cluster import Cluster
 from tfring.doctor.parallel import in_parallel
+from tfring.transport import dial, handshake
 
 PROBE_SECONDS = 3.0  # within it the kernel has asked a second time
 _MARGIN_SECONDS = 5.0
@@ -64,12 +65,12 @@ def probe(cluster: Cluster, rank: int) -> dict[str, Any]:
         connection, where there was one.
     """
     try:
-        found = entrance.probe(cluster, rank, PROBE_SECONDS)
+        found = dial.probe(cluster, rank, PROBE_SECONDS)
     except OSError as error:
         return {"kind": kind_of(error), "detail": error.strerror or str(error)}
     if isinstance(found.problem, TimeoutError):
         return {"kind": NO_ANSWER, "local": found.local}
-    if isinstance(found.problem, entrance.RefusedError):
+    if isinstance(found.problem, handshake.RefusedError):
         return {"kind": ANOTHER_JOB, "detail": str(found.problem), "local": found.local}
     if found.problem is not None:
         return {"kind": ANOTHER_PROGRAM, "detail": str(found.problem), "local": found.local}

@@ -19,11 +19,11 @@ import threading
 import time
 from typing import Any
 
-from tfring import wire
 from tfring.cluster import Cluster, ports
 from tfring.errors import ConfigurationError
 from tfring.launch import frames, processes, worker
 from tfring.launch.guard import STOP_SIGNALS, run_guarded
+from tfring.transport import wire
 
 _STDIN, _STDOUT = 0, 1
 _TERMINATE_SECONDS = 5.0

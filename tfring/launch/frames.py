@@ -12,7 +12,7 @@
        │ ◄────────────────────────────────────────── taken │     an input, of at most INPUT_MESSAGES on the way
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
-The messages are those of tfring/wire.py. They have no tags: ssh has authenticated both sides.
+The messages are those of tfring/transport/wire.py. They have no tags: ssh has authenticated both sides.
 The first lines stay as they are in every later protocol. Protocol 1 had "tfring agent 1"; 2 had none, and is known by
 the first bytes of its messages, or by how it ends at a line.
 """
@@ -23,9 +23,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from tfring import wire
 from tfring._version import __version__
-from tfring.cluster import entrance
+from tfring.transport import handshake, wire
 
 PROTOCOL = 4  # another number with every change to what is said here
 _GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9})(?: ([0-9A-Za-z.+!-]{1,64}))?\n")
@@ -37,9 +36,9 @@ _PROTOCOL_2 = b"TFRING\x00"
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command
 _MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a chunk at a time
 INPUT_MESSAGES, INPUT_BYTES = 64, 1 << 14  # of standard input, on the way at a time
-_RANK = wire.integer(0, entrance.MAX_RANKS)
+_RANK = wire.integer(0, handshake.MAX_RANKS)
 _WORD = wire.text(_MAX_JSON_BYTES, r"[^\x00]*")
-_RANKS = wire.list_of(_RANK, entrance.MAX_RANKS)
+_RANKS = wire.list_of(_RANK, handshake.MAX_RANKS)
 
 TO_AGENT = wire.Format(
     {
@@ -48,9 +47,9 @@ TO_AGENT = wire.Format(
             "command": wire.list_of(_WORD, 1 << 20),
             "cwd": _WORD,
             "environ": wire.mapping_of(_WORD, _WORD, 1 << 16),
-            "num_nodes": wire.integer(1, entrance.MAX_RANKS),
+            "num_nodes": wire.integer(1, handshake.MAX_RANKS),
         },
-        "addresses": {"addresses": wire.list_of(wire.text(300), entrance.MAX_RANKS)},
+        "addresses": {"addresses": wire.list_of(wire.text(300), handshake.MAX_RANKS)},
         "input": {},
         "signal": {"rank": _RANK, "number": wire.integer(1, 64)},
     },
@@ -59,7 +58,7 @@ TO_AGENT = wire.Format(
 )
 TO_LAUNCHER = wire.Format(
     {
-        "listening": {"address": wire.text(64), "ports": wire.list_of(wire.integer(1, 65535), entrance.MAX_RANKS)},
+        "listening": {"address": wire.text(64), "ports": wire.list_of(wire.integer(1, 65535), handshake.MAX_RANKS)},
         "problem": {"what": wire.REASON},
         "output": {"rank": _RANK, "stream": wire.one_of("out", "err")},
         "taken": {},

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from tfring import wire
 from tfring.launch import frames, processes
 from tfring.launch.hosts import Host
+from tfring.transport import wire
 
 # Of the launcher's environment a worker elsewhere gets these, and what --env names.
 _PASSED_PREFIXES = ("TFRING_", "TF_", "KERAS_", "OMP_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "PYTHON")

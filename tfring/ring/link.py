@@ -8,9 +8,9 @@ import socket
 import stat
 import struct
 
-from tfring import wire
 from tfring.errors import RendezvousError
-from tfring.ring import library, mailbox
+from tfring.ring import library
+from tfring.transport import mailbox, wire
 
 # A ControlFrame of native/frame.h: magic, version, type, code, rank, reserved, sequence, message.
 _CONTROL_FRAME = struct.Struct("<IHBBiiQ1000s")

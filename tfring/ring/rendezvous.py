@@ -1,14 +1,14 @@
 """Forms a ring: ranks that will exchange data connect in pairs, the higher rank to the lower.
 
     rank r                                 rank q < r
-       │ (1) hello, ring ───────────────────► │     through the listener of its process: who I am, which ring
+       │ (1) hello, ring ───────────────────► │     through its listener (transport/listener.py): who I am, which ring
        │ ◄──────────────────────── welcome (2) │     transport, and its mailbox; or: refused, and why
        │ (3) confirm ───────────────────────► │     with my mailbox; or: TCP after all
        │ ◄───────────────────────── agreed (4) │     the transport; TCP within a host: with a connection for the data
        │ (5) hello, data ───────────────────► │     TCP to another host: a second connection
 
-Mailboxes are handed over as descriptors (mailbox.py) between processes of one user on one host, connected by a Unix
-socket. After (4) the control connection, and after (5) the data connection, belong to the native code.
+Mailboxes are handed over as descriptors (transport/mailbox.py) between processes of one user on one host, connected by
+a Unix socket. After (4) the control connection, and after (5) the data connection, belong to the native code.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from tfring import wire
-from tfring.cluster import entrance, secret
+from tfring.cluster import ports, secret
 from tfring.cluster.address import parse_address
 from tfring.errors import RendezvousError
-from tfring.ring import mailbox
 from tfring.ring.link import Link, adopt_data_connection, data_connection
+from tfring.transport import handshake, mailbox, wire
+from tfring.transport.dial import dial, probe
+from tfring.transport.listener import Connection, Listener
 
 _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
@@ -45,7 +46,7 @@ _FAILED = {"why": wire.REASON}
 _WELCOMES = wire.Format(
     {
         "welcome": {**_TRANSPORT, "wanted": wire.one_of("auto", "shm", "tcp")},
-        "refused": entrance.REFUSED,
+        "refused": handshake.REFUSED,
         "failed": _FAILED,
     },
     max_json_bytes=16384,
@@ -106,10 +107,10 @@ class _Forming:
         self.timeout_seconds = timeout_seconds
         self.broken = broken
         self.deadline = time.monotonic() + timeout_seconds
-        self.entrance = entrance.Entrance.of(cluster)
+        self.listener = Listener.of(cluster)
         self.key = secret.of(cluster)
-        self.job = entrance.job_id(tuple(cluster.addresses))
-        self.network = bool(self.key) or entrance.spans_hosts(tuple(cluster.addresses))
+        self.job = handshake.job_id(tuple(cluster.addresses))
+        self.network = bool(self.key) or ports.spans_hosts(tuple(cluster.addresses))
         self.links: dict[int, Link] = {}  # the connecting thread adds to it as well
         self.connect_error: BaseException | None = None
         self.reasons: dict[int, str] = {}  # why the last attempt to connect failed
@@ -147,10 +148,10 @@ class _Forming:
         """Tells the ranks that are on their way to this one why it gives up."""
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
-            guest = self.entrance.take(self._is_expected, max(0.0, deadline - time.monotonic()))
-            if guest is None:
+            connection = self.listener.take(self._is_expected, max(0.0, deadline - time.monotonic()))
+            if connection is None:
                 return
-            with contextlib.suppress(OSError, wire.WireError), guest.channel as channel:
+            with contextlib.suppress(OSError, wire.WireError), connection.channel as channel:
                 channel.send("refused", why=self.failure[: wire.MOST_REASON], final=True)
 
     # Connecting to the lower ranks, in a thread of its own.
@@ -174,7 +175,7 @@ class _Forming:
                 self.reasons[rank] = "it listens, but did not answer"
             except wire.NoProofError as error:
                 self._warn_about_secret(rank, error)
-            except entrance.RefusedError as error:
+            except handshake.RefusedError as error:
                 if error.final:
                     raise RendezvousError(str(error)) from None
                 self.reasons[rank] = str(error)
@@ -185,7 +186,7 @@ class _Forming:
 
     def _attempt(self, rank: int) -> Link:
         session = secrets.token_hex(16)
-        channel = self._knock(
+        channel = self._dial(
             rank, "ring", ring=self.ring, transport=self.transport, process=_process, session=session
         )
         # The answer comes when the other rank asks for this ring; that may take its time.
@@ -197,7 +198,7 @@ class _Forming:
             if welcome.kind == "failed":
                 raise RendezvousError(welcome.fields["why"])
             if welcome.kind == "refused":
-                raise entrance.RefusedError(welcome.fields["why"], welcome.fields["final"])
+                raise handshake.RefusedError(welcome.fields["why"], welcome.fields["final"])
             channel.deadline = time.monotonic() + _ANSWER_SECONDS
             if welcome.fields["transport"] == "shm":
                 link.own, problem = _make_mailbox(self.transport)
@@ -212,7 +213,7 @@ class _Forming:
                 raise RendezvousError(agreed.fields["why"])
             if agreed.fields["transport"] == "tcp":
                 link.drop_mailboxes()
-                link.data = adopt_data_connection(fds) if fds else self._knock(rank, "data", session=session).socket
+                link.data = adopt_data_connection(fds) if fds else self._dial(rank, "data", session=session).socket
             elif link.transport == "tcp":
                 raise wire.WireError("it was told not to use shared memory, and does")
             return link
@@ -228,8 +229,8 @@ class _Forming:
                 raise
             raise RendezvousError(self.failure) from error
 
-    def _knock(self, rank: int, kind: str, **more: Any) -> wire.Channel:
-        return entrance.knock(
+    def _dial(self, rank: int, kind: str, **more: Any) -> wire.Channel:
+        return dial(
             parse_address(self.cluster.addresses[rank]),
             self.key,
             kind,
@@ -247,10 +248,10 @@ class _Forming:
     # Answering the higher ranks.
 
     def _accept(self) -> None:
-        guest = self.entrance.take(self._is_expected, _SLICE_SECONDS)
-        if guest is None:
+        connection = self.listener.take(self._is_expected, _SLICE_SECONDS)
+        if connection is None:
             return
-        channel, hello = guest.channel, guest.hello
+        channel, hello = connection.channel, connection.hello
         link = Link(hello["rank"], channel.socket)
         fds: list[int] = []
         try:
@@ -295,7 +296,7 @@ class _Forming:
                 handed = () if theirs is None else (theirs.fileno(),)
                 channel.send("agreed", handed, transport=link.transport)  # (4)
             if link.transport == "tcp" and not channel.is_local:
-                data = self.entrance.take(lambda guest: self._is_data_of(guest, hello), _ANSWER_SECONDS)
+                data = self.listener.take(lambda connection: self._is_data_of(connection, hello), _ANSWER_SECONDS)
                 if data is None:
                     raise ConnectionError("the data connection did not come")
                 link.data = data.channel.socket
@@ -310,15 +311,16 @@ class _Forming:
             link.close()
             raise
 
-    def _is_expected(self, guest: entrance.Guest) -> bool:
-        hello = guest.hello
-        if guest.kind != "ring" or (hello["job"], hello["ring"]) != (self.job, self.ring):
+    def _is_expected(self, connection: Connection) -> bool:
+        hello = connection.hello
+        if connection.kind != "ring" or (hello["job"], hello["ring"]) != (self.job, self.ring):
             return False
         rank = hello["rank"]
         return rank > self.cluster.rank and rank in self.peers and rank not in self.links
 
-    def _is_data_of(self, guest: entrance.Guest, ring: dict[str, Any]) -> bool:
-        return guest.kind == "data" and all(guest.hello[name] == ring[name] for name in ("job", "rank", "session"))
+    def _is_data_of(self, connection: Connection, ring: dict[str, Any]) -> bool:
+        names = ("job", "rank", "session")
+        return connection.kind == "data" and all(connection.hello[name] == ring[name] for name in names)
 
     def _reject(self, channel: wire.Channel, why: str) -> NoReturn:
         channel.send("refused", why=why, final=True)
@@ -354,8 +356,8 @@ class _Forming:
             did_not = "take" if rank < self.cluster.rank else "connect to"
             told += f"; rank {rank} is there but did not {did_not} rank {self.cluster.rank}"
             told += f" ({self.reasons[rank]})" if rank in self.reasons else ""
-        if self.entrance.turned_away:
-            told += f". Turned away here: {self.entrance.turned_away}"
+        if self.listener.turned_away:
+            told += f". Turned away here: {self.listener.turned_away}"
         return RendezvousError(
             f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "
             f'ring "{self.ring}" to form; {told}. Are all ranks started with the same list of addresses, and '
@@ -400,7 +402,7 @@ def _missing_ranks(cluster: Any) -> dict[int, str]:
 
     def problem(rank: int) -> str | None:
         try:
-            found = entrance.probe(cluster, rank, _PROBE_SECONDS)
+            found = probe(cluster, rank, _PROBE_SECONDS)
         except OSError as error:
             return error.strerror or str(error) or type(error).__name__
         if found.problem is not None:

@@ -1,4 +1,4 @@
-"""What a source knows that says which rank this is, but not where the ranks listen."""
+"""Unresolved clusters: a source knows the rank of this process, but not the addresses of the ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tfring.errors import ConfigurationError
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
-    """A process's place in a ring whose addresses the ranks have yet to tell each other (`meeting.py`).
+class UnresolvedCluster:
+    """A rank and a world size whose addresses the ranks have yet to exchange (`meeting.py`).
 
     Attributes:
         rank: This process, from 0 to `world_size - 1`.
@@ -23,7 +23,7 @@ class Seat:
         host: Rank 0's, as the others reach it.
         port: Where rank 0 listens; None for one that follows from `job`.
         remedy: What to write where `host` is not rank 0's after all, if it was inferred.
-        share: Hands a text of rank 0 to all ranks by the source's own means; takes the place of `host`.
+        share: Hands a text of rank 0 to all ranks by the source's own means; replaces `host`.
     """
 
     rank: int
@@ -37,8 +37,8 @@ class Seat:
 
     addresses = ()  # none yet; a Cluster has them
 
-    def overridden(self, environ: Mapping[str, str]) -> Seat:
-        """With rank 0's host and port as `TFRING_RENDEZVOUS` and `TFRING_PORT` have them."""
+    def overridden(self, environ: Mapping[str, str]) -> UnresolvedCluster:
+        """Returns a copy with rank 0's host and port as `TFRING_RENDEZVOUS` and `TFRING_PORT` have them."""
         named = rendezvous(environ)
         port = config.read("TFRING_PORT", environ) or self.port
         if named is None:
@@ -47,14 +47,14 @@ class Seat:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether all ranks are known to be on this host."""
+        """Returns True if all ranks are known to be on this host."""
         return self.host == "127.0.0.1" and self.share is None
 
 
 def read_numbers(
     environ: Mapping[str, str], rank: str, world_size: str, *, of: str, remedy: str
 ) -> tuple[int, int]:
-    """The rank and the world size, checked.
+    """Returns the rank and the world size, validated.
 
     Args:
         environ: The environment.
@@ -83,7 +83,7 @@ def read_numbers(
 
 
 class MpiTask(NamedTuple):
-    """A process of an `mpirun`, whichever. `job` is empty where it names none."""
+    """A process of any `mpirun`. `job` is empty where it names none."""
 
     rank: int
     world_size: int
@@ -94,7 +94,7 @@ class MpiTask(NamedTuple):
 def read_mpi_task(
     environ: Mapping[str, str], variables: tuple[str, str, str], jobs: Sequence[str], *, of: str
 ) -> MpiTask | None:
-    """What both kinds of `mpirun` say of a process; None outside of one.
+    """Returns the process as both kinds of `mpirun` describe it; None outside of one.
 
     Args:
         environ: The environment.
@@ -118,7 +118,7 @@ def read_mpi_task(
 
 
 def unset(names: Sequence[str], environ: Mapping[str, str]) -> str:
-    """The command that removes those of the variables that are there.
+    """Returns the command that removes those of the variables that are set.
 
     >>> unset(["A", "B", "C"], {"A": "1", "C": "2"})
     'unset A C'
@@ -127,7 +127,7 @@ def unset(names: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def rendezvous(environ: Mapping[str, str]) -> tuple[str, int | None] | None:
-    """The host and port that `TFRING_RENDEZVOUS` names.
+    """Returns the host and port that `TFRING_RENDEZVOUS` names.
 
     >>> rendezvous({"TFRING_RENDEZVOUS": "node1"}), rendezvous({"TFRING_RENDEZVOUS": "[fd00::1]:20000"})
     (('node1', None), ('fd00::1', 20000))

@@ -1,7 +1,7 @@
 """Sends wrong messages to every place where a process listens to another one, and looks that nothing comes of it.
 
-    python tests/ring/fuzz_entrances.py                        # a short run
-    python tests/ring/fuzz_entrances.py --messages 1000000     # at each of the four places
+    python tests/ring/fuzz_listeners.py                        # a short run
+    python tests/ring/fuzz_listeners.py --messages 1000000     # at each of the four places
 
 What is sent are right conversations with something wrong in them: bits, lengths, fields, types, numbers, order, tags,
 cuts. The one who sends knows the secret, or nothing would get past the proofs. Whatever comes is answered, or refused
@@ -27,10 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from tfring import wire
-from tfring.cluster import entrance, meeting, seat
+from tfring.cluster import meeting
+from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.launch import frames
 from tfring.ring import rendezvous
+from tfring.transport import dial, handshake, sockets, wire
+from tfring.transport.listener import Connection, Listener
 
 SECRET = "known to the one who sends, too"
 ODD = (
@@ -110,16 +112,16 @@ def lie(fuzz: Fuzz, channel: wire.Channel, kind: str, fields: dict[str, Any]) ->
 # The places.
 
 
-def at_the_entrance(fuzz: Fuzz, messages: int) -> None:
-    """Connections to an entrance, through its socket: each says a few things before it is turned away."""
+def at_the_listener(fuzz: Fuzz, messages: int) -> None:
+    """Connections to a listener, through its socket: each says a few things before it is turned away."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     cluster = SimpleNamespace(
         rank=0, world_size=2, addresses=(address, "127.0.0.1:1"), listen_fd=listener.fileno(), secret=SECRET
     )
-    gate = entrance.Entrance.of(cluster)
-    name = entrance._local_name("127.0.0.1", gate.port)
-    who = {"job": entrance.job_id(cluster.addresses), "rank": 1, "to": 0, "seconds": 1}
+    gate = Listener.of(cluster)
+    name = sockets.local_name("127.0.0.1", gate.port)
+    who = {"job": handshake.job_id(cluster.addresses), "rank": 1, "to": 0, "seconds": 1}
     token = "0123456789abcdef" * 2
     hellos = {
         "probe": who,
@@ -148,16 +150,16 @@ def at_the_entrance(fuzz: Fuzz, messages: int) -> None:
                 channel.receive(wire.Channel.PROOFS)
                 kind = fuzz.random.choice(list(hellos))
                 channel._write(lie(fuzz, channel, kind, hellos[kind]))
-        found = entrance.probe(cluster, 0, 20)
+        found = dial.probe(cluster, 0, 20)
         assert found.rank == 0, found
         assert gate._thread.is_alive()
     finally:
-        entrance.Entrance.close_at(listener.fileno())
+        Listener.close_at(listener.fileno())
         listener.close()
 
 
 def _hear_out(channel: wire.Channel, lie: bytes) -> None:
-    """Until the entrance closes, which waits for nothing when no more can come."""
+    """Until the listener closes, which waits for nothing when no more can come."""
     channel._write(lie)
     channel.socket.shutdown(socket.SHUT_WR)
     while True:
@@ -166,22 +168,22 @@ def _hear_out(channel: wire.Channel, lie: bytes) -> None:
 
 def at_the_meeting(fuzz: Fuzz, messages: int) -> None:
     """What rank 0 makes of those who come, and the others of rank 0's answers."""
-    host = meeting._Meeting(seat.Seat(0, 9, "fuzz", "job"))
-    rank = meeting._Meeting(seat.Seat(1, 9, "fuzz", "job"))
+    host = meeting._Meeting(UnresolvedCluster(0, 9, "fuzz", "job"))
+    rank = meeting._Meeting(UnresolvedCluster(1, 9, "fuzz", "job"))
     table = [{"host": f"192.0.2.{i}", "port": 1 + i, "identity": "x"} for i in range(9)]
     for _ in range(messages // 2):
-        places, guests = {0: table[0]}, {}
+        places, connections = {0: table[0]}, {}
         ours, theirs = socket.socketpair()
         hello = {"rank": 1, "to": 0, "world_size": 9, "host": "192.0.2.1", "port": 1, "identity": "x", "process": ""}
-        for name, field in (("host", entrance.HELLOS.kinds["meeting"]["host"]), ("rank", wire.integer(0, 1 << 20))):
+        for name, field in (("host", handshake.HELLOS.kinds["meeting"]["host"]), ("rank", wire.integer(0, 1 << 20))):
             odd = fuzz.random.choice(ODD)
-            if field(odd):  # as the entrance lets it through
+            if field(odd):  # as the listener accepts it
                 hello[name] = odd
         channel = wire.Channel(ours, time.monotonic() + 20, connects=False)
-        host._hear(entrance.Guest(channel, "meeting", hello, 0.0), places, guests)
+        host._register(Connection(channel, "meeting", hello, 0.0), places, connections)
         assert set(places) <= set(range(9))
-        for guest in guests.values():
-            guest.channel.close()
+        for connection in connections.values():
+            connection.channel.close()
         channel.close()
         theirs.close()
     formats = (meeting._ANSWERS, rank.tables())
@@ -263,7 +265,7 @@ def _through_a_channel(
 
 
 PLACES = {
-    "entrance": at_the_entrance,
+    "listener": at_the_listener,
     "meeting": at_the_meeting,
     "launcher": at_the_launcher,
     "neighbour": at_a_neighbour,

@@ -1,0 +1,1 @@
+"""Connections between processes: messages, sockets, the listener, dialing, the handshake, mailboxes."""

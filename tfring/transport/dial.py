@@ -1,0 +1,144 @@
+"""Dialing: connects to the listener of another process and proves to know the job's secret."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tfring.cluster import ports, secret
+from tfring.cluster.address import Address, parse_address
+from tfring.transport import handshake, sockets, wire
+
+
+def dial(
+    address: Address,
+    key: bytes,
+    kind: str,
+    hello: dict[str, Any] | Callable[[socket.socket], dict[str, Any]],
+    *,
+    network: bool,
+    seconds: float,
+    wait_for: Callable[[], bool] = lambda: True,
+) -> wire.Channel:
+    """Connects to the listener of a rank, proves itself and sends its hello.
+
+    Args:
+        address: That the rank listens at.
+        key: The secret, or nothing.
+        kind: Of HELLOS.
+        hello: Its fields but `seconds`, or a function that makes them from the connection.
+        network: Whether TCP may be used, if no process of this user listens on this host.
+        seconds: For all messages on this channel, until the caller sets another deadline.
+        wait_for: Called while nothing comes; returns whether to go on waiting.
+
+    Raises:
+        wire.NoProofError: The other side has another secret.
+        wire.WireError: Another program answers.
+        wire.GivenUpError: `wait_for` returned False.
+        OSError: There is no answer.
+    """
+    place = (ports.resolve(address.host), address.port)
+    deadline = time.monotonic() + seconds
+    connection = _connect(*place, network=network, deadline=deadline, wait_for=wait_for)
+    return _introduce(connection, place, key, kind, hello, deadline, wait_for)
+
+
+class Probed(NamedTuple):
+    """The process that a probe found."""
+
+    local: str  # the address of this host on the way there
+    rank: int | None  # of the process, as it reports
+    problem: Exception | None  # why its rank is not known
+
+
+def probe(cluster: Any, rank: int, seconds: float) -> Probed:
+    """Probes the process that listens at a rank's address.
+
+    Raises:
+        OSError: There is none.
+    """
+    addresses = tuple(cluster.addresses)
+    address, key = parse_address(addresses[rank]), secret.of(cluster)
+    place = hosts, _ = ports.resolve(address.host), address.port
+    network = bool(key) or ports.spans_hosts(addresses)
+    deadline = time.monotonic() + seconds
+    try:
+        connection = _connect(*place, network=network, deadline=deadline)
+    except ConnectionRefusedError:
+        if network:
+            raise
+        # Another program may listen there; it is sent nothing but a challenge.
+        connection = _connect(*place, network=True, deadline=deadline)
+    local = hosts[0] if connection.family == socket.AF_UNIX else str(connection.getsockname()[0])
+    try:
+        if connection.family != socket.AF_UNIX and not network:
+            with wire.Channel(connection, deadline, connects=True) as other:
+                other.challenge()
+                other.receive(wire.Channel.CHALLENGES)
+            raise handshake.RefusedError(f"not a process of user {os.geteuid()} on this host")
+        hello = {"job": handshake.job_id(addresses), "rank": cluster.rank, "to": rank}
+        with _introduce(connection, place, key, "probe", hello, deadline) as channel:
+            answer = channel.receive(handshake.ANSWERS_TO_PROBE)
+        if answer.kind == "refused":
+            raise handshake.RefusedError(answer.fields["why"], answer.fields["final"])
+        return Probed(local, answer.fields["rank"], None)
+    except (OSError, wire.WireError, handshake.RefusedError) as error:
+        return Probed(local, None, error)
+
+
+def _connect(
+    hosts: list[str], port: int, *, network: bool, deadline: float, wait_for: Callable[[], bool] = lambda: True
+) -> socket.socket:
+    connection = sockets.connect_locally(hosts, port, strict=not network)
+    if connection is not None:
+        return connection
+    if not network:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, f"refused: no process of user {os.geteuid()} listens there")
+    problems = []
+    # Ranks that are all on this host listen at its loopback addresses alone.
+    for host in dict.fromkeys((*hosts, *(sockets.LOOPBACKS if any(map(ports.is_local, hosts)) else ()))):
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            wire.connect(connection, where, min(deadline, time.monotonic() + sockets.CONNECT_SECONDS), wait_for)
+            sockets.no_delay(connection)
+            return connection
+        except OSError as error:
+            connection.close()
+            problems.append(error)
+        except BaseException:
+            connection.close()
+            raise
+    raise problems[0]
+
+
+def _introduce(
+    connection: socket.socket,
+    place: tuple[list[str], int],
+    key: bytes,
+    kind: str,
+    hello: dict[str, Any] | Callable[[socket.socket], dict[str, Any]],
+    deadline: float,
+    wait_for: Callable[[], bool] = lambda: True,
+) -> wire.Channel:
+    channel = wire.Channel(connection, deadline, connects=True)
+    try:
+        channel.wait_for = wait_for
+        channel.prove_first(key)
+        # Its process may have started to listen in the meantime.
+        if not channel.is_local and (nearer := sockets.connect_locally(*place, strict=False)) is not None:
+            channel.close()
+            channel = wire.Channel(nearer, deadline, connects=True)
+            channel.wait_for = wait_for
+            channel.prove_first(key)
+        fields = hello(channel.socket) if callable(hello) else hello
+        left = min(handshake.MAX_SECONDS, max(1, int(deadline - time.monotonic())))
+        channel.send(kind, **fields, seconds=left)
+        return channel
+    except BaseException:
+        channel.close()
+        raise
