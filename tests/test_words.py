@@ -23,6 +23,10 @@ FINISHED = (
         "bench",
         "report",
         "strategy",
+        "layers",
+        "callbacks",
+        "parallel",
+        "reduction",
         "cluster",
         "transport",
         "blocks.py",
@@ -42,7 +46,11 @@ COLLECTIVES = (
 )
 ACTS = {*CHANGES.split(), *COLLECTIVES.split()}
 # (file, word): why it stays.
-ALLOWED: dict[tuple[str, str], str] = {}
+ALLOWED: dict[tuple[str, str], str] = {
+    ("callbacks/backup.py", "pieces"): "a key of the state in files of Backup",
+    ("callbacks/files.py", "pieces"): "the same",
+    ("callbacks/variables.py", "pieces"): "the same",
+}
 
 
 def rows_of_table(heading: str) -> list[list[str]]:

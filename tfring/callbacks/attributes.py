@@ -1,4 +1,4 @@
-"""What other callbacks keep in simple attributes: EarlyStopping's `wait` and `best_weights`, a counter of your own.
+"""Keeps simple attributes of other callbacks: EarlyStopping's `wait` and `best_weights`, a counter of your own.
 
 Kept are those that have changed since training began, if they are numbers, texts, bytes, arrays, tensors, functions of
 `keras.ops` or NumPy, or lists, tuples, dicts, sets, deques and counters of them. Of others that hold data a warning
@@ -60,8 +60,8 @@ class Attributes:
             for name in (name for name in now if now[name] != before.get(name)):
                 encoder = _Encoder(len(arrays))
                 encoded = encoder.encode(vars(callback)[name])
-                if encoder.strangers:
-                    self._warn(key, callback, name, encoder.strangers[0])
+                if encoder.unknown:
+                    self._warn(key, callback, name, encoder.unknown[0])
                 else:
                     states.setdefault(key, {})[name] = encoded
                     arrays += encoder.arrays
@@ -73,7 +73,7 @@ class Attributes:
             if key in self._callbacks:
                 vars(self._callbacks[key]).update({name: _decode(value, arrays) for name, value in state.items()})
 
-    def _warn(self, key: str, callback, name: str, stranger) -> None:
+    def _warn(self, key: str, callback, name: str, value) -> None:
         is_keras = type(callback).__module__.partition(".")[0] == "keras"  # whose callbacks begin again by themselves
         if is_keras or (key, name) in self._lost:
             return
@@ -81,7 +81,7 @@ class Attributes:
         warnings.warn(
             "Backup keeps attributes of callbacks that are numbers, texts, arrays, or lists, dicts and sets of them. "
             f"Received: {type(callback).__name__}.{name}, a {type(vars(callback)[name]).__name__} that holds a "
-            f"{type(stranger).__name__}; after a restart it is as the program makes it. Keep it as one of these.",
+            f"{type(value).__name__}; after a restart it is as the program makes it. Keep it as one of these.",
             stacklevel=3,
         )
 
@@ -94,7 +94,7 @@ def _digests(callback) -> dict[str, bytes]:
         if name in _OF_KERAS:
             continue
         encoded = encoder.encode(value)
-        if encoder.strangers and not (isinstance(value, _DATA) or dataclasses.is_dataclass(value)):
+        if encoder.unknown and not (isinstance(value, _DATA) or dataclasses.is_dataclass(value)):
             continue  # a file, a thread, a model
         digest = hashlib.blake2b(json.dumps(encoded).encode())
         for array in encoder.arrays:
@@ -109,18 +109,18 @@ class _Encoder:
 
     Attributes:
       arrays: in the order of their numbers, which begin with `first`.
-      strangers: values that are not kept.
+      unknown: values that are not kept.
     """
 
     def __init__(self, first: int = 0):
         self.arrays: list[np.ndarray] = []
-        self.strangers: list = []
+        self.unknown: list = []
         self._first = first
         self._around: set[int] = set()  # the containers of what is encoded, which may hold themselves
 
     def encode(self, value) -> Any:
         if id(value) in self._around:
-            self.strangers.append(value)
+            self.unknown.append(value)
             return None
         self._around.add(id(value))
         try:
@@ -147,7 +147,7 @@ class _Encoder:
         for name, module in _MODULES.items():
             if callable(value) and getattr(module, getattr(value, "__name__", ""), None) is value:
                 return {"__function__": [name, value.__name__]}
-        self.strangers.append(value)
+        self.unknown.append(value)
         return [kind.__qualname__, id(value)]
 
     def _each(self, values) -> list:

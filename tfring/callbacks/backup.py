@@ -25,7 +25,7 @@ from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
 from tfring.errors import ConfigurationError
 
-_FORMAT, _FORMAT_OF_PIECES = 3, 4  # 1 and 2 did not have the mesh
+_FORMAT, _FORMAT_OF_SHARDS = 3, 4  # 1 and 2 did not have the mesh
 _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
 
 
@@ -39,7 +39,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
     NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau); a warning names those
     that are not kept.
 
-    Rank 0 writes; the others restore what it reads. With `sharded=True` each rank writes what it has pieces of (weights
+    Rank 0 writes; the others restore what it reads. With `sharded=True` each rank writes its shards (weights
     of sharded layers and of stages, slots that are divided), and rank 0 the rest and what is where. A file is written
     beside and renamed, so that a kill loses nothing, and is found out where it is not whole; then the one before it is
     used. It is a plain zip file, see `docs/restarts.md`. When training has ended the last file stays: the same `fit`
@@ -51,11 +51,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     Args:
       folder: of this `fit` alone, on a disk that rank 0 sees after a restart too.
-      every_steps: save when so many steps have passed since the last time. Default None.
-      every_seconds: save after the step at which so many seconds have passed, by rank 0's clock. Default None; without
-        both, at the end of each epoch.
+      every_steps: save when this number of steps has passed since the last time. Default None.
+      every_seconds: save after the step at which this number of seconds has passed, by rank 0's clock. Default None;
+        without both, at the end of each epoch.
       keep: how many files stay in the folder. Default 2.
-      sharded: whether pieces are written by their ranks, at the same time, each to a file of its own; such a backup is
+      sharded: whether shards are written by their ranks, at the same time, each to a file of its own; such a backup is
         read on any number of workers too, and by a Backup of either kind. `folder` is on a disk that all ranks see.
         Default False.
       grace_seconds: after SIGTERM, how long the step or validation under way may take until the process ends without
@@ -71,7 +71,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
     cached, or `steps_per_epoch` lets one iterator go on through all. Data has to come in the same order when the
     program runs again: seed what shuffles it (`keras.utils.set_random_seed`), or start it by `tfring launch`, which
     hands the same `TFRING_DATA_SEED` to every try. Random operations that keep their state in themselves, such as
-    `tf.random.normal` in a compiled step, begin anew; those of Keras go on.
+    `tf.random.normal` in a compiled step, begin again; those of Keras go on.
 
     >>> import tempfile
     >>> import tfring
@@ -167,9 +167,9 @@ class Backup(RunsLast, keras.callbacks.Callback):
             raise OSError(reply["problem"])
         if reply:
             self._restored = reply["state"]
-            if self._restored["format"] not in (_FORMAT, _FORMAT_OF_PIECES):
+            if self._restored["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
                 raise ConfigurationError(
-                    f"This version of tfring reads backups of formats {_FORMAT} and {_FORMAT_OF_PIECES}. Received: "
+                    f"This version of tfring reads backups of formats {_FORMAT} and {_FORMAT_OF_SHARDS}. Received: "
                     f"{reply['path']}, of format {self._restored['format']}."
                 )
             self._say(f"training goes on from {reply['path']}")
@@ -331,10 +331,10 @@ class Backup(RunsLast, keras.callbacks.Callback):
         step = self._executions[-1] * model.steps_per_execution if self._executions else 0
         taken = variables.take(strategy, model, variables.variables_of(model), apart=self._sharded)
         mine: dict[str, Any] = {"random_at_start": self._random_at_start, "random": random_states.take()}
-        if taken.pieces:
+        if taken.shards:
             try:
                 rank = strategy.cluster.rank
-                mine["pieces"] = files.write_pieces(self._folder, self._epoch, step, rank, taken.pieces)
+                mine["pieces"] = files.write_shards(self._folder, self._epoch, step, rank, taken.shards)
             except OSError as error:
                 mine["problem"] = f"rank {rank}: {error}"
         everyones = [json.loads(data) for data in variables.gather_bytes(strategy, json.dumps(mine).encode())]
@@ -362,7 +362,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             "num_arrays": len(taken.arrays) + len(of_callbacks),
         }
         if self._sharded:
-            state |= {"format": _FORMAT_OF_PIECES, "pieces": [each.get("pieces") for each in everyones]}
+            state |= {"format": _FORMAT_OF_SHARDS, "pieces": [each.get("pieces") for each in everyones]}
         try:
             problems = [each["problem"] for each in everyones if "problem" in each]
             if problems:

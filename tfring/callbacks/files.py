@@ -3,12 +3,12 @@
     epoch-00003-step-00000120.npz       a plain zip file: `numpy.load` and `python -m zipfile` read it
       state.json                          where training was, and what the arrays are
       0.npy, 1.npy, ...                   arrays
-    epoch-00003-step-00000120-9f1c27ab-rank-1.npz    where each rank writes its pieces: those of rank 1
+    epoch-00003-step-00000120-9f1c27ab-rank-1.npz    where each rank writes its shards: those of rank 1
       7.npy, ...                          of arrays that the first file does not have; its state.json says which part
 
 A file is written beside, brought to the disk, then renamed; the first one last. The zip format has a CRC-32 of each
 member, and its table of contents at the end of the file; so a file that is cut or changed is told from a whole one.
-Names of pieces are drawn anew each time, so that those of two backups after the same step are not mixed.
+Names of shards are drawn each time, so that those of two backups after the same step are not mixed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 from tfring import blocks
 
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.npz")
-_PIECES = re.compile(r"(epoch-\d+-step-\d+)-[0-9a-f]{8}-rank-\d+\.npz")
+_SHARDS = re.compile(r"(epoch-\d+-step-\d+)-[0-9a-f]{8}-rank-\d+\.npz")
 _STATE = "state.json"
 _NOT_WHOLE = (  # as zipfile and numpy put it
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
@@ -50,8 +50,8 @@ def write(
       epoch: how many are done.
       step: how many are done beside.
       state: can be written as JSON. `num_arrays` of it says how many there are; where some are None, `pieces` says in
-        which files ranks have written them, and `pieces` of their `variables` who has what.
-      arrays: None for those of which ranks have written pieces.
+        which files ranks have written them, and `pieces` of their `variables` which rank has which shard.
+      arrays: None for those of which ranks have written shards.
       keep: how many files stay.
 
     Raises:
@@ -64,14 +64,14 @@ def write(
         remove_all_but(folder, keep)
 
 
-def write_pieces(folder: pathlib.Path, epoch: int, step: int, rank: int, pieces: dict[int, np.ndarray]) -> str:
+def write_shards(folder: pathlib.Path, epoch: int, step: int, rank: int, shards: dict[int, np.ndarray]) -> str:
     """Writes what a rank has of some arrays, by their numbers: the name of the file.
 
     Raises:
       OSError: it cannot be written.
     """
     name = f"{_stem(epoch, step)}-{secrets.token_hex(4)}-rank-{rank}.npz"
-    _write(folder, name, [(f"{number}.npy", piece) for number, piece in pieces.items()])
+    _write(folder, name, [(f"{number}.npy", shard) for number, shard in shards.items()])
     return name
 
 
@@ -98,29 +98,29 @@ def _write(folder: pathlib.Path, name: str, members: Iterable[tuple[str, str | n
 
 
 def _new(path: str, flags: int) -> int:
-    """Opens a file that nobody has made before, not through a link either: others may write to the folder."""
+    """Opens a file that does not exist yet, not through a link either: others may write to the folder."""
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def remove_all_but(folder: pathlib.Path, keep: int) -> None:
-    """Also pieces that no file speaks of, and parts: of processes that were killed, and of ranks that had no room."""
+    """Removes old backups, shards that none of the others names, and parts of files that were not finished."""
     files = _found(folder)
-    spoken_of: set[str | None] = set()
+    named: set[str | None] = set()
     unread: set[str] = set()
     for path in files[:keep]:
         try:
             with zipfile.ZipFile(path) as archive:
-                spoken_of.update(json.loads(archive.read(_STATE)).get("pieces", ()))
+                named.update(json.loads(archive.read(_STATE)).get("pieces", ()))
         except (*_NOT_WHOLE, OSError):
             unread.add(path.stem)
-    matches = [match for path in folder.glob("*.npz") if (match := _PIECES.fullmatch(path.name))]
-    pieces = [folder / match[0] for match in matches if match[0] not in spoken_of and match[1] not in unread]
-    for old in [*files[keep:], *pieces, *folder.glob("*.part")]:
+    matches = [match for path in folder.glob("*.npz") if (match := _SHARDS.fullmatch(path.name))]
+    shards = [folder / match[0] for match in matches if match[0] not in named and match[1] not in unread]
+    for old in [*files[keep:], *shards, *folder.glob("*.part")]:
         old.unlink(missing_ok=True)
 
 
 def newest(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any], list[np.ndarray]] | None:
-    """The newest whole file, its state and its arrays; None where there is no file.
+    """Returns the newest complete file, its state and its arrays; None where there is no file.
 
     Raises:
       OSError: there are files, and none is whole or can be read.
@@ -150,21 +150,21 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[np.ndarray]]:
         here = set(archive.namelist())
         names = [f"{number}.npy" for number in range(state["num_arrays"])]
         arrays = [
-            _read_array(archive, name) if name in here else _put_together(others, name, state["variables"][number])
+            _read_array(archive, name) if name in here else _assemble(others, name, state["variables"][number])
             for number, name in enumerate(names)
         ]
     return state, arrays
 
 
-def _put_together(archives: Sequence[Any], name: str, variable: dict) -> np.ndarray:
-    """The whole of which ranks have pieces, in its own shape; of each replica, where they differ."""
-    pieces = variable["pieces"]
-    held = [_read_array(archives[rank], name) for rank, *_ in pieces["of"]]
-    replicas = 1 + max(replica for *_, replica in pieces["of"])
-    whole = blocks.allocate([replicas, *pieces["lined_up"]], held[0].dtype)
-    rows_of = [np.moveaxis(each, pieces["dimension"], 0) for each in whole]  # views
-    for piece, (_, slices, replica) in zip(held, pieces["of"], strict=True):
-        rows = np.moveaxis(piece, pieces["dimension"], 0)
+def _assemble(archives: Sequence[Any], name: str, variable: dict) -> np.ndarray:
+    """Assembles the full value of which ranks have shards, in its own shape; of each replica, where they differ."""
+    shards = variable["pieces"]
+    held = [_read_array(archives[rank], name) for rank, *_ in shards["of"]]
+    replicas = 1 + max(replica for *_, replica in shards["of"])
+    whole = blocks.allocate([replicas, *shards["lined_up"]], held[0].dtype)
+    rows_of = [np.moveaxis(each, shards["dimension"], 0) for each in whole]  # views
+    for shard, (_, slices, replica) in zip(held, shards["of"], strict=True):
+        rows = np.moveaxis(shard, shards["dimension"], 0)
         blocks.write_rows(rows, 0, [rows_of[replica][slice(*part)] for part in slices])
     return whole.reshape([replicas, *variable["shape"]] if variable["of_each_replica"] else variable["shape"])
 

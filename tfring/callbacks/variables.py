@@ -1,8 +1,8 @@
 """The variables of a model taken from all ranks to rank 0, and given back to as many ranks or to others.
 
-Weights and optimizer state are the same on every replica and taken once; slots of which each rank has a piece are
+Weights and optimizer state are the same on every replica and taken once; slots of which each rank has a shard are
 gathered. What differs is taken from every replica: the state of metrics, gradients that each worker has accumulated.
-A replica may be several workers (`Mesh`), which hold the same or pieces of it: it has one entry.
+A replica may be several workers (`Mesh`), which hold the same or shards of it: it has one entry.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ def _is_read_as_sum(variable: keras.Variable) -> bool:
 
 
 class Taken(NamedTuple):
-    """What variables hold, on all ranks.
+    """The values of variables on all ranks.
 
     Attributes:
       descriptions: of each variable.
-      arrays: of each, on rank 0; None for what is in `pieces`. One that replicas differ in, or would by nature, has
+      arrays: of each, on rank 0; None for what is in `shards`. One that replicas differ in, or would by nature, has
         one dimension more, with an entry a replica of the data axis.
-      pieces: what this rank has of variables, by their numbers, where each rank keeps its own.
+      shards: this rank's shards of variables, by their numbers, where each rank keeps its own.
     """
 
     descriptions: list[dict[str, Any]]
     arrays: list[np.ndarray | None]
-    pieces: dict[int, np.ndarray]
+    shards: dict[int, np.ndarray]
 
 
 def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
-    """What the variables hold; all ranks call it. `apart`: whether ranks keep what they have pieces of."""
+    """Reads the values of variables; all ranks call it. `apart`: whether ranks keep their own shards."""
     replicas = [values_of(v.value) for v in variables]
     digests = [tf.stack([equality.digest(tf.convert_to_tensor(value)) for value in values]) for values in replicas]
     control = strategy.extended.world
@@ -105,24 +105,24 @@ def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = Fal
         }
         array = None
         if is_cut and apart:
-            description["pieces"] = _describe_pieces(strategy, variable, differs)
+            description["pieces"] = _describe_shards(strategy, variable, differs)
             if any(rank == strategy.cluster.rank for rank, *_ in description["pieces"]["of"]):
-                taken.pieces[number] = bits(np.atleast_1d(held_of(variable).numpy()))
+                taken.shards[number] = bits(np.atleast_1d(held_of(variable).numpy()))
         elif is_cut:
             array = bits(slots.whole(variable, keep=strategy.cluster.is_chief, of_each_replica=differs))
         else:
             array = bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
             if differs:  # one of the ranks of a replica has it: one that computes with it
-                speaks = (here.pipeline, here.model) == (stages.stage_of(variable), 0)
-                array = gather(strategy, array if speaks else array[:0], "variable of a backup")
+                sends = (here.pipeline, here.model) == (stages.stage_of(variable), 0)
+                array = gather(strategy, array if sends else array[:0], "variable of a backup")
         taken.descriptions.append(description)
         if strategy.cluster.is_chief:
             taken.arrays.append(array)
     return taken
 
 
-def _describe_pieces(strategy, variable, of_each_replica: bool) -> dict[str, Any]:
-    """Who has what of a variable; of ranks that have the same piece the first."""
+def _describe_shards(strategy, variable, of_each_replica: bool) -> dict[str, Any]:
+    """Describes the shards of a variable; of ranks that have the same shard, the first."""
     cut, axis = cut_of(variable), axis_of(variable)
     assert cut is not None
     first: dict[tuple[int, int], int] = {}  # rank, by its replica and its place along the axis
@@ -172,7 +172,7 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
 
 
 def _give_whole(strategy, variable, entries, of_each: bool, cluster_then) -> None:
-    """Assigns to a variable that no rank has a piece of, of what each replica held or of what all did."""
+    """Assigns to a replicated variable the value of each replica, or the one of all."""
     replicas = values_of(variable.value)
     data = strategy.mesh.coordinate("data", strategy.cluster.rank)
     same_replicas = (cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]) == (
@@ -205,7 +205,7 @@ def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> N
 
     Args:
       strategy: the RingStrategy.
-      variable: that accumulates, of each replica its own gradients unless its pieces are of the whole batch's.
+      variable: that accumulates, of each replica its own gradients unless its shards are of the whole batch's.
       entries: on rank 0 what was accumulated, which is summed when the optimizer takes it.
       num_entries: how many they are.
       dtype: of them.
@@ -305,14 +305,14 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
 
 
 def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | None]) -> np.ndarray:
-    """Gives each rank its piece of one of rank 0's arrays, as of a variable that holds one.
+    """Sends each rank its shard of one of rank 0's arrays, as of a sharded variable.
 
     Args:
       strategy: the RingStrategy.
       entries: arrays, on rank 0.
-      variable: that holds a piece.
+      variable: that holds a shard.
       dtype: of the arrays.
-      entry_of: the array, by its number, of which a replica's ranks get pieces; None where they get zeros.
+      entry_of: the array, by its number, of which a replica's ranks get shards; None where they get zeros.
     """
     dtype, cut = np.dtype(dtype), cut_of(variable)
     assert cut is not None
@@ -332,7 +332,7 @@ def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | 
                 [nothing] if entry is None else [lined_up[entry][rows] for rows in cut.slices(place)]
                 for entry, place in zip(chosen, places, strict=True)
             ]
-            parts = [_octets(blocks.read_rows(begin, step, pieces)) for pieces in everyones]
+            parts = [_octets(blocks.read_rows(begin, step, arrays)) for arrays in everyones]
             octets, sizes = np.concatenate(parts), tf.constant([part.size for part in parts], tf.int64)
         received = strategy.extended.world.scatter(tf.constant(octets), sizes, name="variable of a backup")
         rows = received.numpy().view(dtype).reshape(-1, *inner)
@@ -341,7 +341,7 @@ def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | 
 
 
 def broadcast_bytes(strategy, data: bytes) -> bytes:
-    """Rank 0's bytes, on every rank."""
+    """Sends rank 0's bytes to every rank."""
     [length] = strategy.extended.world.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
     if not strategy.cluster.is_chief:
         data = bytes(int(length[0]))

@@ -17,7 +17,7 @@ import weakref
 
 import tensorflow as tf
 
-from tfring.layers.exchange import OverRing
+from tfring.layers.exchange import RingStatistics
 from tfring.ring.collectives import Collectives, RingCollectives
 
 _lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
@@ -53,11 +53,11 @@ def connect(strategy) -> None:
     _lines[extended] = lines
 
 
-class OverCentre(OverRing):
+class CentralStatistics(RingStatistics):
     """RingStrategy, with `synchronization="central"`.
 
     Over TensorFlow's collective runtime, which has no message between two workers, all send to all and rank
-    0's result is broadcast: as exact, and dearer than `OverRing`.
+    0's result is broadcast: as exact, and dearer than `RingStatistics`.
     """
 
     def _over_workers(self, replicas, what, combine):

@@ -1,4 +1,4 @@
-"""Which exchange a layer uses: by the strategy it runs under and by what its user asked for."""
+"""Chooses the exchange of a layer: by the strategy it runs under and by its user's choice."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import weakref
 import tensorflow as tf
 
 from tfring.layers import central
-from tfring.layers.exchange import Alone, OverReplicas, OverRing
+from tfring.layers.exchange import LocalStatistics, ReplicaStatistics, RingStatistics
 from tfring.recognition import ring_of
 
 _num_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
 
 
-def number_of_layer() -> int:
+def next_layer_number() -> int:
     """Counts the layers built under the strategy in scope: all ranks build the same ones, in one order."""
     if not tf.distribute.has_strategy():
         return 0
@@ -23,22 +23,22 @@ def number_of_layer() -> int:
 
 
 def prepare(synchronization: str) -> None:
-    """Connects what an exchange needs; called where a layer is built, at the same point on every rank."""
+    """Connects an exchange; called where a layer is built, at the same point on every rank."""
     if synchronization == "central" and tf.distribute.has_strategy():
         strategy = tf.distribute.get_strategy()
         if ring_of(strategy):
             central.connect(strategy)
 
 
-def of_replica(synchronization: str, number: int) -> Alone:
-    """The exchange of the replica this code runs in."""
+def of_replica(synchronization: str, number: int) -> LocalStatistics:
+    """Returns the exchange of the replica this code runs in."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
-        return Alone()
+        return LocalStatistics()
     strategy = context.strategy
     if not ring_of(strategy):
-        return OverReplicas(context)
+        return ReplicaStatistics(context)
     key = f"batch normalization {number}"
     if synchronization == "central":
-        return central.OverCentre(strategy.extended, key)
-    return OverRing(strategy.extended, key)
+        return central.CentralStatistics(strategy.extended, key)
+    return RingStatistics(strategy.extended, key)

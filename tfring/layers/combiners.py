@@ -32,7 +32,7 @@ def check_ids(ids, combiner: str | None, name: str) -> None:
 
 
 def _layout(ids) -> str:
-    """How a tensor, or a symbol of Keras, holds ids: "dense", "ragged" or "sparse"."""
+    """Returns the layout of ids in a tensor, or a symbol of Keras: "dense", "ragged" or "sparse"."""
     if isinstance(ids, tf.RaggedTensor) or getattr(ids, "ragged", False):
         return "ragged"
     return "sparse" if isinstance(ids, tf.SparseTensor) or getattr(ids, "sparse", False) else "dense"

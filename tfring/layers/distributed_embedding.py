@@ -1,4 +1,4 @@
-"""DistributedEmbedding: many tables of embeddings for many features, divided over the workers, in one exchange a step.
+"""DistributedEmbedding: many tables of embeddings for many features, sharded over the workers, in one exchange a step.
 
 ```
 table items, 5 rows   ─┐                          feature bought   ids 4 1      ─┐
@@ -26,7 +26,7 @@ from tfring._keras.sharding import Division, check_axis, cut_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers import embedding_configs
-from tfring.layers.choice import number_of_layer
+from tfring.layers.choice import next_layer_number
 from tfring.layers.combiners import check_ids, combined, flat
 from tfring.layers.embedding_configs import TableConfig
 from tfring.layers.lookup import exchange
@@ -38,7 +38,7 @@ _BUNDLE = "preprocessed"  # the key of what `preprocess` returns
 
 @keras.saving.register_keras_serializable(package="tfring")
 class DistributedEmbedding(keras.layers.Layer):
-    """Looks up many features in many tables, which are divided over the workers of a `tfring.RingStrategy`.
+    """Looks up many features in many tables, which are sharded over the workers of a `tfring.RingStrategy`.
 
     Tables of one width lie one after another in one weight, whose rows are divided as those of a `ShardedEmbedding`: a
     step costs three `all_to_all` a width, one weight a width has one set of slots and one update. A table may have all
@@ -130,12 +130,12 @@ class DistributedEmbedding(keras.layers.Layer):
         if self.built:
             return
         division = Division.of(self.axis, "DistributedEmbedding", "keras.layers.Embedding")
-        number, owners = number_of_layer(), self._owners(division.collectives.world_size)
+        number, owners = next_layer_number(), self._owners(division.collectives.world_size)
         for stack in self._stacks:
             stack.build(self, division, owners, f"tables {number}")
 
     def _owners(self, world_size: int) -> dict[str, int]:
-        """Which worker owns each whole table; one process alone has no need to know."""
+        """Returns the worker that owns each whole table; empty for a process alone."""
         if world_size == 1:
             return {}
         if self._plan is not None and self._plan.world_size == world_size:

@@ -1,4 +1,4 @@
-"""What `DistributedEmbedding` is told: its tables, and the features that are looked up in them.
+"""Configs of `DistributedEmbedding`: its tables, and the features that are looked up in them.
 
 Their attributes are those of `keras_rs.layers.TableConfig` and `FeatureConfig`, which are taken as well.
 """
@@ -57,7 +57,7 @@ class TableConfig:
             )
         if self.placement not in _PLACEMENTS:
             raise ConfigurationError(
-                f"`placement` is one of {_PLACEMENTS}: rows are divided over workers, which have no SparseCore. "
+                f"`placement` is one of {_PLACEMENTS}: rows are sharded over workers, which have no SparseCore. "
                 f"Received: placement={self.placement!r} of table {self.name!r}. Leave it out; `plan` of "
                 "DistributedEmbedding says which tables are divided."
             )

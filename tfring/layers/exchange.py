@@ -1,4 +1,4 @@
-"""How the replicas of a strategy bring their moments together: one collective, the same bits everywhere.
+"""Merges the moments of all replicas of a strategy: one collective, the same bits everywhere.
 
 ```
             in the forward pass: merge                      in the backward pass: sum
@@ -17,11 +17,11 @@ from tfring.cross_device_ops import values_of
 from tfring.layers.moments import merge
 
 
-class Alone:
-    """One replica, or a layer called outside of `strategy.run`: its own moments are all there are."""
+class LocalStatistics:
+    """Statistics of one replica, or of a layer called outside of `strategy.run`: its own moments."""
 
     def merge(self, moments: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
-        """Moments `[..., 3, channels]` of all replicas.
+        """Returns the moments `[..., 3, channels]` of all replicas.
 
         Args:
           moments: this replica's.
@@ -31,12 +31,12 @@ class Alone:
         return moments
 
     def sum(self, sums: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
-        """The sum over all replicas, of tensors of one shape; arguments as for `merge`."""
+        """Returns the sum over all replicas, of tensors of one shape; arguments as for `merge`."""
         return sums
 
 
-class OverReplicas(Alone):
-    """Any `tf.distribute.Strategy`: each replica adds its moments to zeros in a place of its own."""
+class ReplicaStatistics(LocalStatistics):
+    """Statistics over any `tf.distribute.Strategy`: each replica adds its moments to zeros at its own index."""
 
     def __init__(self, context: tf.distribute.ReplicaContext):
         self._context = context
@@ -52,12 +52,12 @@ class OverReplicas(Alone):
         places = tf.zeros([self._context.num_replicas_in_sync, *mine.shape], mine.dtype)
         everyone = tf.tensor_scatter_nd_update(places, replica, mine[None])
         combined = combine(self._context.all_reduce(tf.distribute.ReduceOp.SUM, everyone))
-        # Replicas of this strategy may not meet inside a tf.cond, so they exchange even what they do not use.
+        # Replicas of this strategy may not merge inside a tf.cond, so they exchange even what they do not use.
         return combined if share is None else tf.where(share, combined, mine)
 
 
-class OverRing(Alone):
-    """RingStrategy: the replicas of a worker join, then one all-gather of the control ring.
+class RingStatistics(LocalStatistics):
+    """Statistics over a RingStrategy: the replicas of a worker join, then one all-gather of the control ring.
 
     On the control ring and not the gradients', so that no bucket of gradients waits for a statistic.
     """
@@ -88,6 +88,6 @@ class OverRing(Alone):
         return combined if share is None else tf.where(share, combined, mine)
 
     def _over_workers(self, replicas, what, combine):
-        """Combines what the replicas of all workers hold, `[replicas of this worker, ...]`."""
+        """Combines the values of the replicas of all workers, `[replicas of this worker, ...]`."""
         everyone = self._control.gather_equal(replicas, name=f"{self._key}/{what}")
         return combine(everyone)

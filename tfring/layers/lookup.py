@@ -1,4 +1,4 @@
-"""Rows of a table that is divided over ranks, for the ids of each rank; the gradient comes back.
+"""Looks up rows of a sharded table for the ids of each rank; the gradient flows back.
 
 Along the data axis each rank has ids of its own:
 
@@ -8,7 +8,7 @@ worker 0   ids 4 1 4 ─► unique 4 1 ─┐ (1)                     (3)  ┌�
 worker 1   ids 7 4   ─► unique 7 4 ─┘                              └─► rows of 7 4
 ```
 
-(1) each id once to its owner, (2) who gathers the rows of its piece, (3) which go back: two `all_to_all`. In the
+(1) each id once to its owner, (2) which gathers the rows of its shard, (3) which go back: two `all_to_all`. In the
 backward pass a worker adds up the gradients of each of its ids, weighs them by its share of the batch, and one
 `all_to_all` carries them to the owners: there they are the gradient of the whole batch.
 
@@ -43,7 +43,7 @@ from tfring.reduction.placement import Placement
 
 
 class Exchange:
-    """How a worker comes by rows of a table, or of several that lie one after another in one.
+    """Looks up rows of a sharded table, or of several that lie one after another in one.
 
     Args:
       placement: who owns which row of all together, a `Placement`.
@@ -63,7 +63,7 @@ class Exchange:
         self._key = key
 
     def rows(self, variable, lookups) -> list[tf.Tensor]:
-        """The rows of ids, `[*ids.shape, ...]`, in the dtype of the variable; of all lookups at once.
+        """Returns the rows of ids, `[*ids.shape, ...]`, in the dtype of the variable; of all lookups at once.
 
         Args:
           variable: of TensorFlow, this worker's rows.
@@ -77,7 +77,7 @@ class Exchange:
     # -- who owns what; `ColumnExchange` has others ------------------------------------------------------------------
 
     def _numbers(self):
-        """For each table the number of its first row, and the step to that of its next; and the end of all."""
+        """Returns the number of each table's first row, and the step to that of its next; and the end of all."""
         first, step = zip(*self._placement.numbers, strict=True)
         return first, step, self._placement.end
 
@@ -85,7 +85,7 @@ class Exchange:
         return self._placement.row_of_owner(numbers)
 
     def _by_owner(self, unique):
-        """Which of these each rank is asked for; and where each is in what comes back from all."""
+        """Returns ids by owner, and the inverse permutation."""
         owner = tf.cast(self._placement.owner(unique), tf.int32)
         order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, self._collectives.world_size)
         return order, tf.math.invert_permutation(tf.concat(order, 0))
@@ -97,7 +97,7 @@ class Exchange:
         return back
 
     def _of_all(self, mine, counts):
-        """The rows of all ranks, which have so many; the gradient of this rank's alone goes back."""
+        """All-gathers rows, `counts` of them from each rank; the backward pass slices this rank's."""
         rank = self._collectives.rank
         begin = tf.add_n(counts[:rank]) if rank else 0
         end = begin + counts[rank]
@@ -111,7 +111,7 @@ class Exchange:
     # -- a lookup ----------------------------------------------------------------------------------------------------
 
     def _ids_of_all(self, lookups):
-        """The numbers of all ids, flat; and `[-1 - table, id]` of the first without a row, else `[]`."""
+        """Returns the numbers of all ids, flat; and `[-1 - table, id]` of the first without a row, else `[]`."""
         is_narrow = all(ids.dtype == tf.int32 for _, ids in lookups) and self._end <= tf.int32.max
         dtype = tf.int32 if is_narrow else tf.int64
         ids = tf.concat([tf.cast(tf.reshape(ids, [-1]), dtype) for _, ids in lookups], 0)
@@ -129,7 +129,7 @@ class Exchange:
             return tf.gather(variable, ids)
 
     def _of_same_ids(self, variable, ids, bad):
-        """Where all ranks have the same."""
+        """Looks up ids that are the same on all ranks."""
         with tf.control_dependencies(self._check(bad)):
             unique, position = tf.unique(ids)
         order, places = self._by_owner(unique)
@@ -139,10 +139,10 @@ class Exchange:
     def _of_workers(self, variable, ids, bad):
         running = step.current() or step.Step()
         unique, position = tf.unique(ids)
-        # A worker without rows of the batch computes on a row that does not count: it asks for none of it.
+        # A worker without rows of the batch computes on a padding row: it asks for none of its ids.
         unique, bad = running.drop_if_empty(unique), running.drop_if_empty(bad)
         order, places = self._by_owner(unique)
-        # An id that nobody owns is told to all, so that all fail alike and none waits.
+        # An id that no rank owns is sent to all, so that all fail alike and none waits.
         asked = [tf.concat([tf.gather(unique, numbers), bad], 0) for numbers in order]
         asked, asked_of_each = self._collectives.all_to_all(  # (1)
             tf.concat(asked, 0), tf.stack([tf.size(a, tf.int64) for a in asked]), name=f"{self._key}/ids"
@@ -151,7 +151,7 @@ class Exchange:
         with tf.control_dependencies(self._check(asked, asked_of_each)):
             mine = tf.gather(variable, self._row_of_owner(asked))  # (2)
         back = self._back(mine, asked_of_each)  # (3)
-        if running.active is not None:  # of a row that does not count, the place is that of zeros behind all others
+        if running.active is not None:  # ids of a padding row get the zeros behind all others
             back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
             position = tf.where(running.active, position, 0)
@@ -159,7 +159,7 @@ class Exchange:
         return _spread(back, places, lambda gradient: running.zero_if_empty(running.weigh(gradient)))
 
     def _check(self, told, asked_of_each=None):
-        """Operations that fail where an id without a row is told; `asked_of_each` says who told what."""
+        """Returns operations that fail if an id without a row was sent; `asked_of_each` counts each rank's ids."""
         is_bad = told < 0
 
         def text():
@@ -187,7 +187,7 @@ class Exchange:
 
 
 class ColumnExchange(Exchange):
-    """An `Exchange` of tables whose columns are divided, by a `Cut`: each rank is asked for all ids."""
+    """An `Exchange` of tables sharded by columns, by a `Cut`: each rank is asked for all ids."""
 
     def _numbers(self):
         *begins, end = itertools.accumulate(self._counts, initial=0)
@@ -214,14 +214,14 @@ class ColumnExchange(Exchange):
         return [self._placement.shape_of(rank)[1] for rank in range(self._collectives.world_size)]
 
     def _joined(self, flat):
-        """Rows of the parts of them that came from each rank."""
+        """Joins the parts of rows that came from each rank."""
         count = tf.size(flat, tf.int64) // self._placement.shape[1]
         parts = tf.split(flat, [count * width for width in self._widths])
         return tf.concat([tf.reshape(p, [count, width]) for p, width in zip(parts, self._widths, strict=True)], 1)
 
 
 def exchange(placement: Placement | Cut, tables, division, key: str) -> Exchange:
-    """That of tables divided so; arguments as of `Exchange`."""
+    """Returns the exchange of tables with this placement; arguments as of `Exchange`."""
     kind = ColumnExchange if isinstance(placement, Cut) else Exchange
     return kind(placement, tables, division, key)
 

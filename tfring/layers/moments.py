@@ -13,7 +13,7 @@ _BLOCK_ROWS = 256
 
 
 def local_moments(x: tf.Tensor, axis: int, mask: tf.Tensor | None = None) -> tf.Tensor:
-    """Moments of one replica's elements.
+    """Computes the moments of one replica's elements.
 
     Two passes over the data: `shift = mean(x)` rounded to x's dtype, then sums of `d = x - shift` and
     `d * d`; what the shift was off by comes back out of the sums (Chan, Golub, LeVeque 1983, "corrected
@@ -45,7 +45,7 @@ def local_moments(x: tf.Tensor, axis: int, mask: tf.Tensor | None = None) -> tf.
 
 
 def merge(moments: tf.Tensor) -> tf.Tensor:
-    """Moments of all elements, from those of the parts, in their order.
+    """Merges the moments of parts, in their order, to those of all elements.
 
     ```
     count = sum count_i     mean = sum count_i mean_i / count     m2 = sum (m2_i + count_i (mean_i - mean)^2)
@@ -65,13 +65,13 @@ def merge(moments: tf.Tensor) -> tf.Tensor:
 
 
 def mean_and_variance(moments: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """float64 mean and (biased) variance; zeros where nothing was counted."""
+    """Returns float64 mean and (biased) variance; zeros where all elements are masked out."""
     count, mean, m2 = tf.unstack(moments, axis=-2)
     return mean, tf.math.divide_no_nan(m2, count)
 
 
 def channel_sums(x: tf.Tensor, axis: int) -> tf.Tensor:
-    """The sum over all axes but `axis`, as float64.
+    """Sums over all axes but `axis`, as float64.
 
     Adds up blocks in x's dtype and the blocks in float64. One running float32 sum, as `tf.reduce_sum` keeps
     over leading axes, is wrong by 1e-3 after a million rows; blocks are right to 1e-7, and faster.
@@ -90,5 +90,5 @@ def channel_sums(x: tf.Tensor, axis: int) -> tf.Tensor:
 
 
 def along(values: tf.Tensor, axis: int, rank: int) -> tf.Tensor:
-    """One value a channel, shaped to broadcast along `axis` of a tensor of `rank`."""
+    """Returns one value a channel, shaped to broadcast along `axis` of a tensor of `rank`."""
     return values if axis == rank - 1 else tf.reshape(values, [-1] + [1] * (rank - 1 - axis))

@@ -1,4 +1,4 @@
-"""Products with a kernel that is divided over ranks, each of which has rows of its own.
+"""Products with a kernel that is sharded over ranks, each of which has rows of its own.
 
 ```
 kernel by columns   rows of each ─(1)─► rows of all ─► times W_r ─► columns r of all rows ─(2)─► own rows
@@ -34,7 +34,7 @@ class OwnRows:
         self._key = key
 
     def columns(self, inputs, kernel, bias, leaves_parts=False):
-        """`inputs @ kernel + bias` of whole kernels, of which this rank has columns.
+        """Returns `inputs @ kernel + bias` of full kernels, of which this rank has columns.
 
         Args:
           inputs: `[rows, features]`.
@@ -48,10 +48,10 @@ class OwnRows:
         assert not leaves_parts
         call = _Call(self._collectives, self._sizes, self._key, inputs)
         rows, shares = call.gathered(inputs)
-        return call.whole(_product(rows, kernel, bias, shares))
+        return call.full(_product(rows, kernel, bias, shares))
 
     def rows(self, inputs, kernel, takes_parts=False):
-        """`inputs @ kernel` of a whole kernel, of which this rank has rows.
+        """Returns `inputs @ kernel` of a full kernel, of which this rank has rows.
 
         Args:
           inputs: `[rows, features]`.
@@ -63,14 +63,14 @@ class OwnRows:
         """
         assert not takes_parts
         call = _Call(self._collectives, self._sizes, self._key, inputs)
-        rows, shares = call.divided(inputs)
+        rows, shares = call.sliced(inputs)
         return call.summed(_product(rows, kernel, None, shares))
 
 
 class _Call:
     """One product: four exchanges, of which the last two need what the first two learn of the rows of all ranks.
 
-    A rank without rows of the batch computes on a row that does not count: it sends none, and gets zeros for it.
+    A rank without rows of the batch computes on a padding row: it sends none, and gets zeros for it.
     """
 
     def __init__(self, collectives, sizes, key, inputs):
@@ -86,7 +86,7 @@ class _Call:
     # -- with gradients ------------------------------------------------------------------------------------------------
 
     def gathered(self, rows):
-        """(1) `[rows, features]` of all ranks, and the share of each rank for each of its rows; None where unknown."""
+        """(1) Gathers `[rows, features]` of all ranks, and the share of each row's rank; None where unknown."""
 
         @tf.custom_gradient
         def exchange(rows):
@@ -96,7 +96,7 @@ class _Call:
         return everyones, self._of_each_row(shares)
 
     def summed(self, partial):
-        """(1') `[rows of this rank, units]`: the sum of what all ranks have of them."""
+        """(1') Sums the parts of all ranks to `[rows of this rank, units]`."""
 
         @tf.custom_gradient
         def exchange(partial):
@@ -104,22 +104,22 @@ class _Call:
 
         return exchange(partial)
 
-    def divided(self, rows):
-        """(2') This rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
+    def sliced(self, rows):
+        """(2') Returns this rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
 
         @tf.custom_gradient
         def exchange(rows):
-            return self._divide(rows, "inputs"), lambda gradient, *_: self._unite(gradient, "gradient of inputs")
+            return self._cut(rows, "inputs"), lambda gradient, *_: self._join(gradient, "gradient of inputs")
 
         columns, shares, self._counts = exchange(rows)
         return columns, self._of_each_row(shares)
 
-    def whole(self, columns):
-        """(2) `[rows of this rank, all columns]`."""
+    def full(self, columns):
+        """(2) Returns `[rows of this rank, all columns]`."""
 
         @tf.custom_gradient
         def exchange(columns):
-            return self._unite(columns, "outputs"), lambda gradient: self._divide(gradient, "gradient of outputs")[0]
+            return self._join(columns, "outputs"), lambda gradient: self._cut(gradient, "gradient of outputs")[0]
 
         return exchange(columns)
 
@@ -135,12 +135,12 @@ class _Call:
 
     def _sum(self, partial, what):
         mine = self._counts[self._collectives.rank]
-        pieces, _ = self._collectives.all_to_all(partial, self._counts, name=f"{self._key}/{what}")
-        pieces = tf.reshape(pieces, [self._collectives.world_size, mine, partial.shape[1]])
-        wide = tf.float32 if pieces.dtype in (tf.float16, tf.bfloat16) else pieces.dtype
-        return self._as_given(tf.cast(tf.reduce_sum(tf.cast(pieces, wide), 0), pieces.dtype))
+        received, _ = self._collectives.all_to_all(partial, self._counts, name=f"{self._key}/{what}")
+        received = tf.reshape(received, [self._collectives.world_size, mine, partial.shape[1]])
+        wide = tf.float32 if received.dtype in (tf.float16, tf.bfloat16) else received.dtype
+        return self._as_given(tf.cast(tf.reduce_sum(tf.cast(received, wide), 0), received.dtype))
 
-    def _divide(self, rows, what):
+    def _cut(self, rows, what):
         rows = self._running.drop_if_empty(rows)
         count = tf.shape(rows, tf.int64)[0]
         share = tf.ones([], tf.float64) if self._share is None else self._share
@@ -152,20 +152,20 @@ class _Call:
         width = self._sizes[self._collectives.rank]
         return tf.reshape(columns, [-1, width]), shares, received // width
 
-    def _unite(self, columns, what):
+    def _join(self, columns, what):
         sent = self._counts * columns.shape[1]
         received, _ = self._collectives.all_to_all(tf.reshape(columns, [-1]), sent, name=f"{self._key}/{what}")
-        return self._as_given(beside_each_other(received, self._sizes))
+        return self._as_given(unflatten_columns(received, self._sizes))
 
     def _as_given(self, rows):
-        """Of rows that count, those that were given: zeros for one that does not."""
+        """Pads rows to their number at the call: with zeros, where the only row is a padding row."""
         if self._running.active is not None:
             rows = tf.pad(rows, [[0, self._num_given - tf.shape(rows)[0]], [0, 0]])
         return rows
 
 
 def flat_columns(rows, sizes):
-    """The columns of `[rows, sum(sizes)]`, `sizes` of them after each other: `[rows * sum(sizes)]`.
+    """Flattens the columns of `[rows, sum(sizes)]`, `sizes` of them after each other: `[rows * sum(sizes)]`.
 
     >>> flat_columns(tf.constant([[1, 2, 3], [4, 5, 6]]), [2, 1]).numpy()
     array([1, 2, 4, 5, 3, 6], dtype=int32)
@@ -173,10 +173,10 @@ def flat_columns(rows, sizes):
     return tf.concat([tf.reshape(part, [-1]) for part in tf.split(rows, sizes, axis=1)], 0)
 
 
-def beside_each_other(flat, sizes):
-    """What `flat_columns` was made of.
+def unflatten_columns(flat, sizes):
+    """Restores the columns that `flat_columns` flattened.
 
-    >>> beside_each_other(tf.constant([1, 2, 4, 5, 3, 6]), [2, 1]).numpy()
+    >>> unflatten_columns(tf.constant([1, 2, 4, 5, 3, 6]), [2, 1]).numpy()
     array([[1, 2, 3],
            [4, 5, 6]], dtype=int32)
     """
@@ -186,7 +186,7 @@ def beside_each_other(flat, sizes):
 
 
 def _product(rows, kernel, bias, shares):
-    """`rows @ kernel + bias`; the gradients of kernel and bias count each row by its share."""
+    """Returns `rows @ kernel + bias`; the gradients of kernel and bias weigh each row by its share."""
 
     @tf.custom_gradient
     def product(rows, kernel, *bias):

@@ -1,15 +1,15 @@
-"""What ranks exchange that hold the same rows and different parts of a layer (Megatron-LM, arXiv:1909.08053).
+"""Exchanges between ranks that hold the same rows and different parts of a layer (Megatron-LM, arXiv:1909.08053).
 
 ```
                  forward                                 in the backward pass
 copied           every rank has all: nothing             the sum of what each rank's part gives
 gathered         parts of all ranks beside each other    this rank's part: nothing
-divided          this rank's part: nothing               parts of all ranks beside each other
+sliced           this rank's part: nothing               parts of all ranks beside each other
 summed           the sum of what each rank has           every rank has all: nothing
 ```
 
-A product by columns is `gathered(copied(x) @ W_r)`, by rows `summed(divided(x) @ W_r)`; one after the other needs
-neither `gathered` nor `divided`, and so one sum in the forward pass and one in the backward pass.
+A product by columns is `gathered(copied(x) @ W_r)`, by rows `summed(sliced(x) @ W_r)`; one after the other needs
+neither `gathered` nor `sliced`, and so one sum in the forward pass and one in the backward pass.
 
 All ranks compute the same loss of what comes out, so a gradient that all of them have is one gradient, not one of each:
 the gradients of the engine's own `all_gather` and `all_reduce`, which add up those of different losses, are not these.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfring.layers.own_rows import beside_each_other
+from tfring.layers.own_rows import unflatten_columns
 
 
 class SameRows:
@@ -27,7 +27,7 @@ class SameRows:
 
     Args:
       collectives: the engine, see `tfring.ring.collectives`.
-      bounds: where each rank's part begins and ends, of what is gathered and divided.
+      bounds: where each rank's part begins and ends, of what is gathered and sliced.
       key: what the collectives are called, the same on all ranks.
     """
 
@@ -37,7 +37,7 @@ class SameRows:
         self._key = key
 
     def columns(self, inputs, kernel, bias, leaves_parts=False):
-        """`inputs @ kernel + bias` of whole kernels, of which this rank has columns.
+        """Returns `inputs @ kernel + bias` of full kernels, of which this rank has columns.
 
         Args:
           inputs: `[rows, features]`, the same on all ranks.
@@ -54,7 +54,7 @@ class SameRows:
         return result if leaves_parts else self.gathered(result)
 
     def rows(self, inputs, kernel, takes_parts=False):
-        """`inputs @ kernel` of a whole kernel, of which this rank has rows.
+        """Returns `inputs @ kernel` of a full kernel, of which this rank has rows.
 
         Args:
           inputs: `[rows, features]`: those of all ranks, or of this one.
@@ -64,10 +64,10 @@ class SameRows:
         Returns:
           `[rows, units]`.
         """
-        return self.summed(tf.matmul(inputs if takes_parts else self.divided(inputs), kernel))
+        return self.summed(tf.matmul(inputs if takes_parts else self.sliced(inputs), kernel))
 
     def copied(self, value):
-        """The value; its gradient is the sum over the ranks."""
+        """Returns the value; its gradient is the sum over the ranks."""
 
         @tf.custom_gradient
         def exchange(value):
@@ -76,7 +76,7 @@ class SameRows:
         return exchange(value)
 
     def summed(self, value):
-        """The sum over the ranks; each rank's gradient is that of the sum."""
+        """Returns the sum over the ranks; each rank's gradient is that of the sum."""
 
         @tf.custom_gradient
         def exchange(value):
@@ -85,7 +85,7 @@ class SameRows:
         return exchange(value)
 
     def gathered(self, part):
-        """`[rows, columns of all ranks]` of `[rows, columns of this rank]`; the gradient is this rank's part."""
+        """Gathers `[rows, columns of all ranks]` from those of this rank; the gradient is this rank's part."""
 
         @tf.custom_gradient
         def exchange(part):
@@ -93,8 +93,8 @@ class SameRows:
 
         return exchange(part)
 
-    def divided(self, rows):
-        """`[rows, columns of this rank]` of `[rows, columns of all ranks]`; the gradient is that of all ranks."""
+    def sliced(self, rows):
+        """Slices `[rows, columns of this rank]` from those of all ranks; the gradient is that of all ranks."""
 
         @tf.custom_gradient
         def exchange(rows):
@@ -108,7 +108,7 @@ class SameRows:
 
     def _gather(self, part, what):
         flat = self._collectives.all_gather(tf.reshape(part, [-1]), name=f"{self._key}/{what}")
-        return beside_each_other(flat, self._sizes)
+        return unflatten_columns(flat, self._sizes)
 
     def _part(self, rows):
         return tf.split(rows, self._sizes, axis=1)[self._collectives.rank]

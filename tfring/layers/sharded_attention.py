@@ -1,4 +1,4 @@
-"""ShardedMultiHeadAttention: attention whose heads are divided over the workers."""
+"""ShardedMultiHeadAttention: attention whose heads are sharded over the workers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tfring import _keras
 from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import Division
 from tfring.errors import ConfigurationError
-from tfring.layers.choice import number_of_layer
-from tfring.layers.pieces import InPieces, refuse_what_needs_the_whole
+from tfring.layers.choice import next_layer_number
 from tfring.layers.same_rows import SameRows
+from tfring.layers.shards import ShardedWeights, check_sharded_arguments
 from tfring.ring.schedule import chunk_bounds
 
 
 @keras.saving.register_keras_serializable(package="tfring")
 class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
-    """A `keras.layers.MultiHeadAttention` whose heads are divided over the "model" axis of a mesh (Megatron-LM, 2019).
+    """A `keras.layers.MultiHeadAttention` whose heads are sharded over the "model" axis of a mesh (Megatron-LM, 2019).
 
     Each worker has the projections of its heads, and their slots; attention of a head needs no other. A step costs one
     sum over the axis in the forward pass, of the projected outputs, and one in the backward pass for each different
@@ -51,7 +51,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
     def __init__(self, num_heads, key_dim, *args, **kwargs):
         _keras.install()
         super().__init__(num_heads, key_dim, *args, **kwargs)
-        refuse_what_needs_the_whole(
+        check_sharded_arguments(
             self,
             kernel_regularizer=self._kernel_regularizer,
             bias_regularizer=self._bias_regularizer,
@@ -62,7 +62,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
 
     def build(self, query_shape, value_shape, key_shape=None):
         division = Division.of("model", "ShardedMultiHeadAttention", "keras.layers.MultiHeadAttention")
-        number = number_of_layer()
+        number = next_layer_number()
         if division.is_alone:
             return super().build(query_shape, value_shape, key_shape)
         collectives, heads = division.collectives, self._num_heads
@@ -96,7 +96,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return None
 
     def _projection(self, kind, division, dimensions, shape, num_bound, outputs, name, **options):
-        """A layer of Keras, its weights in pieces, that maps so many last dimensions of its inputs to `outputs`."""
+        """Makes a layer of Keras with sharded weights that maps the last `num_bound` dimensions to `outputs`."""
         letters = iter(string.ascii_lowercase)
         free, bound, new = (
             "".join(next(letters) for _ in range(count)) for count in (len(shape) - num_bound, num_bound, len(outputs))
@@ -152,18 +152,18 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return outputs
 
 
-class _Projection(InPieces, keras.layers.EinsumDense):
-    """To this worker's heads."""
+class _Projection(ShardedWeights, keras.layers.EinsumDense):
+    """Projects to this worker's heads."""
 
     def enable_lora(self, *args, **kwargs):
         raise ConfigurationError(
-            "A ShardedMultiHeadAttention has no `enable_lora`: no worker has the whole kernel. Received: enable_lora() "
+            "A ShardedMultiHeadAttention has no `enable_lora`: no worker has the full kernel. Received: enable_lora() "
             f"of {self.path!r}. Use keras.layers.MultiHeadAttention."
         )
 
 
 class _Summed(_Projection):
-    """From this worker's heads to the outputs of all: the sum of those of each; the bias is whole."""
+    """Projects this worker's heads to outputs, and sums those over the workers; the bias is replicated."""
 
     def __init__(self, *args, ranks, **kwargs):
         super().__init__(*args, **kwargs)

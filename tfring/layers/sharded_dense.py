@@ -1,4 +1,4 @@
-"""ShardedDense: a dense layer whose kernel is divided over the workers."""
+"""ShardedDense: a dense layer whose kernel is sharded over the workers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tfring import _keras
 from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import Division, check_axis
 from tfring.errors import ConfigurationError
-from tfring.layers.choice import number_of_layer
+from tfring.layers.choice import next_layer_number
 from tfring.layers.own_rows import OwnRows
-from tfring.layers.pieces import InPieces, refuse_what_needs_the_whole
 from tfring.layers.same_rows import SameRows
+from tfring.layers.shards import ShardedWeights, check_sharded_arguments
 from tfring.ring.schedule import chunk_bounds
 
 SPLITS = ("columns", "rows")
@@ -21,8 +21,8 @@ _REFUSED = ("lora_rank", "lora_alpha", "quantization_config")
 
 
 @keras.saving.register_keras_serializable(package="tfring")
-class ShardedDense(InPieces, keras.layers.Dense):
-    """A `keras.layers.Dense` whose kernel is divided over the workers of a `tfring.RingStrategy` (Megatron-LM, 2019).
+class ShardedDense(ShardedWeights, keras.layers.Dense):
+    """A `keras.layers.Dense` whose kernel is sharded over the workers of a `tfring.RingStrategy` (Megatron-LM, 2019).
 
     Each worker holds its columns or rows of the kernel and of the optimizer's slots: what one process computes on the
     whole batch, with a part of its memory. Workers along the "model" axis of the strategy's mesh have the same rows of
@@ -30,14 +30,14 @@ class ShardedDense(InPieces, keras.layers.Dense):
     without a strategy, it is a `keras.layers.Dense`.
 
     Every call is a collective: all workers call the layer, eagerly, too. `weights`, `kernel` and, with columns, `bias`
-    hold this worker's pieces; `get_weights()` gathers whole weights, on all ranks together, and `set_weights` takes
-    whole ones. Files hold whole weights, as those of `keras.layers.Dense` do, and load into either layer and any number
+    hold this worker's shards; `get_weights()` gathers full weights, on all ranks together, and `set_weights` takes
+    full ones. Files hold full weights, as those of `keras.layers.Dense` do, and load into either layer and any number
     of workers.
 
     Args:
       units: how many outputs there are.
       split: "columns" (default): each worker has the columns of its outputs, and of the bias; or "rows": it has the
-        rows of its inputs, and all of the bias. Pieces differ by one where they do not divide evenly.
+        rows of its inputs, and all of the bias. Shards differ by one where they do not divide evenly.
       axis: over which workers, "model" or "data". Default: "model" where the mesh has that axis, else "data".
       gather_output: with `split="columns"`, whether each worker gets all outputs (default), or along the model axis
         those of its columns alone, for a layer with `input_is_parallel=True`. Along the data axis, and in one process,
@@ -56,7 +56,7 @@ class ShardedDense(InPieces, keras.layers.Dense):
 
     Raises:
       ConfigurationError: for arguments that it does not support, for several replicas a worker, for fewer columns or
-        rows than workers, and in `fit` for optimizers that need whole weights (Adafactor, Lamb, Muon).
+        rows than workers, and in `fit` for optimizers that need full weights (Adafactor, Lamb, Muon).
 
     >>> layer = ShardedDense(2, split="rows", kernel_initializer="ones")
     >>> layer(tf.constant([[3.0, 1.0]])).numpy()
@@ -87,7 +87,7 @@ class ShardedDense(InPieces, keras.layers.Dense):
     def _check(self):
         of_kernel = {"kernel_regularizer": self.kernel_regularizer, "kernel_constraint": self.kernel_constraint}
         of_bias = {"bias_regularizer": self.bias_regularizer, "bias_constraint": self.bias_constraint}
-        refuse_what_needs_the_whole(self, **of_kernel, **(of_bias if self.split == "columns" else {}))
+        check_sharded_arguments(self, **of_kernel, **(of_bias if self.split == "columns" else {}))
         if not self.gather_output and self.split == "rows":
             raise _wrong(self, "outputs of columns are gathered, those of rows are summed", "gather_output=False")
         if self.input_is_parallel and self.split == "columns":
@@ -100,7 +100,7 @@ class ShardedDense(InPieces, keras.layers.Dense):
 
     def build(self, input_shape):
         division = self.division = Division.of(self.axis, "ShardedDense", "keras.layers.Dense")
-        number = number_of_layer()
+        number = next_layer_number()
         if division.is_alone:
             return super().build(input_shape)
         collectives, features = division.collectives, input_shape[-1]
@@ -130,16 +130,16 @@ class ShardedDense(InPieces, keras.layers.Dense):
 
     @property
     def leaves_parts(self) -> bool:
-        """Whether outputs are the units of this worker's columns."""
+        """Returns True if outputs are the units of this worker's columns."""
         return self.division.axis == "model" and not self.gather_output and not self.division.is_alone
 
     @property
     def takes_parts(self) -> bool:
-        """Whether inputs are the features of this worker's rows."""
+        """Returns True if inputs are the features of this worker's rows."""
         return self.division.axis == "model" and self.input_is_parallel and not self.division.is_alone
 
     def _all_features(self, mine: int) -> int:
-        """How many features all workers have together."""
+        """Returns the number of features of all workers together."""
         collectives = self.division.collectives
         with tf.init_scope():  # also while a step is traced
             everyones = collectives.gather_equal(tf.constant([mine]), name="features of a dense layer").numpy().tolist()

@@ -1,4 +1,4 @@
-"""ShardedEmbedding: a table of embeddings whose rows, or columns, are divided over the workers."""
+"""ShardedEmbedding: a table of embeddings sharded over the workers, by rows or columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import Division, check_axis, cut_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.layers.choice import number_of_layer
+from tfring.layers.choice import next_layer_number
 from tfring.layers.combiners import check_combiner, check_ids, combined, flat
 from tfring.layers.lookup import exchange
 from tfring.reduction.placement import place
@@ -21,20 +21,20 @@ _REFUSED = ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "lor
 
 @keras.saving.register_keras_serializable(package="tfring")
 class ShardedEmbedding(keras.layers.Embedding):
-    """A `keras.layers.Embedding` whose table is divided over the workers of a `tfring.RingStrategy`.
+    """A `keras.layers.Embedding` whose table is sharded over the workers of a `tfring.RingStrategy`.
 
     Each worker holds its rows of the table and of the optimizer's slots, asks the owners for the rows of its ids, each
     once, and sends them their gradients, which the owners add up and apply: what one process computes on the whole
-    batch. In one process, with or without a strategy, it has the whole table and exchanges nothing.
+    batch. In one process, with or without a strategy, it has the full table and exchanges nothing.
 
     Every call is a collective: all workers call the layer, eagerly, too. `weights` and `embeddings` hold this worker's
-    rows; `get_weights()` gathers the whole table, on all ranks together, and `set_weights` takes a whole one. Files
-    hold the whole table, as those of `keras.layers.Embedding` do, and load into either layer and any number of workers.
+    rows; `get_weights()` gathers the full table, on all ranks together, and `set_weights` takes a full one. Files
+    hold the full table, as those of `keras.layers.Embedding` do, and load into either layer and any number of workers.
 
     Args:
       input_dim: how many rows the table has; ids run from 0 to `input_dim - 1`.
       output_dim: how many columns.
-      embeddings_initializer: default "uniform". Up to 16,777,216 elements the table is drawn whole, as
+      embeddings_initializer: default "uniform". Up to 16,777,216 elements the table is drawn in full, as
         `keras.layers.Embedding` draws it; a larger one in blocks of rows, the same whatever the number of workers, by
         one of Zeros, Ones, Constant, RandomUniform, RandomNormal, TruncatedNormal.
       mask_zero: whether id 0 is padding: it is masked, and no `combiner` counts it. Default False.
@@ -42,12 +42,12 @@ class ShardedEmbedding(keras.layers.Embedding):
         `sum w_i r_i`, divided by `sum w_i` or by `sqrt(sum w_i^2)`; zeros where all `w_i` are 0.
       placement: "interleaved" (default), row `r` at worker `r % N`: loads are even where ids are sorted by how
         frequent they are; "range", equal ranges of rows; or "columns", some columns of all rows, for a table of few
-        wide rows: where this speaks of a worker's rows, those are parts of all of them.
+        wide rows: a worker's rows are then its columns of all rows.
       update: what an optimizer does with rows that have no gradient in a step. "rows" (default): nothing, so a step
         costs what its rows cost; SGD without momentum and Adagrad compute the same as ever, others as in LazyAdam:
         momenta and weight decay of a row stand still until its next gradient. "dense": what Keras does, with all of
         this worker's rows.
-      axis: over which workers the table is divided: those along the "model" axis of the strategy's mesh, which look up
+      axis: over which workers the table is sharded: those along the "model" axis of the strategy's mesh, which look up
         the same ids; or those along its "data" axis, each of which has ids of its own. Default: "model" where the mesh
         has that axis, else "data".
       **kwargs: `weights` of `keras.layers.Embedding`, and those of `keras.layers.Layer`.
@@ -114,7 +114,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         placement = place(shape, division.collectives.world_size, self.placement)
         parts = [(self.embeddings_initializer, 0, self.input_dim)]
         self._embeddings = tables.add_table(self, "embeddings", parts, placement, division)
-        key = f"table {number_of_layer()}"
+        key = f"table {next_layer_number()}"
         self._exchange = exchange(placement, [(self.name, self.input_dim)], division, key)
         self.built = True
 

@@ -143,7 +143,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self._number = choice.number_of_layer()
+        self._number = choice.next_layer_number()
         for variable in self.non_trainable_variables:
             step.written_alike(variable)
         if self.sync_every > 1:
@@ -195,7 +195,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return tf.gather(window, position), window, share
 
     def _scale_and_offset(self, moments, dtype):
-        """What normalized inputs are multiplied by and what is added: gamma, beta, renormalized if asked."""
+        """Returns the factor and the offset of normalized inputs: gamma, beta, renormalized if asked."""
         channels = [moments.shape[-1]]
         gamma = tf.cast(self.gamma, dtype) if self.scale else tf.ones(channels, dtype)
         beta = tf.cast(self.beta, dtype) if self.center else tf.zeros(channels, dtype)

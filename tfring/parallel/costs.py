@@ -1,4 +1,4 @@
-"""What each layer of a model costs, measured: by this the stages of a pipeline are balanced.
+"""Measures the cost of each layer of a model, by which the stages of a pipeline are balanced.
 
 Each call of a layer runs by itself, forward and backward, on the rows of a microbatch. What it keeps for the backward
 pass is seen in the graph: tensors made in the forward pass that the backward pass takes.
@@ -94,7 +94,7 @@ def _check(model, **numbers) -> None:
 
 
 class _Known:
-    """What is known of the model's tensors, by id.
+    """Values of the model's tensors, by id.
 
     Attributes:
       values: of one microbatch.
@@ -173,7 +173,7 @@ class _Call:
 
 
 def _crossing_bytes(model, nodes: Sequence, place: int, known: _Known) -> int | None:
-    """Of what a stage that begins there receives; None where no stage may begin."""
+    """Returns the bytes that a stage that begins there receives; None where no stage may begin."""
     name = nodes[place].operation.name
     if place == 0 or any(node.operation.name == name for node in nodes[:place]):
         return None  # a name stands for the first call
@@ -190,7 +190,7 @@ def _nothing():
 
 
 def _seconds(function, values, repetitions: int) -> float:
-    """Of a function that has been traced, beyond those of one that does nothing: medians of calls in turn."""
+    """Measures a traced function's seconds beyond those of one that does nothing: medians of calls in turn."""
     times: list[list[float]] = [[], []]
     for _ in range(repetitions):
         for call, taken in zip((_nothing, lambda: function(values)), times, strict=True):
@@ -218,7 +218,7 @@ def _is_float(value) -> bool:
 
 
 def _bytes(value) -> int:
-    """Of a tensor or variable; of parts of unknown shape 0."""
+    """Returns the bytes of a tensor or variable; parts of unknown shape count 0."""
     parts: Iterable = [value] if isinstance(value, keras.Variable) else tf.nest.flatten(value, True)
     sizes = [(tf.TensorShape(part.shape).num_elements(), tf.as_dtype(part.dtype).size) for part in parts]
     return sum((elements or 0) * size for elements, size in sizes)

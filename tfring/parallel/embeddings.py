@@ -1,4 +1,4 @@
-"""Large tables of a model, divided over the workers."""
+"""Shards large tables of a model over the workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shard_embeddings(
     placement: str = "interleaved",
     update: str = "rows",
 ) -> keras.Model:
-    """A copy of the model whose large tables are divided over the workers; all weights are kept.
+    """Returns a copy of the model whose large tables are sharded over the workers; all weights are kept.
 
     Every `keras.layers.Embedding` of at least `min_rows` rows becomes a `tfring.layers.ShardedEmbedding`, also inside
     nested models and wrappers. Call it in the scope of the strategy that will train the copy, on all ranks, then

@@ -59,7 +59,7 @@ class Microbatch:
 
 
 class Held:
-    """What a stage keeps of a forward pass until its backward pass."""
+    """The tensors that a stage keeps of a forward pass until its backward pass."""
 
     def __init__(self, microbatch: Microbatch, values: dict[int, Any]):
         self.microbatch = microbatch
@@ -70,7 +70,7 @@ class Held:
 
 
 class Passes:
-    """What this worker does of a pipeline.
+    """Runs this worker's passes of a pipeline.
 
     Args:
       pipeline: the `Pipeline`, for its losses, metrics and optimizer.
@@ -146,7 +146,7 @@ class Passes:
         return self._packed(outputs)
 
     def symbolic_outputs(self):
-        """What the model returns, where Keras only asks for dtypes and shapes."""
+        """Returns placeholders for the model's outputs, where Keras only asks for dtypes and shapes."""
         outputs = []
         for tensor in self._cut.model.outputs:
             dtype, shape = _kind_of(tensor)
@@ -202,7 +202,7 @@ class Passes:
         self._count(one, loss, counted)
 
     def _differentiable(self, values) -> list:
-        """What crosses into this stage and may have a gradient."""
+        """Returns the tensors that cross into this stage and may have a gradient."""
         return [values[id(tensor)] for tensor in _tensors(self._into) if values[id(tensor)].dtype.is_floating]
 
     def _backward(self, one: Held, weights, given, counted) -> tuple[list, list]:
@@ -309,7 +309,7 @@ class Passes:
         return values
 
     def _outputs(self, one: Held) -> list[tf.Tensor]:
-        """When these are there the forward pass is done."""
+        """Returns the tensors with which the forward pass is done."""
         tensors = [one.values[id(tensor)] for tensor in _tensors(self._out_of)]
         if self.is_last:
             tensors += [one.values[id(t)] for t in self._cut.model.outputs if id(t) in one.values]
@@ -321,7 +321,7 @@ class Passes:
             self.control.send(value, crossing.to, name=_name(crossing, one.microbatch))
 
     def _received_gradients(self, one: Held) -> dict[int, tf.Tensor]:
-        """By the id of a tensor, the sum of its gradients of all stages that use it."""
+        """Receives, by the id of a tensor, the sum of its gradients of all stages that use it."""
         found: dict[int, tf.Tensor] = {}
         for crossing in _backwards(self._out_of):
             value = one.values[id(crossing.tensor)]
@@ -375,7 +375,7 @@ class _Sum:
         return [self._total.values if isinstance(self._total, tf.IndexedSlices) else self._total]
 
     def value(self):
-        """Of nothing where no microbatch has one: other stages count on a gradient of every weight."""
+        """Returns the total; zeros if no microbatch has a gradient, for other stages need one of every weight."""
         return stages.no_gradient(self._variable) if self._total is None else self._total
 
 

@@ -6,7 +6,7 @@ model:    in ─► a ─► b ─┬─► c ─► d ─► out          stage
 crossings of forward passes:   b: 0 ─► 1, 0 ─► 2    c: 1 ─► 2
 ```
 
-Calls are taken in the order of `model.layers`, in which a layer comes behind those it needs. A tensor goes from the
+Calls follow the order of `model.layers`, in which a layer comes behind those it needs. A tensor goes from the
 stage that computes it straight to each that uses it. Inputs of the model are there on every stage.
 """
 
@@ -129,7 +129,7 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> Cut:
 
 
 def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -> list[Crossing]:
-    """What crosses between stages, where `stage_of` each call of `nodes` is known.
+    """Returns the crossings between stages, where `stage_of` each call of `nodes` is known.
 
     Raises:
       ConfigurationError: for layers that two stages would use, and tensors that cannot cross.
@@ -251,7 +251,7 @@ def _are_names(names) -> bool:
 
 
 def _begins(model, nodes, names) -> list[int]:
-    """Where the stages behind the first begin."""
+    """Returns the positions at which the stages behind the first begin."""
     if not _are_names(names):
         raise ConfigurationError(
             "`stages` is a list of the names of the layers with which the second stage begins, the third, and so on. "

@@ -1,4 +1,4 @@
-"""Which gradients share a collective: a pure plan from sizes and dtypes, made before anything is sent."""
+"""Plans which gradients share a collective: pure, from sizes and dtypes, before anything is sent."""
 
 from __future__ import annotations
 

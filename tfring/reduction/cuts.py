@@ -1,4 +1,4 @@
-"""Whose part of a weight is whose, where each rank has a piece of it: a pure plan from shapes.
+"""Plans the shards of a weight: pure, from shapes.
 
 ```
 plan_cut    [130, 3] of 2 ranks, by rows        rank 0: rows 0 to 65         rank 1: rows 65 to 130
@@ -8,7 +8,7 @@ cut_along   [3, 5]   of 2 ranks, dimension 1    rank 0: columns 0 to 3       ran
 
 `plan_cut` is for ranks that share the work of an optimizer. A weight of many rows is cut between rows, so that a sparse
 gradient of it (an embedding's) stays sparse: each rank takes the ids that are its own. Any other is cut between
-elements. `cut_along` is for layers whose operation says along which dimension. Pieces differ by one row, column or
+elements. `cut_along` is for layers whose operation says along which dimension. Shards differ by one row, column or
 element, and may be empty.
 """
 
@@ -24,12 +24,12 @@ ROWS_A_RANK = 64  # with fewer, a row more or less would matter
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut into a piece for each rank.
+    """The shards of a tensor, one for each rank.
 
     Attributes:
-      shape: of the whole.
+      shape: of the full tensor.
       lined_up: the shape along one of whose dimensions it is cut: `shape`, or that of the flattened tensor.
-      bounds: where in that dimension each rank's piece begins and ends.
+      bounds: where in that dimension each rank's shard begins and ends.
       dimension: which one it is.
     """
 
@@ -40,11 +40,11 @@ class Cut(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether pieces are whole rows."""
+        """Returns True if shards are whole rows."""
         return self.lined_up == self.shape and self.dimension == 0
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's piece.
+        """Returns the shape of a rank's shard.
 
         >>> plan_cut((3, 3), 2).shape_of(1)
         (4,)
@@ -53,15 +53,15 @@ class Cut(NamedTuple):
         return (*self.lined_up[: self.dimension], end - begin, *self.lined_up[self.dimension + 1 :])
 
     def rows(self, rank: int) -> slice:
-        """A rank's part of the dimension along which it is cut."""
+        """Returns a rank's range of the dimension along which the tensor is cut."""
         return slice(*self.bounds[rank])
 
     def slices(self, rank: int) -> tuple[slice, ...]:
-        """The same, as of what may have several (`Placement`)."""
+        """Returns the same as a tuple, as of a `Placement`, which may have several."""
         return (self.rows(rank),)
 
     def part(self, rank: int) -> tuple[slice, ...]:
-        """What a rank's piece is of the lined-up whole.
+        """Returns a rank's shard as slices of the full, lined-up tensor.
 
         >>> cut_along((3, 5), 1, 2).part(1)
         (slice(None, None, None), slice(3, 5, None))
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
         return (*[slice(None)] * self.dimension, self.rows(rank))
 
     def part_within(self, rank: int, begin: int, end: int) -> tuple[slice, ...]:
-        """Of the rows from `begin` to `end`, of a matrix cut by columns, what is a rank's, counted from `begin`.
+        """Returns a rank's slices of rows `begin` to `end` of a matrix cut by columns, counted from `begin`.
 
         >>> cut_along((9, 5), 1, 2).part_within(1, 4, 6)
         (slice(0, 2, None), slice(3, 5, None))
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
 
 
 def plan_cut(shape: Sequence[int], world_size: int) -> Cut:
-    """The cut of a weight of this shape, the same on every rank.
+    """Returns the cut of a weight of this shape, the same on every rank.
 
     >>> plan_cut((130, 3), 2)
     Cut(shape=(130, 3), lined_up=(130, 3), bounds=((0, 65), (65, 130)), dimension=0)
@@ -94,7 +94,7 @@ def plan_cut(shape: Sequence[int], world_size: int) -> Cut:
 
 
 def cut_along(shape: Sequence[int], dimension: int, world_size: int) -> Cut:
-    """The cut of a weight along one of its dimensions.
+    """Returns the cut of a weight along one of its dimensions.
 
     >>> cut_along((3, 5), 1, 2)
     Cut(shape=(3, 5), lined_up=(3, 5), bounds=((0, 3), (3, 5)), dimension=1)

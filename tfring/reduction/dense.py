@@ -23,7 +23,7 @@ class BucketSizes(NamedTuple):
 
     @classmethod
     def of(cls, num_nodes: int) -> BucketSizes:
-        """For workers on so many hosts.
+        """Returns the sizes for workers on a number of hosts.
 
         >>> BucketSizes.of(num_nodes=1)
         BucketSizes(bucket_bytes=33554432, last_bytes=None)
@@ -73,7 +73,7 @@ def reduce_scatter_dense(
     active: tf.Tensor | None = None,
     buckets: BucketSizes,
 ) -> list[tf.Tensor]:
-    """This rank's pieces of the sums over all ranks; `cuts` say how each is cut, the rest is as of `reduce_dense`."""
+    """Sums over all ranks and returns this rank's shards, as `cuts` describe; the rest is as of `reduce_dense`."""
 
     def reduce_scatter(tensors, name, dtype):
         return collectives.reduce_scatter(zeros_unless(active, tensors), name=name)
@@ -84,23 +84,23 @@ def reduce_scatter_dense(
 
 def all_gather_dense(
     collectives,
-    pieces: Sequence[tf.Tensor],
+    shards: Sequence[tf.Tensor],
     cuts: Sequence[Cut],
     *,
     name: str,
     buckets: BucketSizes,
 ) -> list[tf.Tensor]:
-    """The whole tensors, on every rank, of which this rank has these pieces."""
+    """Gathers the full tensors, on every rank, of which this rank has these shards."""
 
-    def all_gather(pieces, name, dtype):
-        return collectives.all_gather(pieces, name=name)
+    def all_gather(shards, name, dtype):
+        return collectives.all_gather(shards, name=name)
 
-    gathered = _in_buckets(all_gather, pieces, [cut.shape for cut in cuts], name, buckets)
+    gathered = _in_buckets(all_gather, shards, [cut.shape for cut in cuts], name, buckets)
     return [tf.reshape(whole, cut.shape) for whole, cut in zip(gathered, cuts, strict=True)]
 
 
 def _in_buckets(collective, tensors, shapes, name, buckets):
-    """What `collective(tensors, name, dtype)` makes of each; they go together by `shapes`, alike on all ranks."""
+    """Calls `collective(tensors, name, dtype)` on buckets, grouped by `shapes`, alike on all ranks."""
     # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
     sizes = [tf.TensorShape(shape).num_elements() or 0 for shape in shapes]
     num_bytes = [size * t.dtype.size for size, t in zip(sizes, tensors, strict=True)]

@@ -15,35 +15,35 @@ from tfring.reduction.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Owned:
-    """A weight that some ranks hold, whole or in pieces, and the others not at all; as `Cut`, it says who has what.
+    """A weight that some ranks hold, in full or sharded, and the others not at all; has the interface of `Cut`.
 
     Attributes:
-      shape: of the whole.
+      shape: of the full weight.
       owner: the rank that holds it, or the first of those that do.
-      pieces: how it is cut for the `owners` ranks from `owner` on; None for one that holds it whole.
+      shards: its cut for the `owners` ranks from `owner` on; None for one that holds it in full.
       owners: how many they are.
     """
 
     shape: tuple[int, ...]
     owner: int
-    pieces: Cut | Placement | None = None
+    shards: Cut | Placement | None = None
     owners: int = 1
 
     @property
     def lined_up(self) -> tuple[int, ...]:
-        """The shape along one of whose dimensions it is cut."""
-        return self.shape or (1,) if self.pieces is None else self.pieces.lined_up
+        """Returns the shape along one of whose dimensions it is cut."""
+        return self.shape or (1,) if self.shards is None else self.shards.lined_up
 
     @property
     def dimension(self) -> int:
-        """Which one it is."""
-        return 0 if self.pieces is None else self.pieces.dimension
+        """Returns the dimension along which it is cut."""
+        return 0 if self.shards is None else self.shards.dimension
 
     def _holds(self, rank: int) -> bool:
         return self.owner <= rank < self.owner + self.owners
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
-        """The shape of what a rank holds.
+        """Returns the shape of what a rank holds.
 
         >>> Owned((3, 2), 1).shape_of(1), Owned((3, 2), 1).shape_of(0), Owned((), 1).shape_of(0)
         ((3, 2), (0, 2), (0,))
@@ -53,11 +53,11 @@ class Owned:
         [(3, 0), (3, 0), (3, 3), (3, 2)]
         """
         if self._holds(rank):
-            return self.shape if self.pieces is None else self.pieces.shape_of(rank - self.owner)
+            return self.shape if self.shards is None else self.shards.shape_of(rank - self.owner)
         return (*self.lined_up[: self.dimension], 0, *self.lined_up[self.dimension + 1 :])
 
     def slices(self, rank: int) -> tuple[slice, ...]:
-        """What a rank has of the dimension along which it is cut."""
-        if self.pieces is not None and self._holds(rank):
-            return self.pieces.slices(rank - self.owner)
+        """Returns a rank's slices of the dimension along which it is cut."""
+        if self.shards is not None and self._holds(rank):
+            return self.shards.slices(rank - self.owner)
         return (slice(0, self.lined_up[0] if self._holds(rank) else 0),)

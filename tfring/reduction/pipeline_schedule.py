@@ -1,4 +1,4 @@
-"""Which stage of a pipeline computes which microbatch when: a pure table.
+"""Schedules the microbatches of a pipeline's stages: a pure table.
 
 ```
 gpipe   stage 1  F0 F1 F2 .. .. .. B0--- B1--- B2---      all forward passes F, then all backward passes B
@@ -27,7 +27,7 @@ _UNITS = {FORWARD: 1, BACKWARD: 2}  # of time: a backward pass computes the grad
 
 
 class Task(NamedTuple):
-    """What a stage does at a time: the `kind` of pass, FORWARD or BACKWARD, of a microbatch, counted from 0."""
+    """One pass of a stage: its `kind`, FORWARD or BACKWARD, and its microbatch, counted from 0."""
 
     kind: str
     microbatch: int
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What each stage does, in order.
+    """The tasks of each stage, in order.
 
     Args:
       num_microbatches: into how many parts a batch is cut.
@@ -53,7 +53,7 @@ class Schedule:
         return len(self.tasks)
 
     def played(self, durations: Sequence[tuple[float, float]] | None = None) -> list[dict[Task, float]]:
-        """When each stage begins each task.
+        """Returns the time at which each stage begins each task.
 
         A forward pass waits for that of the stage before, a backward pass for that of the stage behind.
 
@@ -87,13 +87,13 @@ class Schedule:
         return begun
 
     def _lasts(self, durations: Sequence[tuple[float, float]] | None) -> list[dict[str, float]]:
-        """Of each stage, by the kind of pass."""
+        """Returns the durations of each stage, by the kind of pass."""
         if durations is None:
             return [dict(_UNITS) for _ in self.tasks]
         return [{FORWARD: forward, BACKWARD: backward} for forward, backward in durations]
 
     def _ready(self, begun, lasts, stage: int, task: Task) -> float | None:
-        """When what a task waits for is there; None while it is not."""
+        """Returns the time at which a task's inputs are there; None while they are not."""
         waits_for = stage - 1 if task.kind == FORWARD else stage + 1
         if task.kind == BACKWARD and Task(FORWARD, task.microbatch) not in begun[stage]:
             return None
@@ -123,7 +123,7 @@ class Schedule:
         return 1 - busy / (self.length(durations) * self.num_stages)
 
     def most_held(self) -> tuple[int, ...]:
-        """Of how many microbatches each stage holds the activations at most.
+        """Returns the most microbatches of which each stage holds the activations.
 
         >>> plan_schedule("1f1b", 3, 8).most_held(), plan_schedule("gpipe", 3, 8).most_held()
         ((3, 2, 1), (8, 8, 8))

@@ -1,4 +1,4 @@
-"""Which rank owns which row of a table whose rows are divided over the ranks: a pure plan.
+"""Plans which rank owns which row of a sharded table: pure.
 
 ```
 10 rows of 3 ranks, interleaved    rank 0: 0 3 6 9       rank 1: 1 4 7      rank 2: 2 5 8
@@ -37,10 +37,10 @@ KINDS = (*BY_ROWS, "columns")
 
 
 def place(shape: tuple[int, int], world_size: int, kind: str) -> Placement | Cut:
-    """How a table is divided: by rows, or each rank has some columns of all rows.
+    """Returns the placement of a table: by rows, or by columns of all rows.
 
     Args:
-      shape: of the whole table, rows first.
+      shape: of the full table, rows first.
       world_size: how many ranks share it.
       kind: one of `KINDS`.
 
@@ -66,10 +66,10 @@ class _Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How the rows of a table are divided over ranks; as `Cut`, it says how a whole becomes pieces.
+    """The rows of a table on each rank; has the interface of `Cut`.
 
     Args:
-      shape: of the whole table, rows first.
+      shape: of the full table, rows first.
       world_size: how many ranks share it.
       kind: "interleaved" or "range".
       tables: of several tables, interleaved: for each how many rows it has, and the rank that owns it whole or None.
@@ -86,12 +86,12 @@ class Placement:
 
     @property
     def lined_up(self) -> tuple[int, ...]:
-        """The shape along whose first dimension it is divided."""
+        """Returns the shape along whose first dimension it is sharded."""
         return self.shape
 
     @property
     def dimension(self) -> int:
-        """That first dimension."""
+        """Returns that first dimension."""
         return 0
 
     @functools.cached_property
@@ -115,7 +115,7 @@ class Placement:
         return -(-self.shape[0] // self.world_size)
 
     def slices(self, rank: int) -> tuple[slice, ...]:
-        """The rows of the whole that a rank owns, in its order.
+        """Returns the rows that a rank owns, in its order.
 
         >>> Placement((10, 4), 3).slices(1), Placement((10, 4), 3, "range").slices(2)
         ((slice(1, 10, 3),), (slice(8, 10, 1),))
@@ -126,7 +126,7 @@ class Placement:
         return tuple(rows for rows in own if rows.start < rows.stop) or (slice(0, 0, 1),)
 
     def _rows(self, table: _Table, rank: int) -> slice:
-        """Of a table those that a rank owns."""
+        """Returns the rows of one table that a rank owns."""
         begin, end, owner, number = table
         if owner is not None:
             return slice(begin, end if rank == owner else begin, 1)
@@ -136,7 +136,7 @@ class Placement:
         return slice(begin, min(begin + self._rows_a_rank, end), 1)
 
     def part_within(self, rank: int, begin: int, end: int) -> tuple[slice, ...]:
-        """Of the rows from `begin` to `end`, of one table, those that a rank owns, counted from `begin`.
+        """Returns a rank's slice of rows `begin` to `end` of one table, counted from `begin`.
 
         >>> Placement((10, 4), 3).part_within(1, 5, 8), Placement((10, 4), 3, "range").part_within(1, 5, 9)
         ((slice(2, 3, 3),), (slice(0, 3, 1),))
@@ -146,7 +146,7 @@ class Placement:
         return (slice(first, max(first, min(rows.stop, end) - begin), rows.step),)
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's piece.
+        """Returns the shape of a rank's shard.
 
         >>> Placement((10, 4), 3).shape_of(0), Placement((9, 4), 3, tables=((2, 2), (4, None), (3, 0))).shape_of(0)
         ((4, 4), (5, 4))
@@ -157,7 +157,7 @@ class Placement:
 
     @property
     def numbers(self) -> list[tuple[int, int]]:
-        """For each table the number of its first row, and how far it is from the number of a row to that of the next.
+        """Returns for each table the number of its first row, and the step to the number of the next.
 
         >>> Placement((9, 4), 3, tables=((2, 2), (4, None), (3, 0))).numbers
         [(5, 3), (0, 1), (6, 3)]
@@ -166,12 +166,12 @@ class Placement:
 
     @property
     def end(self) -> int:
-        """More than any number."""
+        """Returns an exclusive upper bound of row numbers."""
         steps = [step for _, step in self.numbers]
         return max(t.number + (t.end - t.begin) * step for t, step in zip(self._tables, steps, strict=True))
 
     def owner(self, numbers: Any) -> Any:
-        """The rank that owns each row: of an int, an array or a tensor.
+        """Returns the rank that owns each row: of an int, an array or a tensor.
 
         >>> Placement((10, 4), 3).owner(7), Placement((10, 4), 3, "range").owner(7)
         (1, 1)
@@ -179,7 +179,7 @@ class Placement:
         return numbers % self.world_size if self.kind == "interleaved" else numbers // self._rows_a_rank
 
     def row_of_owner(self, numbers: Any) -> Any:
-        """Where in its owner's piece each row is.
+        """Returns the row of its owner's shard that holds each row.
 
         >>> Placement((10, 4), 3).row_of_owner(7), Placement((10, 4), 3, "range").row_of_owner(7)
         (2, 3)

@@ -36,7 +36,7 @@ _INDEX_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class SparseOptions:
-    """How sparse gradients (`tf.IndexedSlices`, as embeddings produce) are reduced.
+    """Options of reducing sparse gradients (`tf.IndexedSlices`, as embeddings produce).
 
     Attributes:
       batch_size: the most examples a worker sees in a step; the global batch size is always enough. Where it is
@@ -45,7 +45,7 @@ class SparseOptions:
         than the table has; where it is not given, to the longest gradient of any rank, rounded up to a power of two.
       ids_per_example: the most lookups one example makes in one table. Default 1.
       dense: "auto" makes the gradient of a table of at most 64 KiB dense; and, where `batch_size` is given, that of
-        any table for which gathering so many rows would move more bytes than all-reducing the table. The rows that a
+        any table for which gathering this number of rows would move more bytes than all-reducing the table. The rows a
         rank happens to have never decide: they differ from rank to rank. "never" and "always" do what they say, for
         the gradients that optimizers take; IndexedSlices handed to `tf.distribute` stay what they are. Default "auto".
       reduction: which way rows go on the ring: all ranks' to all ranks ("gather"), or to the rank that adds up the rows
@@ -117,7 +117,7 @@ def unpad_rows(values: tf.Tensor, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 
 
 def cheaper_dense(num_table_rows: int, row_bytes: int, capacity: int, world_size: int) -> bool:
-    """Whether all-reducing the table moves fewer bytes than gathering `capacity` rows of each rank.
+    """Returns True if all-reducing the table moves fewer bytes than gathering `capacity` rows of each rank.
 
     A rank sends `2 (N-1)/N` of the table in an all-reduce, `(N-1) capacity` rows with their ids in an all-gather.
 
@@ -130,7 +130,7 @@ def cheaper_dense(num_table_rows: int, row_bytes: int, capacity: int, world_size
 
 
 def goes_dense(gradient: tf.IndexedSlices, options: SparseOptions, world_size: int) -> bool:
-    """Whether a sparse gradient is summed as a dense one: the same on every rank, whatever rows a rank has.
+    """Returns True if a sparse gradient is summed as a dense one: the same on every rank, whatever rows a rank has.
 
     By the table, the options and the number of ranks alone. The number of rows is each rank's own, even where it is
     static: ranks that chose by it would call different collectives.

@@ -23,7 +23,7 @@ from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """What one call of a layer costs, for a microbatch.
+    """The cost of one call of a layer, for a microbatch.
 
     Attributes:
       name: of the layer.
@@ -63,7 +63,7 @@ class PlannedStage:
 
     @property
     def seconds(self) -> float:
-        """Of both passes of a microbatch."""
+        """Returns the seconds of both passes of a microbatch."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -86,7 +86,7 @@ class StagePlan:
 
     @property
     def seconds(self) -> float:
-        """Of the passes of a step, without what travels and the update."""
+        """Returns the seconds of the passes of a step, without communication and the update."""
         return self.schedule.length(self._durations)
 
     @property
@@ -131,7 +131,7 @@ def plan_stages(
 ) -> StagePlan:
     """Divides the layers of a model into stages of a pipeline, so that the slowest is as fast as it can be.
 
-    A pure function, which speaks to nobody: from the same costs every rank finds the same plan. A backward pass is
+    A pure function without communication: from the same costs every rank finds the same plan. A backward pass is
     taken for two forward passes. On a worker are its stage's weights with gradients and slots, and of as many
     microbatches as the schedule has it hold what came in and what its layers keep; with `recompute` what came in, and
     of one microbatch what its layers keep. The rows of the batch, and what TensorFlow takes, are not counted.
@@ -210,7 +210,7 @@ def plan_stages(
 
 
 class _Costs:
-    """Of the layers from one to before another, as a stage."""
+    """The costs of stages, each of `layers[begin:end]`."""
 
     def __init__(self, layers: tuple[LayerCost, ...], schedule: Schedule, recompute: bool):
         def summed(values) -> list:
@@ -231,7 +231,7 @@ class _Costs:
         return seconds + seconds / 3 if stage in self._twice else seconds
 
     def passes(self, stage: int, begin: int, end: int) -> tuple[float, float]:
-        """Seconds of a forward and a backward pass."""
+        """Returns the seconds of a forward and a backward pass."""
         seconds = self.seconds(stage, begin, end)
         if not self._recompute:
             return seconds / 3, 2 * seconds / 3
@@ -257,7 +257,7 @@ class _Costs:
 
 
 def _least(cost: Callable, nothing: tuple, num_stages: int, places: Sequence[int]) -> tuple[tuple, tuple[int, ...]]:
-    """The division with the least cost, and of those the one whose stages begin first.
+    """Returns the division with the least cost, and of those the one whose stages begin first.
 
     Args:
       cost: of `(cost of the stages before, number of the stage, where it begins, where it ends)`; a greater cost of the

@@ -1,4 +1,4 @@
-"""What becomes of each table of a layer with many: a pure plan from sizes.
+"""Plans the placement of each table of a layer with many: pure, from sizes.
 
 ```
             rows                    columns                whole                   replicated
@@ -54,7 +54,7 @@ class PlannedTable:
 
 @dataclasses.dataclass(frozen=True)
 class TablePlan:
-    """What becomes of each table; `str(plan)` is a table of it.
+    """The placement of each table; `str(plan)` is a table of it.
 
     Attributes:
       world_size: how many workers it is computed for.
@@ -77,17 +77,17 @@ class TablePlan:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """By the name of a table "replicated", "rows", "whole" or "columns"."""
+        """Returns "replicated", "rows", "whole" or "columns" by the name of a table."""
         return {table.name: table.kind for table in self.tables}
 
     @property
     def owners(self) -> dict[str, int]:
-        """By the name of a whole table the rank that has it."""
+        """Returns the rank that has a whole table, by the table's name."""
         return {table.name: table.owner for table in self.tables if table.owner is not None}
 
     @property
     def bytes_a_worker(self) -> int:
-        """Of all tables, at the worker that has most."""
+        """Returns the bytes of all tables at the worker that has most."""
         owned = [0] * self.world_size
         for table in self.tables:
             if table.owner is not None:
@@ -122,9 +122,9 @@ def plan_tables(
     memory_bytes: int | None = None,
     itemsize: int = 4,
 ) -> TablePlan:
-    """Divides tables: small ones are replicated, the rows of others divided over the workers.
+    """Places tables: small ones are replicated, the rows of others sharded over the workers.
 
-    A pure function, which speaks to nobody: every rank finds the same plan. Of the `kinds` that are allowed a table is,
+    A pure function without communication: every rank finds the same plan. Of the `kinds` that are allowed a table is,
     the first that holds,
 
     1. "replicated" if its values take at most `small_bytes`, or each worker looks up at least as many ids of it a step
@@ -238,7 +238,7 @@ def plan_tables(
 
 
 def deal(costs: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, int]:
-    """Which worker gets each of some things: the largest first, each to the worker with least of what it costs.
+    """Deals things to workers: the largest first, each to the worker with the least of what it costs.
 
     Args:
       costs: by name, one or several costs of each thing, such as bytes and lookups, which are compared as shares of

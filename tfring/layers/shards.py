@@ -1,4 +1,4 @@
-"""Weights of a layer in pieces: made as Keras makes whole ones, kept whole in files."""
+"""Sharded weights of a layer: drawn as Keras draws full ones, saved in full."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tfring._keras.sharding import Division, InitialPiece, cut_of
 from tfring.errors import ConfigurationError
 from tfring.reduction.cuts import cut_along
 
-_SUMS = ("L1", "L2", "L1L2")  # regularizers of which that of the whole is the sum of those of pieces
+_SUMS = ("L1", "L2", "L1L2")  # regularizers whose value for the full weight is the sum over shards
 
 
-class InPieces(keras.layers.Layer):
-    """Before a layer of Keras among its bases: of weights that `dimensions` names this worker has its piece.
+class ShardedWeights(keras.layers.Layer):
+    """A base before a layer of Keras: this worker holds shards of the weights that `dimensions` names.
 
-    Its `build` asks for whole weights, by `add_weight` with a name; each is drawn whole, as one process draws it, and
-    the piece is kept. Optimizers, files, `get_weights` and `set_weights` know of pieces (`tfring/_keras/sharding.py`).
+    Its `build` asks for full weights, by `add_weight` with a name; each is drawn in full, as one process draws it, and
+    the shard is kept. Optimizers, files, `get_weights` and `set_weights` know of shards (`tfring/_keras/sharding.py`).
 
     Attributes:
       division: over which ranks.
-      dimensions: by the name of a weight, along which dimension it is divided.
+      dimensions: by the name of a weight, the dimension along which it is sharded.
     """
 
     division = Division()
@@ -36,17 +36,17 @@ class InPieces(keras.layers.Layer):
         cut = cut_along(shape, dimension, self.division.collectives.world_size)
         if not all(end > begin for begin, end in cut.bounds):
             raise ConfigurationError(
-                f"A weight is divided into a piece for each of {len(cut.bounds)} workers. Received: {name!r} of "
-                f"{self.name!r}, of shape {tuple(shape)}, of which dimension {dimension} is divided. Use fewer "
+                f"A weight has a shard for each of {len(cut.bounds)} workers. Received: {name!r} of "
+                f"{self.name!r}, of shape {tuple(shape)}, sharded along dimension {dimension}. Use fewer "
                 f"workers along the {self.division.axis} axis, or the layer of Keras."
             )
         if regularizer is not None:
-            regularizer = _OfPieces(regularizer, self.division, f"regularizer of {name}")
+            regularizer = _FullRegularizer(regularizer, self.division, f"regularizer of {name}")
         initial = InitialPiece(keras.initializers.get(initializer), cut, self.division)
         return self.division.add_weight(add_weight, cut, initial, name=name, regularizer=regularizer, **options)
 
     def save_own_variables(self, store):
-        """All ranks call it, or are in `tfring.save` or `model.save` together."""
+        """Saves full weights. All ranks call it, or are in `tfring.save` or `model.save` together."""
         if not any(cut_of(v) is not None for v in self._own_variables()):
             return super().save_own_variables(store)
         for number, variable in enumerate(self._own_variables()):
@@ -60,7 +60,7 @@ class InPieces(keras.layers.Layer):
             cut = cut_of(variable)
             if cut is not None and str(number) in stored and tuple(store[str(number)].shape) != cut.shape:
                 raise ValueError(
-                    f"A file for {self.name!r} has a whole {variable.name!r}, of shape {cut.shape}. Received: shape "
+                    f"A file for {self.name!r} has the full {variable.name!r}, of shape {cut.shape}. Received: shape "
                     f"{tuple(store[str(number)].shape)}."
                 )
         super().load_own_variables(store)
@@ -69,17 +69,17 @@ class InPieces(keras.layers.Layer):
         return [*self._trainable_variables, *self._non_trainable_variables]
 
 
-class _OfPieces(keras.regularizers.Regularizer):
-    """What a regularizer gives for the whole; each piece has its own gradient of it."""
+class _FullRegularizer(keras.regularizers.Regularizer):
+    """Applies a regularizer to the full weight; each shard has its own gradient of it."""
 
     def __init__(self, regularizer, division, name):
         self._regularizer = regularizer
         self._division = division
         self._name = name
 
-    def __call__(self, piece):
+    def __call__(self, shard):
         running = step.current()
-        # Nobody weighs the gradient of a piece of the data axis (`gradient_is_complete`), and each microbatch has one.
+        # The gradient of a shard of the data axis is not weighed again (`gradient_is_complete`): one a microbatch.
         part = running.part if running is not None and self._division.axis == "data" else None
 
         @tf.custom_gradient
@@ -89,11 +89,11 @@ class _OfPieces(keras.regularizers.Regularizer):
 
             return self._division.collectives.all_reduce([value], name=self._name)[0], gradient
 
-        return summed(self._regularizer(piece))
+        return summed(self._regularizer(shard))
 
 
-def refuse_what_needs_the_whole(layer, **given) -> None:
-    """Raises ConfigurationError for arguments of `layer`, by name, that no piece is enough for."""
+def check_sharded_arguments(layer, **given) -> None:
+    """Raises ConfigurationError for arguments of `layer`, by name, that need the full weight."""
     for name, value in given.items():
         kind = type(value)
         of_keras = kind is getattr(keras.regularizers, kind.__name__, None) or kind is keras.constraints.NonNeg
@@ -101,7 +101,7 @@ def refuse_what_needs_the_whole(layer, **given) -> None:
             continue
         shown = getattr(value, "__name__", kind.__name__)
         raise ConfigurationError(
-            f"A {type(layer).__name__} takes no such `{name}`: no worker has the whole weight. It takes regularizers "
+            f"A {type(layer).__name__} takes no such `{name}`: no worker has the full weight. It takes regularizers "
             f"that are sums over elements, {', '.join(_SUMS)}, and the constraint NonNeg. Received: "
             f"{name}={shown} for {layer.name!r}. Use a layer of Keras, or leave it out."
         )
