@@ -67,7 +67,7 @@ def ssh(
 
 
 def by_ssh(**options: Any) -> Callable[[str, str], list[str]]:
-    """How to get to a host: over ssh with these options, and by no way at all to this one, unless there are options.
+    """Returns the way to a host over ssh with these options; to this one none, unless there are options.
 
     >>> by_ssh(port=None)("localhost", "uname")
     ['sh', '-c', 'uname']
