@@ -120,7 +120,7 @@ def test_a_rank_that_never_comes(start):
     out, err = ended(start([*DOCTOR, "--timeout", "6"], TF_CONFIG=tf_config(addresses, 0)), 1)
     assert time.monotonic() - began < 30
     assert ended(second) == ("", "") and err == ""
-    assert f"Rank 2 never came. {addresses[2]}: refused: the host answers, but nobody listens" in out
+    assert f"Rank 2 never came. {addresses[2]}: refused: the host answers, but no process listens" in out
     assert "Start the doctor for rank 2 too" in out and "Not ready: 1 problem" in out
     assert f"{addresses[2]} (never came)" in out
     assert "2 of 6 ordered pairs" in out and "R refused" in out
