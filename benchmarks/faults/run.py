@@ -81,7 +81,7 @@ class Scenario(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    seconds: float | None  # None: nobody failed
+    seconds: float | None  # None: no rank failed
     told: str
     left: str
 
@@ -355,7 +355,7 @@ def row(scenario: Scenario, outcome: Outcome) -> str:
     fault = scenario.fault if scenario.fault != "slow" else f"slow for {scenario.slow_seconds:g} s"
     if scenario.lost_seconds != 2.0:
         fault += f", limit {scenario.lost_seconds:g} s"
-    knew = "nobody failed" if outcome.seconds is None else f"{outcome.seconds:.2f} s"
+    knew = "no rank failed" if outcome.seconds is None else f"{outcome.seconds:.2f} s"
     if len(outcome.told) > MOST_CHARACTERS:
         outcome = outcome._replace(told=f"{outcome.told[:MOST_CHARACTERS]} ...")
     told = outcome.told if scenario.moment == SAVING else re.sub(r"\d+(\.\d+)?(?= steps)", "n", outcome.told)

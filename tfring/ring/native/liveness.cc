@@ -138,7 +138,7 @@ void World::take_control(Link* link) {
       if (link->failure.message.empty())
         link->failure.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
       link->fails_from = frame.sequence;
-      has_broken();
+      adopt_due_failures();
       return;
     }
     case ControlType::kGoodbye:
@@ -160,9 +160,10 @@ void World::take_control(Link* link) {
   }
 }
 
-// Returns whether a failure reported by a peer concerns the call under way here, or the next. Where
-// a peer gave up in a later call with this rank than the one under way, that one can still finish.
-bool World::has_broken() {
+// Adopts the failures that peers reported, where they concern the call under way here, or the next. Returns
+// whether the world is broken. Where a peer gave up in a later call with this rank than the one under way,
+// that one can still finish.
+bool World::adopt_due_failures() {
   for (const auto& link : links_) {
     if (!failure_.ok()) return true;
     if (link == nullptr || link->failure.ok()) continue;

@@ -379,7 +379,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   ++num_calls_;
   num_chain_ = 0;
   begun_any_ = running_ = true;
-  if (has_broken() || !check_left().ok()) {
+  if (adopt_due_failures() || !check_left().ok()) {
     running_ = false;
     return refuse();
   }
@@ -394,7 +394,7 @@ void World::end(const Status& status) {
   std::lock_guard<std::mutex> lock(control_mutex_);
   running_ = false;
   if (!status.ok()) told_ = true;
-  has_broken();
+  adopt_due_failures();
 }
 
 }  // namespace tfring

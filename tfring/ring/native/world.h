@@ -254,7 +254,7 @@ class World final : private Watched {
   void send_control(const Link& link, const ControlFrame& frame);
   void ask(Link* link, int64_t now, double period);
   void answer(Link* link);
-  bool has_broken();
+  bool adopt_due_failures();
   Status lose(const std::string& message);
   Status break_up(const Status& status);
   bool takes_part(int rank) const { return in_call_[static_cast<size_t>(rank)] != 0; }
