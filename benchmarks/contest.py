@@ -1,4 +1,4 @@
-"""What the benchmarks share: contestants, whose processes live through one run and sleep while others are measured.
+"""Shared by the benchmarks: contestants, whose processes live through one run and sleep while others are measured.
 
 run.py, of whatever Python, starts the ranks of each contestant (worker.py) and puts questions to them:
 
@@ -237,7 +237,7 @@ def add_realtime(parser):
 
 
 def conditions(realtime, load_before=None):
-    """Where, when, and what else went on."""
+    """Describes the machine, the date, and its other load."""
     load = os.getloadavg()[0] if load_before is None else load_before
     idle = "" if load < IDLE_LOAD else ": the machine had other things to do"
     priority = ", measured at real-time priority" if realtime else ""
@@ -245,7 +245,7 @@ def conditions(realtime, load_before=None):
 
 
 def print_conditions(realtime, facts=(), missing=(), load_before=None):
-    """Where, when, and with what."""
+    """Describes the machine, the date, and the versions."""
     print(conditions(realtime, load_before))
     if facts:
         print("Versions: " + ", ".join(sorted(set(facts))) + ".")
@@ -292,7 +292,7 @@ def place():
 
 
 def addresses():
-    """Of all ranks, `host:port` each."""
+    """Returns the addresses of all ranks, `host:port` each."""
     return tuple(sys.argv[3].split(","))
 
 

@@ -74,7 +74,7 @@ def generated(rows: int, examples: int = 50_000):
 
 
 def train(strategy, sizes, learned, held_out, epochs, batch_size, dim) -> dict:
-    """What `fit` measured, epoch by epoch."""
+    """Trains, and returns the measurements of `fit`, epoch by epoch."""
     keras.utils.set_random_seed(1)
     first = strategy.cluster.is_chief
     if first:

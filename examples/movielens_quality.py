@@ -1,4 +1,4 @@
-"""How good predicted stars are, and how good those of two simple predictors are."""
+"""Quality of predicted stars, and of two simple predictors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def quality(ratings: Ratings, predicted: np.ndarray) -> dict[str, float]:
 
 
 def ndcg(user: np.ndarray, stars: np.ndarray, predicted: np.ndarray, places: int = NDCG_PLACES) -> float:
-    """How well each person's own ratings are ordered: the mean over people of DCG / DCG of the best order.
+    """Returns the quality of the order of each person's own ratings: the mean over people of DCG / DCG of the best
+    order.
 
     A person's ratings in the arrays, no other movies, are put in order of the predicted stars. The one at
     place p = 1, 2, ... adds `(2**stars - 1) / log2(p + 1)` to DCG, up to place 10; ratings predicted alike

@@ -230,7 +230,7 @@ class _Pool:
         self._await(new, _START_SECONDS, 0)
 
     def is_full(self) -> bool:
-        """Whether a process has grown so large that new ones are better."""
+        """Returns True if a process has grown so large that new ones are better."""
         return any(process.resident_bytes() > _FULL_BYTES for process in self._processes)
 
     def kill(self) -> None:

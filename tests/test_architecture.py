@@ -164,7 +164,7 @@ def names_kept_private(package: str, *folders: str) -> set[str]:
 
 
 def private_uses(names: set[str], but: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
-    """Where attributes of these names are used by files that do not define them, outside of the files `but`."""
+    """Returns where attributes of these names are used by files that do not define them, outside of the files `but`."""
     found = []
     for file in files(root):
         if file.relative_to(root / "tfring").as_posix() in but:
@@ -178,7 +178,7 @@ def private_uses(names: set[str], but: Iterable[str], root: pathlib.Path = ROOT)
 
 
 def imported_at_once(module: str, root: pathlib.Path = ROOT) -> Iterator[Import]:
-    """What importing a module of tfring imports, from file to file."""
+    """Yields the imports of importing a module of tfring, from file to file."""
     by_name = {module_name(file, root): file for file in files(root)}
     todo, seen = [module], set()
     while todo:

@@ -43,7 +43,7 @@ def shaped_bytes(algorithm: str, hosts: int, ranks: int, size: float) -> float:
 
 
 def checked(network: dict) -> list[tuple[str, float, float]]:
-    """What, by the model, measured; first the two to which it is fitted."""
+    """Returns names with the model's and the measured values; first the two to which it is fitted."""
     rates = sorted({rate for rate, *_ in network["shaped"]}, reverse=True)
     fitted = next(
         [size, took]

@@ -29,7 +29,7 @@ DELAY_SECONDS, DELAYED_HOSTS, DELAYED_BYTES, DELAYED_CALLS = 0.005, 8, 1024, 10
 
 
 def algorithms(placement: str) -> dict[str, float]:
-    """Whom to ask, and which part of the calls is enough; "auto" is two levels where a host has several ranks."""
+    """Returns the algorithms, and the part of the calls to measure; "auto" is two levels on hosts of several ranks."""
     ring = {"ring": 1.0} if "two" in placement else {}
     return {"auto": 1.0, **ring, **({} if "round-robin" in placement else {"server": 0.2})}
 

@@ -41,7 +41,7 @@ class Part:
         return statistics.median(self.times[cell]) if cell in self.times else None
 
     def ratio(self, slow: tuple, fast: tuple) -> float | None:
-        """How many times as fast: the median of the ratios within a round."""
+        """Returns the speedup: the median of the ratios within a round."""
         if slow not in self.times or fast not in self.times:
             return None
         return statistics.median(s / f for s, f in zip(self.times[slow], self.times[fast], strict=True))

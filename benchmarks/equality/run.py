@@ -37,7 +37,7 @@ AT_ONCE = 4  # models in one task, which has a time limit
 
 
 def errors(mesh: dict, cases: list, floatx: str = "float32") -> list[float]:
-    """Of each case the largest relative error; raises where ranks differ."""
+    """Returns the largest relative error of each case; raises where ranks differ."""
     found = []
     for begin in range(0, len(cases), AT_ONCE):
         part = cases[begin : begin + AT_ONCE]

@@ -160,7 +160,7 @@ class Rank:
             time.sleep(0.005)
 
     def report(self, seconds: float) -> dict | None:
-        """What it said in the end; None where it is still running."""
+        """Returns its last output; None where it is still running."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             found = [line for line in self.lines if line.startswith("{")]
@@ -173,7 +173,7 @@ class Rank:
         return None
 
     def end(self, seconds: float) -> bool:
-        """Whether it ended by itself; else, and with what it has forked, it is killed."""
+        """Returns True if it ended by itself; else it is killed, with what it has forked."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         ended = self.process.poll() is not None
@@ -270,7 +270,7 @@ def small_disk(folder: str) -> Iterator[None]:
 
 
 def why_no_disk() -> str | None:
-    """What is missing for a small disk, if something is."""
+    """Returns what this machine lacks for a small disk; None if it lacks nothing."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with small_disk(folder):
@@ -299,7 +299,7 @@ def lossy_link(host: namespaces.Host | None) -> Iterator[subprocess.Popen]:
 
 
 def why_no_loss() -> str | None:
-    """What is missing for a link that loses packets, if something is."""
+    """Returns what this machine lacks for a link that loses packets; None if it lacks nothing."""
     return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "there is no /dev/net/tun to be used"
 
 

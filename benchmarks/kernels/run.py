@@ -1,4 +1,4 @@
-"""How fast two arrays are reduced to one, by dtype, op and instructions; beside NumPy and a copy of memory.
+"""Speed of reducing two arrays to one, by dtype, op and instructions; beside NumPy and a copy of memory.
 
     python benchmarks/kernels/run.py                                   # the tables of README.md
     python benchmarks/kernels/run.py --dtypes float32 --ops sum --bytes 16K

@@ -1,4 +1,4 @@
-"""What the sparse gradients of a step cost: the 26 tables of `benchmarks/training`'s DLRM, Zipf ids, batch 2,048.
+"""Cost of the sparse gradients of a step: the 26 tables of `benchmarks/training`'s DLRM, Zipf ids, batch 2,048.
 
     python benchmarks/rows/run.py                        # 2 and 4 ranks, all tables as IndexedSlices
     python benchmarks/rows/run.py --realtime             # where the machine has other things to do

@@ -1,4 +1,4 @@
-"""What `shard_optimizer` saves: steps with and without it in turns, in the same processes, and the bytes of slots.
+"""Savings by `shard_optimizer`: steps with and without it in turns, in the same processes, and the bytes of slots.
 
     tfring launch -n 2 benchmarks/shard_optimizer/train.py
     tfring launch -n 4 benchmarks/shard_optimizer/train.py

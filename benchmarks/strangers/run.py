@@ -1,4 +1,4 @@
-"""How much slower training is while strangers keep knocking. Prints a markdown table.
+"""Slowdown of training while unauthenticated connections keep coming. Prints a markdown table.
 
     python benchmarks/strangers/run.py
 

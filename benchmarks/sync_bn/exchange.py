@@ -1,4 +1,4 @@
-"""What one exchange of statistics costs as workers are added: round the ring, and through rank 0.
+"""Cost of one exchange of statistics as workers are added: in the ring, and through rank 0.
 
     python benchmarks/sync_bn/exchange.py
 

@@ -22,7 +22,7 @@ DEVICES = ["CPU:0", "CPU:1"]
 
 
 def variance_and_outputs(strategy, layer_class, x):
-    """What one training step takes for the variance, and what it returns."""
+    """Returns the variance that one training step uses, and its result."""
     with strategy.scope():
         layer = layer_class(synchronized=True, momentum=0.0, epsilon=0.0)
         layer.build(x.shape)

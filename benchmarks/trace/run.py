@@ -1,4 +1,4 @@
-"""What a trace costs: the time of a step of a small dense model with and without, in turns.
+"""Cost of a trace: the time of a step of a small dense model with and without, in turns.
 
     tfring launch -n 2 benchmarks/trace/run.py
 """

@@ -16,7 +16,7 @@ MEMORY_WORKERS = 4
 
 
 def measure(rounds: int) -> dict:
-    """Of each number of workers and contestant the answers of its slowest worker; of each table those of all."""
+    """Returns, by number of workers and contestant, the answers of its slowest worker; of each table those of all."""
     conditions = contest.conditions(realtime=False)
     times: list[list] = []
     versions: list[str] = []

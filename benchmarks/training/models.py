@@ -163,7 +163,7 @@ LARGE_WIDTH = 32
 
 
 def tables_task(parts: int = 1) -> Task:
-    """Of each table and of a batch one of so many parts."""
+    """Returns the task with one of `parts` parts of each table and of a batch."""
     sizes = [-(-size // parts) for size in LARGE_TABLES]
     return Task(
         "DLRM-like, 26 tables of 10 to 1,000,000 x 32, Zipf ids, Adagrad, batch 2,048", 2048 // parts, 20,

@@ -55,7 +55,7 @@ class Part:
         return values[-1][figure] if values else None
 
     def ratio(self, slow: tuple, fast: tuple) -> float | None:
-        """How many times as fast: the median of the ratios within a round."""
+        """Returns the speedup: the median of the ratios within a round."""
         if slow not in self.times or fast not in self.times:
             return None
         pairs = zip(self.times[slow], self.times[fast], strict=True)
@@ -91,7 +91,7 @@ def write(results: dict, folder: pathlib.Path) -> None:
 
 
 def targets(parts: dict[int, Part], over_network: dict | None, of_pipelines: dict | None) -> str:
-    """What was to be reached, beside what was; nothing of what was not measured."""
+    """Returns the goals beside the results; nothing for what was not measured."""
     lines = [
         "## Targets", "",
         "At most is what workers reach that train Keras alone and exchange nothing; in step, such workers if each of "
@@ -128,14 +128,14 @@ def targets(parts: dict[int, Part], over_network: dict | None, of_pipelines: dic
 
 
 def hidden(over_network: dict, kind: int | None = None) -> str:
-    """Which part of what the links cost, where one bucket holds all, buckets of a `kind` save."""
+    """Returns the part of the links' cost, with one bucket for all, that buckets of a `kind` save."""
     of = medians(over_network)
     alone, together = of["unshaped"]["milliseconds"], list(of.values())[-1]["milliseconds"]
     return percent((together - of[kind]["milliseconds"]) / (together - alone))
 
 
 def medians(over_network: dict) -> dict:
-    """Of each kind of buckets, of each figure."""
+    """Returns each figure of each kind of buckets."""
     return {
         kind: {name: statistics.median(each[name] for each in found) for name in found[0]}
         for kind, found in over_network["runs"]
@@ -293,7 +293,7 @@ def embeddings_section(result: dict) -> str:
 
 
 def idle_of_stages(result: dict) -> list[float | None]:
-    """Of each variant that computes forward passes once: the share of a step in which stages do not compute."""
+    """Returns, for each variant that computes forward passes once, the share of a step in which stages are idle."""
     whole = dict(result["microbatched"])
     found: list[float | None] = []
     for _, microbatches, recompute, rounds in result["times"]:
@@ -308,7 +308,7 @@ def idle_by_plan(stages: int, microbatches: int) -> float:
 
 
 def pipeline_targets(result: dict) -> list[tuple[str, str, str]]:
-    """What was to be reached of pipelines, beside what was."""
+    """Returns the goals of pipelines beside the results."""
     times = {(schedule, m): rounds for schedule, m, recompute, rounds in result["times"] if not recompute}
     memory = {(s, schedule): max(taken) for s, schedule, _, recompute, taken in result["memory"] if not recompute}
     stages = len(times["1f1b", 8][0])

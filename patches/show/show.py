@@ -86,7 +86,7 @@ def numbers_of(version):
 
 
 def requirements(version):
-    """What pip has to be told beside TensorFlow itself, whose own bounds are too wide for today's packages."""
+    """Returns pip's requirements beside TensorFlow itself, whose own bounds are too wide for today's packages."""
     pins = ["tensorflow==" + version, "protobuf<3.21"]
     if numbers_of(version) < (2, 3):
         pins += ["numpy<1.19", "h5py<3"]
@@ -226,7 +226,7 @@ def results(out):
 
 
 def symptom(outcomes):
-    """What a failed pair said and how its processes ended."""
+    """Returns the output of a failed pair and how its processes ended."""
     texts = []
     for _, _, text in outcomes:
         for pattern in SYMPTOMS:

@@ -20,7 +20,7 @@ BATCH, STEPS, LAST_BATCH = 1024, 12, 100
 
 
 def num_ids(case, step, rank):
-    """How many different ids (1 to 29; 0 never occurs) the worker's batch holds."""
+    """Returns the number of different ids (1 to 29; 0 never occurs) in the worker's batch."""
     if case == "equal":
         return 10 + step % 4
     if case == "different":

@@ -27,7 +27,7 @@ ENVIRON = {
 
 
 def report_of(*commands, environs=({},)):
-    """What rank 0 says; every command ends with 0 and in time, or their output is shown."""
+    """Returns the report of rank 0; every command ends with 0 and in time, or their output is shown."""
     __tracebackhide__ = True
     processes = [
         subprocess.Popen(command, env={**ENVIRON, **environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -184,7 +184,7 @@ def test_slurm(tmp_path):
 
 
 def test_kubernetes_manifests():
-    """By the schema of Kubernetes' own API."""
+    """Validates by the schema of Kubernetes' own API."""
     try:
         tool = packages.engine("kubernetes-validate") / "kubernetes-validate"
     except subprocess.CalledProcessError as error:

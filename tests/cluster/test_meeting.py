@@ -52,7 +52,7 @@ def unresolved_clusters(n, job, **changes):
 
 
 def all_meet(places):
-    """What each `meet` returned or raised."""
+    """Returns the result or error of each `meet`."""
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
         calls = [pool.submit(meet, unresolved) for unresolved in places]
         done = [(call.exception(2 * SECONDS) or call.result()) for call in calls]
@@ -249,7 +249,7 @@ def test_two_that_claim_one_rank(job):
 
 
 def test_world_sizes_that_differ(job):
-    """Who says another is refused at once; the others meet."""
+    """A rank of another world size is rejected at once; the others meet."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         rank_0 = pool.submit(meet, unresolved_clusters(2, job)[0])
         with pytest.raises(RendezvousError, match="rank 0 of 2 to one process, and rank 1 of 3 to another"):

@@ -1,4 +1,4 @@
-"""What each engine's variables mean, replayed from recorded samples; what is refused; who wins where engines nest."""
+"""Variables of engines, replayed from recorded samples: their meaning, rejections, precedence where engines nest."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""How a host's CPUs are shared out."""
+"""Shares of a host's CPUs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the layer tests share: skewed batches cut into unequal shards, and training a layer on one of them.
+"""Helpers of the layer tests: skewed batches cut into unequal shards, and training a layer on one of them.
 
 Every row has a mean and a scale of its own, and so has every channel and every step, so that no shard's statistics
 look like another's and local statistics cannot pass.
@@ -29,7 +29,7 @@ def batches(shape, *, dtype="float32", axis=-1, masked=False, seed=0):
 
 
 def bounds(rows, parts, empty=()):
-    """Where unequal shards begin and end; those in `empty` get no row."""
+    """Returns the bounds of unequal shards; those in `empty` get no row."""
     weights = np.array([0 if part in empty else 1 + 2 * (part % 2) for part in range(parts)], "float64")
     ends = np.round(np.cumsum(weights) / weights.sum() * rows).astype(int)
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,4 +1,4 @@
-"""How cells are named, judged and written, and that the table in the README is whole and says what it must."""
+"""Names, verdicts and texts of cells, and that the table in the README is complete and says what it must."""
 
 import pathlib
 

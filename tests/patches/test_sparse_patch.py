@@ -1,4 +1,4 @@
-"""What the patch replaces, refuses and puts back, on a TensorFlow that is only a name."""
+"""The patch replaces, refuses and puts back, on a TensorFlow that is only a name."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""What the kernels compute, in NumPy: 16-bit floats by way of float32, one kind of NaN, complex numbers by parts."""
+"""The kernels' arithmetic in NumPy: 16-bit floats by way of float32, one kind of NaN, complex numbers by parts."""
 
 import functools
 

@@ -43,7 +43,7 @@ _MOST_GROWTH_BYTES = 32 << 20
 
 
 class Fuzz:
-    """What may be wrong with a message."""
+    """Makes messages with something wrong in them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -167,7 +167,7 @@ def _hear_out(channel: wire.Channel, lie: bytes) -> None:
 
 
 def at_the_meeting(fuzz: Fuzz, messages: int) -> None:
-    """What rank 0 makes of those who come, and the others of rank 0's answers."""
+    """Sends hellos to rank 0's meeting, and rank 0's answers to the others."""
     host = meeting._Meeting(UnresolvedCluster(0, 9, "fuzz", "job"))
     rank = meeting._Meeting(UnresolvedCluster(1, 9, "fuzz", "job"))
     table = [{"host": f"192.0.2.{i}", "port": 1 + i, "identity": "x"} for i in range(9)]
@@ -197,7 +197,7 @@ def at_the_meeting(fuzz: Fuzz, messages: int) -> None:
 
 
 def at_the_launcher(fuzz: Fuzz, messages: int) -> None:
-    """What an agent hears of a launcher, and a launcher of an agent."""
+    """Sends an agent's messages to a launcher, and a launcher's to an agent."""
     to_agent = {
         "start": {"ranks": [0], "command": ["x"], "cwd": "/", "environ": {"A": "b"}, "num_nodes": 1},
         "addresses": {"addresses": ["127.0.0.1:1"]},
@@ -226,7 +226,7 @@ def at_the_launcher(fuzz: Fuzz, messages: int) -> None:
 
 
 def at_a_neighbour(fuzz: Fuzz, messages: int) -> None:
-    """What two neighbours say while a ring forms."""
+    """Sends each of two neighbours the messages of the other while a ring forms."""
     formats = (rendezvous._WELCOMES, rendezvous._CONFIRMS, rendezvous._AGREED)
     fields = {
         "welcome": {"transport": "shm", "wanted": "auto"},

@@ -36,7 +36,7 @@ _ring_numbers = itertools.count()
 
 
 class Failed(Exception):
-    """What a task raised, by name and text; exceptions themselves do not always unpickle."""
+    """The error of a task, by name and text; exceptions themselves do not always unpickle."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
         super().__init__(kind, message, trace)
@@ -80,7 +80,7 @@ class Group:
             time.sleep(0.01)
 
     def outcomes(self, seconds: float = 30, without: tuple[int, ...] = ()) -> list[Any]:
-        """What each rank returned, or the `Failed` it ended in; None for the ranks left out."""
+        """Returns the result of each rank, or the `Failed` it ended in; None for the ranks left out."""
         deadline = time.monotonic() + seconds
         results: list[Any] = [None] * len(self._running)
         for rank, member in enumerate(self._running):

@@ -39,7 +39,7 @@ _LEG_LIMIT_SECONDS = 60  # beyond its time
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The resources that a process holds."""
 
     resident_bytes: int
     descriptors: int
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """What one rank has to say of one leg."""
+    """The report of one rank on one leg."""
 
     held: Held
     collectives: int
@@ -97,7 +97,7 @@ def call(ring: Any, common: random.Random) -> None:
 
 
 def held() -> Held:
-    """What this process holds now."""
+    """Returns the resources that this process holds now."""
     gc.collect()
     for size in range(1024):  # NumPy keeps as many small pieces of each size; all at once, or they look like a leak
         _ = [np.empty(size, np.uint8) for _ in range(8)]

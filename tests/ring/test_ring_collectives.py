@@ -44,7 +44,7 @@ def normal(shape, rank):
 
 
 def contribution(shape, dtype, rank):
-    """What a rank brings: skewed, every rank another scale, so that no two orders of adding round alike."""
+    """Returns a rank's contribution: skewed, every rank another scale, so that no two orders of adding round alike."""
     values = normal(shape, rank)
     if np.dtype(dtype) == np.bool_:
         return values > rank
@@ -270,7 +270,7 @@ def test_sums_into_arrays_that_are_there(transport):
 
 
 def wait_for_the_last(cluster, what):
-    """When this rank has come, and when it has passed, by the clock that all have."""
+    """Returns when this rank has come, and when it has passed, by the clock that all have."""
     times = []
     with ranks.join(cluster) as ring:
         for last in range(cluster.world_size):

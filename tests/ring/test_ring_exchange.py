@@ -19,7 +19,7 @@ COUNTS = [[(3 * source + 5 * to) % 7 + (20_000 * source * (to == 0)) for to in r
 
 
 def rows_of(source, to, width, dtype):
-    """What `source` sends to `to`."""
+    """Returns the rows that `source` sends to `to`."""
     generator = np.random.default_rng([source, to, width])
     return generator.integers(0, 100, (COUNTS[source][to], width)).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""What a user of TensorFlow sees of a failure: Ctrl-C, a lost rank in `fit`, rings that wait for each other."""
+"""Failures as a user of TensorFlow sees them: Ctrl-C, a lost rank in `fit`, rings that wait for each other."""
 
 import itertools
 import os
@@ -112,7 +112,7 @@ def keep_own_handler(cluster):
 
 
 def fail_in_fit(name):
-    """What each rank of a job sees of rank 1's death of an exception, and of ranks that differ."""
+    """Returns the errors of each rank of a job when rank 1 raises an exception, and when ranks differ."""
     import harness
     import tensorflow as tf
 

@@ -25,7 +25,7 @@ def run(world_size, task, *args, env=None, **kwargs):
 
 
 def mapping_flags(array):
-    """What the kernel was told of the memory in the middle of an array; "hg" where huge pages are wanted."""
+    """Returns the kernel's flags of the memory in the middle of an array; "hg" where huge pages are wanted."""
     middle = array.ctypes.data + array.nbytes // 2
     found, inside = None, False
     for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():

@@ -18,7 +18,7 @@ ROOTED = ("ring_broadcast", "ring_reduce", "flat_broadcast")
 
 
 def local_sizes(size):
-    """Of hosts with as many members each."""
+    """Returns the numbers of members a host that divide `size`."""
     return [local for local in range(1, size + 1) if size % local == 0]
 
 
@@ -298,7 +298,7 @@ def test_partners_name_all_that_a_collective_needs(size):
 
 
 def through_interfaces(tables, host_of):
-    """What each host sends to others, in buffers, where each chunk is one `size`-th."""
+    """Counts the buffers that each host sends to others, where each chunk is one `size`-th."""
     sent = collections.Counter()
     for p, steps in enumerate(tables):
         for step in steps:

@@ -1,4 +1,4 @@
-"""What the core records of its calls, the file a rank writes, what is left after a crash; from NumPy alone."""
+"""Records of the core, the file a rank writes, the rest after a crash; from NumPy alone."""
 
 from __future__ import annotations
 

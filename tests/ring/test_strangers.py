@@ -1,4 +1,4 @@
-"""Who is no rank of the job does not come in, learns nothing, and does no harm; and what hinders a start is named."""
+"""Processes that are no rank of the job are rejected, learn nothing, and do no harm; what hinders a start is named."""
 
 import contextlib
 import fcntl
@@ -196,7 +196,7 @@ def test_a_message_sent_back_is_not_the_others_proof(door):
 
 @pytest.mark.parametrize(("also_the_challenge", "why"), [(False, "not that of the secret"), (True, "no challenge")])
 def test_a_proof_sent_back_to_its_maker_proves_nothing(also_the_challenge, why):
-    """By one who listens and does not know the secret."""
+    """Replays a proof to its maker, by a listener that does not know the secret."""
     ours, theirs = socket.socketpair()
     channel = wire.Channel(ours, time.monotonic() + 10, connects=True)
 
@@ -449,7 +449,7 @@ def test_another_user_that_takes_the_name_is_told_of():
 
 
 def handed(**changes):
-    """What a peer hands over, one thing wrong with it."""
+    """Makes the descriptors of a mailbox with one thing wrong."""
     box = mailbox.Mailbox()
     fds = {"memory": os.dup(box.for_peer[0]), "doorbell": os.dup(box.for_peer[1]), **changes}
     box.close()

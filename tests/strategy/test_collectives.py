@@ -1,4 +1,4 @@
-"""What the engines offer beside sums, the same over the compiled ring, TensorFlow's runtime, and for one process."""
+"""Collectives other than sums, the same over the compiled ring, TensorFlow's runtime, and for one process."""
 
 import dataclasses
 

@@ -44,7 +44,7 @@ def replica_id():
 
 
 def of_replicas(ring, value):
-    """What each replica of this worker holds, as NumPy arrays."""
+    """Returns the values of the replicas of this worker, as NumPy arrays."""
     return [np.asarray(v) for v in ring.experimental_local_results(value)]
 
 

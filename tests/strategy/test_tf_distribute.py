@@ -1,4 +1,4 @@
-"""What a `tf.distribute` user calls, on several processes: TensorFlow's and Keras' own cases, and custom loops."""
+"""Calls of a `tf.distribute` user, on several processes: TensorFlow's and Keras' own cases, and custom loops."""
 
 import numpy as np
 import pytest

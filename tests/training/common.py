@@ -1,4 +1,4 @@
-"""What the training tests share: skewed data, models, and the comparison with one process on the whole batch."""
+"""Helpers of the training tests: skewed data, models, and the comparison with one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def history_error(got, want):
 
 
 def is_reference(strategy):
-    """Whether this rank is the one to train the next model alone too: in turns, for the others go on meanwhile.
+    """Returns True if this rank is the one to train the next model alone too: in turns, for the others go on meanwhile.
 
     One is enough, for the ranks' bits are compared.
     """

@@ -7,7 +7,7 @@ from harness import strategy, workers
 
 
 def programs():
-    """What each rank's error says, by program; None without an error."""
+    """Returns each rank's error, by program; None without an error."""
     import keras
 
     import tfring

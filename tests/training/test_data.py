@@ -260,7 +260,7 @@ def test_an_unbatched_dataset_is_refused():
 
 
 def tuning():
-    """Whether TensorFlow's tuner runs, for a dataset that says nothing, and for one that asks for it."""
+    """Returns True if TensorFlow's tuner runs, for a dataset without the option, and for one with it."""
     import tensorflow as tf
 
     from tfring import data

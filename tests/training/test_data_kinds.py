@@ -182,7 +182,7 @@ def newcomer(what):
 
 
 def _frame(values):
-    """What pandas hands over: an object with `shape` and `iloc` that NumPy can read."""
+    """Stands for pandas' data: an object with `shape` and `iloc` that NumPy can read."""
 
     class Frame:
         def __init__(self):

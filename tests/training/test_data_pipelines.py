@@ -78,7 +78,7 @@ def csv(folder):
 
 
 def pipelines(folder):
-    """By name: `(dataset, fit arguments)`; made anew for each model."""
+    """Returns `(dataset, fit arguments)` by name; made again for each model."""
     import keras
     import tensorflow as tf
 

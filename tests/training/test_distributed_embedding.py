@@ -360,7 +360,7 @@ def held(model):
 
 
 def trained(folder, loads):
-    """What a model holds after an epoch and after two; or what models hold that are made of its files, and go on."""
+    """Returns the state of a model after one epoch and after two; or of models made of its files, trained on."""
     import keras
 
     keras.utils.set_random_seed(3)

@@ -26,7 +26,7 @@ def makers():
 
 
 def gradients(dtype, sparse):
-    """Of five steps, from subnormal to large numbers."""
+    """Returns gradients of five steps, from subnormal to large numbers."""
     import tensorflow as tf
 
     rng = np.random.default_rng(0)

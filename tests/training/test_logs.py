@@ -1,4 +1,4 @@
-"""What callbacks see of a batch, `history` and `evaluate`: those of one process, and the same bits on every rank."""
+"""Logs that callbacks, `history` and `evaluate` get: those of one process, and the same bits on every rank."""
 
 import numpy as np
 import pytest
@@ -353,7 +353,7 @@ def test_metrics_and_optimizers_made_outside():
 
 
 def refused():
-    """What each program is told."""
+    """Returns the error of each program."""
     import keras
 
     from tfring.errors import ConfigurationError

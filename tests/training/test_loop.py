@@ -11,12 +11,12 @@ from test_steps import assert_same, bits, small_model
 
 
 def calls(ring):
-    """Of the rings of control and of gradients: how many calls of each kind so far."""
+    """Counts the calls of each kind so far, on the rings of control and of gradients."""
     return [channel.communicator.statistics()["collectives"] for channel in ring.extended.channels]
 
 
 def calls_a_step(ring, run):
-    """What each further step of `run(steps)` costs: `{kind: calls}` of each ring, without those that cost nothing."""
+    """Returns the calls of each further step of `run(steps)`: `{kind: calls}` of each ring, without zeros."""
     run(6)  # traced
     counts = []
     for steps in (6, 18):
@@ -108,7 +108,7 @@ def test_collectives_of_a_step():
 
 
 def operations_a_step():
-    """Of a model under the strategy and of a plain one: the operations Python runs for each further step of `fit`."""
+    """Counts Python's operations in each further step of `fit`, of a model under the strategy and of a plain one."""
     from tensorflow.python.framework import op_callbacks
 
     ring = strategy()
@@ -144,7 +144,7 @@ def test_python_runs_one_operation_a_step():
 
 
 class Course:
-    """What callbacks see of `fit`, and where one of them stops it."""
+    """Records the calls of callbacks in `fit`, and where one of them stops it."""
 
     def __init__(self, stops_at, stops, watch_begin):
         self.seen, self.stops_at, self.stops, self.watch_begin = [], stops_at, stops, watch_begin

@@ -52,7 +52,7 @@ def make_model(dropout):
         import keras
 
         class Sum(keras.metrics.Metric):
-            """Of the rows, and no ratio: what counts twice is seen."""
+            """Sums over the rows, and no ratio: anything counted twice shows."""
 
             def __init__(self):
                 super().__init__(name="sum")
@@ -99,7 +99,7 @@ def test_equals_one_process(mesh):
 
 
 def of_one_replica():
-    """What workers that train on the same rows tell each other all the same."""
+    """Exercises the exchanges between workers that train on the same rows."""
     import keras
     import tensorflow as tf
 

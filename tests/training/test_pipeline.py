@@ -516,7 +516,7 @@ def test_what_is_refused(tmp_path):
 
 
 def one_thread():
-    """How training with each schedule ends where TensorFlow has one thread for both channels."""
+    """Returns the end of training with each schedule where TensorFlow has one thread for both channels."""
     ring = strategy(mesh=tfring.Mesh(pipeline=2))
     x, y = inputs_of("chain")
     with ring.scope():
@@ -550,7 +550,7 @@ def test_one_process_without_a_strategy():
 
 
 def refused_in_a_step(what):
-    """What this rank raises: of what one stage finds out alone, the others hear when its rank leaves."""
+    """Returns the errors of this rank: of one found by one stage, the others learn when its rank leaves."""
     import keras
 
     class Counting(keras.layers.Layer):

@@ -308,7 +308,7 @@ def saved(folder, num_epochs):
 
 
 def loaded(folder, names, trains):
-    """What models hold that are made of files, and trained on."""
+    """Returns the state of models made of files, and trained on."""
     import keras
 
     results = {}

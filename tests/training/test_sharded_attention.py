@@ -74,7 +74,7 @@ def test_equals_one_process(mesh, dtype):
 
 
 def files(folder, mesh, writes):
-    """What a worker holds, and what a model holds that has been written, or made of the files."""
+    """Returns the shards of a worker, and the state of a model written to, or made of, the files."""
     import keras
 
     keras.utils.set_random_seed(3 + mesh.size)

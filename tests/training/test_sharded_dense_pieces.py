@@ -1,4 +1,4 @@
-"""What a worker holds of a ShardedDense: pieces, which are whole in files; what is refused; what a step sends."""
+"""A worker's shards of a ShardedDense, which files hold in full; rejections; the calls of a step."""
 
 import pathlib
 import re
@@ -64,7 +64,7 @@ def saved(folder, mesh):
 
 
 def loaded(folder, mesh):
-    """What models hold that are made of files; and the last after one more epoch, and one that a backup restored."""
+    """Returns the state of models made of files; of the last after one more epoch, and of one from a backup."""
     import keras
 
     results = {}

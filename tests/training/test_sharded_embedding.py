@@ -451,7 +451,7 @@ def saved(folder):
 
 
 def loaded(folder, trains):
-    """What models hold that are made of files; the last is trained on."""
+    """Returns the state of models made of files; the last is trained on."""
     import keras
 
     results = {}

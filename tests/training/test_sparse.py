@@ -186,7 +186,7 @@ def test_dtypes(dtype):
 
 
 def alone(dtype):
-    """What one worker without a ring adds up: natively, and where nothing is compiled."""
+    """Returns the sums of one worker without a ring: native ones, and those where nothing is compiled."""
     import pathlib
     from unittest import mock
 
@@ -216,7 +216,7 @@ def test_alone_with_and_without_the_ring(dtype):
 
 
 def operations(num_tables):
-    """How many operations the gradients of so many tables are once traced, and how many collectives ran."""
+    """Counts the operations of the traced gradients of this number of tables, and the collectives that ran."""
     import tensorflow as tf
 
     ring = strategy(sparse=tfring.SparseOptions(dense="never"))

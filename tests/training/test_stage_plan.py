@@ -22,7 +22,7 @@ def some_layers(generator, count):
 
 
 def every_plan(layers, num_stages, held, recompute):
-    """Of each division: where it begins, seconds of the slowest stage, most bytes of a stage, bytes that cross."""
+    """Yields the begins of each division, seconds of the slowest stage, most bytes of a stage, bytes that cross."""
     allowed = [place for place in range(1, len(layers)) if layers[place].may_begin]
     for cuts in itertools.combinations(allowed, num_stages - 1):
         seconds, held_bytes, crossing = [], [], 0

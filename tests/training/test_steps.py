@@ -1,4 +1,4 @@
-"""What goes wrong silently elsewhere: ranks without rows, overflow on one rank, state, logs, stopping, randomness."""
+"""Silent errors of other programs: ranks without rows, overflow on one rank, state, logs, stopping, randomness."""
 
 import numpy as np
 import pytest

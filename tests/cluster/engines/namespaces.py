@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 
 def why_not() -> str | None:
-    """What is missing for namespaces on this machine, if something is."""
+    """Returns what this machine lacks for namespaces; None if it lacks nothing."""
     if os.geteuid() != 0:
         return "only root makes network namespaces"
     if shutil.which("ip") is None:

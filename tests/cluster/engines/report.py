@@ -1,4 +1,4 @@
-"""What each rank of the engine tests runs: forms a ring of the cluster it finds, and says what it found.
+"""Runs on each rank of the engine tests: forms a ring of the cluster it finds, and reports it.
 
 Rank 0 prints one line of JSON; a ring that does not form, or sums wrongly, is an exit code.
 """

@@ -18,7 +18,7 @@ _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
 
 def why_not() -> str | None:
-    """What is missing on this machine, if something is."""
+    """Returns what this machine lacks; None if it lacks nothing."""
     if not os.path.exists(_SSHD) or shutil.which("ssh") is None:
         return "sshd or ssh is missing (tests/cluster/engines/install.sh)"
     return namespaces.why_not()
