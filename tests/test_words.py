@@ -23,6 +23,7 @@ FINISHED = (
         "bench",
         "report",
         "strategy",
+        "servers",
         "layers",
         "callbacks",
         "parallel",

@@ -1,4 +1,4 @@
-"""Who trains and who serves, where a job has parameter servers, and which of them this process is."""
+"""Roles of a job with parameter servers: workers, servers, and the role of this process."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """The name of the process, for messages."""
         return f"rank {self.rank}" if self.server is None else f"server {self.server}"
 
     @property

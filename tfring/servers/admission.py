@@ -1,4 +1,4 @@
-"""Which gradients make an update, and when: pure bookkeeping of one server, without threads and tensors.
+"""Admission of gradients to updates: pure bookkeeping of one server, without threads and tensors.
 
 A worker computes from the version of the parameters it has pulled. The staleness of its gradient is how many updates
 were made between.
@@ -72,7 +72,7 @@ class Admission:
             self._pulled[worker] = self.version
 
     def end(self, worker: int) -> None:
-        """A worker trains no more for the time being: nobody waits for it."""
+        """A worker trains no more for the time being: no server waits for it."""
         self._pulled.pop(worker, None)
         if worker in self._waiting:
             self._waiting.remove(worker)

@@ -76,7 +76,7 @@ class Client:
                     connection.send({"op": "leave"})
                     connection.receive()
             except TfringError:
-                pass  # it is gone: nobody to tell
+                pass  # it is gone, and needs no reply
             connection.close()
         self._connections = []
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""What a worker and a server send each other: a JSON object and arrays, as one array of bytes.
+"""Messages between a worker and a server: a JSON object and arrays, as one array of bytes.
 
     8 bytes: length of the JSON text │ {"head": {...}, "arrays": [[dtype, shape], ...]} │ pad │ array │ pad │ array ...
 

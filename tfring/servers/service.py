@@ -299,7 +299,7 @@ class Service:
         return {"batch": number}, []
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """What worker 0 has posted under a name, to all who ask for it."""
+        """Sends what worker 0 has posted under a name to all who ask for it."""
         name = head["name"]
         if worker == 0:
             self._board[name] = ({}, [a.copy() for a in arrays])

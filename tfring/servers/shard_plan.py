@@ -44,7 +44,7 @@ def plan(
         split_bytes: From how many bytes a variable is cut.
 
     Returns:
-        The pieces, in the order of variables and, of one variable, of rows. Each row is in one piece.
+        The shards, in the order of variables and, of one variable, of rows. Each row is in one shard.
 
     >>> [tuple(p) for p in plan([(4, 2), (3,)], [4, 4], [True, True], 2, split_bytes=32)]
     [(0, 0, 0, 2, False), (0, 1, 2, 4, False), (1, 0, 0, 3, True)]

@@ -22,7 +22,7 @@ class ParameterServerStrategy(RingStrategy):
     """Trains one model on workers whose weights and optimizer are held by parameter servers.
 
     Every process runs the same program. In a server this constructor serves until the workers are through, and then
-    ends the process with code 0. Weights are divided over the servers by bytes, large tables by rows. In each step a
+    ends the process with code 0. Weights are sharded over the servers by bytes, large tables by rows. In each step a
     worker pushes its gradients, of tables those of the batch's rows, servers update, and the worker pulls the new
     weights; rows of tables above 64 KiB when a batch is about to read them.
 
