@@ -1,4 +1,4 @@
-"""What the functions have in common that Keras calls with batches."""
+"""Shared by the functions that Keras calls with batches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 
 def graph_function(body):
-    """`body` as a tf.function that is traced anew for other structures only."""
-    # TensorFlow counts tracings by code, and takes the methods of several models for one function that is traced anew.
+    """Returns `body` as a tf.function that is traced again for other structures only."""
+    # TensorFlow counts tracings by code, and takes the methods of several models for one function that is traced again.
     return tf.function(functools.partial(body), reduce_retracing=True, autograph=False)
 
 
@@ -38,7 +38,7 @@ class OfIterator:
         return function.get_concrete_function(tensors, *args)
 
     def _of(self, iterator):
-        """The function for this kind of iterator, and the tensors in it."""
+        """Returns the function for this kind of iterator, and the tensors in it."""
         if self._iterator is None or self._iterator() is not iterator:
             spec = tf.type_spec_from_value(iterator)
             if spec not in self._functions:
@@ -53,12 +53,12 @@ class OfIterator:
 
 
 def to_tensor(leaf):
-    """What `..._on_batch` is given, as a tensor."""
+    """Returns an argument of `..._on_batch` as a tensor."""
     return tf.convert_to_tensor(leaf) if isinstance(leaf, (np.ndarray, np.generic, list, float, int)) else leaf
 
 
 def without_optionals(element):
-    """None where Keras' generators put an Optional."""
+    """Replaces an Optional of Keras' generators by None."""
     return tf.nest.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, element
     )

@@ -1,12 +1,12 @@
-"""Where the outputs go that a layer leaves in parts, in a model whose calls are known.
+"""Checks that outputs which a layer leaves in parts go to layers that take parts, in a model whose calls are known.
 
 ```
 leaves_parts ─► what works element by element ─► takes_parts        each worker its own features, one sum at the end
              ─► a layer with weights, an output of the model        weights that differ from worker to worker: refused
-whole ────────────────────────────────────────► takes_parts        each feature once a worker: refused
+full ─────────────────────────────────────────► takes_parts        each feature once a worker: refused
 ```
 
-Nobody can tell of every operation that it works element by element, and of calls that Python makes where they go.
+It is not known of every operation whether it works element by element, nor where calls go that Python makes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNKNOWN = object()  # comes of a layer that calls others itself
 
 
 def refuse_astray(model) -> None:
-    """Raises ConfigurationError for a functional or sequential model in which parts go astray."""
+    """Raises ConfigurationError for a functional or sequential model in which parts go to a layer that takes none."""
     graph = _graph_of(model)
     if graph is None or not any(map(_in_parts, all_layers(model))):
         return
     for source in _through_graph(graph, [None] * len(graph.inputs)):
         if source is not None and source is not _UNKNOWN:
-            raise _astray(f"parts of {source.name!r} among the outputs of model {model.name!r}")
+            raise _unpaired(f"parts of {source.name!r} among the outputs of model {model.name!r}")
 
 
 def _in_parts(layer) -> bool:
@@ -42,7 +42,7 @@ def _graph_of(operation) -> Any:
 
 
 def _through_graph(graph, sources: Sequence) -> list:
-    """For each output the layer that left it in parts, None where it is whole; `sources` are those of the inputs."""
+    """Returns for each output the layer that left it in parts, None for a full one; `sources` are the inputs'."""
     of = dict(zip(map(id, graph.inputs), sources, strict=True))
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         for node in graph._nodes_by_depth[depth]:
@@ -53,7 +53,7 @@ def _through_graph(graph, sources: Sequence) -> list:
 
 
 def _through(operation, sources: Sequence) -> Any:
-    """As `_through_graph`, for all outputs of one call."""
+    """Returns the same as `_through_graph`, for all outputs of one call."""
     different = {id(source): source for source in sources}
     graph = _graph_of(operation)
     if graph is not None:
@@ -61,12 +61,12 @@ def _through(operation, sources: Sequence) -> Any:
         return found[0] if len({id(source) for source in found}) == 1 else _UNKNOWN
     if getattr(operation, "takes_parts", False):
         if None in sources:
-            raise _astray(f"whole inputs of {operation.name!r} with input_is_parallel=True")
+            raise _unpaired(f"whole inputs of {operation.name!r} with input_is_parallel=True")
         return None
     part = next((source for source in sources if source is not None and source is not _UNKNOWN), None)
     if isinstance(operation, keras.layers.Layer):
         if part is not None and operation.weights:
-            raise _astray(f"parts of {part.name!r} that go to {type(operation).__name__} {operation.name!r}")
+            raise _unpaired(f"parts of {part.name!r} that go to {type(operation).__name__} {operation.name!r}")
         if getattr(operation, "leaves_parts", False):
             return operation
         if any(map(_in_parts, all_layers(operation))):
@@ -74,7 +74,7 @@ def _through(operation, sources: Sequence) -> Any:
     return _UNKNOWN if _UNKNOWN in sources else part
 
 
-def _astray(received: str) -> ConfigurationError:
+def _unpaired(received: str) -> ConfigurationError:
     return ConfigurationError(
         "What a ShardedDense with gather_output=False leaves in parts goes to one with input_is_parallel=True, with "
         f"nothing between but what works element by element and has no weights. Received: {received}. Leave out "

@@ -1,4 +1,4 @@
-"""What Keras prints, progress bars and summaries, is printed by rank 0; `TFRING_PRINT=all` has every rank print."""
+"""Lets rank 0 alone print Keras' progress bars and summaries; `TFRING_PRINT=all` lets every rank print."""
 
 from __future__ import annotations
 

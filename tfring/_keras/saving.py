@@ -1,9 +1,9 @@
-"""Saving: a file appears whole or not at all, whichever ranks save, and no rank waits for another.
+"""Saving: a file appears complete or not at all, whichever ranks save, and no rank waits for another.
 
 Every rank may save, or rank 0 alone: each writes aside and renames, so that ranks which write the same path replace
-equal files by each other, and whoever has saved can read. Of folders (`model.export`) rank 0's remains. `save` writes
-once for all. Where ranks share an optimizer all take part (`slots.py`). While this process has a ring, a model made
-outside the scope is saved like one made inside.
+equal files by each other, and any rank that has saved can read. Of folders (`model.export`) rank 0's remains. `save`
+writes once for all. Where ranks share an optimizer all take part (`slots.py`). While this process has a ring, a model
+made outside the scope is saved like one made inside.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def install():
 
     @seam(Model, "export")
     def export(original, self, filepath, *args, **kwargs):
-        pieces = [v.path for v in self.variables if cut_of(v) is not None]
-        if pieces:
+        sharded = [v.path for v in self.variables if cut_of(v) is not None]
+        if sharded:
             raise ConfigurationError(
-                "An exported model runs in one process, and here each rank has a piece of a weight. Received: export() "
-                f"of a model with {pieces[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
+                "An exported model runs in one process, and here each rank has a shard of a weight. Received: export() "
+                f"of a model with {sharded[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
                 "`tfring.save(model, path)`, load that in one process and export there."
             )
         with printing.on_rank_0(ring_of_model(self) or ring_of_process()):

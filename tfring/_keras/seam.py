@@ -1,4 +1,4 @@
-"""How a function of Keras is replaced for objects of a RingStrategy, and what runs just now."""
+"""Replaces functions of Keras for objects of a RingStrategy, and knows which entry runs."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def entered(name: str):
 
 
 def entry_under_way(name: str) -> bool:
-    """Whether the innermost of `fit`, `evaluate` and `predict` that runs is `name`."""
+    """Returns True if the innermost of `fit`, `evaluate` and `predict` that runs is `name`."""
     return bool(_entries) and _entries[-1] == name

@@ -1,8 +1,8 @@
 """Weights of a pipeline: each rank holds those of its stage, and slots of them, and of other stages nothing.
 
-A weight of another stage is an empty piece (`sharding.py`) of a whole that one rank of the pipeline axis owns, or, of a
-divided layer, the ranks of its stage: pieces along two axes, "pipeline+model" or "pipeline+data". So slots of it are
-empty, files hold wholes, and whoever loads one keeps what is its own.
+A weight of another stage is an empty shard (`sharding.py`) of a weight that one rank of the pipeline axis owns, or, of
+a sharded layer, the ranks of its stage: shards along two axes, "pipeline+model" or "pipeline+data". So slots of it are
+empty, files hold full values, and a rank that loads one keeps its own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tfring.reduction.owned import Owned
 
 
 def give(strategy, variable, stage: int) -> None:
-    """Leaves a Keras variable to the workers of a stage, in the pieces they have; the memory of the others' is free."""
-    axis, pieces = axis_of(variable), cut_of(variable)
-    assert not isinstance(pieces, Owned)
+    """Leaves a Keras variable, or its shards, to the workers of a stage; frees the memory of the others."""
+    axis, shards = axis_of(variable), cut_of(variable)
+    assert not isinstance(shards, Owned)
     owners = 1 if axis is None else strategy.mesh.size_along(axis)
-    cut = Owned(whole_shape(variable), stage * owners, pieces, owners)
+    cut = Owned(whole_shape(variable), stage * owners, shards, owners)
     axis = "pipeline" if axis is None else f"pipeline+{axis}"
     if strategy.mesh.coordinate("pipeline", strategy.cluster.rank) != stage:
         shape = cut.shape_of(strategy.mesh.coordinate(axis, strategy.cluster.rank))
@@ -68,7 +68,7 @@ def without_wholes(received: str) -> ConfigurationError:
 
 
 def no_gradient(variable) -> tf.Tensor | tf.IndexedSlices:
-    """What stands for the gradient of a variable that nothing depends on here."""
+    """Returns zeros for the gradient of a variable that nothing depends on here."""
     if update_of(variable) is None:
         return tf.zeros(variable.shape, variable.dtype)
     rows = tf.zeros((0, *variable.shape[1:]), variable.dtype)
@@ -76,7 +76,7 @@ def no_gradient(variable) -> tf.Tensor | tf.IndexedSlices:
 
 
 def is_symbolic() -> bool:
-    """Whether Keras only asks for shapes just now."""
+    """Returns True if Keras only asks for shapes."""
     from keras.src.backend.common import symbolic_scope
 
     return symbolic_scope.in_symbolic_scope()

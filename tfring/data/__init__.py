@@ -1,4 +1,4 @@
-"""Whose rows are whose: each replica's share of every global batch."""
+"""Gives each replica its share of every global batch."""
 
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced, undistributed
 from tfring.data.pipeline import share, yields_alike

@@ -16,7 +16,7 @@ from tfring.data.shares import Shares
 
 
 def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) -> tuple[tf.data.Dataset, int]:
-    """A dataset of `Shares`, and how many there are.
+    """Returns a dataset of `Shares`, and how many there are.
 
     Args:
       dataset: batches of this worker's rows. Workers may have as many as they like.
@@ -33,20 +33,20 @@ def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) 
         steps = tf.minimum(rows, world_size)  # none without rows
 
         @tf.autograph.experimental.do_not_convert
-        def piece(i):
+        def part(i):
             own = slice_rows(batch, *bounds(rows, i, steps))
             cuts = [bounds(num_rows(own), replica, replicas_per_worker) for replica in range(replicas_per_worker)]
             parts, counts = cut_rows(own, cuts)
             return Shares(parts, counts, tf.constant(0, tf.int64))
 
-        return tf.data.Dataset.range(steps).map(piece)
+        return tf.data.Dataset.range(steps).map(part)
 
     shares = dataset.flat_map(cut).with_options(options)
-    return shares.prefetch(2), _number_of_pieces(dataset, world_size)
+    return shares.prefetch(2), _number_of_steps(dataset, world_size)
 
 
-def _number_of_pieces(dataset, world_size):
-    """Pieces of all batches, where batches and rows can be counted."""
+def _number_of_steps(dataset, world_size):
+    """Returns the number of steps of all batches, where batches and rows can be counted."""
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         return tf.data.INFINITE_CARDINALITY
     step = _tf.dataset_step(dataset)

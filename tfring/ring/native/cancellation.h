@@ -1,4 +1,4 @@
-// Whether the step that a kernel runs in has been cancelled, for another of its operations failed.
+// Cancellation of the step that a kernel runs in, after another of its operations has failed.
 #pragma once
 
 #include "tf_api.h"

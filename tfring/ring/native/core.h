@@ -133,8 +133,8 @@ TFRING_API void tfring_use_python(const tfring_python* functions);
 // the collective. Called holding the GIL.
 TFRING_API void tfring_raise_again(void);
 
-// What this thread waits for in its calls as TFRING_TENSORFLOW_OP is given up, and the ring broken, once this
-// returns 1; null ends it.
+// Sets a function for this thread's calls as TFRING_TENSORFLOW_OP: once it returns 1, the call gives up
+// waiting and breaks the ring; null unsets it.
 TFRING_API void tfring_set_cancellation(int32_t (*is_cancelled)(void* context), void* context);
 
 // The number of threads in TensorFlow's inter-op pool.
