@@ -44,6 +44,7 @@ class Step:
     ):
         self.share = share
         self.active = active
+        self.num_rows: Any = None  # of the replica's element, where it was counted
         self.written: list = []
         self.gathered = False
         self.microbatches = microbatches

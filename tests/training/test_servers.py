@@ -125,3 +125,164 @@ def test_every_optimizer_equals_one_process(n, servers):
 def test_clipping_schedules_and_accumulation_equal_one_process():
     names = [name for name in optimizer_settings() if name not in (*REFUSED, "accumulation")]
     assert_equal(run(2, 2, train_embeddings, names))
+
+
+def save_and_go_on(strategy, folder):
+    """An epoch under servers, a file, another epoch; weights assigned between. Files of other processes are loaded."""
+    import keras
+
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    options = {"batch_size": 20, "shuffle": False, "verbose": 0}
+    path = pathlib.Path(folder, f"saved-{strategy.cluster.rank}.keras")
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = embedding_model(keras.optimizers.Adam(0.01))
+    start = model.get_weights()
+    model.fit(x, y, **options)
+    model.save(path)
+    alone = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
+    alone.set_weights(start)
+    alone.fit(x, y, **options)
+    errors = {"slots": relative_error([v.numpy() for v in model.optimizer.variables], alone.optimizer.get_weights())}
+    loaded = keras.models.load_model(path)  # in one process
+    errors["file"] = relative_error([v.numpy() for v in loaded.optimizer.variables], alone.optimizer.get_weights())
+    with strategy.scope():
+        again = keras.models.load_model(path)  # onto servers, with its slots
+    again.fit(x, y, **options)
+    model.set_weights([w * 0.5 for w in model.get_weights()])
+    model.fit(x, y, **options)
+    before = alone.get_weights()
+    alone.fit(x, y, **options)
+    errors["loaded"] = relative_error(again.get_weights(), alone.get_weights())
+    other = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
+    other.set_weights([w * 0.5 for w in before])
+    other.optimizer.build(other.trainable_variables)
+    for slot, value in zip(other.optimizer.variables, loaded.optimizer.variables, strict=True):
+        slot.assign(value.numpy())
+    other.fit(x, y, **options)
+    errors["assigned"] = relative_error(model.get_weights(), other.get_weights())
+    return {"files": {**errors, "bits": b""}}
+
+
+def test_files_hold_the_slots_and_what_is_assigned_goes_to_the_servers(tmp_path):
+    assert_equal(run(2, 2, save_and_go_on, str(tmp_path)))
+
+
+def refusals(strategy):
+    import keras
+
+    optimizers = keras.optimizers
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    said = {}
+    for name, optimizer in {
+        "LossScaleOptimizer": optimizers.LossScaleOptimizer(optimizers.SGD(0.1)),
+        "use_ema": optimizers.SGD(0.1, use_ema=True),
+        "clipnorm": optimizers.SGD(0.1, clipnorm=1.0, gradient_accumulation_steps=2),
+    }.items():
+        with strategy.scope():
+            model = embedding_model(optimizer)
+        with pytest.raises(ValueError, match="Received"):
+            try:
+                model.fit(x, y, verbose=0)
+            except ValueError as error:
+                said[name] = str(error)
+                raise
+    with strategy.scope():
+        ids = keras.Input((3,), dtype="int32")
+        rows = keras.layers.Flatten()(tfring.layers.ShardedEmbedding(VOCABULARY, DIM)(ids))
+        model = keras.Model(ids, keras.layers.Dense(1)(rows))
+        model.compile("sgd", "mse")
+    try:
+        model.fit(x, y, verbose=0)
+    except ValueError as error:
+        said["shards it over workers"] = str(error)
+    return said
+
+
+def test_what_servers_cannot_do_is_refused_by_name():
+    for said in run(2, 1, refusals):
+        assert len(said) == 4
+        assert all(name in text for name, text in said.items()), said
+
+
+# -- asynchronous ------------------------------------------------------------------------------------------------------
+
+
+def label(y_true, y_pred):
+    """A metric whose mean over an epoch tells whether every row was seen once."""
+    return y_true
+
+
+def train_by_turns(strategy, batch_size, slow_rank=None, epochs=2):
+    """Trains on batches that workers take by turns; history, weights, how many batches this one took, histograms."""
+    import time
+
+    import keras
+
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+
+    class Turns(keras.callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+            if strategy.cluster.rank == slow_rank:
+                time.sleep(0.5)
+
+    with strategy.scope():
+        model = embedding_model(keras.optimizers.Adam(0.01))
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=[label])
+    start, turns = model.get_weights(), Turns()
+    fit = model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[turns])
+    return start, fit.history, model.get_weights(), turns.batches, strategy.histograms()
+
+
+def rows_of(history):
+    return {name: values for name, values in history.items() if name in ("loss", "label")}
+
+
+def assert_every_row_once(results, batch_size, epochs=2):
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    for _, history, weights, _, _ in results:
+        np.testing.assert_allclose(history["label"], [y.mean()] * epochs, rtol=1e-5)
+        assert rows_of(history) == rows_of(results[0][1])
+        assert relative_error(weights, results[0][2]) == 0
+    assert sum(batches for *_, batches, _ in results) == epochs * -(-len(x) // batch_size)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}, {"max_staleness": 0, "late": "drop"}])
+def test_every_batch_is_trained_by_one_worker(options):
+    results = run(3, 2, train_by_turns, 10, update="async", **options)
+    assert_every_row_once(results, 10)
+    *_, histograms = results[0]
+    assert sum(histograms["staleness"].values()) == 9
+    if options == {"max_staleness": 1}:
+        assert set(histograms["staleness"]) <= {0, 1}
+
+
+def test_a_bound_of_0_equals_one_process_on_all_workers_batches():
+    import keras
+
+    results = run(2, 2, train_by_turns, 10, update="async", max_staleness=0)
+    assert_every_row_once(results, 10)
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    alone = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
+    alone.set_weights(results[0][0])
+    alone.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    assert relative_error(results[0][2], alone.get_weights()) < 1e-5
+
+
+def test_a_slow_worker_takes_fewer_batches():
+    results = run(3, 1, train_by_turns, 4, 1, update="async")
+    assert_every_row_once(results, 4)
+    batches = [batches for *_, batches, _ in results]
+    assert batches[1] < min(batches[0], batches[2])
+
+
+def test_an_update_does_not_wait_for_backup_workers():
+    results = run(3, 1, train_by_turns, 4, 1, backup_workers=1)
+    assert_every_row_once(results, 4)
+    assert results[0][1]["max_staleness"] != [0.0, 0.0]
+    assert sum(results[0][1]["dropped_gradients"]) > 0

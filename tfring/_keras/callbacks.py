@@ -96,8 +96,10 @@ def arranged(name, callbacks, model, strategy, verbose) -> list:
     import keras
 
     callbacks = for_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, strategy)
+    if strategy.updater is not None and name == "fit":
+        callbacks = strategy.updater.callbacks(callbacks)
     last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
-    if strategy.cluster.world_size == 1 and not last:
+    if strategy.extended.world.world_size == 1 and not last:
         return callbacks
     others = [c for c in callbacks if c not in last]
     callbacks = [*others, agreement(strategy, name, callbacks, verbose)]

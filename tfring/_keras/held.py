@@ -154,7 +154,7 @@ _FLAGS = ("_use_weight_decay", "_should_use_adamw")  # methods of optimizers tha
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces) -> dict[str, Any]:
+def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces, clips_norms=True) -> dict[str, Any]:
     """Returns what servers make an optimizer and its shards from: JSON, and no code.
 
     Args:
@@ -163,6 +163,7 @@ def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces) -> di
       are_sparse: whether the gradient of each is IndexedSlices.
       are_pulled_by_rows: whether each is a table of which workers pull a batch's rows alone.
       pieces: of `tfring.servers.shard_plan.plan`.
+      clips_norms: whether servers clip by norms; else the worker has done it.
 
     Raises:
       ConfigurationError: for an optimizer that servers cannot run.
@@ -186,6 +187,8 @@ def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces) -> di
         kind = None  # Keras clips what it has accumulated
     if kind is not None:
         config["config"].update(dict.fromkeys(_CLIPS))
+    if kind != "clipvalue" and not clips_norms:
+        kind = None
     about = []
     for variable, is_sparse, by_rows in zip(variables, are_sparse, are_pulled_by_rows, strict=True):
         constraint = variable.constraint

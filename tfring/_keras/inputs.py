@@ -91,6 +91,8 @@ def install():
                 # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
                 ahead, dataset = 0, dataset_before_prefetch(dataset)
             if not is_distributed:
+                if strategy.updater is not None and isinstance(dataset, tf.data.Dataset):
+                    dataset = strategy.updater.claimed(dataset)
                 dataset = data.distribute_for_keras(strategy, dataset, ahead=ahead)
             if isinstance(self.data_adapter, tf_dataset_adapter.TFDatasetAdapter):
                 self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks

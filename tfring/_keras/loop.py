@@ -78,27 +78,27 @@ class _Loop:
     """
 
     def __init__(self, model, kind):
-        self._model = model
+        self.model = model
         self.kind = kind
         self._flag = {"train": "stop_training", "test": "stop_evaluating"}[kind]
 
     @property
     def step_function(self):
-        return vars(self._model).get(_MADE.format(self.kind))  # a callback may have it made anew
+        return vars(self.model).get(_MADE.format(self.kind))  # a callback may have it made anew
 
     def was_left(self):
         """Keras has left it without an error."""
-        strategy = ring_of_model(self._model)
+        strategy = ring_of_model(self.model)
         if strategy.extended.is_alone:
             return
-        stopped, others_drew = status.behind_loop(strategy, bool(getattr(self._model, self._flag)))
+        stopped, others_drew = status.behind_loop(strategy, bool(getattr(self.model, self._flag)))
         if stopped:
             self.is_stopped()
         if others_drew and self.step_function.iterator is not None:
             _tf.draw(self.step_function.iterator)
 
     def is_stopped(self):
-        setattr(self._model, self._flag, True)
+        setattr(self.model, self._flag, True)
 
 
 @contextlib.contextmanager

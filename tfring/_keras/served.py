@@ -23,12 +23,13 @@ import tensorflow as tf
 
 from tfring import step
 from tfring._keras import held, tables
+from tfring._keras.metrics import metrics_of
 from tfring._keras.seam import seam
 from tfring._keras.sharding import axis_of, is_element_wise
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
-from tfring.ring.collectives import sum_duplicates
+from tfring.ring.collectives import LocalCollectives
 from tfring.servers import messages
 from tfring.servers.client import Client
 from tfring.servers.shard_plan import SPLIT_BYTES, Piece, plan
@@ -47,9 +48,8 @@ class Updater:
     def __init__(self, client: Client, is_star: bool):
         self.client = client
         self.is_star = is_star
-        self.staleness: dict[int, int] = {}
-        self.waited: list[float] = []
-        self.dropped = 0
+        self.statistics = Statistics()
+        self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained
         self._groups: dict[int, _Group] = {}  # by the identity of the optimizer
         self._tables: dict[int, bool] = {}  # by the identity of a variable: whether all its lookups pull rows
         self._loops = itertools.count()
@@ -62,12 +62,13 @@ class Updater:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
         inputs = [tf.cast(self._num_rows(), tf.float64), _learning_rate(optimizer)]
-        for gradient, variable, is_sparse in zip(*group.inputs(pairs), strict=True):
-            if is_sparse:
-                values, ids = sum_duplicates(gradient.values, tf.cast(gradient.indices, tf.int64))
-                inputs += [tf.cast(values, variable.dtype), ids]
+        gradients = _each_id_once(group.inputs(pairs))
+        gradients = _clipped(optimizer, gradients) if self.is_star else gradients
+        for gradient, variable in zip(gradients, group.variables, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                inputs += [tf.cast(gradient.values, variable.dtype), gradient.indices]
             else:
-                inputs.append(tf.cast(tf.convert_to_tensor(gradient), variable.dtype))
+                inputs.append(tf.cast(gradient, variable.dtype))
         pulled = [v for v, by_rows in zip(group.variables, group.by_rows, strict=True) if not by_rows]
         types = [tf.int64, *(tf.as_dtype(str(v.dtype)) for v in pulled)]
         results = tf.numpy_function(group.push, inputs, types, stateful=True, name="push_and_pull")
@@ -79,8 +80,9 @@ class Updater:
         _assign(optimizer.iterations, tf.cast(iterations, str(optimizer.iterations.dtype)))
 
     def _num_rows(self):
+        """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or nobody can tell."""
         rows = getattr(step.current(), "num_rows", None)
-        return -1 if rows is None else rows
+        return -1 if rows is None or not self.is_star else rows
 
     def _group_of(self, optimizer, gradients, variables) -> _Group:
         found = self._groups.get(id(optimizer))
@@ -132,17 +134,104 @@ class Updater:
 
     def before_loop(self, is_training: bool) -> None:
         """Called before a loop over batches: weights that the program has assigned meanwhile go to the servers."""
-        if is_training:
-            with self._lock:
-                changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
-                changed = self.meet("begin", [np.array([len(changed)])])[0][0] > 0
-                for group in self._groups.values() if changed else ():
-                    group.pull()
+        if not is_training:
+            return
+        with self._lock:
+            changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
+            if self.is_star:
+                self.client.ask_all("begin", [{}] * self.client.num_servers)
+            changed = self.meet("begin", [np.array([len(changed)])])[0][0] > 0
+            for group in self._groups.values() if changed else ():
+                group.pull()
+            self._claims = f"epoch {next(self._loops)}" if self.is_star else None
+            self.statistics = Statistics()
 
-    def after_loop(self, is_training: bool) -> None:
+    def after_loop(self, is_training: bool, model) -> None:
         """Called behind a loop over batches, before callbacks see its end."""
-        if is_training:
+        if not is_training:
+            return
+        with self._lock:
+            self._claims = None
+            if self.is_star:
+                self.client.ask_all("end", [{}] * self.client.num_servers)
+                self._aggregate(model)
+                for group in self._groups.values():
+                    group.is_fresh = False  # others may have pushed where this worker has not
             self.renew()
+
+    def _aggregate(self, model) -> None:
+        """Metrics of all workers' rows, the mean of moving statistics by rows, and the statistics of all."""
+        metrics = [v for m in metrics_of(model) for v in m.variables if str(v.dtype) in messages.DTYPES]
+        of_metrics = {id(v) for v in metrics}
+        moving = [v for v in model.non_trainable_variables if "float" in str(v.dtype) and id(v) not in of_metrics]
+        rows = self.statistics.rows
+        arrays = [np.array([rows]), self.statistics.array, *map(_read, metrics), *(_read(v) * rows for v in moving)]
+        total, statistics, *sums = self.meet("end", arrays)
+        self.statistics.array = statistics
+        for variable, value in zip(metrics, sums, strict=False):
+            _assign(variable, value)
+        for variable, value in zip(moving, sums[len(metrics) :] if total[0] else (), strict=False):
+            _assign(variable, (value / total[0]).astype(str(variable.dtype)))
+
+    def claimed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the batches that this worker trains on: those it gets from server 0, each worker others."""
+        if not self.is_star:
+            return dataset
+        wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
+
+        def is_mine(number):
+            epoch = self._claims
+            if epoch is None:
+                return True
+            if epoch not in wanted:
+                wanted.clear()
+                wanted[epoch] = self._claim(epoch)
+            if number < wanted[epoch]:
+                return False
+            del wanted[epoch]
+            return True
+
+        def keep(number, *_):
+            mine = tf.numpy_function(is_mine, [number], tf.bool, stateful=True)
+            mine.set_shape([])
+            return mine
+
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False  # a batch is claimed when it is asked for
+        spec = dataset.element_spec
+        mine = dataset.enumerate().filter(keep)
+        mine = mine.map(lambda _, *batch: batch if isinstance(spec, tuple) and len(batch) == len(spec) else batch[0])
+        return mine.with_options(options)
+
+    def _claim(self, epoch: str) -> int:
+        with self._lock:
+            return int(self.client.ask(0, "claim", {"epoch": epoch})[0]["batch"])
+
+    def callbacks(self, callbacks: list) -> list:
+        """Returns the callbacks of `fit`, before them one that adds staleness and waiting to the logs of an epoch.
+
+        Raises:
+          ConfigurationError: for those that restart all workers alike, which each goes on by itself.
+        """
+        import keras
+
+        if not self.is_star:
+            return callbacks
+        for callback in callbacks:
+            if isinstance(callback, keras.callbacks.BackupAndRestore) or type(callback).__name__ == "Backup":
+                raise ConfigurationError(
+                    "Workers that go on by themselves do not restart at one step. Received: "
+                    f"{type(callback).__name__} with asynchronous updates or backup workers. Use ModelCheckpoint, and "
+                    "`model.load_weights` before `fit`."
+                )
+        updater = self
+
+        class StalenessLogs(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                if logs is not None:
+                    logs.update(updater.statistics.logs())
+
+        return [StalenessLogs(), *callbacks]
 
     def renew(self, with_slots: bool = False) -> None:
         """Pulls full weights into this worker's variables, and the optimizer's slots where asked."""
@@ -158,6 +247,48 @@ class Updater:
         """Waits for all workers that are left and returns the sums of what they have brought."""
         head = {"name": f"{name}/{next(self._loops)}"}
         return self.client.ask(0, "meet", head, arrays)[1]
+
+
+class Statistics:
+    """Staleness and waiting of the gradients of an epoch; of all workers, once they have met at its end.
+
+    Attributes:
+      array: float64, counts of each staleness, the last of all that are larger; counts of waits by `WAITS`; their
+        number, their sum in seconds, and the number of dropped gradients.
+      rows: this worker's, in the epoch; steps, where nobody can tell.
+    """
+
+    STALENESS = 32
+    WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, float("inf"))  # seconds: upper bounds
+
+    def __init__(self):
+        self.array = np.zeros(self.STALENESS + len(self.WAITS) + 3)
+        self.rows = 0.0
+
+    def note(self, staleness: int, seconds: float, dropped: bool, rows: float) -> None:
+        """Counts a gradient."""
+        self.array[min(staleness, self.STALENESS - 1)] += 1
+        self.array[self.STALENESS + next(i for i, bound in enumerate(self.WAITS) if seconds <= bound)] += 1
+        self.array[-3:] += 1, seconds, dropped
+        self.rows += rows if rows >= 0 else 1
+
+    def histograms(self) -> dict[str, dict]:
+        """Returns how many gradients were how stale, and how many waited up to how many seconds."""
+        staleness = {n: int(count) for n, count in enumerate(self.array[: self.STALENESS]) if count}
+        waits = zip(self.WAITS, self.array[self.STALENESS : -3], strict=True)
+        return {"staleness": staleness, "waited_seconds": {bound: int(count) for bound, count in waits if count}}
+
+    def logs(self) -> dict[str, float]:
+        """Returns what the logs of an epoch say."""
+        number, seconds, dropped = self.array[-3:]
+        staleness = self.histograms()["staleness"]
+        mean = sum(n * count for n, count in staleness.items()) / max(1.0, number)
+        return {
+            "staleness": mean,
+            "max_staleness": float(max(staleness, default=0)),
+            "waited_seconds": float(seconds / max(1.0, number)),
+            "dropped_gradients": float(dropped),
+        }
 
 
 class _Group:
@@ -179,20 +310,22 @@ class _Group:
             [p for p in self._pieces if p.server == s] for s in range(self._client.num_servers)
         ]
         with tf.init_scope():  # a configuration holds numbers
-            self._description = held.describe(optimizer, variables, are_sparse, by_rows, self._pieces)
+            self._description = held.describe(
+                optimizer, variables, are_sparse, by_rows, self._pieces, clips_norms=not updater.is_star
+            )
         self._slots: list[list[tuple[int, Any, Piece | None]]] = []  # of each server: (number, local slot, piece)
         self.is_created = False
         self.is_fresh = False  # whether this worker's full weights are those of the servers
         self._seen: tuple[int, int] = (0, 0)
 
     def inputs(self, pairs):
-        """Gradients, variables, and which travel as rows; a gradient has the kind of the first step's."""
+        """Returns gradients of the kind that they had in the first step."""
         gradients = []
         for (gradient, variable), is_sparse in zip(pairs, self._are_sparse, strict=True):
             if is_sparse and not isinstance(gradient, tf.IndexedSlices):
                 gradient = tf.IndexedSlices(gradient, tf.range(variable.shape[0], dtype=tf.int64))
-            gradients.append(gradient)
-        return gradients, self.variables, self._are_sparse
+            gradients.append(gradient if is_sparse else tf.convert_to_tensor(gradient))
+        return gradients
 
     # -- in a step ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +341,13 @@ class _Group:
             if np.isfinite(learning_rate):
                 head["learning_rate"] = float(learning_rate)
             replies = self._client.ask_all("push", [head] * self._client.num_servers, self._cut(inputs))
-            self._note([reply for reply, _ in replies])
+            told = [reply for reply, _ in replies]
+            self._updater.statistics.note(
+                max(reply["staleness"] for reply in told),
+                max(reply["waited"] for reply in told),
+                any(reply["factor"] == 0 for reply in told),
+                float(rows),
+            )
             if any("norms" in reply for reply, _ in replies):
                 norms = [0.0] * len(self.variables)
                 for pieces, (reply, _) in zip(self._of_server, replies, strict=True):
@@ -247,13 +386,6 @@ class _Group:
                 parts.setdefault(piece.variable, []).append(array)
         numbers = [n for n in range(len(self.variables)) if is_wanted(n)]
         return [parts[n][0] if len(parts[n]) == 1 else np.concatenate(parts[n]) for n in numbers]
-
-    def _note(self, replies) -> None:
-        updater = self._updater
-        for reply in replies:
-            updater.staleness[reply["staleness"]] = updater.staleness.get(reply["staleness"], 0) + 1
-            updater.dropped += reply["factor"] == 0
-        updater.waited.append(max(reply["waited"] for reply in replies))
 
     def pull_rows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids, each once and as far as there are such rows, and their rows."""
@@ -384,6 +516,33 @@ class _Group:
         return _digest(self.variables), _digest(slots)
 
 
+def _each_id_once(gradients) -> list:
+    """Sums the rows of each id of IndexedSlices."""
+    sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+    gradients = list(gradients)
+    if sparse:
+        values = [gradients[i].values for i in sparse]
+        ids = [tf.cast(gradients[i].indices, tf.int64) for i in sparse]
+        pairs, _ = LocalCollectives().sum_rows(values, ids, name="gradients of tables")
+        for i, (summed, each) in zip(sparse, pairs, strict=True):
+            gradients[i] = tf.IndexedSlices(summed, each)
+    return gradients
+
+
+def _clipped(optimizer, gradients) -> list:
+    """Clips a worker's own gradients by norms, as Keras does; each id of IndexedSlices stands there once."""
+    bound = optimizer.clipnorm or optimizer.global_clipnorm
+    if not bound:
+        return gradients
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    norms = [tf.norm(v) for v in values]
+    if optimizer.global_clipnorm:
+        norms = [tf.linalg.global_norm(values)] * len(values)
+    scaled = [v * (bound / tf.maximum(n, bound)) for v, n in zip(values, norms, strict=True)]
+    pairs = zip(gradients, scaled, strict=True)
+    return [tf.IndexedSlices(v, g.indices) if isinstance(g, tf.IndexedSlices) else v for g, v in pairs]
+
+
 def _digest(variables) -> int:
     digest = 0
     for variable in variables:
@@ -453,6 +612,14 @@ def install():
         loop = getattr(self, "_tfring_loop", None)
         is_training = loop is not None and loop.kind == "train"
         updater.before_loop(is_training)
+        if is_training and updater.is_star:
+            if self.steps_per_epoch:
+                raise ConfigurationError(
+                    "Workers that go on by themselves train each batch of the data once an epoch, whoever takes it. "
+                    f"Received: steps_per_epoch={self.steps_per_epoch}. Leave it out, and use `dataset.take`."
+                )
+            self._num_batches = None  # how many this worker takes is known at the end
+            self._interrupted_warning = lambda: None
         with original(self):
             yield
-        updater.after_loop(is_training)
+        updater.after_loop(is_training, None if loop is None else loop.model)

@@ -35,6 +35,8 @@ _KILL = ((signal.SIGKILL, 5.0),)
 _LOST_PEER = re.compile(rb"^[\w.]*\b(PeerLostError|AbortedError|UnavailableError|RendezvousError)\b")
 _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the others have noticed
 
+_GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
+
 _CANNOT_START = 71  # EX_OSERR
 _LOST_HOST = 255  # the exit code of a worker whose host is lost; ssh's own too
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
@@ -130,7 +132,8 @@ class Job:
             first = self._hosts[-1].ranks.stop if self._hosts else 0
             self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
-        self._taken: list[int] = []  # pipes by which workers on this host report that they joined the ring
+        self._taken: dict[int, int] = {}  # by rank: pipes by which workers on this host report that they joined the ring
+        self._said: dict[int, bytes] = {}  # by rank: what they have reported there
         self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
         self._is_reading = True
         self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
@@ -214,7 +217,7 @@ class Job:
         )
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
         self._add_worker(rank, process.pid, send_signal, (out, err), log, server)
-        self._taken.append(taken)
+        self._taken[rank] = taken
 
     def _add_worker(
         self,
@@ -379,12 +382,29 @@ class Job:
         worker.err.pump()
         if code == 0 or self._stop_code is not None:
             return
+        if self._is_spared(worker):
+            self._say(f"{worker.name} is lost: {_describe(code)}. The other workers go on.")
+            return
         worker.failed_at = now if code < 0 else (worker.err.traceback_at or now)
         self._failed.append(worker)
         if not self._another_may_be_first(worker):
             self._decide_at = now
         elif self._decide_at is None:
             self._decide_at = now + _CAUSE_SECONDS
+
+    def _is_spared(self, worker: Worker) -> bool:
+        """Whether the others go on without a worker that has failed: it has said so, and one of them is left."""
+        others = [w for w in self._workers if w.server is None and w is not worker]
+        is_one_left = any(w.exit_code in (None, 0) for w in others)
+        return _GOES_ON in self._hear(worker.rank) and is_one_left
+
+    def _hear(self, rank: int) -> bytes:
+        """What a worker on this host has said of its place."""
+        if rank in self._taken:
+            os.set_blocking(self._taken[rank], False)  # what a worker has left behind may hold the other end
+            with contextlib.suppress(BlockingIOError):
+                self._said[rank] = self._said.get(rank, b"") + os.read(self._taken[rank], 16)
+        return self._said.get(rank, b"")
 
     def _another_may_be_first(self, worker: Worker) -> bool:
         """Returns True if one that still runs may have failed before: a traceback comes a while before the end."""
@@ -468,12 +488,9 @@ class Job:
                 self._say(f"stopped by {signum.name}, with all workers.")
 
     def _collect_taken(self) -> bool:
-        """Reads and closes the pipes of workers on this host; returns whether any has joined the ring."""
-        said = []
-        for fd in self._taken:
-            os.set_blocking(fd, False)  # what a worker has left behind may hold the other end
-            with contextlib.suppress(BlockingIOError):
-                said.append(os.read(fd, 1))
+        """Closes the pipes of workers on this host; returns whether any has joined the ring."""
+        said = [self._hear(rank) for rank in self._taken]
+        for fd in self._taken.values():
             os.close(fd)
         self._taken.clear()
         return any(said)

@@ -54,6 +54,7 @@ class Collectives(abc.ABC):
 
     rank: int
     world_size: int
+    reaches_others = False  # whether `broadcast` reaches others though `world_size` is 1
     marks_ready = False  # whether a trace is told when what is reduced is there, which may be before its turn comes
 
     @abc.abstractmethod

@@ -99,6 +99,7 @@ class Service:
         self._changed = threading.Condition()
         self._groups: dict[int, _Group] = {}
         self._live = set(range(len(roles.workers)))
+        self._training: set[int] = set()  # workers that have begun an epoch and not ended it
         self._lost: dict[int, str] = {}
         self._failure: str | None = None
         self._board: dict[str, Answer] = {}
@@ -168,6 +169,7 @@ class Service:
     def _leave(self, worker: int, why: str | None) -> None:
         with self._changed:
             self._live.discard(worker)
+            self._training.discard(worker)
             if why is not None:
                 self._lost[worker] = why
                 _log.warning("Worker %d is lost: %s", worker, why)
@@ -208,6 +210,8 @@ class Service:
             if group is None or group.description != description:
                 held = self._make_held(description)
                 group = self._groups[number] = _Group(held, description, self._make_admission())
+                for trainer in self._training:
+                    group.admission.begin(trainer)
             group.held.load(head, arrays)
             self._changed.notify_all()
         else:
@@ -269,6 +273,8 @@ class Service:
                 group.held.update(merged, None, rate)
         group.taken.update({a.worker: a for a in arrivals})
         self._changed.notify_all()
+        if not counted:
+            self._try_update(group)
 
     def _rows(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         held = self._groups[int(head["group"])].held
@@ -282,11 +288,13 @@ class Service:
         return self._groups[int(head["group"])].held.slots()
 
     def _begin(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        self._training.add(worker)
         for group in self._groups.values():
             group.admission.begin(worker)
         return {}, []
 
     def _end(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        self._training.discard(worker)
         for group in self._groups.values():
             group.admission.end(worker)
             self._try_update(group)
@@ -295,7 +303,9 @@ class Service:
     def _claim(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Hands out the numbers of an epoch's batches, each once."""
         number = self._claims.get(head["epoch"], 0)
-        self._claims = {**self._claims, head["epoch"]: number + 1}
+        if head["epoch"] not in self._claims and len(self._claims) > 1:
+            self._claims.pop(next(iter(self._claims)))  # all are in the last two
+        self._claims[head["epoch"]] = number + 1
         return {"batch": number}, []
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:

@@ -303,7 +303,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                     value = value()
                 value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
                 value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-                if value.dtype == tf.string or self.cluster.world_size == 1 or of_worker:
+                is_alone = self.cluster.world_size == 1 and not self.world.reaches_others
+                if value.dtype == tf.string or is_alone or of_worker:
                     return value
                 # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
                 return self.world.broadcast([value], name="initial value of a variable")[0]
@@ -379,6 +380,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             if not alone:
                 element, _ = data.one_row_at_least(element)
             with step.running(step.Step() if alone else step.Step(share, share > 0)) as running:
+                running.num_rows = data.num_rows(element)
                 outputs = fn(element)
             written.extend(running.written)
             return outputs

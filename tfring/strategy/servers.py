@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tfring import _keras
 from tfring._keras import held
 from tfring._keras.served import Updater
 from tfring.cluster import Cluster, launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError
-from tfring.servers.admission import Admission
+from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
+from tfring.servers.collectives import PostedCollectives
 from tfring.servers.service import Service
 from tfring.strategy.ring import RingStrategy
 
-_UPDATES = ("sync",)
+_UPDATES = ("sync", "async")
+_GOES_ON = b"a"  # what the launcher is told of a worker whose loss the others survive
 
 
 class ParameterServerStrategy(RingStrategy):
@@ -27,13 +30,22 @@ class ParameterServerStrategy(RingStrategy):
     weights; rows of tables above 64 KiB when a batch is about to read them.
 
     With update="sync" the gradients of all workers make one update, weighed by rows: the result equals one process on
-    the whole batch. Rows, logs, metrics and state go as under RingStrategy, by a ring of the workers.
+    the whole batch. Rows, logs, metrics and state go as under RingStrategy, by a ring of the workers. With
+    update="async" each worker trains on batches of its own, and goes on as soon as its gradient is in an update; in an
+    epoch each batch is trained by one of the workers, whoever is ready for it, so a slow worker takes fewer.
 
     Roles come from `tfring launch --servers S`, or from TF_CONFIG with "ps" and "worker" tasks. Without either the
     process trains alone, without servers.
 
     Args:
-      update: "sync".
+      update: "sync" or "async".
+      max_staleness: with "async", how many updates a gradient may be behind the weights it is applied to; 0 makes one
+        update of all workers' gradients, each of its own batch. Default: None, no bound.
+      late: what is done with a gradient beyond the bound: "wait" (none becomes so stale: workers that are ahead wait,
+        and gradients that wait together make one update), "scale" (it counts 1 / staleness) or "drop". Each server
+        keeps the bound for its shards.
+      backup_workers: with "sync", how many workers an update does not wait for: it takes the first gradients, and
+        drops those that come later. Workers then train on batches of their own, as with "async".
       roles: a `tfring.cluster.roles.Roles`; by default what the environment says.
       trace: as of RingStrategy.
 
@@ -41,9 +53,12 @@ class ParameterServerStrategy(RingStrategy):
       ConfigurationError: for settings that cannot be honoured.
       RendezvousError: where the other processes do not come.
       SystemExit: in a server, with code 0, when the workers are through.
-      PeerLostError: in a server, where a worker was lost that the others need.
+      PeerLostError: in a server, where a worker was lost that the others need, or all were.
 
-    >>> strategy = ParameterServerStrategy()
+    Sources: bounded staleness is that of stale synchronous parallel (Ho et al. 2013), backup workers those of Chen et
+    al. (https://arxiv.org/abs/1604.00981).
+
+    >>> strategy = ParameterServerStrategy(update="async", max_staleness=4)
     >>> strategy.num_servers
     0
     """
@@ -52,28 +67,45 @@ class ParameterServerStrategy(RingStrategy):
         self,
         update: str = "sync",
         *,
+        max_staleness: int | None = None,
+        late: str = "wait",
+        backup_workers: int = 0,
         roles: Roles | None = None,
         trace: str | os.PathLike | None = None,
     ):
-        if update not in _UPDATES:
-            raise ConfigurationError(f"`update` is one of {_UPDATES}. Received: update={update!r}")
         if roles is not None and not isinstance(roles, Roles):
             raise ConfigurationError(f"`roles` is a tfring.cluster.roles.Roles or None. Received: roles={roles!r}")
         self.roles = Roles.of() if roles is None else roles
-        settings = {"update": update}
-        if self.roles is not None and self.roles.source == launch_variables.SOURCE:
-            launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""))
-        if self.roles is not None and self.roles.is_server:
-            _serve(self.roles, settings)
-        super().__init__(Cluster.alone() if self.roles is None else self.roles.cluster_of_workers(), trace=trace)
+        settings = {
+            "update": update, "max_staleness": max_staleness, "late": late, "backup_workers": backup_workers
+        }
+        _check(settings, None if self.roles is None else len(self.roles.workers))
+        is_star = update == "async" or backup_workers > 0
+        self._workers: Cluster | None = None
+        if self.roles is not None:
+            if self.roles.source == launch_variables.SOURCE:
+                taken = os.environ.get(launch_variables.TAKEN, "")
+                launch_variables.say_taken(taken, _GOES_ON if is_star and not self.roles.is_server else b"1")
+            if self.roles.is_server:
+                _serve(self.roles, settings, is_star)
+            self._workers = self.roles.cluster_of_workers()
+        super().__init__(Cluster.alone() if self._workers is None or is_star else self._workers, trace=trace)
         if len(self.extended.worker_devices) > 1:
             raise ConfigurationError(
                 "A worker of parameter servers computes on one device. Received: "
                 f"devices={self.extended.worker_devices}. Start a worker for each, with CUDA_VISIBLE_DEVICES."
             )
-        self.updater = None
         if self.roles is not None:
-            self.updater = Updater(Client(self.roles, settings), is_star=False)
+            client = Client(self.roles, settings)
+            self.updater = Updater(client, is_star)
+            if is_star:
+                self.extended.world = PostedCollectives(client)
+                _keras.share_seeds(self)
+
+    @property
+    def cluster(self) -> Cluster:
+        """Who this worker is and who the other workers are."""
+        return super().cluster if self._workers is None else self._workers
 
     @property
     def num_servers(self) -> int:
@@ -89,6 +121,15 @@ class ParameterServerStrategy(RingStrategy):
         if self.updater is not None:
             self.updater.renew(with_slots=True)
 
+    def histograms(self) -> dict[str, dict]:
+        """Returns the histograms of the last epoch, of all workers with asynchronous updates, else of this one.
+
+        Returns:
+          "staleness": how many gradients were how many updates behind; "waited_seconds": how many waited on servers up
+          to how long. `fit` logs their means as `staleness`, `max_staleness`, `waited_seconds`, `dropped_gradients`.
+        """
+        return {} if self.updater is None else self.updater.statistics.histograms()
+
     def bytes_sent(self) -> int | None:
         """Bytes this worker has sent to servers and to other workers so far."""
         to_workers = super().bytes_sent() or 0
@@ -102,20 +143,53 @@ class ParameterServerStrategy(RingStrategy):
         super().close()
 
 
-def _serve(roles: Roles, settings: dict[str, Any]) -> None:
-    """Serves until the workers are through, and ends the process."""
-    from tfring import _keras
+def _check(settings: dict[str, Any], num_workers: int | None) -> None:
+    """Raises ConfigurationError for settings that are none, or exclude each other."""
+    update, bound, late = settings["update"], settings["max_staleness"], settings["late"]
+    backup = settings["backup_workers"]
 
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    problem = None
+    if update not in _UPDATES:
+        problem = f"`update` is one of {_UPDATES}"
+    elif late not in LATE:
+        problem = f"`late` is one of {LATE}"
+    elif bound is not None and not is_count(bound):
+        problem = "`max_staleness` is a whole number from 0, or None"
+    elif not is_count(backup) or (num_workers is not None and backup >= num_workers):
+        problem = f"`backup_workers` is a whole number from 0, below the number of workers ({num_workers})"
+    elif update == "sync" and (bound is not None or late != "wait"):
+        problem = '`max_staleness` and `late` are of update="async": a synchronous update takes no stale gradient'
+    elif update == "async" and backup:
+        problem = '`backup_workers` are of update="sync": an asynchronous update waits for nobody'
+    elif bound is None and late != "wait":
+        problem = "`late` says what is done beyond `max_staleness`, so give both"
+    if problem is not None:
+        received = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise ConfigurationError(f"{problem}. Received: {received}")
+
+
+def _serve(roles: Roles, settings: dict[str, Any], is_star: bool) -> None:
+    """Serves until the workers are through, and ends the process."""
     _keras.install()
     workers = list(range(len(roles.workers)))
 
     def make_admission() -> Admission:
-        admission = Admission(workers, is_sync=True)
-        for worker in workers:
+        admission = Admission(
+            workers,
+            is_sync=settings["update"] == "sync",
+            backup_workers=settings["backup_workers"],
+            max_staleness=settings["max_staleness"],
+            late=settings["late"],
+        )
+        for worker in () if is_star else workers:
             admission.begin(worker)
         return admission
 
-    Service(
-        roles, settings, lambda description: held.HeldShards(description, roles.index), make_admission, needs_all=True
-    ).run()
+    def make_held(description: Any) -> held.HeldShards:
+        return held.HeldShards(description, roles.index)
+
+    Service(roles, settings, make_held, make_admission, needs_all=not is_star).run()
     raise SystemExit(0)
