@@ -4,8 +4,10 @@ A test's processes are the ranks of a pool: the first are workers, the last serv
 """
 
 import os
+import pathlib
 
 import harness
+import numpy as np
 import pytest
 from common import (
     all_optimizers,

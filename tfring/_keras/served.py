@@ -49,6 +49,7 @@ class Updater:
         self.client = client
         self.is_star = is_star
         self.statistics = Statistics()
+        self.failure: BaseException | None = None  # why the last request failed, for TensorFlow keeps the text alone
         self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained
         self._groups: dict[int, _Group] = {}  # by the identity of the optimizer
         self._tables: dict[int, bool] = {}  # by the identity of a variable: whether all its lookups pull rows
@@ -71,13 +72,37 @@ class Updater:
                 inputs.append(tf.cast(gradient, variable.dtype))
         pulled = [v for v, by_rows in zip(group.variables, group.by_rows, strict=True) if not by_rows]
         types = [tf.int64, *(tf.as_dtype(str(v.dtype)) for v in pulled)]
-        results = tf.numpy_function(group.push, inputs, types, stateful=True, name="push_and_pull")
+        push = self._noting_failures(group.push)
+        results = tf.numpy_function(push, inputs, types, stateful=True, name="push_and_pull")
         results = results if isinstance(results, (list, tuple)) else [results]
         iterations, *values = results
         for variable, value in zip(pulled, values, strict=True):
             value.set_shape(variable.shape)
             _assign(variable, value)
         _assign(optimizer.iterations, tf.cast(iterations, str(optimizer.iterations.dtype)))
+
+    def _noting_failures(self, function):
+        """Returns a function that keeps its exception."""
+
+        def noting(*arguments):
+            try:
+                return function(*arguments)
+            except BaseException as error:
+                self.failure = error
+                raise
+
+        return noting
+
+    @contextlib.contextmanager
+    def naming_failures(self):
+        """Raises what a request failed by in place of TensorFlow's error."""
+        self.failure = None
+        try:
+            yield
+        except tf.errors.OpError:
+            if self.failure is None:
+                raise
+            raise self.failure from None
 
     def _num_rows(self):
         """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or nobody can tell."""
@@ -124,7 +149,8 @@ class Updater:
                 return group.pull_rows(number, ids)
 
         ids = tf.cast(tf.reshape(ids, [-1]), tf.int64)
-        found, rows = tf.numpy_function(pull, [ids], [tf.int64, str(variable.dtype)], stateful=True, name="pull_rows")
+        types = [tf.int64, str(variable.dtype)]
+        found, rows = tf.numpy_function(self._noting_failures(pull), [ids], types, stateful=True, name="pull_rows")
         found.set_shape([None])
         rows.set_shape([None, *variable.shape[1:]])
         for component in values_of(variable.value):
@@ -165,9 +191,11 @@ class Updater:
         of_metrics = {id(v) for v in metrics}
         moving = [v for v in model.non_trainable_variables if "float" in str(v.dtype) and id(v) not in of_metrics]
         rows = self.statistics.rows
-        arrays = [np.array([rows]), self.statistics.array, *map(_read, metrics), *(_read(v) * rows for v in moving)]
+        arrays = [np.array([rows, float(model.stop_training)]), self.statistics.array]
+        arrays += [*map(_read, metrics), *(_read(v) * rows for v in moving)]
         total, statistics, *sums = self.meet("end", arrays)
         self.statistics.array = statistics
+        model.stop_training = bool(total[1])  # a callback of any worker has stopped it
         for variable, value in zip(metrics, sums, strict=False):
             _assign(variable, value)
         for variable, value in zip(moving, sums[len(metrics) :] if total[0] else (), strict=False):
@@ -192,7 +220,7 @@ class Updater:
             return True
 
         def keep(number, *_):
-            mine = tf.numpy_function(is_mine, [number], tf.bool, stateful=True)
+            mine = tf.numpy_function(self._noting_failures(is_mine), [number], tf.bool, stateful=True)
             mine.set_shape([])
             return mine
 
@@ -620,6 +648,6 @@ def install():
                 )
             self._num_batches = None  # how many this worker takes is known at the end
             self._interrupted_warning = lambda: None
-        with original(self):
+        with updater.naming_failures(), original(self):
             yield
         updater.after_loop(is_training, None if loop is None else loop.model)

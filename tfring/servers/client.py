@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tfring import errors
 from tfring.cluster.roles import Roles
 from tfring.errors import TfringError
 from tfring.servers.connection import Connection
@@ -61,7 +62,8 @@ class Client:
         connection.send({"op": operation, **head}, arrays)
         reply = connection.receive()
         if "error" in reply[0]:
-            raise TfringError(f"Server {server}: {reply[0]['error']}")
+            kind = getattr(errors, str(reply[0].get("kind")), TfringError)
+            raise kind(f"Server {server}: {reply[0]['error']}")
         return reply
 
     def bytes_sent(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfring.cluster.roles import Roles
-from tfring.errors import ConfigurationError, PeerLostError
+from tfring.errors import ConfigurationError, MismatchError, PeerLostError
 from tfring.servers.admission import Admission, Arrival
 from tfring.servers.connection import Connection
 
@@ -106,6 +106,7 @@ class Service:
         self._claims: dict[str, int] = {}
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
         self._results: dict[str, list[np.ndarray]] = {}
+        self._at: dict[int, str] = {}  # the meeting that a worker waits in
         self._operations: dict[str, Callable[[int, dict[str, Any], list[np.ndarray]], Answer]] = {
             "join": self._join,
             "create": self._create,
@@ -162,8 +163,9 @@ class Service:
             with self._changed:
                 return self._operations[operation](worker, head, arrays)
         except Exception as error:
-            if not isinstance(error, (ConfigurationError, PeerLostError)):
-                _log.error("A request %r of worker %d failed.\n%s", operation, worker, traceback.format_exc())
+            if isinstance(error, (ConfigurationError, MismatchError, PeerLostError)):
+                return {"error": str(error), "kind": type(error).__name__}, []
+            _log.error("A request %r of worker %d failed.\n%s", operation, worker, traceback.format_exc())
             return {"error": f"{type(error).__name__}: {error}"}, []
 
     def _leave(self, worker: int, why: str | None) -> None:
@@ -323,8 +325,19 @@ class Service:
         """Waits for all workers that are left, and returns the sums of what they have brought."""
         name = head["name"]
         self._meetings.setdefault(name, {})[worker] = [a.copy() for a in arrays]
+        self._at[worker] = name
         self._settle_meetings()
+        others = {w: n for w, n in self._at.items() if w in self._live and n not in self._results}
+        if len(others) == len(self._live) and len(set(others.values())) > 1:
+            del self._at[worker]
+            del self._meetings[name][worker]
+            raise MismatchError(
+                "All workers begin and end the same epochs. Received: workers that wait for each other, "
+                f"{', '.join(f'worker {w} at {n!r}' for w, n in sorted(others.items()))}. Stop training by what is the "
+                "same on all workers: the logs of an epoch."
+            )
         self._wait_until(lambda: name in self._results)
+        self._at.pop(worker, None)
         return {"workers": len(self._meetings[name])}, self._results[name]
 
     def _settle_meetings(self) -> None:
