@@ -1,4 +1,4 @@
-"""Which gradients make an update: bounds hold in every order of arrivals, and nobody waits for ever."""
+"""Admission of gradients: bounds hold in every order of arrivals, and nobody waits for ever."""
 
 import pytest
 from hypothesis import given, settings

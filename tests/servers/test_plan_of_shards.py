@@ -1,4 +1,4 @@
-"""Which server holds what: every row once, as equal in bytes as can be, the same on every process."""
+"""Plans of shards: every row once, as equal in bytes as can be, the same on every process."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Who trains and who serves: from the launcher's variables and from TF_CONFIG."""
+"""Roles of processes: from the launcher's variables and from TF_CONFIG."""
 
 import json
 

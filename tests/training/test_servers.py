@@ -129,6 +129,10 @@ def test_clipping_schedules_and_accumulation_equal_one_process():
     assert_equal(run(2, 2, train_embeddings, names))
 
 
+def variables_of(optimizer):
+    return [variable.numpy() for variable in optimizer.variables]
+
+
 def save_and_go_on(strategy, folder):
     """An epoch under servers, a file, another epoch; weights assigned between. Files of other processes are loaded."""
     import keras
@@ -146,9 +150,9 @@ def save_and_go_on(strategy, folder):
     alone = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
     alone.set_weights(start)
     alone.fit(x, y, **options)
-    errors = {"slots": relative_error([v.numpy() for v in model.optimizer.variables], alone.optimizer.get_weights())}
+    errors = {"slots": relative_error(variables_of(model.optimizer), variables_of(alone.optimizer))}
     loaded = keras.models.load_model(path)  # in one process
-    errors["file"] = relative_error([v.numpy() for v in loaded.optimizer.variables], alone.optimizer.get_weights())
+    errors["file"] = relative_error(variables_of(loaded.optimizer), variables_of(alone.optimizer))
     with strategy.scope():
         again = keras.models.load_model(path)  # onto servers, with its slots
     again.fit(x, y, **options)
@@ -169,6 +173,31 @@ def save_and_go_on(strategy, folder):
 
 def test_files_hold_the_slots_and_what_is_assigned_goes_to_the_servers(tmp_path):
     assert_equal(run(2, 2, save_and_go_on, str(tmp_path)))
+
+
+def back_up_and_go_on(strategy, folder):
+    """Two epochs, in between another model that goes on from a Backup."""
+    import keras
+
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    start = []
+    for epochs in (1, 2):
+        keras.utils.set_random_seed(epochs)
+        with strategy.scope():
+            model = embedding_model(keras.optimizers.Adam(0.01))
+        start = start or model.get_weights()
+        backup = tfring.callbacks.Backup(folder)
+        model.fit(x, y, batch_size=20, epochs=epochs, shuffle=False, verbose=0, callbacks=[backup])
+    alone = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
+    alone.set_weights(start)
+    alone.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    bits = b"".join(w.tobytes() for w in model.get_weights())
+    return {"backup": {"weights": relative_error(model.get_weights(), alone.get_weights()), "bits": bits}}
+
+
+def test_a_backup_holds_the_slots(tmp_path):
+    assert_equal(run(2, 2, back_up_and_go_on, str(tmp_path)))
 
 
 def refusals(strategy):
@@ -216,6 +245,12 @@ def label(y_true, y_pred):
     return y_true
 
 
+def by_turns():
+    import keras
+
+    return keras.optimizers.SGD(0.03, momentum=0.9)
+
+
 def train_by_turns(strategy, batch_size, slow_rank=None, epochs=2):
     """Trains on batches that workers take by turns; history, weights, how many batches this one took, histograms."""
     import time
@@ -234,8 +269,8 @@ def train_by_turns(strategy, batch_size, slow_rank=None, epochs=2):
                 time.sleep(0.5)
 
     with strategy.scope():
-        model = embedding_model(keras.optimizers.Adam(0.01))
-        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=[label])
+        model = embedding_model(by_turns())
+        model.compile(by_turns(), "mse", metrics=[label])
     start, turns = model.get_weights(), Turns()
     fit = model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[turns])
     return start, fit.history, model.get_weights(), turns.batches, strategy.histograms()
@@ -265,12 +300,10 @@ def test_every_batch_is_trained_by_one_worker(options):
 
 
 def test_a_bound_of_0_equals_one_process_on_all_workers_batches():
-    import keras
-
     results = run(2, 2, train_by_turns, 10, update="async", max_staleness=0)
     assert_every_row_once(results, 10)
     x, y = skewed_ids(vocabulary=VOCABULARY)
-    alone = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
+    alone = embedding_model(by_turns(), "one_hot")
     alone.set_weights(results[0][0])
     alone.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
     assert relative_error(results[0][2], alone.get_weights()) < 1e-5

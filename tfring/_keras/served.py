@@ -38,7 +38,7 @@ ROWS_BYTES = 1 << 16  # from how many bytes on a table is pulled by rows
 
 
 class Updater:
-    """What updates the weights of a strategy's models in place of their optimizers on this worker.
+    """Updates the weights of a strategy's models in place of their optimizers on this worker.
 
     Args:
       client: the connections with the servers.
@@ -387,7 +387,7 @@ class _Group:
             return np.int64(replies[0][0]["iterations"]), *values
 
     def _cut(self, inputs) -> list[list[np.ndarray]]:
-        """What of the gradients goes to each server."""
+        """Returns the arrays that go to each server."""
         inputs = list(inputs)
         of_variable = [(inputs.pop(0), inputs.pop(0) if is_sparse else None) for is_sparse in self._are_sparse]
         result = []
@@ -538,7 +538,7 @@ class _Group:
         return weights or slots
 
     def _digests(self) -> tuple[int, int]:
-        """Of the weights, and of the optimizer's variables without the learning rate."""
+        """Returns digests of the weights, and of the optimizer's variables without the learning rate."""
         rate = getattr(self._optimizer, "_learning_rate", None)
         slots = [v for v in self._optimizer.variables if v is not rate]
         return _digest(self.variables), _digest(slots)

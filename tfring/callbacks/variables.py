@@ -80,6 +80,8 @@ class Taken(NamedTuple):
 
 def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
     """Reads the values of variables; all ranks call it. `apart`: whether ranks keep their own shards."""
+    if strategy.updater is not None:
+        strategy.updater.renew(with_slots=True)
     replicas = [values_of(v.value) for v in variables]
     digests = [tf.stack([equality.digest(tf.convert_to_tensor(value)) for value in values]) for values in replicas]
     control = strategy.extended.world

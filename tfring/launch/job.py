@@ -393,13 +393,13 @@ class Job:
             self._decide_at = now + _CAUSE_SECONDS
 
     def _is_spared(self, worker: Worker) -> bool:
-        """Whether the others go on without a worker that has failed: it has said so, and one of them is left."""
+        """Returns whether the others go on without a worker that failed: it has said so, and one of them is left."""
         others = [w for w in self._workers if w.server is None and w is not worker]
         is_one_left = any(w.exit_code in (None, 0) for w in others)
         return _GOES_ON in self._hear(worker.rank) and is_one_left
 
     def _hear(self, rank: int) -> bytes:
-        """What a worker on this host has said of its place."""
+        """Returns what a worker on this host has said of its place."""
         if rank in self._taken:
             os.set_blocking(self._taken[rank], False)  # what a worker has left behind may hold the other end
             with contextlib.suppress(BlockingIOError):
@@ -586,7 +586,7 @@ def _describe(code: int | None) -> str:
 
 
 def _ranks(workers: Sequence[Worker]) -> str:
-    """"ranks 0, 1 and 2 and server 0"."""
+    """Returns their names, such as "ranks 0, 1 and 2 and server 0"."""
     workers = sorted(workers, key=lambda worker: worker.rank)
     parts = []
     for kind, numbers in (

@@ -106,7 +106,7 @@ class ParameterServerStrategy(RingStrategy):
 
     @property
     def cluster(self) -> Cluster:
-        """Who this worker is and who the other workers are."""
+        """The workers, and which of them this process is."""
         return super().cluster if self._workers is None else self._workers
 
     @property
@@ -133,7 +133,7 @@ class ParameterServerStrategy(RingStrategy):
         return {} if self.updater is None else self.updater.statistics.histograms()
 
     def bytes_sent(self) -> int | None:
-        """Bytes this worker has sent to servers and to other workers so far."""
+        """Returns how many bytes this worker has sent to servers and to other workers so far."""
         to_workers = super().bytes_sent() or 0
         return to_workers + (0 if self.updater is None else self.updater.client.bytes_sent())
 
