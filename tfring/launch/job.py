@@ -132,7 +132,7 @@ class Job:
             first = self._hosts[-1].ranks.stop if self._hosts else 0
             self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
         self._selector = selectors.DefaultSelector()
-        self._taken: dict[int, int] = {}  # by rank: pipes by which workers on this host report that they joined the ring
+        self._taken: dict[int, int] = {}  # by rank: pipes by which workers here report that they joined the ring
         self._said: dict[int, bytes] = {}  # by rank: what they have reported there
         self._outputs: dict[int, Callable[[], None]] = {}  # what is read while it can be shown
         self._is_reading = True

@@ -32,7 +32,7 @@ class ParameterServerStrategy(RingStrategy):
     With update="sync" the gradients of all workers make one update, weighed by rows: the result equals one process on
     the whole batch. Rows, logs, metrics and state go as under RingStrategy, by a ring of the workers. With
     update="async" each worker trains on batches of its own, and goes on as soon as its gradient is in an update; in an
-    epoch each batch is trained by one of the workers, whoever is ready for it, so a slow worker takes fewer.
+    epoch each batch is trained by one of the workers, the first that is ready for it, so a slow worker takes fewer.
 
     Roles come from `tfring launch --servers S`, or from TF_CONFIG with "ps" and "worker" tasks. Without either the
     process trains alone, without servers.
@@ -165,7 +165,7 @@ def _check(settings: dict[str, Any], num_workers: int | None) -> None:
     elif update == "sync" and (bound is not None or late != "wait"):
         problem = '`max_staleness` and `late` are of update="async": a synchronous update takes no stale gradient'
     elif update == "async" and backup:
-        problem = '`backup_workers` are of update="sync": an asynchronous update waits for nobody'
+        problem = '`backup_workers` are of update="sync": an asynchronous update waits for no worker'
     elif bound is None and late != "wait":
         problem = "`late` says what is done beyond `max_staleness`, so give both"
     if problem is not None:
