@@ -59,12 +59,25 @@ FINISHED = (
 
 OPENINGS = ("What", "Which", "Whose", "Whether", "How", "Of", "Where", "By", "Who", "Whom", "When", "That")
 READERS = re.compile(r"_*(is|has|was)_")
-# A call of one of these changes something, or communicates.
-CHANGES = "append extend insert pop popitem clear update remove discard setdefault setattr delattr assign assign_add"
-COLLECTIVES = (
-    "all_reduce all_gather all_to_all reduce_scatter broadcast barrier gather scatter send receive gather_equal"
-)
-ACTS = {*CHANGES.split(), *COLLECTIVES.split()}
+# Calls that change a container, unless it is the function's own; and calls that change state, or communicate.
+CHANGES = ["append", "extend", "insert", "pop", "popitem", "clear", "update", "remove", "discard", "setdefault"]
+ACTS = [
+    "setattr",
+    "delattr",
+    "assign",
+    "assign_add",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "send",
+    "receive",
+    "gather_equal",
+]
 # (file, word): why it stays.
 ALLOWED: dict[tuple[str, str], str] = {
     ("callbacks/backup.py", "pieces"): "a key of the state in files of Backup",
@@ -169,7 +182,9 @@ def acting_readers(text: str) -> list[str]:
             )
             called = node.func if isinstance(node, ast.Call) else None
             name = getattr(called, "attr", getattr(called, "id", ""))
-            if writes or name in ACTS or isinstance(node, (ast.Delete, ast.Global, ast.Nonlocal)):
+            is_local = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)  # such as todo.pop()
+            acts = name in ACTS or (name in CHANGES and not is_local)
+            if writes or acts or isinstance(node, (ast.Delete, ast.Global, ast.Nonlocal)):
                 found.append(f"{function.name}: {ast.unparse(node)}")
                 break
     return found

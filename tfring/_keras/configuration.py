@@ -250,7 +250,7 @@ def _exported(keys, values):
 
 
 def _may_differ(node) -> bool:
-    """Whether a node holds several values of a kind that is compared; where all are one, TensorFlow keeps one."""
+    """Returns True if a node holds several values of a compared kind; where all are one, TensorFlow keeps one."""
     tensor = node.attr["value"].tensor
     if node.op != "Const" or tensor.dtype not in _COMPARED_NUMBERS:
         return False

@@ -1,4 +1,4 @@
-"""Keras' loop over batches ends on all ranks after the same batch, and logs that nobody read are brought together then.
+"""Ends Keras' loop over batches on all ranks after the same batch, and then reduces the logs that were not read.
 
 ```
 rank 0   callbacks of batch k ─► draws batch k + 1 ─► status ─► k + 1 is not trained ─► behind the loop
@@ -7,7 +7,7 @@ all      callbacks of the epoch's last batch ────────► status 
 ```
 
 So what a callback decides on one rank costs no collective of its own. Behind the loop all ranks know of it, before the
-validation and before callbacks see the epoch's end. The batch that nobody trained is one that all have drawn.
+validation and before callbacks see the epoch's end. The batch that was not trained is one that all have drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tfring import _tf
 from tfring._keras import status
 from tfring._keras.seam import entry_under_way, ring_of_model, seam
 
-_UNREAD = "_tfring_unread"  # of a model, while logs of its batches are brought together behind the loop alone
+_UNREAD = "_tfring_unread"  # of a model, while logs of its batches are reduced behind the loop alone
 _MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a program's own that calls this one
 
 KINDS = ("train", "test")
@@ -31,7 +31,7 @@ def install():
 
     @seam(trainer.TFEpochIterator, "catch_stop_iteration")
     def catch_stop_iteration(original, self):
-        loop = self.__dict__.pop("_tfring_loop", None)  # so that nobody else enters it meanwhile
+        loop = self.__dict__.pop("_tfring_loop", None)  # so that no other call enters it meanwhile
         return original(self) if loop is None else _together(original, self, loop)
 
 
@@ -60,12 +60,12 @@ def unread_logs(model):
 
 
 def leave_unread(model, kinds) -> None:
-    """Nobody on any rank reads the logs of single batches of these kinds; all ranks call it alike."""
+    """Marks kinds of which no rank reads the logs of single batches; all ranks call it alike."""
     vars(model)[_UNREAD] = vars(model).get(_UNREAD, frozenset()) | set(kinds)
 
 
 def are_unread(model, kind: str) -> bool:
-    """Whether `leave_unread` was called."""
+    """Returns True if `leave_unread` was called."""
     return kind in vars(model).get(_UNREAD, ())
 
 
@@ -84,20 +84,20 @@ class _Loop:
 
     @property
     def step_function(self):
-        return vars(self.model).get(_MADE.format(self.kind))  # a callback may have it made anew
+        return vars(self.model).get(_MADE.format(self.kind))  # a callback may have it made again
 
-    def was_left(self):
-        """Keras has left it without an error."""
+    def on_exit(self):
+        """Agrees with the other ranks on the end of the loop, once Keras has left it without an error."""
         strategy = ring_of_model(self.model)
         if strategy.extended.is_alone:
             return
         stopped, others_drew = status.behind_loop(strategy, bool(getattr(self.model, self._flag)))
         if stopped:
-            self.is_stopped()
+            self.mark_stopped()
         if others_drew and self.step_function.iterator is not None:
             _tf.draw(self.step_function.iterator)
 
-    def is_stopped(self):
+    def mark_stopped(self):
         setattr(self.model, self._flag, True)
 
 
@@ -111,9 +111,9 @@ def _together(original, epoch_iterator, loop):
             except tf.errors.InvalidArgumentError as error:
                 if status.STOPPED not in error.message:
                     raise
-                loop.is_stopped()
+                loop.mark_stopped()
             else:
-                loop.was_left()
+                loop.on_exit()
         loop.step_function.bring_logs_together()
     finally:
         if loop.step_function is not None:

@@ -1,4 +1,4 @@
-"""What a replica's loss stands for: the mean over replicas, weighted by their rows.
+"""Losses of replicas: each stands for the mean over replicas, weighted by their rows.
 
 ```
 replica i   rows ─► loss_i, whatever it is ─► gradient_i ─► optimizer: sum share_i * gradient_i      share_i = n_i / n
@@ -204,7 +204,7 @@ def _over_replicas(running, value, name):
 
 
 def _warn_of_comparisons(losses, compiled):
-    """Of Keras' own losses that are no sums over rows, as far as `compile` shows them."""
+    """Warns of Keras' own losses that are no sums over rows, as far as `compile` shows them."""
     for loss in tf.nest.flatten(compiled):
         given = loss.lower() if isinstance(loss, str) else getattr(loss, "fn", loss)
         name = next((n for n in ("circle", "dice", "tversky") if given is getattr(losses, n) or given == n), None)

@@ -1,11 +1,11 @@
-"""What users make outside the strategy's scope: taken in where that is safe, else refused with the line to move.
+"""Adopts or rejects objects made outside of the strategy's scope; an error names the line to move.
 
 | made outside | |
 |---|---|
 | the weights of a layer or model that was made inside | made in the scope, which its `build` enters |
 | a model composed of layers that were made inside | the strategy's from `compile` or `fit` on |
 | a model of which nothing was made inside, while there is a ring | trains alone; `fit` warns once |
-| a metric, an optimizer without slots yet | its variables are made anew in the scope; the user's object stays |
+| a metric, an optimizer without slots yet | its variables are made again in the scope; the user's object stays |
 | an optimizer that has its slots; weights that train; a model that is compiled or fit in the scope | refused |
 | state that a step writes | refused when it is written (`_keras/state.py`) |
 

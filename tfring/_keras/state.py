@@ -1,4 +1,4 @@
-"""State that a step writes on each replica, such as moving statistics, is brought together at the end of the step.
+"""Aggregates the state that a step writes on each replica, such as moving statistics, at the end of the step.
 
 Keras keeps a BatchNormalization's moving mean as a mirrored variable that each replica writes for itself, so that
 ranks evaluate and save different models. Here the step notes what its replicas wrote, to Keras' variables and to
@@ -192,7 +192,7 @@ def _refuse_outside(variable):
 
 
 def _rule(running, variable, value, adding) -> str | None:
-    """How what the replicas write to a variable becomes one; None where that is not for the step to do."""
+    """Returns how the values that replicas write to a variable become one; None if the step leaves that to others."""
     here = held_by(variable)
     eagerly = tf.executing_eagerly()
     last = "" if eagerly else graphs.last_step(here, value)
@@ -256,7 +256,7 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
 
 
 def _is_each_replicas_own(handle) -> bool:
-    """Whether a handle is that of a variable of which each replica has its own, such as a metric's."""
+    """Returns True if a handle is that of a variable of which each replica has its own, such as a metric's."""
     variable = _tf.variable_of_replicas(handle)
     return variable is not None and variable.synchronization == tf.VariableSynchronization.ON_READ
 
@@ -292,7 +292,7 @@ def _warn_of_sum(variable) -> None:
 
 
 def own_copy(variable):
-    """Of a variable that replicas hold, the copy of the replica that runs."""
+    """Returns the running replica's copy of a variable that replicas hold."""
     copies = values_of(variable)
     if len(copies) == 1:
         return copies[0]
@@ -301,7 +301,7 @@ def own_copy(variable):
 
 
 def values_before(model) -> dict:
-    """By identity, what variables that a step may add to hold before it."""
+    """Returns, by identity, the values before a step of variables that it may add to."""
     before = {}
     for variable in [*model.non_trainable_variables, *_variables_of_tensorflow(model)]:
         value = getattr(variable, "_value", variable)

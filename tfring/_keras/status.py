@@ -1,8 +1,8 @@
-"""What ranks tell each other before each step, in one small collective of control.
+"""Exchanges the status of ranks before each step, in one small collective of control.
 
-Rows differ from rank to rank and data may end earlier on one, so nobody enters a step before all have said what they
-hold. The same words are for a rank that takes no step because a callback of its own has stopped the loop, or because
-the epoch has had its steps: it meets the others wherever they are (`loop.py`).
+Rows differ from rank to rank and data may end earlier on one, so no rank enters a step before all have reported
+what they hold. The same message serves a rank that takes no step because a callback of its own has stopped the loop,
+or because the epoch has had its steps: it meets the others wherever they are (`loop.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STOPPED = "A callback has stopped the loop on another rank."
 
 
 class Status(NamedTuple):
-    """What all ranks hold before a step; the same on all but for the shares.
+    """The status that all ranks hold before a step; the same on all but for the shares.
 
     Attributes:
       has_batch: bool scalar, whether any rank has rows left.
@@ -65,7 +65,7 @@ def before_step(strategy, rows, has_batch, fingerprint=None) -> Status:
 
     Args:
       strategy: the RingStrategy.
-      rows: a list of the number of rows of each replica of this worker, None where nobody can tell.
+      rows: a list of the number of rows of each replica of this worker, None where that is not known.
       has_batch: bool, whether this rank drew a batch.
       fingerprint: int64 scalar of the global batch, 0 without one; None, or always 0, where ranks have their own rows.
     """

@@ -1,4 +1,4 @@
-"""What a trace is told of Keras' loops: `fit` and its sisters, passes over batches, steps, the wait for a batch."""
+"""Reports Keras' loops to the trace: `fit`, `evaluate` and `predict`, passes over batches, steps, waits for a batch."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ one training step on rank r                                           collective
   logs, where a callback reads them ─► all rows ┴                       1  if any       (control)
 ```
 
-State and logs travel as one collective a dtype. Logs that no callback reads are brought together behind the loop
+State and logs travel as one collective a dtype. Logs that no callback reads are reduced behind the loop
 (`loop.py`), those of several steps at the end of an execution. Nothing is sent from Python.
 """
 
@@ -185,7 +185,7 @@ def _build_eagerly(model, data_batch):
 
 
 class StepFunction:
-    """What `model.train_function` and `model.test_function` are: an iterator in, logs out.
+    """The `model.train_function` and `model.test_function`: an iterator in, logs out.
 
     Args:
       model: the Keras model.
@@ -221,7 +221,7 @@ class StepFunction:
     def _run(self, iterator):
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             logs = None
-            for batch in iterator:  # train_on_batch and its sisters: this worker's own share
+            for batch in iterator:  # train_on_batch, test_on_batch: this worker's own share
                 logs = self._call(self._on_batch, tf.nest.map_structure(to_tensor, batch))
             return logs
         self.iterator = iterator
@@ -248,7 +248,7 @@ class StepFunction:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _one_step_body(self, inputs, rows, shares, with_logs):
-        """What each replica returned, or the logs."""
+        """Returns the outputs of each replica, or the logs."""
         before = state.values_before(self._model)
         outputs, written = self._logs.of_step(
             lambda step: self._strategy.extended.run_step(step, inputs, shares),
@@ -262,7 +262,7 @@ class StepFunction:
         if with_logs:
             parts.append(self._logs.together(outputs, shares))
         logs = self._together(parts)
-        if self._strategy.check_equal:  # gradients accumulate on each worker, and go round the ring once an update
+        if self._strategy.check_equal:  # gradients accumulate on each worker, and are reduced once an update
             variables = ring_callbacks.all_variables(self._model)
             self._strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
@@ -270,7 +270,7 @@ class StepFunction:
         return logs[-1] if with_logs else outputs
 
     def _together(self, parts):
-        """What `finish` makes of the sums over all workers, for each `(values, finish)`: one collective a dtype."""
+        """Applies `finish` to the sums over all workers, for each `(values, finish)`: one collective a dtype."""
         values = [value for values, _ in parts for value in values]
         totals = self._strategy.extended.control_ops.sum_over_workers(values, name="state and logs")
         results = []

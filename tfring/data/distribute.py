@@ -15,7 +15,7 @@ from tfring.errors import MismatchError
 _Policy = tf.data.experimental.AutoShardPolicy
 _SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)
 # For iterating over the dataset itself. TensorFlow's multi-device iterator draws ahead from a thread of its own: it
-# takes rows that nobody asked for from a generator, and waits for ever for the threads of a PyDataset at its end.
+# takes rows that no step asked for from a generator, and waits for ever for the threads of a PyDataset at its end.
 _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
     experimental_fetch_to_device=False,
     experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
@@ -23,7 +23,7 @@ _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
 
 
 def is_sliced(dataset: tf.data.Dataset) -> bool:
-    """Whether tfring slices the dataset's batches; FILE and HINT are left to TensorFlow, OFF is this worker's own."""
+    """Returns True if tfring slices the dataset's batches; FILE and HINT are TensorFlow's, OFF is this worker's own."""
     return isinstance(dataset, tf.data.Dataset) and _policy(dataset) in _SLICED_POLICIES
 
 
@@ -124,7 +124,7 @@ def _policy(dataset):
 
 
 def _place(strategy) -> tuple[int, int, int]:
-    """Of this worker among those whose rows differ, replicas a worker, number of such workers."""
+    """Returns this worker's number among those whose rows differ, replicas a worker, and the number of such workers."""
     extended = strategy.extended
     return extended.control.rank, len(extended.worker_devices), extended.control.world_size
 
