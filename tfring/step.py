@@ -33,6 +33,7 @@ class Step:
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
       reads: what is known of this graph's operations on metrics' state.
+      applying: the optimizer whose own `apply` runs, with gradients of the whole batch.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Step:
         self.part = part
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.reads: Any = None
+        self.applying: Any = None
 
     def weigh(self, value):
         """Returns `value` times the share, where it is known; zero from a replica without rows, whatever it holds."""

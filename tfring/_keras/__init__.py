@@ -37,19 +37,18 @@ def install() -> None:
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
     from tfring._keras import (
+        adoption,
         agreement,
         batch_shapes,
         callbacks,
         collectives,
         empty,
-        fused,
         inlining,
         input_gradients,
         inputs,
         loop,
         losses,
         metrics,
-        optimizers,
         outside,
         place,
         printing,
@@ -59,13 +58,11 @@ def install() -> None:
         sharding,
         slots,
         state,
-        tables,
         trace,
         trainer,
     )
 
-    # The trainer's `fit` is entered after arrays were compared, and `tables` before `sharding`; the order of the others
-    # is of no importance.
+    # The trainer's `fit` is entered after arrays were compared; the order of the others is of no importance.
     for module in (
         metrics,
         losses,
@@ -73,11 +70,9 @@ def install() -> None:
         empty,
         inlining,
         input_gradients,
-        fused,
-        optimizers,
+        adoption,
         sharding,
         slots,
-        tables,
         state,
         randomness,
         inputs,

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import loop, outside, place, slots
+from tfring._keras import loop, place, slots
+from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import cut_of
 from tfring.errors import ConfigurationError
@@ -180,7 +181,7 @@ def agreement(strategy, name, callbacks, verbose):
 
     def learning_rates(model, stop: bool = False) -> bool:
         """Gives every rank rank 0's learning rates, as callbacks left them, and returns whether any rank stops."""
-        rates = [o for o in outside.optimizers_of(model) if _own_rate(o) is not None]
+        rates = [o for o in optimizers_of(model) if _own_rate(o) is not None]
         mine = [_own_rate(o) for o in rates]
         sent = mine if strategy.cluster.is_chief else [-np.inf] * len(mine)
         [agreed] = control.all_reduce([tf.constant([float(stop), *sent], tf.float64)], "max", name="learning rates")
@@ -272,10 +273,9 @@ def _restored(callback) -> bool:
 
 
 def all_variables(model) -> list:
-    """The variables of a model and its optimizer, each once."""
-    variables = list(model.variables)
-    if model.optimizer is not None:
-        variables += model.optimizer.variables
+    """Returns the variables of a model and of the optimizers it holds, those of its own first, each once."""
+    optimizers = [model.optimizer] if model.optimizer is not None else []
+    variables = [*model.variables, *(v for o in [*optimizers, *optimizers_of(model)] for v in o.variables)]
     return list({id(v): v for v in variables}.values())
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring._keras.layers import all_layers
-from tfring._keras.outside import optimizers_of
+from tfring._keras.optimizers import optimizers_of
 from tfring._keras.sharding import cut_of
 
 _MOST_TEXT = 100  # characters of a value in an error

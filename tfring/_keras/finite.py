@@ -1,4 +1,4 @@
-"""Which replica's gradient was not finite first: noted in each step by each replica for itself, without a collective.
+"""Notes the replica whose gradient was not finite first: in each step, each replica for itself, without a collective.
 
 Once gradients are reduced, a NaN of one replica is everybody's; so it has to be seen before.
 """
@@ -6,6 +6,8 @@ Once gradients are reduced, a NaN of one replica is everybody's; so it has to be
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,7 +17,7 @@ _watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by strategy
 
 
 class Watch:
-    """What the replicas of this worker have noted.
+    """The notes of this worker's replicas.
 
     Attributes:
       names: of the variables, as the notes number them.
@@ -23,7 +25,7 @@ class Watch:
         whose gradient was not finite first; -1 where all were.
     """
 
-    def __init__(self, strategy):
+    def __init__(self, strategy: Any):
         self.names: list[str] = []
         self.notes = []
         for device in strategy.extended.worker_devices:
@@ -31,25 +33,20 @@ class Watch:
                 self.notes.append(tf.Variable([-1, -1], dtype=tf.int64, trainable=False))
 
 
-def begin(strategy) -> Watch:
-    """From now on steps that are traced note what their replicas find."""
+def begin(strategy: Any) -> Watch:
+    """Has steps that are traced from now on note what their replicas find."""
     _watches[strategy] = watch = Watch(strategy)
     return watch
 
 
-def end(strategy) -> None:
+def end(strategy: Any) -> None:
     _watches.pop(strategy, None)
 
 
-def note(strategy, optimizer, gradients, names, active) -> None:
-    """Called with the gradients of each replica before they are reduced, in the cross-replica context.
-
-    A LossScaleOptimizer's are left alone: it makes them infinite on purpose, and passes over such steps.
-    """
-    import keras
-
+def note(strategy: Any, optimizer: Any, gradients: Sequence[Any], names: Sequence[str], active: Any) -> None:
+    """Notes a replica's first gradient that is not finite, in the cross-replica context, before they are reduced."""
     watch = _watches.get(strategy)
-    if watch is None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if watch is None:
         return
     chosen = [(g, name) for g, name in zip(gradients, names, strict=False) if g is not None]
     if not chosen:
@@ -68,6 +65,6 @@ def note(strategy, optimizer, gradients, names, active) -> None:
             noted.assign(tf.where(is_first, found, noted))
 
 
-def _is_bad(gradient) -> tf.Tensor:
+def _is_bad(gradient: Any) -> tf.Tensor:
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return tf.logical_not(tf.reduce_all(tf.math.is_finite(values)))

@@ -10,25 +10,25 @@ one stay as they are, so here the others alone are read.
 
 from __future__ import annotations
 
+from typing import Any
+
+import keras
 import tensorflow as tf
 
-from tfring._keras import optimizers
-from tfring._keras.seam import seam
+from tfring._keras.ring_optimizer import RingOptimizer
 from tfring.cross_device_ops import values_of
-from tfring.recognition import ring_of
 from tfring.ring import library
 
 _MOST_THREADS = 4  # it runs on one, Keras' operations on all that TensorFlow has
 
 
-def install():
-    import keras
+class RingAdam(keras.optimizers.Adam, RingOptimizer):
+    """Adam and AdamW in one native operation."""
 
-    @seam(keras.optimizers.Adam, "update_step")
-    def adam(original, self, gradient, variable, learning_rate):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         held = None if self.amsgrad else _held_by_worker(self, variable, "_momentums", "_velocities")
         if held is None or not _suits(held[0]):
-            return original(self, gradient, variable, learning_rate)
+            return super().update_step(gradient, variable, learning_rate)
         from tfring.ring import ops
 
         weight, momentum, velocity = held
@@ -43,12 +43,16 @@ def install():
             variable.assign(value)
         return None
 
-    @seam(keras.optimizers.Adagrad, "update_step")
-    def adagrad(original, self, gradient, variable, learning_rate):
-        is_sparse = isinstance(gradient, tf.IndexedSlices) and optimizers.each_id_once()
+
+class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
+    """Adagrad that reads the rows of a sparse gradient alone, where the ring has summed them."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        has_each_id_once = self._current_update is not None and self._current_update.has_each_id_once
+        is_sparse = isinstance(gradient, tf.IndexedSlices) and has_each_id_once
         held = _held_by_worker(self, variable, "_accumulators") if is_sparse else None
         if held is None:
-            return original(self, gradient, variable, learning_rate)
+            return super().update_step(gradient, variable, learning_rate)
         weight, accumulator = held
         ids, values = gradient.indices, tf.cast(gradient.values, weight.dtype)
         sums = tf.gather(accumulator, ids) + tf.square(values)
@@ -58,11 +62,10 @@ def install():
         return None
 
 
-def _held_by_worker(optimizer, variable, *slots):
-    """The variables of TensorFlow behind a weight and its slots; None unless a ring's worker holds one of each."""
-    import keras
-
-    if ring_of(getattr(optimizer, "_distribution_strategy", None)) is None:
+def _held_by_worker(optimizer: Any, variable: Any, *slots: str) -> list[tf.Variable] | None:
+    """Returns the variables of TensorFlow behind a weight and its slots; None unless a ring's worker holds one of each.
+    """
+    if optimizer._ring is None:
         return None
     index = optimizer._get_variable_index(variable)
     every = [variable, *(getattr(optimizer, name)[index] for name in slots)]
@@ -71,8 +74,8 @@ def _held_by_worker(optimizer, variable, *slots):
     return [values[0] for values in held] if is_one else None
 
 
-def _suits(weight) -> bool:
-    """Whether the native operation takes it, and on one thread is faster than Keras on all."""
+def _suits(weight: tf.Variable) -> bool:
+    """Returns whether the native operation takes a weight, and on one thread is faster than Keras on all."""
     if not library.OPS.exists() or "GPU" in weight.device or weight.dtype not in (tf.float32, tf.float64):
         return False
     from tfring.ring import ops

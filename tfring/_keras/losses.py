@@ -39,7 +39,6 @@ def install():
     from keras.src.backend.tensorflow import trainer
     from keras.src.layers.layer import Layer
     from keras.src.losses import loss as loss_module
-    from keras.src.optimizers import base_optimizer, loss_scale_optimizer
     from keras.src.trainers import compile_utils
 
     _replace_scaling(loss_module)
@@ -57,13 +56,7 @@ def install():
         for _, function, _, _ in self._flat_losses:
             if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
                 _warn_of_scalar(function)
-        return _per_row_as_sum(loss)
-
-    for optimizer in (base_optimizer.BaseOptimizer, loss_scale_optimizer.LossScaleOptimizer):
-
-        @seam(optimizer, "scale_loss")  # where `train_step` hands a loss to the tape
-        def scale_loss(original, self, loss):
-            return original(self, _per_row_as_sum(loss))
+        return per_row_as_sum(loss)
 
     @seam(trainer.TensorFlowTrainer, "_aggregate_additional_loss")
     def additional_loss(original, self, loss):
@@ -112,7 +105,7 @@ def _replace_scaling(loss_module):
         return loss * current_ring().num_replicas_in_sync if step.weighing() else loss
 
 
-def _per_row_as_sum(loss):
+def per_row_as_sum(loss):
     """Makes a vector, whose elements the tape adds up, one whose mean over replicas is the sum; a scalar stays."""
     running = step.weighing()
     if running is None or loss is None or before_division(loss) is not loss:

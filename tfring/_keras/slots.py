@@ -1,8 +1,8 @@
-"""Pieces in files: slots of a sharded optimizer and weights in pieces are whole there, as one process writes them.
+"""Shards in files: slots of a sharded optimizer and sharded weights are full there, as one process writes them.
 
-So they load into any cluster. A rank has a piece of each, so all ranks take part in saving, also where one alone
-writes. Whoever saves a model gathers its pieces first, all of them and always in the same order, whatever goes on to be
-written. No rank holds more than a block of rows at a time, and on the one that writes large wholes lie in
+So they load into any cluster. A rank has a shard of each, so all ranks take part in saving, also where one alone
+writes. Saving a model gathers its shards first, all of them and always in the same order, whatever goes on to be
+written. No rank holds more than a block of rows at a time, and on the one that writes large full values lie in
 a file until then (`blocks.py`).
 """
 
@@ -10,33 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring import blocks
-from tfring._keras import large, outside, stores
+from tfring._keras import large, stores
+from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, piece_of, shards_of, whole_shape
+from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, piece_of, whole_shape
+from tfring._keras.shards import shards_of
 from tfring.errors import ConfigurationError
 
 _gathered: dict[int, np.ndarray] = {}  # whole values while a model is saved, by the identity of the variable
 
 
-def pieces_of(model) -> list:
-    """The weights of a model, and the slots of its optimizers, of which each rank has a piece."""
-    variables = [*model.variables, *(v for optimizer in outside.optimizers_of(model) for v in optimizer.variables)]
+def pieces_of(model: Any) -> list:
+    """Returns the weights of a model, and the slots of its optimizers, of which each rank has a shard."""
+    variables = [*model.variables, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
     return [v for v in {id(v): v for v in variables}.values() if cut_of(v) is not None]
 
 
 @contextlib.contextmanager
-def whole_pieces(model, keep: bool = True):
-    """While a model is saved; all ranks call it. `keep`: whether this rank writes."""
+def whole_pieces(model: Any, keep: bool = True) -> Iterator[None]:
+    """Gathers the full values of a model's shards while it is saved; all ranks call it. `keep`: this rank writes."""
     strategy = ring_of_model(model)
     if keep and strategy is not None and strategy.updater is not None:
         strategy.updater.renew(with_slots=True)
     pieces = [] if _gathered else pieces_of(model)
-    for piece in pieces:  # one by one: a rank that does not write has room for no more
+    for piece in pieces:  # one by one: a rank that does not write has memory for no more
         value = whole(piece, keep)
         if keep:
             _gathered[id(piece)] = value
@@ -47,10 +51,10 @@ def whole_pieces(model, keep: bool = True):
             _gathered.clear()
 
 
-def whole(variable, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
-    """The whole of which a variable holds a piece; all ranks call it. Nothing where this rank does not `keep` it.
+def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
+    """Returns the full value of which a variable holds a shard, or an empty array where this rank does not `keep` it.
 
-    With `of_each_replica` wholes that replicas hold apart, stacked along the data axis.
+    All ranks call it. With `of_each_replica` full values of all replicas, which differ, stacked along the data axis.
     """
     if id(variable) in _gathered:
         return _gathered[id(variable)]
@@ -81,7 +85,7 @@ def whole(variable, keep: bool = True, of_each_replica: bool = False) -> np.ndar
 class _Whole:
     """Stands for a slot where Keras asks for its path and its value."""
 
-    def __init__(self, slot):
+    def __init__(self, slot: Any):
         self.path = slot.path
         self._value = whole(slot)
 
@@ -92,17 +96,33 @@ class _Whole:
 class _Weights:
     """Stands for an optimizer where Keras asks for its weights."""
 
-    def __init__(self, weights):
+    def __init__(self, weights: list):
         self.weights = weights
 
 
-def install():
+def refusal_to_write(kind: str, pieces: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
+    """Returns the error where TensorFlow asks a layer or an optimizer with shards what to write.
+
+    Args:
+      kind: "weight" or "slot".
+      pieces: the variables of shards, which may be none yet.
+      holder: the layer or the optimizer.
+      save_type: "checkpoint" or "savedmodel", as TensorFlow gives it.
+    """
+    writer = "tf.train.Checkpoint" if save_type == "checkpoint" else "tf.saved_model.save"
+    received = "".join(f"{v.path!r} of " for v in pieces[:1])
+    return ConfigurationError(
+        f"A rank has its piece of a {kind} that is divided over workers, and {writer} would write that. Received: "
+        f"{received}{type(holder).__name__} {holder.name!r}. Save by `tfring.save(model, path)`, by `model.save` on "
+        "all ranks, or by tfring.callbacks.Backup."
+    )
+
+
+def install() -> None:
     import keras
     from keras.src.backend.tensorflow import core
     from keras.src.backend.tensorflow import layer as tensorflow_layer
-    from keras.src.backend.tensorflow import optimizer as tensorflow_optimizer
     from keras.src.legacy.saving import legacy_h5_format
-    from keras.src.optimizers import base_optimizer
     from keras.src.saving import saving_lib
 
     @seam(core.Variable, "__array__")  # which files write of a layer's weight
@@ -124,20 +144,6 @@ def install():
         """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
         wholes = [math.prod(whole_shape(v)) * v.value.dtype.size for v in pieces_of(model)]
         return max(wholes, default=0) < blocks.LARGE_BYTES and original(model)
-
-    @seam(base_optimizer.BaseOptimizer, "save_own_variables")
-    def save_own_variables(original, self, store):
-        variables = self.variables
-        if all(cut_of(v) is None for v in variables):
-            return original(self, store)
-        for number, variable in enumerate(variables):
-            is_cut = cut_of(variable) is not None
-            store[str(number)] = whole(variable) if is_cut else variable.numpy()
-
-    @seam(base_optimizer.BaseOptimizer, "load_own_variables")
-    def load_own_variables(original, self, store):
-        is_cut = any(cut_of(v) is not None for v in self.variables)
-        return original(self, stores.InBlocks(store) if is_cut else store)
 
     @seam(keras.layers.Layer, "get_weights")
     def get_weights(original, self):
@@ -168,25 +174,12 @@ def install():
             optimizer = _Weights([v if cut_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
+    @seam(tensorflow_layer.TFLayer, "_trackable_children")
     def trackable_children(original, self, save_type="checkpoint", **kwargs):
-        """Raises ConfigurationError where TensorFlow asks a layer or an optimizer with pieces what to write."""
-        of_optimizer = isinstance(self, tensorflow_optimizer.TFOptimizer)
-        held = self.variables if of_optimizer else self.weights
-        pieces = [f"{v.path!r} of " for v in held if cut_of(v) is not None]
-        if of_optimizer and save_type != "checkpoint":  # with a model, whose weights may be whole
-            return original(self, save_type, **kwargs)
-        if pieces or (of_optimizer and shards_of(self) is not None):
-            writer = "tf.train.Checkpoint" if save_type == "checkpoint" else "tf.saved_model.save"
-            raise ConfigurationError(
-                f"A rank has its piece of a {'slot' if of_optimizer else 'weight'} that is divided over workers, and "
-                f"{writer} would write that. Received: {''.join(pieces[:1])}{type(self).__name__} "
-                f"{self.name!r}. Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by "
-                "tfring.callbacks.Backup."
-            )
+        pieces = [v for v in self.weights if cut_of(v) is not None]
+        if pieces:
+            raise refusal_to_write("weight", pieces, self, save_type)
         return original(self, save_type, **kwargs)
-
-    seam(tensorflow_optimizer.TFOptimizer, "_trackable_children")(trackable_children)
-    seam(tensorflow_layer.TFLayer, "_trackable_children")(trackable_children)
 
     @seam(keras.callbacks.SwapEMAWeights, "_tf_swap_variables")
     def swap_variables(original, self, optimizer):
@@ -208,6 +201,6 @@ def install():
             average.assign(variable)
 
 
-def _averaged(optimizer):
+def _averaged(optimizer: Any) -> list[tuple[Any, Any]]:
     pairs = zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
     return [(variable, average) for variable, average in pairs if average is not None]

@@ -1,7 +1,7 @@
-"""Tables of `tfring.layers.ShardedEmbedding` and `DistributedEmbedding` in the hands of an optimizer.
+"""Initial values and updates of the tables of `tfring.layers.ShardedEmbedding` and `DistributedEmbedding`.
 
-A table's variable holds this worker's rows of it, its slots hold theirs. Its gradient is that of the whole batch when
-an optimizer takes it, as IndexedSlices whose ids count this worker's rows. With `update="dense"` Keras updates all rows
+A table's variable holds this worker's rows, its slots hold theirs. An optimizer gets the gradient of the whole batch,
+as IndexedSlices whose ids number this worker's rows. With `update="dense"` Keras updates all rows
 of this worker; with `update="rows"` those that have a gradient:
 
 ```
@@ -9,22 +9,22 @@ ids with a gradient ─► rows of the weight ─┐                        ┌�
                    └─► rows of each slot ──┴─► Keras' update_step ──┘
 ```
 
-What `apply` does with gradients of several workers is in `optimizers.py`; files are in `slots.py`.
+An optimizer's way with gradients of several workers is in `ring_optimizer.py`; files are in `slots.py`.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras.seam import seam
-from tfring._keras.sharding import Division, axis_of, cut_of, refuse_unless_element_wise, shards_of
+from tfring._keras.sharding import Division
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
 from tfring.reduction.cuts import Cut
 from tfring.reduction.placement import Placement
 from tfring.ring.collectives import LocalCollectives
@@ -37,12 +37,12 @@ _ROW_BY_ROW = ("Zeros", "Ones", "Constant", "RandomUniform", "RandomNormal", "Tr
 _NOT_SLOTS = ("_variables", "_trainable_variables")  # of an optimizer's lists
 
 
-def update_of(variable) -> str | None:
-    """"rows" or "dense" for a table; None for any other variable."""
+def update_of(variable: Any) -> str | None:
+    """Returns "rows" or "dense" for a table; None for any other variable."""
     return getattr(variable, "_tfring_table", None)
 
 
-def sum_ids(variable) -> None:
+def sum_ids(variable: Any) -> None:
     """Marks a Keras variable that is looked up: also in one process an id counts once in its gradient.
 
     Keras' optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
@@ -50,8 +50,13 @@ def sum_ids(variable) -> None:
     variable._tfring_sums_ids = True
 
 
-def add_table(layer, name: str, parts, placement: Placement | Cut, division: Division):
-    """The weight of a layer with `update` that holds this worker's part of a table, or of several in one.
+def sums_ids(variable: Any) -> bool:
+    """Returns whether `sum_ids` has marked a variable."""
+    return getattr(variable, "_tfring_sums_ids", False)
+
+
+def add_table(layer: Any, name: str, parts: Iterable[Any], placement: Placement | Cut, division: Division) -> Any:
+    """Makes the weight of a layer with `update` that holds this worker's shard of a table, or of several in one.
 
     `parts` are as of `InitialRows`.
     """
@@ -62,7 +67,7 @@ def add_table(layer, name: str, parts, placement: Placement | Cut, division: Div
 
 
 def check_update(update: str) -> None:
-    """Raises ConfigurationError for what is no way to update tables."""
+    """Raises ConfigurationError for an unknown way to update tables."""
     if update not in UPDATES:
         raise ConfigurationError(f"`update` is one of {UPDATES}. Received: update={update!r}")
 
@@ -71,17 +76,17 @@ def check_update(update: str) -> None:
 
 
 class InitialRows:
-    """The initializer of this worker's part: that of the same tables whatever the number of workers.
+    """The initializer of this worker's shard: that of the same tables whatever the number of workers.
 
     Args:
       parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: an initializer of Keras
-        for the whole of it, and its rows among those of all.
-      placement: how all together are divided.
-      division: over whom.
+        for all of it, and its rows among those of all.
+      placement: of all together.
+      division: the ranks that have the shards.
       layer: its name, for errors.
     """
 
-    def __init__(self, parts, placement: Placement | Cut, division: Division, layer: str):
+    def __init__(self, parts: Iterable[Any], placement: Placement | Cut, division: Division, layer: str):
         self._parts = list(parts)
         self._placement = placement
         self._rank = division.collectives.rank
@@ -95,7 +100,7 @@ class InitialRows:
                     f"{layer!r}, of shape {(end - begin, *placement.shape[1:])}."
                 )
 
-    def __call__(self, shape, dtype=None):
+    def __call__(self, shape: Any, dtype: Any = None) -> tf.Tensor:
         from keras.src.backend.common.stateless_scope import in_stateless_scope
 
         if in_stateless_scope():  # while Keras looks what shapes come out
@@ -109,12 +114,12 @@ class InitialRows:
     def _is_large(self, rows: int) -> bool:
         return rows * math.prod(self._placement.shape[1:]) > WHOLE_ELEMENTS
 
-    def _at_once(self, initializer, begin, end, dtype):
+    def _at_once(self, initializer: Any, begin: int, end: int, dtype: Any) -> tf.Tensor:
         whole = tf.convert_to_tensor(initializer((end - begin, *self._placement.shape[1:]), dtype=dtype))
         [whole] = self._world.broadcast([whole], name="initial value of a table")
         return whole[self._placement.part_within(self._rank, begin, end)]
 
-    def _in_blocks(self, initializer, begin, end, dtype):
+    def _in_blocks(self, initializer: Any, begin: int, end: int, dtype: Any) -> tf.Tensor:
         row_shape = self._placement.shape[1:]
         step = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
         config, seed = initializer.get_config(), self._agreed_seed(initializer)
@@ -133,11 +138,11 @@ class InitialRows:
         return result.finish()
 
     def _count(self, begin: int, end: int) -> int:
-        """How many of these rows are this worker's."""
+        """Returns how many of these rows are this worker's."""
         rows, *_ = self._placement.part_within(self._rank, begin, end)
         return len(range(*rows.indices(end - begin)))
 
-    def _agreed_seed(self, initializer) -> int:
+    def _agreed_seed(self, initializer: Any) -> int:
         seed = getattr(initializer, "seed", 0)
         seed = seed if isinstance(seed, int) else int(np.asarray(seed.next()).reshape(-1)[0])
         [agreed] = self._world.broadcast([tf.constant([seed], tf.int64)], name="seed of a table")
@@ -145,17 +150,17 @@ class InitialRows:
 
 
 class _Filled:
-    """A tensor that is written piece by piece: it is there once, and TensorFlow's own memory, so that what holds it may
+    """A tensor that is written part by part: it is there once, and TensorFlow's own memory, so that what holds it may
     write to it (of NumPy's it would make a copy).
     """
 
-    def __init__(self, shape, dtype):
+    def __init__(self, shape: Sequence[int], dtype: Any):
         self._of = {"dtype": tf.as_dtype(dtype)}
         self._handle = tf.raw_ops.VarHandleOp(**self._of, shape=shape, shared_name=f"tfring/filled/{uuid.uuid4()}")
         empty = tf.raw_ops.Empty(shape=shape, **self._of)
         tf.raw_ops.AssignVariableOp(resource=self._handle, value=empty)
 
-    def write(self, begin: int, rows) -> None:
+    def write(self, begin: int, rows: tf.Tensor) -> None:
         tf.raw_ops.ResourceStridedSliceAssign(
             ref=self._handle, begin=[begin], end=[begin + len(rows)], strides=[1], value=rows
         )
@@ -166,7 +171,7 @@ class _Filled:
         return tensor
 
 
-def _draws_row_by_row(initializer) -> bool:
+def _draws_row_by_row(initializer: Any) -> bool:
     kind = type(initializer).__name__
     return kind in _ROW_BY_ROW or (kind == "VarianceScaling" and initializer.mode == "fan_out")
 
@@ -177,7 +182,7 @@ def _draws_row_by_row(initializer) -> bool:
 class _Rows:
     """Some rows of a variable, where Keras' `update_step` expects the variable."""
 
-    def __init__(self, variable, ids, key):
+    def __init__(self, variable: Any, ids: tf.Tensor, key: Any):
         self._variable = values_of(variable.value)[0]
         self._ids = ids
         self._unique_id = key  # by which the optimizer finds its slots
@@ -187,33 +192,33 @@ class _Rows:
         self.name = self._variable.name
 
     @property
-    def shape(self):
+    def shape(self) -> tf.TensorShape:
         return self._tensor.shape
 
     @property
-    def value(self):
+    def value(self) -> _Rows:
         return self
 
-    def assign(self, value):
+    def assign(self, value: Any) -> None:
         self._tensor = tf.ensure_shape(tf.cast(value, self.dtype), self._tensor.shape)
         self._is_written = True
 
-    def assign_add(self, value):
+    def assign_add(self, value: Any) -> None:
         self.assign(self._tensor + tf.cast(value, self.dtype))
 
-    def assign_sub(self, value):
+    def assign_sub(self, value: Any) -> None:
         self.assign(self._tensor - tf.cast(value, self.dtype))
 
     def write_back(self) -> None:
         if self._is_written:
             self._variable.scatter_update(tf.IndexedSlices(self._tensor, self._ids))
 
-    def __tf_tensor__(self, dtype=None, name=None):
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._tensor, dtype=dtype, name=name)
 
 
-def _operator(name):
-    def apply(self, *others):
+def _operator(name: str) -> Callable:
+    def apply(self: Any, *others: Any) -> tf.Tensor:
         return getattr(self._tensor, name)(*(tf.convert_to_tensor(o, self.dtype) for o in others))
 
     return apply
@@ -223,8 +228,8 @@ for _name in ("neg", *(side + name for side in ("", "r") for name in ("add", "su
     setattr(_Rows, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _update_rows(optimizer, gradient, variable, learning_rate) -> None:
-    """Keras' update of the rows that have a gradient, of their slots, and their weight decay."""
+def update_rows(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    """Applies Keras' update, and weight decay, to the rows of a table that have a gradient, and to their slots."""
     if not isinstance(gradient, tf.IndexedSlices):
         raise ConfigurationError(
             'A table with update="rows" is used by lookups alone, whose gradients are of rows. Received: a dense '
@@ -235,7 +240,7 @@ def _update_rows(optimizer, gradient, variable, learning_rate) -> None:
     weight = _Rows(variable, gradient.indices, key)
     parts = [weight]
     # Not copy.copy, by which Keras pickles. Past its trackers, for which a slot is a variable.
-    of_rows = object.__new__(type(optimizer))
+    of_rows = object.__new__(optimizer.__class__)
     vars(of_rows).update(vars(optimizer))
     for name, slots in vars(optimizer).items():
         slot = slots[index] if isinstance(slots, list) and name not in _NOT_SLOTS and len(slots) > index else None
@@ -250,97 +255,27 @@ def _update_rows(optimizer, gradient, variable, learning_rate) -> None:
         part.write_back()
 
 
-def _with_each_id_once(gradient):
+def with_each_id_once(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns a gradient of a table with the rows of each id summed."""
     [(values, indices)], _ = LocalCollectives().sum_rows([gradient.values], [gradient.indices], name="rows of a table")
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def _check(optimizer, variables) -> None:
-    """Raises ConfigurationError for what would update tables wrongly."""
-    import keras
-
-    tables = [v for v in variables if update_of(v) is not None]
-    if not tables or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which delegates
-        return
-    if hasattr(keras.optimizers, "MultiOptimizer") and isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        return
-    by_rows = [v for v in tables if update_of(v) == "rows"]
-    if by_rows or any(cut_of(v) is not None for v in tables):
-        refuse_unless_element_wise(
-            optimizer, "A ShardedEmbedding updates some rows of a table apart from others", "keras.layers.Embedding"
-        )
+def refuse_what_goes_over_all_rows(optimizer: Any, table: Any) -> None:
+    """Raises ConfigurationError for settings of an optimizer that a table with update="rows" does not go with."""
     wanted = [name for name in ("use_ema", "gradient_accumulation_steps") if getattr(optimizer, name)]
-    if by_rows and wanted:
+    if wanted:
         raise ConfigurationError(
             f'A table with update="rows" is left alone but for rows with a gradient, and {wanted[0]} goes over all. '
             f"Received: {wanted[0]}={getattr(optimizer, wanted[0])} of {type(optimizer).__name__} "
-            f"{optimizer.name!r} for {by_rows[0].path!r}. Make the layer with update=\"dense\"."
+            f'{optimizer.name!r} for {table.path!r}. Make the layer with update="dense".'
         )
 
 
-def _filling(initializer):
-    """An initializer of the same values; for one number without the temporary copies of Keras' Constant."""
+def without_copies(initializer: Any) -> Any:
+    """Returns an initializer of the same values; for one number without the temporary copies of Keras' Constant."""
     import keras
 
     if type(initializer) is not keras.initializers.Constant or np.ndim(initializer.value):
         return initializer
     return lambda shape, dtype=None: tf.fill(shape, tf.cast(initializer.value, dtype))
-
-
-def install():
-    import keras
-    from keras.src.backend.tensorflow import optimizer
-    from keras.src.optimizers import base_optimizer
-
-    tf_optimizer = optimizer.TFOptimizer
-
-    @seam(base_optimizer.BaseOptimizer, "build")
-    def build(original, self, variables):
-        _check(self, variables)
-        return original(self, variables)
-
-    @seam(tf_optimizer, "add_variable_from_reference")
-    def add_variable_from_reference(original, self, reference_variable, name=None, initializer="zeros"):
-        update = update_of(reference_variable)
-        if update is None:
-            return original(self, reference_variable, name=name, initializer=initializer)
-        slot = original(self, reference_variable, name=name, initializer=_filling(initializer))
-        slot._tfring_table = update
-        return slot
-
-    def add_variable(original, self, shape, *args, name=None, **kwargs):
-        in_pieces = shards_of(self) is not None or any(update_of(v) or axis_of(v) for v in self._trainable_variables)
-        if name != "accumulator" or not in_pieces:
-            return original(self, shape, *args, name=name, **kwargs)
-        variable = self._trainable_variables[len(self._accumulators)]
-        return self.add_variable_from_reference(variable, name=name, initializer=kwargs["initializer"])
-
-    for kind in (keras.optimizers.Adagrad, keras.optimizers.Ftrl):  # which Keras 3.8 has make accumulators of shapes
-        seam(kind, "add_variable")(add_variable)
-
-    @seam(base_optimizer.BaseOptimizer, "_backend_apply_gradients")
-    def backend_apply_gradients(original, self, grads, trainable_variables):
-        alone = ring_of(getattr(self, "_distribution_strategy", None)) is None
-
-        def has_duplicates(variable):
-            return update_of(variable) or (alone and getattr(variable, "_tfring_sums_ids", False))
-
-        grads = [
-            _with_each_id_once(g) if has_duplicates(v) and isinstance(g, tf.IndexedSlices) else g
-            for g, v in zip(grads, trainable_variables, strict=True)
-        ]
-        return original(self, grads, trainable_variables)
-
-    @seam(tf_optimizer, "_apply_weight_decay")
-    def apply_weight_decay(original, self, variables):
-        return original(self, [v for v in variables if update_of(v) != "rows"])
-
-    @seam(tf_optimizer, "_backend_update_step")
-    def backend_update_step(original, self, grads, trainable_variables, learning_rate):
-        pairs = list(zip(grads, trainable_variables, strict=True))
-        others = [(g, v) for g, v in pairs if update_of(v) != "rows"]
-        if others:
-            original(self, [g for g, _ in others], [v for _, v in others], learning_rate)
-        for gradient, variable in pairs:
-            if update_of(variable) == "rows":
-                _update_rows(self, gradient, variable, learning_rate)

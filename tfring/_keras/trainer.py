@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfring import _tf, data, step
 from tfring._keras import agreement, batch_shapes, loop, outside, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
+from tfring._keras.adoption import adopt_optimizers
 from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
 from tfring._keras.parts import refuse_astray
@@ -81,7 +82,7 @@ def install():
         first = self.train_function is None and self.test_function is None
         if first:
             outside.refuse_weights(self, strategy)
-            outside.take_in_optimizers(self, strategy)
+            adopt_optimizers(self, strategy)
         with strategy.scope():
             try:
                 self._symbolic_build(data_batch=data_batch)
@@ -103,7 +104,7 @@ def install():
             return original(self, *args, **kwargs)
         with strategy.scope():  # optimizers and metrics made here belong to the model's strategy
             original(self, *args, **kwargs)
-        outside.take_in_optimizers(self, strategy)
+        adopt_optimizers(self, strategy)
         refuse_astray(self)
 
     for name in ("fit", "evaluate", "predict"):

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import blocks, equality
-from tfring._keras import outside, slots, stages
+from tfring._keras import slots, stages
 from tfring._keras.callbacks import all_variables
+from tfring._keras.optimizers import optimizers_of
 from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, held_of, whole_shape
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
@@ -25,8 +26,7 @@ from tfring.errors import ConfigurationError
 
 def variables_of(model) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
-    variables = [*all_variables(model), *(v for o in outside.optimizers_of(model) for v in o.variables)]
-    each_once = {id(v): v for v in [*variables, *metrics_variables_of(model)]}.values()
+    each_once = {id(v): v for v in [*all_variables(model), *metrics_variables_of(model)]}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
 
@@ -39,7 +39,7 @@ def describe_optimizers(model) -> list[list[int | None] | None]:
     """Returns for each optimizer the numbers of the model's variables that it was built for; None where it was not."""
     numbers = {id(v): number for number, v in enumerate(model.variables)}
     found: list[list[int | None] | None] = []
-    for optimizer in outside.optimizers_of(model):
+    for optimizer in optimizers_of(model):
         built_for = [numbers.get(id(v)) for v in optimizer._trainable_variables] if optimizer.built else [None]
         found.append(None if None in built_for else built_for)
     return found
@@ -48,14 +48,14 @@ def describe_optimizers(model) -> list[list[int | None] | None]:
 def build_optimizers(strategy, model, descriptions: Sequence[list[int] | None]) -> None:
     """Makes the slots of optimizers that were built when they were described, as their first update would."""
     variables = model.variables
-    for optimizer, numbers in zip(outside.optimizers_of(model), descriptions, strict=False):
+    for optimizer, numbers in zip(optimizers_of(model), descriptions, strict=False):
         if not optimizer.built and numbers is not None and max(numbers, default=-1) < len(variables):
             with strategy.scope():
                 optimizer.build([variables[number] for number in numbers])
 
 
 def _accumulators_of(model) -> set[int]:
-    return {id(v) for o in outside.optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
+    return {id(v) for o in optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
 
 
 def _is_read_as_sum(variable: keras.Variable) -> bool:

@@ -1,0 +1,105 @@
+"""Makes optimizers a RingStrategy's: those born in its scope, and those that its models hold.
+
+| optimizer | |
+|---|---|
+| made in the scope | born a ring's |
+| made outside, without slots, held by a model of the strategy | adopted: its variables are made again in the scope |
+| made outside, to update variables made inside | rejected |
+| of one process, for a table of `tfring.layers` | becomes a ring's where it is built, without a strategy |
+| any other | stays Keras' own |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfring._keras import fused, ring_optimizer, tables
+from tfring._keras.optimizer_class import join_ring, leave_ring, register
+from tfring._keras.optimizers import optimizers_of
+from tfring._keras.ring_optimizer import RingOptimizer
+from tfring._keras.seam import seam
+from tfring.errors import ConfigurationError
+from tfring.recognition import ring_of
+
+SCOPE = "inside `with strategy.scope():`"
+
+
+def adopt_optimizers(model: Any, strategy: Any) -> None:
+    """Makes optimizers that a model holds its strategy's.
+
+    Raises:
+      ConfigurationError: an optimizer was built outside the scope.
+    """
+    for optimizer in optimizers_of(model):
+        if getattr(optimizer, "_distribution_strategy", strategy) is strategy:
+            continue
+        if optimizer.built:
+            raise _not_of_scope(optimizer, "built outside the scope of the model's strategy")
+        optimizer._distribution_strategy = strategy
+        join_ring(optimizer)
+        adopt_variables(optimizer._variables, strategy)
+
+
+def adopt_variables(variables: Sequence[Any], strategy: Any) -> None:
+    """Makes Keras variables again in the scope of a strategy, with the values they have."""
+    for variable in variables:
+        if not is_of(variable, strategy):
+            value = variable._value.numpy()
+            with strategy.scope():
+                variable._initialize(value)
+
+
+def is_of(variable: Any, strategy: Any) -> bool:
+    """Returns whether a Keras variable was made in the scope of a strategy, or will be made later."""
+    value = variable._value
+    if value is None:  # Keras makes it later
+        return True
+    return isinstance(value, tf.distribute.DistributedValues) and value.distribute_strategy is strategy
+
+
+def ring_of_variable(variable: Any) -> Any:
+    """Returns the RingStrategy in whose scope a variable of Keras or TensorFlow was made; None where there is none."""
+    value = getattr(variable, "_value", variable)
+    return ring_of(value.distribute_strategy) if isinstance(value, tf.distribute.DistributedValues) else None
+
+
+def install() -> None:
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    register(keras.optimizers.Optimizer, RingOptimizer)
+    register(keras.optimizers.LossScaleOptimizer, ring_optimizer.RingLossScaleOptimizer)
+    register(keras.optimizers.Adam, fused.RingAdam)
+    register(keras.optimizers.Adagrad, fused.RingAdagrad)
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        register(keras.optimizers.MultiOptimizer, ring_optimizer.RingMultiOptimizer)
+
+    @seam(TFOptimizer, "__init__")
+    def init(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if ring_of(self._distribution_strategy) is not None:
+            join_ring(self)
+        else:
+            leave_ring(self)  # one made by `type(optimizer)(...)` of a ring's
+
+    @seam(BaseOptimizer, "build")
+    def build(original, self, variables):
+        if isinstance(self, RingOptimizer):
+            return original(self, variables)
+        if any(ring_of_variable(v) is not None for v in variables):
+            raise _not_of_scope(self, "to be applied to variables made in the scope")
+        if any(tables.update_of(v) or tables.sums_ids(v) for v in variables):
+            join_ring(self)
+            return RingOptimizer.build(self, variables)
+        return original(self, variables)
+
+
+def _not_of_scope(optimizer: Any, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        "An optimizer belongs to the strategy in whose scope it was made. Received: "
+        f"{type(optimizer).__name__} {optimizer.name!r}, {what}. Make it {SCOPE}."
+    )

@@ -1,0 +1,129 @@
+"""Slots of an optimizer of a RingStrategy: made for shards and tables, given full values, written to files in full."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfring._keras import slots, stores, tables
+from tfring._keras.sharding import axis_of, cut_of, mark, piece_of
+from tfring._keras.shards import Shards, refuse_unless_element_wise, shards_of
+from tfring.recognition import ring_of
+
+_ACCUMULATOR = "gradient_accumulator"  # of each worker's own gradients, which are full
+
+
+class OptimizerSlots(keras.optimizers.Optimizer):
+    """The part of `RingOptimizer` that holds state."""
+
+    _delegates = False  # to other optimizers, which have the slots
+    _tfring_shards: Shards | None = None
+
+    @property
+    def _ring(self) -> Any:
+        """The RingStrategy of this optimizer; None in one process, where it updates tables."""
+        return ring_of(getattr(self, "_distribution_strategy", None))
+
+    # -- making slots ----------------------------------------------------------------------------------------------
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if not self._delegates:
+            self._check_tables(variables)
+            ring = self._ring
+            if ring is not None and ring.shard_optimizer and ring.cluster.world_size > 1:
+                refuse_unless_element_wise(
+                    self, "shard_optimizer=True gives each worker a piece of every weight", "leave shard_optimizer out"
+                )
+                self._tfring_shards = Shards(ring, self, variables)
+            elif any(map(axis_of, variables)):
+                refuse_unless_element_wise(
+                    self,
+                    "A worker has a piece of each weight that is divided over workers",
+                    "layers that are not divided",
+                )
+        super().build(variables)
+
+    def _check_tables(self, variables: Sequence[Any]) -> None:
+        """Raises ConfigurationError where this optimizer would update tables wrongly."""
+        every = [v for v in variables if tables.update_of(v) is not None]
+        by_rows = [v for v in every if tables.update_of(v) == "rows"]
+        if by_rows or any(cut_of(v) is not None for v in every):
+            refuse_unless_element_wise(
+                self, "A ShardedEmbedding updates some rows of a table apart from others", "keras.layers.Embedding"
+            )
+        if by_rows:
+            tables.refuse_what_goes_over_all_rows(self, by_rows[0])
+
+    def add_variable_from_reference(
+        self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        shards, shard = self._tfring_shards, None
+        if shards is not None and name != _ACCUMULATOR:
+            shard = shards.shard(reference_variable)
+        reference = reference_variable if shard is None else shard
+        update = tables.update_of(reference_variable)
+        if update is not None:
+            initializer = tables.without_copies(initializer)
+        axis, strategy = axis_of(reference), None
+        own: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if axis is not None:
+            strategy = reference.value.distribute_strategy
+            own = strategy.extended.variables_of_worker()
+        with own:
+            slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
+        if axis is not None:
+            mark(slot, strategy, cut_of(reference), axis)
+        if update is not None:
+            slot._tfring_table = update
+        return slot
+
+    def add_variable(self, shape: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
+        """Makes accumulators of the shards that a worker holds, where Keras 3.8 makes them of the weights' shapes."""
+        is_accumulator = name == "accumulator" and isinstance(self, (keras.optimizers.Adagrad, keras.optimizers.Ftrl))
+        if not is_accumulator or not self._is_in_shards():
+            return super().add_variable(shape, *args, name=name, **kwargs)
+        variable = self._trainable_variables[len(self._accumulators)]
+        return self.add_variable_from_reference(variable, name=name, initializer=kwargs["initializer"])
+
+    def _is_in_shards(self) -> bool:
+        of_tables = any(tables.update_of(v) or axis_of(v) for v in self._trainable_variables)
+        return self._tfring_shards is not None or of_tables
+
+    def _var_key(self, variable: Any) -> Any:
+        key, shards = super()._var_key(variable), self._tfring_shards
+        return key if shards is None else shards.keys.get(key, key)
+
+    # -- full values given to slots --------------------------------------------------------------------------------
+
+    def assign(self, variable: Any, value: Any) -> None:
+        super().assign(variable, piece_of(variable, value))  # of a slot that begins as its weight
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        if self._tfring_shards is not None:
+            weights = [piece_of(v, w) for v, w in zip(self._variables, weights, strict=False)]
+        super().set_weights(weights)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        variables = self.variables
+        if all(cut_of(v) is None for v in variables):
+            return super().save_own_variables(store)
+        for number, variable in enumerate(variables):
+            is_cut = cut_of(variable) is not None
+            store[str(number)] = slots.whole(variable) if is_cut else variable.numpy()
+        return None
+
+    def load_own_variables(self, store: Any) -> None:
+        is_cut = any(cut_of(v) is not None for v in self.variables)
+        super().load_own_variables(stores.InBlocks(store) if is_cut else store)
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type == "checkpoint":  # else with a model, whose weights may be full
+            pieces = [v for v in self.variables if cut_of(v) is not None]
+            if pieces or shards_of(self) is not None:
+                raise slots.refusal_to_write("slot", pieces, self, save_type)
+        return super()._trackable_children(save_type, **kwargs)

@@ -1,0 +1,367 @@
+"""The way of a gradient through an optimizer of a RingStrategy, from top to bottom.
+
+```
+                    Keras                                   RingOptimizer
+apply               ─►                                      weigh by rows ─► sum the replicas of the worker
+_backend_apply_…    accumulate ─►                           the same
+_clip_gradients     clip, each worker its own gradient      reduce over workers ─► clip, as one process would
+_apply_weight_decay,
+_backend_update_…   all_reduce ─► update                    update: weights, shards, rows of tables ─► gather
+```
+
+A LossScaleOptimizer reduces before it checks whether gradients are finite, and hands reduced ones on.
+
+The methods of `RingOptimizer` come behind those of an optimizer's class and of a user's subclass, and before those of
+`keras.optimizers.Optimizer` (`optimizer_class.py`). So `super()` in a user's method finds them.
+
+A gradient is weighed by its replica's share of the rows where the optimizer takes it, so that their sum is the gradient
+of the whole batch, whatever loss it comes from. In a loop of the user's own, where no rows are counted, gradients are
+summed as `tf.distribute` has it. Clipping on local gradients is horovod #1346; the finite check of LossScaleOptimizer
+on local gradients sends ranks down different branches. The whole of `apply` runs in the cross-replica context: there it
+may contain `cond` (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
+
+The gradient of a shard, where ranks along the data axis have different ones, is that of the whole batch already: what
+made it has weighed it and summed it (`layers/lookup.py`, `layers/own_rows.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfring import step
+from tfring._keras import clipping, finite, tables
+from tfring._keras.losses import per_row_as_sum
+from tfring._keras.optimizer_class import join_ring
+from tfring._keras.optimizer_slots import OptimizerSlots
+from tfring._keras.optimizers import optimizers_of
+from tfring._keras.overrides import ReducedForOverrides
+from tfring._keras.sharding import axis_of, cut_of, gradient_is_complete, piece_of
+from tfring._keras.shards import Shards, is_value, shards_of
+from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
+
+
+@dataclasses.dataclass
+class Update:
+    """One `apply` of an optimizer under way, in the cross-replica context.
+
+    Attributes:
+      active: bool scalar, whether this worker contributes; None where it does.
+      is_weighed: whether gradients are zeros where it does not.
+      is_reduced: whether gradients are those of all workers.
+      is_sharded: whether gradients are of the shards of weights.
+      differs_by_rank: whether ranks hold different gradients once they are reduced.
+      has_each_id_once: whether IndexedSlices hold no id twice: the ring has summed them.
+      variables: of the gradients, once Keras has sorted out those without.
+    """
+
+    active: tf.Tensor | None = None
+    is_weighed: bool = False
+    is_reduced: bool = False
+    is_sharded: bool = False
+    differs_by_rank: bool = False
+    has_each_id_once: bool = True
+    variables: Sequence[Any] = ()
+
+
+class RingOptimizer(OptimizerSlots):
+    """An optimizer of a RingStrategy, or one of a process alone that updates tables."""
+
+    in_front_of_overrides = ReducedForOverrides
+    _current_update: Update | None = None
+
+    def _take_along(self) -> None:
+        """Has optimizers that this one hands gradients to join its ring."""
+        for inner in optimizers_of(self) if self._ring is not None else ():
+            if not isinstance(inner, RingOptimizer):
+                inner._distribution_strategy = self._ring
+                join_ring(inner)
+
+    # -- 0. a loss, on its way to the tape -------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Any) -> Any:
+        return super().scale_loss(per_row_as_sum(loss))
+
+    # -- 1. weigh, and sum the replicas of this worker -------------------------------------------------------------
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        self._enter(grads, trainable_variables, super().apply)
+
+    def _enter(self, grads: Sequence[Any], variables: Sequence[Any] | None, apply: Callable) -> None:
+        """Runs Keras' `apply` in the cross-replica context, with weighed gradients.
+
+        Raises:
+          ConfigurationError: outside of a replica, where no collective would aggregate the workers' gradients.
+        """
+        ring = self._ring
+        variables = None if variables is None else list(variables)
+        if ring is None or self._current_update is not None:
+            return apply(grads, variables)
+        if tf.distribute.get_replica_context() is None or not tf.distribute.has_strategy():
+            if ring.cluster.world_size > 1:
+                raise _no_replica(self, ring)
+            return apply(grads, variables)
+        every = list(variables or self._trainable_variables)
+        if len(every) != len(grads):  # Keras says what is missing
+            return apply(grads, variables)
+        running = step.current() or step.Step()
+        is_complete = [*map(gradient_is_complete, every)]
+        triples = zip(grads, every, is_complete, strict=True)
+        weighed = [g if done or is_value(v) else running.weigh(g) for g, v, done in triples]
+
+        def in_cross_replica(grads: Sequence[Any], active: Any) -> None:
+            self._note_finite(grads, every, active)
+            summed, worker_active = self._sum_on_worker(grads, is_complete, active)
+            servers = ring.updater  # which update weights in place of this optimizer
+            is_weighed = running.share is not None
+            with self._updating(Update(worker_active, is_weighed, is_reduced=servers is not None)):
+                apply(summed, variables) if servers is None else servers.apply(self, summed, every)
+
+        ring.extended.cross_replica(in_cross_replica, weighed, running.active)
+        return None
+
+    def _note_finite(self, grads: Sequence[Any], variables: Sequence[Any], active: Any) -> None:
+        """Notes for `CheckFinite` the first gradient of a replica that is not finite, before it is summed."""
+        finite.note(self._ring, self, grads, _names(variables), active)
+
+    def _sum_on_worker(
+        self, grads: Sequence[Any], is_complete: Sequence[bool], active: Any
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """Returns the sums over this worker's replicas, and whether the worker contributes; None where it does.
+
+        A worker without rows of the batch has shards whose gradients are of the rows of others.
+        """
+        ops = self._ring.extended.gradient_ops
+        flags = None if active is None else values_of(active)
+        # One replica without rows is left to the ring, which then adds zeros for free. Not so where gradients are
+        # accumulated: those of earlier steps count.
+        active = None
+        if flags is not None and len(flags) == 1 and not self.gradient_accumulation_steps:
+            [active], flags = flags, None
+        pairs = zip(grads, is_complete, strict=True)
+        return [None if g is None else ops.sum_on_worker(g, None if done else flags) for g, done in pairs], active
+
+    @contextlib.contextmanager
+    def _updating(self, update: Update) -> Iterator[None]:
+        """Notes the update under way in this optimizer and in those that it hands gradients to."""
+        involved = [o for o in (self, *optimizers_of(self)) if isinstance(o, RingOptimizer)]
+        before = [optimizer._current_update for optimizer in involved]
+        try:
+            for optimizer in involved:
+                object.__setattr__(optimizer, "_current_update", update)
+            yield
+        finally:
+            for optimizer, earlier in zip(involved, before, strict=True):
+                object.__setattr__(optimizer, "_current_update", earlier)
+
+    # -- 2. accumulate ---------------------------------------------------------------------------------------------
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        """Adds gradients to accumulators, or goes on with their sum where an update is due: Keras' own."""
+        if self._current_update is None and any(map(axis_of, trainable_variables)):
+            raise _outside(self)
+        pairs = zip(grads, trainable_variables, strict=True)
+        grads = [tables.with_each_id_once(g) if self._sums_ids(g, v) else g for g, v in pairs]
+        update = self._current_update
+        if update is None and any(map(tables.update_of, trainable_variables)):
+            update = Update(is_reduced=True, has_each_id_once=False)  # of one process
+        if update is None:
+            return super()._backend_apply_gradients(grads, trainable_variables)
+        update.variables = list(trainable_variables)
+        with self._updating(update):
+            return super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _sums_ids(self, gradient: Any, variable: Any) -> bool:
+        is_table = tables.update_of(variable) or (self._ring is None and tables.sums_ids(variable))
+        return bool(is_table) and isinstance(gradient, tf.IndexedSlices)
+
+    # -- 3. reduce, 4. clip ----------------------------------------------------------------------------------------
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Reduces and clips: Keras calls it when an update is due, with the gradients that are to be applied."""
+        update, shards = self._current_update, self._tfring_shards
+        if update is None:
+            if shards is not None:
+                raise _outside(self)
+            return super()._clip_gradients(grads)
+        variables = update.variables
+        if not update.is_reduced:
+            grads = self._reduce(grads, variables, shards)
+        held = variables if shards is None else shards.held(variables)
+        if shards is not None and update.is_reduced and not update.is_sharded:
+            pairs = zip(held, variables, grads, strict=True)
+            grads = [g if shard is v else piece_of(shard, g) for shard, v, g in pairs]
+        axes = [*map(axis_of, held)]
+        if any(axes) or any(map(tables.update_of, variables)):  # which Keras would make dense
+            return clipping.clip(self, self._ring, grads, axes, super()._clip_gradients)
+        return super()._clip_gradients(grads)
+
+    def _reduce(self, grads: Sequence[Any], variables: Sequence[Any], shards: Shards | None) -> list[Any]:
+        """Returns the gradients of all workers: the one place where an optimizer aggregates over the ring.
+
+        Args:
+          grads: of this worker, None where there is none.
+          variables: the weights.
+          shards: whose gradients are returned in place of those of weights that are sharded; None for full ones.
+        """
+        update, extended = self._current_update, self._ring.extended
+        assert update is not None
+        ops, names, results = extended.gradient_ops, _names(variables), list(grads)
+
+        def reduce(positions: Sequence[int], function: Callable, *more: Any, **options: Any) -> None:
+            reduced = function(
+                [grads[i] for i in positions],
+                *more,
+                name="gradients",
+                value_names=[names[i] for i in positions],
+                active=update.active,
+                **options,
+            )
+            for i, gradient in zip(positions, reduced, strict=True):
+                results[i] = gradient
+
+        alone = extended.gradients.world_size == 1  # and the ids of tables are there once
+        chosen = [
+            i
+            for i, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
+            if not (gradient is None or gradient_is_complete(variable) or (alone and tables.update_of(variable)))
+        ]
+        cuts = {i: cut_of(shards.shard(variables[i])) for i in chosen} if shards else {}
+        sharded = [i for i in chosen if cuts.get(i)]
+        by_rows = [i for i in chosen if tables.update_of(variables[i]) == "rows"]
+        reduce([i for i in chosen if i not in sharded and i not in by_rows], ops.sum_over_workers)
+        reduce(by_rows, ops.sum_over_workers, keep_sparse=True)
+        reduce(
+            sharded,
+            ops.reduce_scatter_over_workers,
+            [cuts[i] for i in sharded],
+            is_zero_unless_active=update.is_weighed,
+        )
+        return results
+
+    # -- 5. update, 6. gather --------------------------------------------------------------------------------------
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        variables = [v for v in variables if tables.update_of(v) != "rows"]  # whose rows decay as they are updated
+        shards = self._tfring_shards
+        super()._apply_weight_decay(variables if shards is None else shards.filled(variables))
+
+    def _use_weight_decay(self, variable: Any) -> bool:
+        shards = self._tfring_shards
+        weight = None if shards is None else shards.weights.get(self._var_key(variable))
+        return super()._use_weight_decay(variable if weight is None else weight)  # whose name may be excluded
+
+    def _backend_update_step(
+        self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
+    ) -> None:
+        """Updates shards, then gathers the weights; updates other weights, and rows of tables, where they are."""
+        pairs = list(zip(grads, trainable_variables, strict=True))
+        others = [(g, v) for g, v in pairs if tables.update_of(v) != "rows"]
+        if others:
+            weights, shards = [v for _, v in others], self._tfring_shards
+            held = weights if shards is None else shards.held(weights)
+            super()._backend_update_step([g for g, _ in others], held, learning_rate)
+            if shards is not None:
+                sharded = [(v, shard) for v, shard in zip(weights, held, strict=True) if shard is not v]
+                shards.gather_into([v for v, _ in sharded], [shard for _, shard in sharded])
+        for gradient, variable in pairs:
+            if tables.update_of(variable) == "rows":
+                tables.update_rows(self, gradient, variable, learning_rate)
+
+    # -- 7. average ------------------------------------------------------------------------------------------------
+
+    def _update_model_variables_moving_average(self, trainable_variables: Sequence[Any]) -> None:
+        shards = self._tfring_shards
+        variables = trainable_variables if shards is None else shards.filled(trainable_variables)
+        super()._update_model_variables_moving_average(variables)
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Sequence[Any]) -> None:
+        shards = self._tfring_shards
+        if shards is None:
+            return super()._overwrite_model_variables_with_average_value(trainable_variables)
+        averages = zip(trainable_variables, self._model_variables_moving_average, strict=False)
+        pairs = [(variable, average) for variable, average in averages if average is not None]
+        for variable, average in pairs:
+            if shards.shard(variable) is None:
+                variable.assign(average)
+        pairs = [(variable, average) for variable, average in pairs if shards.shard(variable) is not None]
+        return shards.gather_into([variable for variable, _ in pairs], [average for _, average in pairs])
+
+
+class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer):
+    """Reduces gradients, then checks whether they are finite: all ranks find the same."""
+
+    _delegates = True
+
+    def build(self, variables: Sequence[Any]) -> None:
+        self._take_along()
+        super().build(variables)
+
+    def scale_loss(self, loss: Any) -> Any:
+        return super().scale_loss(per_row_as_sum(loss))
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        self._enter(grads, trainable_variables, super().apply)
+
+    def _note_finite(self, grads: Sequence[Any], variables: Sequence[Any], active: Any) -> None:
+        """Notes nothing: gradients are infinite on purpose, and such steps are passed over."""
+
+    def _tf_apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        ring, inner = self._ring, self.inner_optimizer
+        if self._current_update is None:
+            return super()._tf_apply(grads, trainable_variables)
+        variables = list(trainable_variables or self._trainable_variables)
+        shards = None if inner.gradient_accumulation_steps else shards_of(inner)  # accumulated in full
+        reduced = self._reduce(grads, variables, shards)
+        is_sharded = shards is not None
+        differs = is_sharded or any(cut_of(v) is not None for v in variables) or not ring.mesh.is_data_only
+        with self._updating(Update(is_reduced=True, is_sharded=is_sharded, differs_by_rank=differs)):
+            return self._common_apply(reduced, trainable_variables=trainable_variables)
+
+    def check_finite(self, grads: Sequence[Any]) -> Any:
+        is_finite = super().check_finite(grads)
+        if self._current_update is None or not self._current_update.differs_by_rank:
+            return is_finite
+        flags = [tf.reshape(tf.cast(is_finite, tf.int32), [1])]
+        everyone = self._ring.extended.along("world", "gradients")
+        [agreed] = everyone.all_reduce(flags, "min", name="gradients are finite")
+        return agreed[0] > 0
+
+
+if hasattr(keras.optimizers, "MultiOptimizer"):
+
+    class RingMultiOptimizer(keras.optimizers.MultiOptimizer, RingOptimizer):
+        """Hands each optimizer its gradients, which goes its own way with them."""
+
+        _delegates = True
+
+        def build(self, variables: Sequence[Any]) -> None:
+            self._take_along()
+            super().build(variables)
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    return [getattr(v, "path", None) or v.name for v in variables]
+
+
+def _no_replica(optimizer: Any, strategy: Any) -> ConfigurationError:
+    return ConfigurationError(
+        "Gradients are applied where those of all workers are brought together: in `fit`, or in the function given to "
+        f"`strategy.run`. Received: a call of apply of {type(optimizer).__name__} {optimizer.name!r} outside of both, "
+        f"which would train a model on each of {strategy.cluster.world_size} workers alone. Write the step as "
+        "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
+    )
+
+
+def _outside(optimizer: Any) -> ConfigurationError:
+    return ConfigurationError(
+        "With shard_optimizer=True, and for weights divided over workers, gradients are applied where each replica has "
+        "its own: in `train_step`, or in the function given to `strategy.run`. Received: an outside call of apply of "
+        f"{type(optimizer).__name__} {optimizer.name!r}."
+    )

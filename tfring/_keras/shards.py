@@ -1,0 +1,117 @@
+"""Shards of weights for `RingStrategy(shard_optimizer=True)`: a worker updates its shard and has the slots of it.
+
+```
+gradients of the worker ─► reduce_scatter ─► clip ─► update of the shard ─► all_gather ─► weights
+                              (gradient of the shard)   (slots of the shard)
+```
+
+A shard is a variable of this worker, filled from the weight before each update: weights belong to the user, who may
+assign them at any time. Keras' optimizer makes slots for shards and updates them as it would weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfring._keras.sharding import cut_of, gather, mark
+from tfring.errors import ConfigurationError
+from tfring.reduction.cuts import plan_cut
+
+_ELEMENT_WISE = (
+    *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+    "ScheduleFreeAdamW",  # of Keras 3.14 on
+)
+
+
+class Shards:
+    """This worker's shards of the weights of one optimizer.
+
+    Args:
+      strategy: the RingStrategy.
+      optimizer: of Keras, not built yet.
+      variables: of Keras, to be trained.
+    """
+
+    def __init__(self, strategy: Any, optimizer: Any, variables: Sequence[Any]):
+        self.strategy = strategy
+        self.key = optimizer._var_key  # of a weight; later of its shard too
+        self.weights: dict = {}  # by their keys
+        self.shards: dict = {}  # by the keys of the weights
+        self.keys: dict = {}  # of weights, by those of their shards
+        for variable in variables:
+            if is_value(variable) or cut_of(variable) is not None or hasattr(variable, "_tfring_table"):
+                continue  # or a shard already, or a table, of which some rows are updated
+            shard = _new_shard(strategy, variable)
+            key = self.key(variable)
+            self.weights[key], self.shards[key], self.keys[self.key(shard)] = variable, shard, key
+
+    def shard(self, variable: Any) -> Any:
+        """Returns the shard of a weight; None for one that is not sharded."""
+        return self.shards.get(self.key(variable))
+
+    def held(self, variables: Sequence[Any]) -> list:
+        """Returns the shards of weights; weights that are not sharded as they are."""
+        return [self.shards.get(self.key(variable), variable) for variable in variables]
+
+    def filled(self, variables: Sequence[Any]) -> list:
+        """Returns the same as `held`, with the values that the weights have now."""
+        held = self.held(variables)
+        for variable, shard in zip(variables, held, strict=True):
+            if shard is not variable:
+                shard.assign(variable)
+        return held
+
+    def gather_into(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Assigns to weights, on all ranks, the full values of which each rank has shards or slots."""
+        gathered = gather(self.strategy.extended.gradient_ops, values, name="weights")
+        for variable, value in zip(variables, gathered, strict=True):
+            variable.assign(value)
+
+
+def shards_of(optimizer: Any) -> Shards | None:
+    """Returns this worker's shards of an optimizer's weights; None for an optimizer that updates full weights."""
+    return getattr(optimizer, "_tfring_shards", None)
+
+
+def is_value(variable: Any) -> bool:
+    """Returns whether what stands in the place of a gradient is a variable's next value, as of the scales of float8."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def is_element_wise(optimizer: Any) -> bool:
+    """Returns whether an optimizer is known to compute element by element."""
+    kind = optimizer.__class__
+    known = kind.__name__ in _ELEMENT_WISE and kind is getattr(keras.optimizers, kind.__name__, None)
+    return known or bool(vars(kind).get("element_wise", False))
+
+
+def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
+    """Raises ConfigurationError for an optimizer that is not known to compute element by element."""
+    if is_element_wise(optimizer):
+        return
+    kind = optimizer.__class__
+    raise ConfigurationError(
+        f"{rule}, so an optimizer has to update each element "
+        "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; of a class that is not "
+        f"Keras' own nobody knows. Received: {kind.__name__} {optimizer.name!r}. Use another optimizer, such as "
+        f"AdamW, or {way_out}; a class of your own that computes element by element, and makes its "
+        "slots by `add_optimizer_variables` or `add_variable_from_reference`, says so by the class attribute "
+        "`element_wise = True`."
+    )
+
+
+def _new_shard(strategy: Any, variable: Any) -> Any:
+    cut = plan_cut(variable.shape, strategy.cluster.world_size)
+    with strategy.extended.variables_of_worker():
+        shard = keras.Variable(
+            "zeros",
+            shape=cut.shape_of(strategy.cluster.rank),
+            dtype=variable.dtype,
+            trainable=False,
+            name="piece",
+        )
+    shard._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
+    return mark(shard, strategy, cut)
