@@ -26,7 +26,7 @@ ROWS = {
     2: ("reduction",),
     1: ("ring", "servers"),
     0: (
-        *("blocks", "cluster", "transport", "config", "cpus", "downloads", "errors", "step", "recognition"),
+        *("blocks", "cluster", "transport", "config", "cpus", "seeding", "downloads", "errors", "step", "recognition"),
         *("_requirements", "_tf", "_build", "_version"),
     ),
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
+from tfring import seeding
 from tfring._requirements import check_tensorflow
 from tfring._version import __version__
 
@@ -132,6 +134,8 @@ def _share_downloads(file_utils: Any) -> None:
 with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
     from wrapt import register_post_import_hook
 
+    if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its workers do it before the program begins
+        seeding.apply_from_environment()
     # Now if Keras is there, else when it comes.
     register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
     register_post_import_hook(_share_downloads, "keras.src.utils.file_utils")

@@ -45,6 +45,15 @@ def _whole_number(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int | str:
+    if text == "none":
+        return text
+    seed = int(text) if text.isascii() and text.isdecimal() else -1
+    if not 0 <= seed < 2**32:
+        raise ValueError(text)
+    return seed
+
+
 def _port(text: str) -> int:
     port = _whole_number(text)
     if not 1 <= port <= 65535:
@@ -103,6 +112,12 @@ SETTINGS: dict[str, Setting] = {
     ),
     "TFRING_RESTART": Setting(
         0, _whole_number, "a whole number", "how often `tfring launch --max-restarts` has started this job before"
+    ),
+    "TFRING_SEED": Setting(
+        None,
+        _seed,
+        "a whole number below 2**32, or none",
+        "what random numbers without a seed begin with, on all ranks alike (docs/data.md; `tfring launch` draws one)",
     ),
     "TFRING_STALL_WARNING_SECONDS": Setting(
         30.0,

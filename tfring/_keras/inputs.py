@@ -8,17 +8,16 @@ missed and a quarter seen twice in each epoch with two workers. Here ranks agree
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import random
 import threading
-import traceback
 
 import tensorflow as tf
 
-from tfring import _tf, config, data
+from tfring import _tf, config, data, seeding
 from tfring._keras.seam import seam
 from tfring.recognition import ring_of
+from tfring.seeding import PlacedSeeds
 
 _local = threading.local()
 _num_seeds = itertools.count()  # that this process has drawn
@@ -27,10 +26,11 @@ _num_seeds = itertools.count()  # that this process has drawn
 def agreed_seed(strategy) -> int:
     """A random seed, the same on every rank: rank 0's.
 
-    From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before. Python's
-    generator, from which Keras seeds layers, is left where one process would have it.
+    From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before, or else
+    from the run's seed. Python's generator, from which Keras seeds layers, is left where one process would have it.
     """
     given = config.read("TFRING_DATA_SEED")
+    given = seeding.current() if given is None else given
     seed = random.SystemRandom().getrandbits(62)
     if given is not None:
         seed = random.Random(f"{given}/{next(_num_seeds)}").getrandbits(62)
@@ -230,26 +230,10 @@ def install_seeds():
         return original(_shared.next_seed())
 
 
-class _SharedSeeds:
-    """Seeds of unseeded transformations: from rank 0's base and from where in the program they are made.
-
-    By place and not by number: a dataset that only one rank makes does not shift the others.
-    """
-
-    def __init__(self):
-        self.base: int | None = None
-        self._made: dict[str, int] = {}
-
-    def next_seed(self) -> int:
-        place = "|".join(f"{frame.name}:{frame.lineno}" for frame in traceback.extract_stack(limit=24)[:-2])
-        number = self._made[place] = self._made.get(place, -1) + 1
-        digest = hashlib.sha256(f"{self.base}|{place}|{number}".encode()).digest()
-        return int.from_bytes(digest[:7], "little")
-
-
-_shared = _SharedSeeds()
+_shared = PlacedSeeds()
 
 
 def share_seeds(strategy) -> None:
     """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
-    _shared.base = agreed_seed(strategy)
+    base = agreed_seed(strategy)
+    _shared.base = base if seeding.current() is None else None  # else they are, by the run's seed, from the start

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from tfring import config
 from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, secret, slurm, tf_config
@@ -89,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         metavar="M",
         help="leave a lost host out of a restart, as long as M workers remain (default: none is left out)",
+    )
+    launch.add_argument(
+        "--seed",
+        type=_seed,
+        metavar="SEED",
+        help="what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
+        "(default: TFRING_SEED, else a new one for each run)",
     )
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
     doctor = command(
@@ -174,8 +183,13 @@ def _launch(arguments: argparse.Namespace) -> int:
         )
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
+    try:
+        seed = config.read("TFRING_SEED") if arguments.seed is None else arguments.seed
+    except ConfigurationError as problem:
+        error(str(problem))
+    variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
     limits = Limits(arguments.max_restarts, arguments.min_workers)
-    return _run(arguments, command, limits=limits, num_servers=arguments.servers)
+    return _run(arguments, command, limits=limits, num_servers=arguments.servers, variables=variables)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -242,8 +256,10 @@ def _run(
     quiet_codes: Sequence[int] = (),
     limits: Limits = _NO_RESTARTS,
     num_servers: int = 0,
+    variables: Mapping[str, str] | None = None,
 ) -> int:
-    """Runs a command as a job, where the options say."""
+    """Runs a command as a job, where the options say, with these variables in the workers' environment."""
+    of_all = variables or {}
     error = arguments.parser.error
     try:
         hosts = _hosts(arguments)
@@ -275,7 +291,7 @@ def _run(
         else remote.srun,
         arguments.python or sys.executable,
         arguments.workdir or os.getcwd(),
-        remote.passed_on(os.environ, arguments.env),
+        {**remote.passed_on(os.environ, arguments.env), **of_all},
     )
     num_workers = sum(host.num_workers for host in hosts) or arguments.n
     if limits.min_workers and limits.min_workers > num_workers:
@@ -287,7 +303,7 @@ def _run(
             sum(host.num_workers for host in hosts) or arguments.n,
             num_servers=num_servers,
             log_dir=arguments.log_dir,
-            environ={**os.environ, **variables},
+            environ={**os.environ, **of_all, **variables},
             hosts=hosts,
             way=way._replace(environ={**way.environ, **variables}),
             quiet_codes=quiet_codes,
@@ -332,6 +348,13 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"a whole number from 1 up, not {text!r}")
     return int(text)
+
+
+def _seed(text: str) -> int | str:
+    try:
+        return config.SETTINGS["TFRING_SEED"].parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{config.SETTINGS['TFRING_SEED'].legal}, not {text!r}") from None
 
 
 def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ hosts:
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
-  their progress bars. Standard input goes to rank 0.
+  their progress bars. Standard input goes to rank 0: there input() and pdb work, others pass by a breakpoint.
 
 ends:
   When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its traceback
@@ -44,10 +44,16 @@ environment of a worker:
   TFRING_RESTART, TFRING_DATA_SEED
       how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
       begin with, the same in every try.
+  TFRING_SEED
+      drawn anew for each run, or that of --seed: Python's random, NumPy and tf.data's shuffles begin with it before the
+      program does, so that arrays, splits and orders without a seed are one on all ranks. The program no longer sees
+      the variable.
   PYTHONHASHSEED=0
       unless set already: a list made of a set of texts, such as a vocabulary, has one order on all ranks.
   TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
       its share of the CPUs this process may use, unless set already.
+  TF_CPP_MIN_LOG_LEVEL=1
+      on other ranks than 0, unless set already: what TensorFlow says of itself is said once.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
       unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
       them to those who ask: a step that allocates tensors of many MB spends half its time in the kernel without.

@@ -12,6 +12,8 @@ from tfring.cluster import Cluster, launch_variables
 from tfring.cpus import available_cpus, thread_variables
 from tfring.launch import processes
 
+_HOOK = os.path.join(os.path.dirname(__file__), "hook")  # Python runs its sitecustomize.py before the program
+
 
 class Started(NamedTuple):
     """A worker's process, and where to read what it prints."""
@@ -47,6 +49,10 @@ def start(
     assert cluster.listen_fd is not None
     threads = thread_variables(cluster.local_world_size, available_cpus(), environ)
     variables = {**environ, **threads, **(launch_variables.write(cluster) if place is None else place)}
+    if variables.get("TFRING_SEED"):  # a program of the user's
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, variables.get("PYTHONPATH")]))
+        if cluster.rank > 0:
+            variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # rank 0 says what TensorFlow says of itself
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
     variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
     variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB

@@ -132,6 +132,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             )
         mesh = (mesh or Mesh()).of(cluster.world_size)
         _check_mesh(mesh, communication, shard_optimizer, devices)
+        settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
         trace = settings.read("TFRING_TRACE") if trace is None else trace
         if trace is not None and communication != "ring":
             raise ConfigurationError(

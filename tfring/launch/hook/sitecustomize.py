@@ -1,0 +1,76 @@
+"""What a worker of `tfring launch` does before its program: one seed for all ranks, and no questions but on rank 0.
+
+It imports nothing of tfring, so that the program finds its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import sys
+from typing import Any
+
+_HERE = pathlib.Path(__file__).parent
+
+
+def _run() -> None:
+    _leave_path()
+    if os.environ.get("TFRING_SEED"):
+        seeding = _load("_tfring_seeding", _HERE.parents[1] / "seeding.py")
+        seeding.apply_from_environment()
+        del os.environ["TFRING_SEED"]  # what the program starts draws numbers of its own
+    if os.environ.get("TFRING_RANK", "0") != "0":
+        _ask_nothing(os.environ["TFRING_RANK"])
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:  # the one whose place this has taken
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules["sitecustomize"] = module
+
+
+def _leave_path() -> None:
+    """As if this folder had never been on the path; what the program starts is no worker."""
+    sys.path[:] = [entry for entry in sys.path if entry != str(_HERE)]
+    left = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry != str(_HERE)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(left)
+    if not any(left):
+        del os.environ["PYTHONPATH"]
+
+
+def _load(name: str, file: pathlib.Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _ask_nothing(rank: str) -> None:
+    """Standard input is rank 0's: says so where `input()` ends at once, and passes by what would stop in a debugger."""
+    original = builtins.input
+
+    def input(prompt: object = "", /) -> str:
+        try:
+            return original(prompt)
+        except EOFError:
+            raise EOFError(
+                f"input() on rank {rank}: standard input goes to rank 0 alone. Ask there, and send the answer to all: "
+                "answer = tfring.broadcast(input() if tfring.is_chief() else None)"
+            ) from None
+
+    def pass_by(*_: object, **__: object) -> None:
+        print(f"rank {rank} passes by the breakpoint: standard input goes to rank 0 alone", file=sys.stderr)
+
+    builtins.input = input  # type: ignore[assignment]
+    sys.breakpointhook = pass_by
+
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(lambda pdb: setattr(pdb, "set_trace", pass_by), "pdb")
+
+
+if __name__ == "sitecustomize":
+    _run()
