@@ -12,7 +12,7 @@ import json
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import configuration
+from tfring._keras import calls, configuration
 from tfring._keras.seam import ring_of_model, seam
 from tfring.errors import MismatchError
 
@@ -57,7 +57,9 @@ def _checked(name, signature):
             settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
             if name != "predict":
                 settings.update(configuration.of_compile(self))
-            check_equal(strategy, f"model.{name}", arguments, settings)
+            with calls.told(strategy, f"model.{name}", given):
+                check_equal(strategy, f"model.{name}", arguments, settings)
+                return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
     return replacement
@@ -97,7 +99,8 @@ def check_equal(strategy, caller: str, arguments: dict, settings: dict) -> None:
       MismatchError: on every rank. The ring may be used on.
     """
     control = strategy.extended.world
-    mine = dict(part for name, value in arguments.items() for part in _described(name, value))
+    mine: dict[str, list] = {calls.CALL: [calls.described(caller), caller]}
+    mine.update(part for name, value in arguments.items() for part in _described(name, value))
     mine.update((name, [*item, True]) for name, item in settings.items())
     compared = json.dumps({name: item[1] for name, item in mine.items()}, sort_keys=True).encode()
     digest = int.from_bytes(hashlib.blake2b(compared, digest_size=7).digest(), "little")
@@ -116,6 +119,8 @@ def check_equal(strategy, caller: str, arguments: dict, settings: dict) -> None:
 
     names = dict.fromkeys(name for items in ranks for name in items)
     name, other = next((n, r) for n in names for r in range(1, len(ranks)) if of(r, n)[1] != of(0, n)[1])
+    if name == calls.CALL:
+        raise calls.disagreement(of(0, name)[0], other, of(other, name)[0])
     rule, advice = _PROGRAM if of(0, name)[2:] or of(other, name)[2:] else _DATA
     raise MismatchError(
         f"{caller}: `{name}` is not the same on every rank; {rule}. "

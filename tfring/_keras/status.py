@@ -110,6 +110,8 @@ OTHER_OUTPUTS = (
 class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
     """Ranks drew other batches, or not equally many, or computed other outputs of what is one for all."""
 
+    __module__, __qualname__ = "tfring.errors", "MismatchError"  # as a traceback shows it: what programs catch it by
+
     def __init__(self, message):
         tf.errors.InvalidArgumentError.__init__(self, None, None, message)
 

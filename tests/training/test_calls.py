@@ -1,0 +1,104 @@
+"""Failures name the user's calls, with their lines, and the rule."""
+
+from __future__ import annotations
+
+import re
+
+import harness
+import numpy as np
+from harness import workers
+
+from tfring.errors import MismatchError, PeerLostError
+
+
+def make_model(strategy):
+    import keras
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def messages_of_calls(_):
+    """What each rank is told, of calls that differ and batches that differ; the ring may be used on."""
+    import tensorflow as tf
+
+    strategy = harness.strategy()
+    rank, model = strategy.rank, make_model(strategy)
+    x, y = np.arange(160.0).reshape(40, 4).astype("float32"), np.ones((40, 1), "float32")
+    told = []
+    try:
+        if rank == 0:
+            model.evaluate(x, y, verbose=0)
+        model.fit(x, y, verbose=0)
+    except MismatchError as error:
+        told.append(str(error))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=rank).batch(10)
+    for run in (lambda: model.fit(dataset, verbose=0), lambda: model.predict(dataset.map(lambda x, y: x), verbose=0)):
+        try:
+            run()
+        except MismatchError as error:
+            told.append(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
+    assert len(model.fit(x, y, verbose=0).history["loss"]) == 1
+    return told
+
+
+def message_of_a_rank_that_left(_):
+    strategy = harness.strategy()
+    model = make_model(strategy)
+    x, y = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
+    model.fit(x, y, verbose=0)
+    if strategy.rank == 1:
+        strategy.close()  # as at the end of a script
+        return None
+    try:
+        model.evaluate(x, y, verbose=0)
+    except PeerLostError as error:
+        return str(error)
+
+
+def message_of_calls_at_two_places(_):
+    """Rank 0 evaluates in a callback, where the others take a step."""
+    import keras
+
+    strategy = harness.strategy()
+    model = make_model(strategy)
+    x, y = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if strategy.rank == 0:
+                model.evaluate(x, y, verbose=0)
+
+    try:
+        model.fit(x, y, verbose=0, batch_size=10, callbacks=[Evaluates()])
+    except MismatchError as error:
+        return str(error)
+
+
+def test_calls_and_batches_that_differ():
+    results = workers(2).run(messages_of_calls, None)
+    assert results[0][0] == results[1][0]
+    calls, fits, predicts = results[1]
+    assert re.match(
+        r"The ranks make different calls: `model\.evaluate` at test_calls\.py:\d+ on rank 0, `model\.fit` at "
+        r"test_calls\.py:\d+ on rank 1\. All ranks make the same calls in the same order",
+        calls,
+    )
+    for text, call in ((fits, "fit"), (predicts, "predict")):
+        assert text.startswith("tfring.errors.MismatchError: The ranks drew different batches. ")
+        where = rf" Rank 1 was in `model\.{call}` at test_calls\.py:\d+, whose `x` is from_tensor_slices\.shuffle\.batch"
+        assert re.search(where, text), text
+
+
+def test_a_rank_that_left():
+    told, _ = workers(2).run(message_of_a_rank_that_left, None)
+    assert told.startswith("rank 1 left the ring") and "Rank 0 was in `model.evaluate` at test_calls.py:" in told
+    assert "All ranks make the same calls in the same order" in told
+
+
+def test_calls_at_two_places():
+    of_0, of_1 = workers(2).run(message_of_calls_at_two_places, None)
+    assert of_0.startswith("ranks disagree: ") and "Rank 0 was in `model.evaluate` at test_calls.py:" in of_0
+    assert "Rank 1 was in `model.fit` at test_calls.py:" in of_1 and of_1.count("All ranks make") == 1

@@ -1,0 +1,97 @@
+"""Failures speak of the user's program: which of its calls a rank was in, on which line, over which dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+import traceback
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+
+CALL = "the call"  # its name among what ranks compare
+_RULE = (
+    "All ranks make the same calls in the same order, none of them under `if rank == 0:`, and end together; what is to "
+    "be printed or written once: docs/scripts.md."
+)
+_TOLD = "_tfring_told"
+
+
+def described(caller: str) -> str:
+    """Returns a call as the user finds it: "`model.fit` at train.py:12".
+
+    Args:
+      caller: its name, such as "model.fit".
+    """
+    return f"`{caller}` at {_users_line()}"
+
+
+def disagreement(call_of_0: str, rank: int, other_call: str) -> MismatchError:
+    """Returns the error of ranks that make different calls."""
+    return MismatchError(
+        f"The ranks make different calls: {call_of_0} on rank 0, {other_call} on rank {rank}. {_RULE}"
+    )
+
+
+@contextlib.contextmanager
+def told(strategy, caller: str, arguments: dict):
+    """In here a failure of the ring, or of ranks that differ, also tells this rank's call; the innermost does.
+
+    Args:
+      strategy: a RingStrategy.
+      caller: "model.fit" and the like.
+      arguments: what it was given, by name.
+    """
+    try:
+        yield
+    except (MismatchError, PeerLostError, CollectiveTimeoutError) as error:
+        if not hasattr(error, _TOLD) and described(caller) not in str(error):
+            _add(error, _sentences(strategy, caller, arguments, str(error)))
+        setattr(error, _TOLD, True)
+        raise
+
+
+def _sentences(strategy, caller, arguments, message):
+    yield f"Rank {strategy.cluster.rank} was in {described(caller)}"
+    if message.startswith(("The ranks drew", "The data of one rank")):
+        for name, value in arguments.items():
+            if isinstance(value, tf.data.Dataset):
+                yield f", whose `{name}` is {_steps(value)}"
+    yield "."
+    if message.startswith("ranks disagree") or "left the ring" in message:
+        yield f" {_RULE}"
+
+
+def _add(error, sentences) -> None:
+    text = f"{error}{'' if str(error).endswith('.') else '.'} {''.join(sentences)}"
+    error.args = (text,)
+    if isinstance(error, tf.errors.OpError):
+        error._message = text  # as its initialiser sets it; `message` reads it
+
+
+def _steps(dataset) -> str:
+    """The steps of a pipeline, as far as it is a row of them: "from_tensor_slices.shuffle.batch"."""
+    names: list[str] = []
+    while True:
+        kind = _tf.dataset_step(dataset).kind
+        names.insert(0, {"slices": "from_tensor_slices", "other": type(dataset).__name__.strip("_")}.get(kind, kind))
+        before = _tf.datasets_before(dataset)
+        if len(before) != 1:
+            return ".".join(name for name in names if name != "nothing")
+        [dataset] = before
+
+
+def _users_line() -> str:
+    """Where the program is, outside of tfring, Keras, TensorFlow and Python's own modules: "train.py:12"."""
+    import keras
+
+    packages = [os.path.dirname(module.__file__ or "") for module in (sys.modules["tfring"], keras, tf, os)]
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not any(file.startswith(f"{package}{os.sep}") for package in packages):
+            return f"{pathlib.Path(file).name}:{line}"
+    return "an unknown line"
