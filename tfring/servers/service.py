@@ -244,7 +244,7 @@ class Service:
             "version": group.admission.version,
             "iterations": group.held.iterations(),
         }
-        if group.merged is not None:
+        if group.norms:  # still those of this update: the next one waits for this worker
             return {**reply, "norms": group.norms}, []
         return reply, group.held.values("pulled")
 
