@@ -1,4 +1,4 @@
-"""What a worker of `tfring launch` does before its program: one seed for all ranks, and no questions but on rank 0.
+"""Prepares a worker of `tfring launch` for its program: one seed for all ranks, and no questions but on rank 0.
 
 It imports nothing of tfring, so that the program finds its own.
 """
@@ -49,7 +49,7 @@ def _load(name: str, file: pathlib.Path) -> Any:
 
 
 def _ask_nothing(rank: str) -> None:
-    """Standard input is rank 0's: says so where `input()` ends at once, and passes by what would stop in a debugger."""
+    """Standard input is rank 0's: reports it where `input()` ends at once, and passes by what would stop in a debugger."""
     original = builtins.input
 
     def input(prompt: object = "", /) -> str:
