@@ -183,7 +183,7 @@ def test_a_stranger_takes_no_seat_and_hears_nothing_of_the_job(job, monkeypatch,
 
 
 def test_another_secret_at_the_meeting(job, monkeypatch):
-    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "4")
+    monkeypatch.setenv("TFRING_CONNECT_TIMEOUT_SECONDS", "8")
     keys = iter([b"one", b"other"])
     monkeypatch.setattr(meeting.secret, "of", lambda unresolved: next(keys))
     results = all_meet(unresolved_clusters(2, job))

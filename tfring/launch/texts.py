@@ -45,7 +45,7 @@ environment of a worker:
       how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
       begin with, the same in every try.
   TFRING_SEED
-      drawn again for each run, or that of --seed: Python's random, NumPy and tf.data's shuffles begin with it before the
+      drawn for each run, or that of --seed: Python's random, NumPy and tf.data's shuffles begin with it before the
       program does, so that arrays, splits and orders without a seed are one on all ranks. The program no longer sees
       the variable.
   PYTHONHASHSEED=0
