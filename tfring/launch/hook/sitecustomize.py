@@ -49,7 +49,7 @@ def _load(name: str, file: pathlib.Path) -> Any:
 
 
 def _ask_nothing(rank: str) -> None:
-    """Standard input is rank 0's: reports it where `input()` ends at once, and passes by what would stop in a debugger."""
+    """Reports where `input()` ends at once, for standard input is rank 0's; passes by what would stop in a debugger."""
     original = builtins.input
 
     def input(prompt: object = "", /) -> str:
