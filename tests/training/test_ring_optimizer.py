@@ -99,6 +99,7 @@ def seen():
             model.optimizer.build(model.trainable_variables)
         alone = model_of(make())
         alone.optimizer.build(alone.trainable_variables)
+        clone = keras.models.clone_model(model)
         differences[name] = [
             what
             for what, is_same in {
@@ -115,7 +116,7 @@ def seen():
                 == unnumbered(json.dumps(alone.get_compile_config(), default=str)),
                 "variables": [unnumbered(v.path) for v in model.optimizer.variables]
                 == [unnumbered(v.path) for v in alone.optimizer.variables],
-                "clone": type(keras.models.clone_model(model).optimizer) is cls,
+                "clone": not hasattr(clone, "optimizer") or type(clone.optimizer) is cls,  # Keras 3.8 compiles none
             }.items()
             if not is_same
         ]

@@ -67,9 +67,12 @@ def install():
 
     @seam(base_trainer.Trainer, "_get_metrics_result_or_logs")
     def result_of_epoch(original, self, logs):
-        results = original(self, logs)
-        if ring_of_model(self) is None:
-            return results
+        strategy = ring_of_model(self)
+        if strategy is None:
+            return original(self, logs)
+        # A worker of asynchronous servers may have had no batch of the epoch: its metrics hold those of the others.
+        has_none = not logs and strategy.updater is not None and strategy.updater.is_star
+        results = self.get_metrics_result() if has_none else original(self, logs)
         # A result may be a variable, which Keras before 3.10 leaves in the history.
         variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}
         return {**results, **{name: tf.convert_to_tensor(v.value) for name, v in variables.items()}}
