@@ -223,7 +223,7 @@ def _counts(communicator: Any, values: list[np.ndarray], counts: Any, many: bool
     return numbers
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(256)
 def _shares(rows: tuple[int, ...], size: int) -> np.ndarray:
     columns = [[end - begin for begin, end in chunk_bounds(count, size)] for count in rows]
     return np.array(columns, np.int64).T.copy()
@@ -294,7 +294,7 @@ def _call(
     )
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(256)
 def _dims(shape: tuple[int, ...]) -> tuple[Any, int]:
     """The numbers of a shape, and where they lie."""
     dims = (ctypes.c_int64 * len(shape))(*shape)
