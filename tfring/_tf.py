@@ -232,6 +232,14 @@ def next_or_error(iterator) -> list:
     return iterator._iterators[0].get_next_as_list()
 
 
+def next_of_worker(iterator):
+    """Returns the next element of this worker's iterator as `next(iterator)` does, which asks the other workers first.
+
+    At the end of this worker's data it raises OutOfRangeError.
+    """
+    return input_lib._create_per_replica(next_or_error(iterator), iterator._strategy)
+
+
 def element_spec(distributed):
     """Returns what a distributed dataset holds; its `element_spec` forgets sizes of constants and dies of Optionals."""
     return getattr(distributed, "_element_spec", None) or distributed.element_spec

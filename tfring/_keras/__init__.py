@@ -38,7 +38,6 @@ def install() -> None:
         )
     from tfring._keras import (
         adoption,
-        agreement,
         batch_shapes,
         callbacks,
         collectives,
@@ -51,6 +50,7 @@ def install() -> None:
         metrics,
         outside,
         place,
+        predict,
         printing,
         randomness,
         saving,
@@ -62,7 +62,7 @@ def install() -> None:
         trainer,
     )
 
-    # The trainer's `fit` is entered after arrays were compared; the order of the others is of no importance.
+    # `served` reads what `loop` takes away, so it comes behind it; the order of the others is of no importance.
     for module in (
         metrics,
         losses,
@@ -79,14 +79,14 @@ def install() -> None:
         place,
         loop,
         served,
+        predict,
         batch_shapes,
         callbacks,
         outside,
         saving,
         printing,
         trace,
+        trainer,
     ):
         module.install()
-    trainer.install()
-    agreement.install()
     _installed = True

@@ -6,14 +6,14 @@ A program's first data are often random numbers without a seed, or a random spli
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring._keras import calls, configuration
-from tfring._keras.seam import ring_of_model, seam
 from tfring.errors import MismatchError
 
 _ARGUMENTS = ("x", "y", "sample_weight", "validation_data")
@@ -38,31 +38,31 @@ _PROGRAM = (
 )
 
 
-def install():
-    from keras.src.backend.tensorflow import trainer
+def check_call(
+    strategy: Any, model: Any, name: str, given: dict[str, Any], numbers: Sequence[int]
+) -> list[int]:
+    """Compares what `fit`, `evaluate` or `predict` is called with over all ranks, in one small collective.
 
-    cls = trainer.TensorFlowTrainer
-    for name in ("fit", "evaluate", "predict"):
-        seam(cls, name)(_checked(name, inspect.signature(getattr(cls, name))))
+    Args:
+      strategy: the model's RingStrategy.
+      model: the Keras model.
+      name: the method.
+      given: all its arguments by name.
+      numbers: what a rank needs of the others in this call.
 
+    Returns:
+      The largest of each number over all ranks.
 
-def _checked(name, signature):
-    def replacement(original, self, *args, **kwargs):
-        strategy = ring_of_model(self)
-        if strategy is not None and strategy.cluster.world_size > 1 and not kwargs.get("_use_cached_eval_dataset"):
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            arguments = {a: given[a] for a in _ARGUMENTS if given.get(a) is not None}
-            settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
-            if name != "predict":
-                settings.update(configuration.of_compile(self))
-            with calls.told(strategy, f"model.{name}", given):
-                check_equal(strategy, f"model.{name}", arguments, settings)
-                return original(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    return replacement
+    Raises:
+      MismatchError: on every rank. The ring may be used on.
+    """
+    if strategy.cluster.world_size == 1:
+        return list(numbers)
+    arguments = {a: given[a] for a in _ARGUMENTS if given.get(a) is not None}
+    settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
+    if name != "predict":
+        settings.update(configuration.of_compile(model))
+    return check_equal(strategy, f"model.{name}", arguments, settings, numbers)
 
 
 def check_model(strategy, model, caller: str, graph=None) -> None:
@@ -85,7 +85,9 @@ def check_model(strategy, model, caller: str, graph=None) -> None:
     check_equal(strategy, caller, {}, items)
 
 
-def check_equal(strategy, caller: str, arguments: dict, settings: dict) -> None:
+def check_equal(
+    strategy: Any, caller: str, arguments: dict, settings: dict, numbers: Sequence[int] = ()
+) -> list[int]:
     """Compares arguments over all ranks, in one small collective where they are equal.
 
     Args:
@@ -94,6 +96,10 @@ def check_equal(strategy, caller: str, arguments: dict, settings: dict) -> None:
       arguments: by name; arrays, tensors and data frames in any structure are compared by shape, dtype and values,
         datasets by the tables and constants of their functions, all else by its type.
       settings: as `configuration` describes them.
+      numbers: what else travels in the collective.
+
+    Returns:
+      The largest of each number over all ranks.
 
     Raises:
       MismatchError: on every rank. The ring may be used on.
@@ -102,11 +108,10 @@ def check_equal(strategy, caller: str, arguments: dict, settings: dict) -> None:
     mine: dict[str, list] = {calls.CALL: [calls.described(caller), caller]}
     mine.update(part for name, value in arguments.items() for part in _described(name, value))
     mine.update((name, [*item, True]) for name, item in settings.items())
-    compared = json.dumps({name: item[1] for name, item in mine.items()}, sort_keys=True).encode()
-    digest = int.from_bytes(hashlib.blake2b(compared, digest_size=7).digest(), "little")
-    [bounds] = control.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="arguments")
-    if int(bounds[0]) == -int(bounds[1]):
-        return
+    digest = configuration.number({name: item[1] for name, item in sorted(mine.items())})
+    highest, lowest, *agreed = control.largest([digest, -digest, *numbers], name="arguments")
+    if highest == -lowest:
+        return agreed
     text = json.dumps(mine).encode()
     lengths = control.all_gather(tf.constant([len(text)], tf.int64), name="lengths of arguments").numpy()
     texts = control.all_gather(tf.constant(np.frombuffer(text, np.uint8)), name="arguments").numpy().tobytes()

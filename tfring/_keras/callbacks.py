@@ -10,15 +10,21 @@ import contextlib
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import utils
 
-from tfring._keras import loop, place, slots
+from tfring._keras import configuration, loop, place, slots
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import cut_of
 from tfring.errors import ConfigurationError
+
+_OF_PREDICT = ("on_predict_begin", "on_predict_batch_begin", "on_predict_batch_end")
+_LOWEST = int(np.iinfo(np.int64).min)
 
 
 class RunsLast:
@@ -55,26 +61,26 @@ class _SaveNothing:
         return getattr(self._model, name)
 
 
-def install():
-    import keras
+def install() -> None:
+    seam(keras.callbacks.ModelCheckpoint, "_save_model")(_save_model)
 
-    @seam(keras.callbacks.ModelCheckpoint, "_save_model")
-    def save_model(original, self, *args, **kwargs):
-        strategy = ring_of_model(self.model)
-        # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
-        if strategy is None or strategy.cluster.is_chief or type(self) is not keras.callbacks.ModelCheckpoint:
-            return original(self, *args, **kwargs)
-        model, self._model = self._model, _SaveNothing(self._model)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self._model = model
+
+def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Saves ModelCheckpoint's file on rank 0; the others take part in what rank 0 needs of them."""
+    strategy = ring_of_model(self.model)
+    # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
+    if strategy is None or strategy.cluster.is_chief or type(self) is not keras.callbacks.ModelCheckpoint:
+        original(self, *args, **kwargs)
+        return
+    model, self._model = self._model, _SaveNothing(self._model)
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        self._model = model
 
 
 def for_rank(callbacks, model, strategy) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
-    import keras
-
     in_pieces = "shard_optimizer=True" if strategy.shard_optimizer else ""
     in_pieces = in_pieces or next((f"{v.path!r} in pieces" for v in model.variables if cut_of(v) is not None), "")
     if in_pieces and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
@@ -92,10 +98,77 @@ def for_rank(callbacks, model, strategy) -> list:
     return [c for c in callbacks if type(c) not in writers and not isinstance(c, backup)]
 
 
-def arranged(name, callbacks, model, strategy, verbose) -> list:
-    """The callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank."""
-    import keras
+class Needs(NamedTuple):
+    """What the callbacks of a call need of all ranks: the largest of each number over all ranks holds.
 
+    Attributes:
+      reads_train: whether one may read the logs of a training batch.
+      reads_test: the same of a test batch.
+      watches_train: whether one does something before each training batch.
+      watches_test: the same of test batches.
+      watches_predict: whether one sees batches of `predict`.
+      any_callback: whether there is one at all.
+      begins_epochs: whether one does something before each epoch.
+      rates: a digest of the optimizers' learning rates.
+      minus_rates: its negative; so `largest` tells whether all have the same.
+    """
+
+    reads_train: int
+    reads_test: int
+    watches_train: int
+    watches_test: int
+    watches_predict: int
+    any_callback: int
+    begins_epochs: int
+    rates: int
+    minus_rates: int
+
+    def reads(self, kind: str) -> bool:
+        """Returns whether the logs of a batch of this kind, "train" or "test", may be read."""
+        return bool(self.reads_train if kind == "train" else self.reads_test)
+
+    def watches(self, kind: str) -> bool:
+        """Returns whether the beginnings of batches of this kind, "train" or "test", are watched."""
+        return bool(self.watches_train if kind == "train" else self.watches_test)
+
+
+def needs(name: str, model: Any, callbacks: Any, verbose: Any) -> Needs:
+    """Returns what this rank's callbacks need.
+
+    Args:
+      name: "fit", "evaluate" or "predict".
+      model: the Keras model.
+      callbacks: what the user passes.
+      verbose: what Keras is told; rank 0's progress bar reads logs.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return Needs(1, 1, 1, 1, 1, 1, 1, 0, 0)
+    given = [] if callbacks is None else keras.tree.flatten(callbacks)
+    shown = {"fit": "train", "evaluate": "test"}.get(name) if verbose in ("auto", 1, True) else None
+    rates = configuration.number([_own_rate(o) for o in optimizers_of(model)]) if name == "fit" else 0
+    return Needs(
+        reads_train=int(shown == "train" or any(_reads_logs(c, "train") for c in given)),
+        reads_test=int(shown == "test" or any(_reads_logs(c, "test") for c in given)),
+        watches_train=int(any(_watches_begin(c, "train") for c in given)),
+        watches_test=int(any(_watches_begin(c, "test") for c in given)),
+        watches_predict=int(any(_is_own(c, *_OF_PREDICT) for c in given)),
+        any_callback=int(bool(given)),
+        begins_epochs=int(any(_is_own(c, "on_epoch_begin") for c in given)),
+        rates=rates,
+        minus_rates=-rates,
+    )
+
+
+def arranged(name: str, callbacks: Any, model: Any, strategy: Any, needed: Needs) -> list:
+    """Returns the callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank.
+
+    Args:
+      name: "fit", "evaluate" or "predict".
+      callbacks: what the user passes.
+      model: the Keras model.
+      strategy: its RingStrategy.
+      needed: what the callbacks of all ranks need.
+    """
     callbacks = for_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, strategy)
     if strategy.updater is not None and name == "fit":
         callbacks = strategy.updater.callbacks(callbacks)
@@ -103,7 +176,7 @@ def arranged(name, callbacks, model, strategy, verbose) -> list:
     if strategy.extended.world.world_size == 1 and not last:
         return callbacks
     others = [c for c in callbacks if c not in last]
-    callbacks = [*others, agreement(strategy, name, callbacks, verbose)]
+    callbacks = [*others, Agreement(strategy, name, last, needed)]
     if last and not any(isinstance(c, keras.callbacks.History) for c in others):
         callbacks.append(keras.callbacks.History())  # which Keras would put behind them
     for callback in last:
@@ -126,15 +199,11 @@ def around(name, callbacks, model):
 
 def _is_own(callback, *methods) -> bool:
     """Whether a callback has more in these methods than Keras' base class."""
-    from keras.src import utils
-
     return not all(utils.is_default(getattr(callback, method)) for method in methods)
 
 
 def _watches_begin(callback, kind: str) -> bool:
     """Whether a callback does something before each batch; those of Keras only count batches."""
-    import keras
-
     if type(callback) is keras.callbacks.TensorBoard:
         return False
     return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
@@ -142,8 +211,6 @@ def _watches_begin(callback, kind: str) -> bool:
 
 def _reads_logs(callback, kind: str) -> bool:
     """Whether a callback may read the logs of a batch."""
-    import keras
-
     if not _is_own(callback, f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])):
         return False
     every = {
@@ -154,115 +221,112 @@ def _reads_logs(callback, kind: str) -> bool:
     return every is None or getattr(callback, every) != "epoch"
 
 
-def agreement(strategy, name, callbacks, verbose):
-    """A callback that runs after the user's: what one rank decided, all ranks know.
+class Agreement(keras.callbacks.Callback):
+    """Runs after the user's callbacks: what one rank decides, all ranks know.
 
-    It is also what makes a file that rank 0 wrote in a callback complete before any rank goes on.
+    It is also what makes a file that rank 0 wrote in a callback complete before any rank goes on. Without callbacks of
+    the user's it sends nothing: that the loop ends is agreed on by the loop itself (`loop.py`).
 
     Args:
       strategy: the RingStrategy.
       name: "fit", "evaluate" or "predict".
-      callbacks: the user's, on this rank.
-      verbose: what Keras is told.
+      last: the callbacks that run after this one.
+      needed: what the callbacks of all ranks need.
     """
-    import keras
 
-    control = strategy.extended.world
-    last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
-    kinds = {"fit": ["train", "test"], "evaluate": ["test"], "predict": []}[name]
-    shown = {"fit": "train", "evaluate": "test"}.get(name) if verbose in ("auto", 1, True) else None
-    reads = [kind == shown or any(_reads_logs(c, kind) for c in callbacks) for kind in kinds]
-    watches = [any(_watches_begin(c, kind) for c in callbacks) for kind in kinds]
+    def __init__(self, strategy: Any, name: str, last: Sequence[RunsLast], needed: Needs):
+        super().__init__()
+        self._strategy = strategy
+        self._world = strategy.extended.world
+        self._name, self._last, self._needed = name, last, needed
+        self._rates_agree = needed.rates == -needed.minus_rates
 
-    def largest(numbers: list[int], name: str) -> list[int]:
-        """The largest of each over all ranks."""
-        [agreed] = control.all_reduce([tf.constant(numbers)], "max", name=name)
-        return agreed.numpy().tolist()
+    def _leave_unread(self) -> None:
+        kinds = {"fit": ("train", "test"), "evaluate": ("test",)}[self._name]
+        loop.leave_unread(self.model, [kind for kind in kinds if not self._needed.reads(kind)])
 
-    def learning_rates(model, stop: bool = False) -> bool:
-        """Gives every rank rank 0's learning rates, as callbacks left them, and returns whether any rank stops."""
-        rates = [o for o in optimizers_of(model) if _own_rate(o) is not None]
-        mine = [_own_rate(o) for o in rates]
-        sent = mine if strategy.cluster.is_chief else [-np.inf] * len(mine)
-        [agreed] = control.all_reduce([tf.constant([float(stop), *sent], tf.float64)], "max", name="learning rates")
-        stop, *agreed = agreed.numpy()
-        for optimizer, own, rate in zip(rates, mine, agreed, strict=True):
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._leave_unread()
+        if not self._needed.any_callback and self._rates_agree:
+            return
+        # BackupAndRestore has restored on rank 0, if at all.
+        mine = [-2, 0]
+        if self._strategy.cluster.is_chief:
+            epoch = getattr(self.model, "_initial_epoch", None)
+            mine = [-1 if epoch is None else int(epoch), int(_restored(self))]
+        epoch, restored = self._agree("callbacks", mine)
+        if epoch >= 0:
+            self.model._initial_epoch = epoch
+        if restored:
+            broadcast_variables(self._strategy, self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._needed.begins_epochs:
+            self._agree("learning rates")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # Else in the next status (`loop.py`). Without this method Keras would run callbacks in another thread.
+        if self._needed.watches_train or self._last:
+            self._decide()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._needed.any_callback:
+            self._decide(with_rates=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._needed.any_callback:
+            self._strategy.barrier()
+
+    def _decide(self, *, with_rates: bool = False) -> None:
+        """Agrees on whether training stops, and on what the callbacks that run last want: one collective."""
+        mine = [int(self.model.stop_training), *(c.wants() for c in self._last)]
+        name = "stop_training"
+        stop, *granted = self._agree(name, mine) if with_rates else self._world.largest(mine, name=name)
+        self.model.stop_training = bool(stop)
+        for callback, number in zip(self._last, granted, strict=True):
+            callback.granted = number
+
+    def _agree(self, name: str, numbers: Sequence[int] = ()) -> list[int]:
+        """Gives every rank rank 0's learning rates, as callbacks left them; returns the largest of the numbers."""
+        own_rates = [(o, _own_rate(o)) for o in optimizers_of(self.model)]
+        optimizers = [o for o, rate in own_rates if rate is not None]
+        mine = [rate for _, rate in own_rates if rate is not None]
+        is_chief = self._strategy.cluster.is_chief
+        bits = [int(np.float64(rate).view(np.int64)) if is_chief else _LOWEST for rate in mine]
+        agreed = self._world.largest([*numbers, *bits], name=name)
+        rates = np.array(agreed[len(numbers) :], np.int64).view(np.float64).tolist()
+        for optimizer, own, rate in zip(optimizers, mine, rates, strict=True):
             if own != rate:
                 warnings.warn(
-                    f"A callback set another learning rate on rank {strategy.cluster.rank} ({own}) than on rank 0 "
-                    f"({rate}); rank 0's holds. Received: {type(optimizer).__name__} {optimizer.name!r}. Decide on "
+                    f"A callback set another learning rate on rank {self._strategy.cluster.rank} ({own}) than on rank "
+                    f"0 ({rate}); rank 0's holds. Received: {type(optimizer).__name__} {optimizer.name!r}. Decide on "
                     "what is equal on all ranks: logs, the epoch, a seeded random number.",
                     stacklevel=2,
                 )
                 optimizer.learning_rate = rate
-        return bool(stop > 0)
+        return agreed[: len(numbers)]
 
-    class Agreement(keras.callbacks.Callback):
-        _at_once: frozenset = frozenset()  # kinds of batches after which ranks agree, before callbacks see the next
+    # -- evaluation and prediction ---------------------------------------------------------------------------------
 
-        def _begin(self, *numbers):
-            """Agrees on which callbacks there are on any rank; returns the largest of the numbers."""
-            agreed = largest([*map(int, reads), *map(int, watches), *numbers], "callbacks")
-            loop.leave_unread(self.model, [k for k, read in zip(kinds, agreed, strict=False) if not read])
-            watched = {k for k, watch in zip(kinds, agreed[len(kinds) :], strict=False) if watch}
-            self._at_once = frozenset(watched | ({"train"} if last else set()))
-            return agreed[2 * len(kinds) :]
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._name == "evaluate":
+            self._leave_unread()
 
-        def on_train_begin(self, logs=None):
-            # BackupAndRestore has restored on rank 0, if at all.
-            model = self.model
-            mine = [-2, 0]
-            if strategy.cluster.is_chief:
-                epoch = getattr(model, "_initial_epoch", None)
-                mine = [-1 if epoch is None else int(epoch), int(_restored(self))]
-            epoch, restored = self._begin(*mine)
-            if epoch >= 0:
-                model._initial_epoch = epoch
-            if restored:
-                broadcast_variables(strategy, model)
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._needed.watches_test:
+            [stop] = self._world.largest([int(self.model.stop_evaluating)], name="stop_evaluating")
+            self.model.stop_evaluating = bool(stop)
 
-        def on_test_begin(self, logs=None):
-            if name == "evaluate":
-                self._begin()
-
-        def on_epoch_begin(self, epoch, logs=None):
-            learning_rates(self.model)
-
-        def _agree(self):
-            wanted = [int(self.model.stop_training), *(c.wants() for c in last)]
-            stop, *granted = largest(wanted, "stop_training")
-            self.model.stop_training = bool(stop)
-            for callback, number in zip(last, granted, strict=True):
-                callback.granted = number
-
-        def on_train_batch_end(self, batch, logs=None):
-            # Else in the next status (`loop.py`). Without this method Keras would run callbacks in another thread.
-            if "train" in self._at_once:
-                self._agree()
-
-        def on_epoch_end(self, epoch, logs=None):
-            learning_rates(self.model)
-            self._agree()
-
-        def on_test_batch_end(self, batch, logs=None):
-            if "test" in self._at_once:
-                [stop] = largest([int(self.model.stop_evaluating)], "stop_evaluating")
-                self.model.stop_evaluating = bool(stop)
-
-        def on_predict_batch_end(self, batch, logs=None):
-            [stop] = largest([int(self.model.stop_predicting)], "stop_predicting")
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._needed.watches_predict:
+            [stop] = self._world.largest([int(self.model.stop_predicting)], name="stop_predicting")
             self.model.stop_predicting = bool(stop)
-
-        def on_train_end(self, logs=None):
-            strategy.barrier()
-
-    return Agreement()
 
 
 def _own_rate(optimizer) -> float | None:
     """The learning rate as the optimizer holds it; None where a schedule computes it."""
-    import keras
-
     rate = getattr(optimizer, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 

@@ -118,6 +118,11 @@ def item(value) -> list:
     return [text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "...", text]
 
 
+def number(value) -> int:
+    """Returns an integer of 56 bits that is the same for what JSON writes alike."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=7).digest(), "little")
+
+
 def digest(array) -> str:
     """Returns a short text that is the same for arrays with the same bits."""
     result = hashlib.blake2b(digest_size=8)

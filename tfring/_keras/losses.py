@@ -36,7 +36,6 @@ _warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each stra
 
 def install():
     import keras
-    from keras.src.backend.tensorflow import trainer
     from keras.src.layers.layer import Layer
     from keras.src.losses import loss as loss_module
     from keras.src.trainers import compile_utils
@@ -57,12 +56,6 @@ def install():
             if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
                 _warn_of_scalar(function)
         return per_row_as_sum(loss)
-
-    @seam(trainer.TensorFlowTrainer, "_aggregate_additional_loss")
-    def additional_loss(original, self, loss):
-        total = original(self, loss)
-        running = step.weighing()
-        return running.unweigh(total) if running and len(loss.shape) else total
 
     @seam(Layer, "_get_regularization_losses")
     def regularization_losses(original, self):
@@ -121,6 +114,12 @@ def per_row_as_sum(loss):
 def before_division(loss):
     """A loss as logs show it."""
     return getattr(loss, "_tfring_before_division", loss)
+
+
+def additional_loss(total, loss):
+    """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
+    running = step.weighing()
+    return running.unweigh(total) if running and len(loss.shape) else total
 
 
 class _SummedRegularizer:

@@ -7,6 +7,7 @@ which of the values it returned are results, and they are computed anew from the
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import tensorflow as tf
 from tfring import step
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division
-from tfring._keras.seam import ring_of_model, seam
+from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.losses import gather_for_loss
 
@@ -23,7 +24,6 @@ from tfring.losses import gather_for_loss
 def install():
     import keras
     from keras.src.backend import get_keras_mask, set_keras_mask
-    from keras.src.trainers import trainer as base_trainer
     from keras.src.utils import python_utils
 
     @seam(keras.metrics.Mean, "update_state")
@@ -65,17 +65,13 @@ def install():
             flat.update(logs_of_step(original, value) if isinstance(value, dict) else {name: value})
         return flat
 
-    @seam(base_trainer.Trainer, "_get_metrics_result_or_logs")
-    def result_of_epoch(original, self, logs):
-        strategy = ring_of_model(self)
-        if strategy is None:
-            return original(self, logs)
-        # A worker of asynchronous servers may have had no batch of the epoch: its metrics hold those of the others.
-        has_none = not logs and strategy.updater is not None and strategy.updater.is_star
-        results = self.get_metrics_result() if has_none else original(self, logs)
-        # A result may be a variable, which Keras before 3.10 leaves in the history.
-        variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}
-        return {**results, **{name: tf.convert_to_tensor(v.value) for name, v in variables.items()}}
+
+def values_of_results(results: dict) -> dict:
+    """Returns results of an epoch with what variables hold in place of them, which Keras before 3.10 leaves there."""
+    import keras
+
+    variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}
+    return {**results, **{name: tf.convert_to_tensor(v.value) for name, v in variables.items()}}
 
 
 def _rank(value) -> int | None:
@@ -176,6 +172,21 @@ def local_state(strategy, variable) -> tf.Tensor | None:
     if value.aggregation == tf.VariableAggregation.MEAN:
         return total / tf.cast(strategy.num_replicas_in_sync, total.dtype)
     return total
+
+
+@contextlib.contextmanager
+def state_of_all(strategy: Any, metrics: Sequence[Any]) -> Iterator[None]:
+    """Has variables of metrics read as the sums over all replicas, for all of which there is one collective a dtype."""
+    import keras
+
+    variables = {id(v): v for metric in metrics for v in metric.variables}
+    state = [(v, local_state(strategy, v)) for v in variables.values()]
+    state = [(v, value) for v, value in state if value is not None]
+    values = [value for _, value in state]
+    totals = strategy.extended.control_ops.sum_over_workers(values, name="state of metrics") if values else []
+    mapping = [(v, total) for (v, _), total in zip(state, totals, strict=True)]
+    with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
+        yield
 
 
 def results_from(state: list[tuple], sources: list[Source]) -> list[tf.Tensor]:

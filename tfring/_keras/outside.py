@@ -87,7 +87,7 @@ def warn_of_model(model) -> None:
         f"{type(model).__name__} {model.name!r} was made outside the scope: it trains alone on each of "
         f"{strategy.cluster.world_size} workers that call fit(), and of what they write to one path the last remains. "
         f"To train one model on all of them, make it {SCOPE}.",
-        stacklevel=6,
+        stacklevel=3,
     )
 
 

@@ -60,6 +60,11 @@ def resume_training(executions: Sequence[int], logs: dict | None) -> None:
     _fits[-1].logs = logs if executions[-1] else None
 
 
+def interrupted_logs() -> dict | None:
+    """Returns the logs of an epoch that was interrupted after its last step, which has no step left to give them."""
+    return _fits[-1].logs if _fits else None
+
+
 def resume_validation(model, executions: Sequence[int]) -> None:
     """The same for the validation data of `model`; `executions` of each validation there has been."""
     model._eval_epoch_iterator._tfring_place = _Place([*executions, 0], reset=True)
@@ -73,7 +78,6 @@ def draws_from_python() -> bool:
 def install():
     from keras.src.backend.tensorflow import trainer
     from keras.src.trainers import epoch_iterator
-    from keras.src.trainers import trainer as base_trainer
 
     @seam(trainer.TFEpochIterator, "__init__")
     def init(original, self, *args, **kwargs):
@@ -85,13 +89,6 @@ def install():
     def enumerate_iterator(original, self):
         place = self.__dict__.pop("_tfring_place", None)
         return original(self) if place is None else _from_place(original, self, place)
-
-    @seam(base_trainer.Trainer, "_get_metrics_result_or_logs")
-    def metrics_result_or_logs(original, self, logs):
-        # An epoch that was interrupted after its last step has no step left to give logs.
-        if not logs and _fits and _fits[-1].logs:
-            logs = _fits[-1].logs
-        return original(self, logs)
 
 
 def _from_place(original, epoch_iterator, place):

@@ -1,106 +1,234 @@
-"""`predict`: the outputs of all rows, in order, on every rank."""
+"""`predict`: the outputs of all rows, in order, on every rank, gathered behind the loop where no callback sees a batch.
+
+```
+rank 0   batch 0: rows 0 1 ─► batch 1: rows 4 5 ─► ...   ┐ same batches? ─► sizes ─► one collective an output
+rank 1   batch 0: rows 2 3 ─► batch 1: rows 6 7 ─► ...   ┘                           ─► 0 1 2 3 4 5 6 7 on every rank
+```
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import (
+    TFEpochIterator,
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+)
 
 from tfring import _tf, data
-from tfring._keras import batch_shapes, status, trace
+from tfring._keras import batch_shapes, configuration, status, trace
 from tfring._keras.functions import graph_function, to_tensor, without_optionals
-from tfring._keras.seam import entry_under_way
+from tfring._keras.seam import entry_under_way, seam
 from tfring.cross_device_ops import values_of
+
+_under_way: list[PredictFunction] = []  # that keep outputs, innermost last
+
+
+def install() -> None:
+    seam(TFEpochIterator, "__next__")(_next_step)
+
+
+def _next_step(original: Callable, self: Any) -> tuple:
+    """Returns the next step of a pass; that of a `predict` whose outputs wait draws without asking other ranks."""
+    *numbers, iterator = original(self)
+    has_shares = isinstance(_tf.element_spec(self._distributed_dataset), data.Shares)
+    if _under_way and has_shares and entry_under_way("predict"):
+        iterator = _Draws(iterator, _under_way[-1])
+    return (*numbers, iterator)
+
+
+class _Draws:
+    """An iterator of the distributed dataset of a `predict`."""
+
+    def __init__(self, iterator: Any, function: PredictFunction):
+        self._iterator = iterator
+        self._function = function
+
+    def __next__(self) -> Any:
+        return _tf.next_of_worker(self._iterator) if self._function.has_begun else next(self._iterator)
 
 
 class PredictFunction:
-    """What `model.predict_function` is: elements of the distributed dataset in, outputs of all rows out.
+    """Computes what `model.predict_function` does: elements of the distributed dataset in, outputs of all rows out.
 
     `predict` returns all rows in order on every rank; `predict_on_batch` the rows it was given.
+
+    Args:
+      model: the Keras model.
+      strategy: its RingStrategy.
     """
 
-    def __init__(self, model, strategy):
+    def __init__(self, model: Any, strategy: Any):
         self._model = model
         self._strategy = strategy
         self._replicas = len(strategy.extended.worker_devices)
-        eager = model.run_eagerly
-        self._eager = eager
+        self._eager = model.run_eagerly
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
-        self._gathered = self._gathered_body if eager else graph_function(self._gathered_body)
-        self._local = self._local_body if eager else graph_function(self._local_body)
+        self._can_wait = strategy.extended.control.world_size > 1
+        self._kept = _Kept(waits=False)  # of the loop that runs
+        made = (lambda body: body) if self._eager else graph_function
+        self._of_all = made(self._of_all_body)
+        self._of_worker = made(self._of_worker_body)
+        self._of_batch = made(self._of_batch_body)
 
-    def __call__(self, batches):
-        if entry_under_way("predict"):
-            self._check_shapes(batches[0])
-            with trace.step(self._strategy, "predict"), status.named():
-                return self._gathered(batches, self._constants(batches[0]))
-        [batch] = batches
-        return self._local(tf.nest.map_structure(to_tensor, batch))
+    def __call__(self, batches: Sequence[Any]) -> Any:
+        if not entry_under_way("predict"):
+            [batch] = batches
+            return self._of_batch(tf.nest.map_structure(to_tensor, batch))
+        self._check_shapes(batches[0])
+        constants = self._constants(batches[0])
+        with trace.step(self._strategy, "predict"), status.named():
+            return self._keep(batches, constants) if self.waits else self._of_all(batches, constants)
 
-    def _check_shapes(self, batch):
+    @property
+    def waits(self) -> bool:
+        """Whether outputs of the next batch may wait for the end of the loop."""
+        return self._can_wait and self._kept.waits
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there are outputs that wait."""
+        return self.waits and bool(self._kept.outputs)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[Callable[[Any], Any]]:
+        """Keeps the outputs of this worker's rows while a loop over batches runs.
+
+        Yields:
+          A function that makes of what the loop returns the outputs of all rows: one that all ranks call behind it.
+        """
+        before, self._kept = self._kept, _Kept(waits=True)
+        kept = self._kept
+        _under_way.append(self)
+
+        def of_all_rows(results: Any) -> Any:
+            with status.named():
+                return kept.exchanged(self._strategy) if kept.outputs else results
+
+        try:
+            yield of_all_rows
+        finally:
+            _under_way.pop()
+            self._kept = before
+
+    def _keep(self, batches: Sequence[data.Shares], constants: tuple | None) -> tf.Tensor:
+        """Computes and keeps the outputs of this worker; returns a tensor that stands for them in Keras' loop."""
+        kept = self._kept
+        prints = [int(values_of(batch.fingerprint)[0]) for batch in batches]
+        if not kept.outputs:  # the first: so all ranks decide alike
+            status.compare_passes(self._strategy, len(prints), configuration.number(prints))
+        steps, known = self._of_worker(batches, constants)
+        axes, are_dense_rows = known.numpy().T.tolist()
+        if kept.outputs or (all(are_dense_rows) and all(prints)):
+            kept.outputs += steps
+            kept.prints += prints
+            return tf.constant([len(kept.outputs)])
+        # What is no dense rows is gathered as it comes; so are rows of each rank's own, of which one may have more.
+        kept.waits, self._can_wait = False, all(are_dense_rows)
+        places = iter([None if axis < 0 else axis for axis in axes] * len(steps))
+        steps = [_map(lambda value: self._gather(value, next(places)), outputs) for outputs in steps]
+        return _map(lambda *values: _concatenated(values), *steps)
+
+    def _check_shapes(self, batch: Any) -> None:
         if isinstance(batch, data.Shares) and self._strategy.cluster.world_size > 1:
             rows = data.num_rows(_parts(batch)[0])
             if rows is not None:
                 batch_shapes.check(self._model, self._strategy, int(rows) * self._strategy.num_replicas_in_sync)
 
-    def _constants(self, batch):
+    def _constants(self, batch: Any) -> tuple | None:
         """Returns for each component whether it is a constant; None where numbers of rows stay static."""
         if self._eager or batch_shapes.fixed(self._model) or not isinstance(batch, data.Shares):
             return None
         rows = max(int(values_of(batch.rows[0])[0]), 1)
         return tuple(data.static_rows(component) not in (None, rows) for component in tf.nest.flatten(_parts(batch)[0]))
 
-    def _run(self, inputs, rows=None):
+    # -- one replica -----------------------------------------------------------------------------------------------
+
+    def _run(self, inputs: Any, rows: Any = None) -> Any:
         return self._strategy.run(self._on_replica, args=(inputs, rows))
 
-    def _on_replica(self, element, rows):
+    def _on_replica(self, element: Any, rows: Any) -> Any:
         element, has_rows = data.one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
         outputs = self._model.predict_step(element)
         if has_rows is None:
             return outputs
-        return _map(lambda value: _no_rows_unless(has_rows, value, self._axis(value)), outputs)
+        return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)
 
-    def _axis(self, value) -> int | None:
+    def _axis(self, value: Any) -> int | None:
         """Returns the dimension of an output's rows: the first that is not static, where those of rows are not."""
         if not self._rows_forgotten or not isinstance(value, tf.Tensor) or not value.shape.rank:
             return 0
         return next((i for i, size in enumerate(value.shape) if size is None), None)
 
-    def _on_worker(self, outputs):
-        """This worker's rows, of its replicas in turn."""
+    # -- one worker ------------------------------------------------------------------------------------------------
 
-        def joined(value):
+    def _on_worker(self, outputs: Any) -> Any:
+        """Returns the rows of this worker, of its replicas in turn."""
+
+        def joined(value: Any) -> Any:
             values = self._strategy.experimental_local_results(value)
             return _concatenated(values, self._axis(values[0]))
 
         return _map(joined, outputs)
 
-    def _gathered_body(self, batches, constants):
+    def _of_shares(self, batch: data.Shares, constants: tuple | None) -> Any:
+        rows = tuple(values_of(n)[0] for n in batch.rows)
+        parts = _parts(batch)
+        if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
+            parts = tuple(data.forget_rows(part, constants) for part in parts)
+        regroup = _tf.distribute_utils.regroup
+        return self._on_worker(self._run(regroup(parts), regroup(rows)))
+
+    def _of_worker_body(self, batches: Sequence[data.Shares], constants: tuple | None) -> tuple[list, tf.Tensor]:
+        """Returns the outputs of this worker's rows of each batch, and what is known of each output while it is traced.
+
+        That is `[outputs, 2]`: the axis of rows, -1 where there is none, and whether the output is a row for each row.
+        """
+        self._rows_forgotten = constants is not None
+        steps = [self._of_shares(batch, constants) for batch in batches]
+        known = []
+        for value in _flat(steps[0]):
+            axis = self._axis(value)
+            is_dense = isinstance(value, tf.Tensor) and value.dtype != tf.string and bool(value.shape.rank)
+            known.append([-1 if axis is None else axis, int(is_dense and axis == 0)])
+        return steps, tf.constant(known, tf.int32, [len(known), 2])
+
+    def _of_batch_body(self, batch: Any) -> Any:
+        self._rows_forgotten = False
+        parts = data.split_rows(batch, self._replicas)
+        return self._on_worker(self._run(_tf.distribute_utils.regroup(tuple(parts))))
+
+    # -- all workers -----------------------------------------------------------------------------------------------
+
+    def _of_all_body(self, batches: Sequence[Any], constants: tuple | None) -> Any:
         self._rows_forgotten = constants is not None
         steps = []
         for batch in batches:
-            rows, told = None, None
+            checks = []
             if isinstance(batch, data.Shares):
                 rows = [values_of(n)[0] for n in batch.rows]
                 told = status.before_step(self._strategy, rows, True, values_of(batch.fingerprint)[0])
-                batch = _tf.distribute_utils.regroup(self._of_any_rows(_parts(batch), constants))
-                rows = _tf.distribute_utils.regroup(tuple(rows))
-            with tf.control_dependencies([] if told is None else status.why_not(told)):
-                outputs = self._on_worker(self._run(batch, rows))
+                checks = status.why_not(told)
+            with tf.control_dependencies(checks):
+                if isinstance(batch, data.Shares):
+                    outputs = self._of_shares(batch, constants)
+                else:
+                    outputs = self._on_worker(self._run(batch))
             if self._strategy.extended.control.world_size > 1:
-                outputs = _map(lambda value: self._gather(value), outputs)
+                outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
 
-    def _of_any_rows(self, parts, constants):
-        """Forgets static numbers of rows, so that dimensions of outputs that are static are not of rows."""
-        return parts if constants is None else tuple(data.forget_rows(part, constants) for part in parts)
-
-    def _gather(self, value):
-        """The rows of all workers, in order, of a dense, ragged or sparse tensor."""
-        axis = self._axis(value)
-
-        def gather(tensor):
+    def _gather(self, value: Any, axis: int | None) -> Any:
+        """Returns the rows of all workers, in order, of a dense, ragged or sparse tensor."""
+        def gather(tensor: tf.Tensor) -> tf.Tensor:
             return self._strategy.extended.control_ops.gather_over_workers(tensor, axis or 0, name="predictions")
 
         if isinstance(value, tf.RaggedTensor):
@@ -114,24 +242,73 @@ class PredictFunction:
             return tf.SparseTensor(gather(indices), gather(value.values), shape)
         return gather(value) if axis is not None else _one_for_all(gather(value[None]))
 
-    def _local_body(self, batch):
-        self._rows_forgotten = False
-        parts = data.split_rows(batch, self._replicas)
-        regrouped = _tf.distribute_utils.regroup(tuple(parts))
-        return self._on_worker(self._run(regrouped))
+
+class _Kept:
+    """The outputs of this worker's rows, a structure of dense tensors a batch, and the fingerprints of the batches."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self.waits = waits
+        self.outputs: list = []
+        self.prints: list[int] = []
+
+    def exchanged(self, strategy: Any) -> Any:
+        """Returns the outputs of all rows, in the order of batches and within each of ranks, as Keras returns them.
+
+        Raises:
+          MismatchError: on every rank, where ranks drew other batches, or not equally many.
+        """
+        status.compare_passes(strategy, len(self.outputs), configuration.number(self.prints))
+        leaves = [_flat(outputs) for outputs in self.outputs]
+        sizes = tf.constant([[leaf.shape[0] for leaf in batch] for batch in leaves], tf.int64)
+        everyone = strategy.extended.control.gather_equal(sizes, name="sizes of predictions").numpy()
+        sizes_of_ranks = everyone.reshape(-1, *sizes.shape)  # [ranks, batches, outputs]
+        results = [
+            _of_ranks(strategy, [batch[i] for batch in leaves], sizes_of_ranks[:, :, i])
+            for i in range(len(leaves[0]))
+        ]
+        return tf.nest.pack_sequence_as(self.outputs[0], results)
 
 
-def _parts(shares):
-    """One element a replica. TensorFlow takes what its iterator yields for a value a replica."""
+def _of_ranks(strategy: Any, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
+    """Returns one output of all batches.
+
+    Args:
+      strategy: the RingStrategy.
+      values: this worker's rows, a tensor a batch.
+      sizes: `[ranks, batches]`, numbers of rows.
+    """
+    by_shape: dict = {}  # batches whose rows have other shapes travel by themselves
+    for number, value in enumerate(values):
+        by_shape.setdefault(tuple(value.shape[1:]), []).append(number)
+    batches: dict[int, list] = {}  # each as the rows of rank 0, of rank 1, ...
+    for numbers in by_shape.values():
+        mine = values[numbers[0]] if len(numbers) == 1 else tf.concat([values[n] for n in numbers], 0)
+        gathered = strategy.extended.control_ops.gather_over_workers(mine, 0, name="predictions").numpy()
+        ends = np.cumsum(sizes[:, numbers]).reshape(len(sizes), -1)
+        for place, number in enumerate(numbers):
+            pairs = zip(ends[:, place], sizes[:, number], strict=True)
+            batches[number] = [gathered[end - size : end] for end, size in pairs]
+    if len(by_shape) == 1:
+        return np.concatenate([rows for number in range(len(values)) for rows in batches[number]])
+    joined = [tf.constant(np.concatenate(batches[number])) for number in range(len(values))]
+    return convert_to_np_if_not_ragged(potentially_ragged_concat(joined))
+
+
+def _parts(shares: data.Shares) -> tuple:
+    """Returns one element a replica. TensorFlow takes what its iterator yields for a value a replica."""
     return tf.nest.map_structure(lambda leaf: values_of(leaf)[0], shares.parts)
 
 
-def _map(function, *structures):
-    """Over tensors, ragged and sparse ones included."""
+def _map(function: Callable, *structures: Any) -> Any:
+    """Maps over tensors, ragged and sparse ones included."""
     return tf.nest.map_structure(function, *structures, expand_composites=False)
 
 
-def _concatenated(values, axis=0):
+def _flat(structure: Any) -> list:
+    return tf.nest.flatten(structure, expand_composites=False)
+
+
+def _concatenated(values: Sequence[Any], axis: int | None = 0) -> Any:
     if len(values) == 1:
         return values[0]
     if axis is None:
@@ -141,7 +318,7 @@ def _concatenated(values, axis=0):
     return tf.concat(values, axis)
 
 
-def _one_for_all(values):
+def _one_for_all(values: tf.Tensor) -> tf.Tensor:
     """Returns the first of some values that have to be the same, but for their last bits."""
     same = tf.reduce_all(values == values[:1])
     if values.dtype.is_floating:
@@ -152,8 +329,8 @@ def _one_for_all(values):
         return tf.identity(values[0])
 
 
-def _no_rows_unless(has_rows, value, axis):
-    """`value`, or its first 0 rows: what came of a row that was put in place of none."""
+def _drop_padding_row(has_rows: tf.Tensor, value: Any, axis: int | None) -> Any:
+    """Returns `value`, or its first 0 rows where they are those of a padding row."""
     if isinstance(value, tf.SparseTensor):
         rows = tf.where(has_rows, value.dense_shape[:1], 0)
         return tf.sparse.slice(value, tf.zeros_like(value.dense_shape), tf.concat([rows, value.dense_shape[1:]], 0))

@@ -72,6 +72,8 @@ def install():
     @seam(core.Variable, "_direct_assign")
     def direct_assign(original, self, value):
         running = step.weighing()  # in a custom loop TensorFlow's rules hold
+        if running is None and _reset(self._value, value):
+            return None
         if running is None or current_ring() is None or tf.distribute.get_replica_context() is None:
             return original(self, value)
         if step.is_written_alike(self) or step.is_kept_by_replica(self):
@@ -100,6 +102,24 @@ def install():
         if variable.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
             value = running.weigh(value) * tf.cast(variable.distribute_strategy.num_replicas_in_sync, variable.dtype)
         return original(variable, update, running.zero_if_empty(value), **kwargs)
+
+
+def _reset(variable: Any, value: Any) -> bool:
+    """Writes zeros to every copy of a metric's state, and returns whether that is what was asked for.
+
+    TensorFlow takes a millisecond for each such variable: it divides the zeros by the number of replicas, and reads
+    what it has written.
+    """
+    if not isinstance(variable, tf.distribute.DistributedValues) or not tf.executing_eagerly():
+        return False
+    if variable.synchronization != tf.VariableSynchronization.ON_READ or ring_of(variable.distribute_strategy) is None:
+        return False
+    if (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()) or not _is_zero(value):
+        return False
+    value = tf.cast(value, variable.dtype)
+    for copy in values_of(variable):
+        copy.assign(value, read_value=False)
+    return True
 
 
 class _Copy:

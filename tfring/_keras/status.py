@@ -74,7 +74,7 @@ def before_step(strategy, rows, has_batch, fingerprint=None) -> Status:
     if strategy.extended.is_alone:
         return Status(has_batch, has_batch, None, None, None, tf.ones([1], tf.float64), rows)
     fingerprint = tf.constant(0, tf.int64) if fingerprint is None else fingerprint
-    everyone = _told(strategy, tf.stack([fingerprint, -fingerprint]), has_batch, _BEGINS, rows)
+    everyone = _told(strategy, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
     has_batch, flags = everyone[2] > 0, everyone[3:_HEAD]
     is_same = everyone[0] == -everyone[1]  # 0 where the data has ended
     ended_early = (everyone[0] > 0) & (everyone[1] == 0)
@@ -149,19 +149,37 @@ def behind_loop(strategy, stop: bool) -> tuple[bool, bool]:
     Raises:
       MismatchError: where others take a step and none has stopped.
     """
-    rows = tf.zeros([len(strategy.extended.worker_devices)], tf.int64)
-    nothing = tf.constant([tf.int64.min, tf.int64.min], tf.int64)
-    flags = _told(strategy, nothing, False, _STOPS if stop else _ENDS, rows)[3:_HEAD].numpy()
+    mine = [tf.int64.min, tf.int64.min, 0, 0, int(stop), int(not stop), *[0] * strategy.num_replicas_in_sync]
+    flags = strategy.extended.world.largest(mine, name="status")[3:_HEAD]
     if flags[_BEGINS] and not flags[_STOPS]:
         raise MismatchError(_OTHER_LENGTHS)
     return bool(flags[_STOPS]), bool(flags[_BEGINS])
 
 
-def _told(strategy, prints, has_batch, intent, rows):
-    """The largest of each number over all ranks."""
+def compare_passes(strategy, num_batches: int, fingerprint: int) -> None:
+    """Compares whole passes over data, of ranks that did not tell each other of each batch: one eager collective.
+
+    Args:
+      strategy: the RingStrategy.
+      num_batches: how many batches this rank drew.
+      fingerprint: of all of them.
+
+    Raises:
+      MismatchError: on every rank, where ranks drew other batches, or not equally many.
+    """
+    mine = [num_batches, -num_batches, fingerprint, -fingerprint]
+    most, least, one, other = strategy.extended.world.largest(mine, name="batches of predictions")
+    if most != -least:
+        raise DifferentDataError(_ENDED_EARLY)
+    if one != -other:
+        raise DifferentDataError(_OTHER_BATCHES)
+
+
+def _told(strategy, prints, has_batch, rows):
+    """Returns the largest of each number over all ranks, of which this one begins a step."""
     before = strategy.extended.control.rank * rows.shape[0]
     after = strategy.num_replicas_in_sync - before - rows.shape[0]
-    flags = [int(intent == flag) for flag in (_BEGINS, _STOPS, _ENDS)]
+    flags = [1, 0, 0]  # of _BEGINS, _STOPS, _ENDS
     mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], flags, tf.pad(rows, [[before, after]])], 0)
     [everyone] = strategy.extended.world.all_reduce([mine], "max", name="status")
     return everyone

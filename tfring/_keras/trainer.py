@@ -15,16 +15,25 @@ State and logs travel as one collective a dtype. Logs that no callback reads are
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+from collections.abc import Iterator
+from typing import Any
 
+import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers import trainer as base_trainer
 
 from tfring import _tf, data, step
-from tfring._keras import agreement, batch_shapes, loop, outside, state, status, trace
+from tfring._keras import agreement, batch_shapes, calls, loop, outside, place, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.adoption import adopt_optimizers
 from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
+from tfring._keras.losses import additional_loss
+from tfring._keras.metrics import state_of_all, values_of_results
 from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
@@ -33,112 +42,182 @@ from tfring.errors import ConfigurationError
 from tfring.ring import failures
 
 
-def install():
-    from keras.src.backend.tensorflow import trainer
-    from keras.src.trainers import trainer as base_trainer
+def install() -> None:
+    """Makes RingTrainer what `keras.Model`, and so every model there is or will be, derives from."""
+    first, *others = keras.Model.__bases__
+    if first is not RingTrainer:
+        keras.Model.__bases__ = (RingTrainer, *others)
+        seam(base_trainer.Trainer, "compile")(_compile)
 
-    cls = trainer.TensorFlowTrainer
 
-    def make(kind):
-        function_attribute = f"{kind}_function"
+class RingTrainer(TensorFlowTrainer):
+    """Trains a model over the ring of the RingStrategy it was made under; any other model as Keras does.
 
-        def replacement(original, self, force=False):
-            strategy = ring_of_model(self)
-            if strategy is None:
-                return original(self, force)
-            if getattr(self, function_attribute) is None or force:
-                _refuse_jit(self)
-                function = StepFunction(self, strategy, kind)
-                loop.made(self, kind, function)
-                setattr(self, function_attribute, function)
-            return getattr(self, function_attribute)
+    `keras.Model` derives from it in the place of Keras' TensorFlowTrainer. So a method that a user's class overrides
+    comes first and reaches this one by `super()`, as it would reach Keras', and no model's class changes: names,
+    `isinstance`, pickling, `clone_model` and files are those of plain Keras (docs/architecture.md, decision 20).
 
-        return replacement
+    `compile` is not here: Keras compares a class's `compile` with its own to find out whether a user overrides it.
+    """
 
-    seam(cls, "make_train_function")(make("train"))
-    seam(cls, "make_test_function")(make("test"))
+    predict_function: Any
 
-    @seam(cls, "make_predict_function")
-    def make_predict_function(original, self, force=False):
+    def fit(self, *args, **kwargs):
+        outside.take_in_model(self)
         strategy = ring_of_model(self)
         if strategy is None:
-            return original(self, force)
+            outside.refuse_model(self, "fit")
+            outside.warn_of_model(self)
+            return super().fit(*args, **kwargs)
+        with _call("fit", self, strategy, args, kwargs) as (given, _):
+            return super().fit(**given)
+
+    def evaluate(self, *args, **kwargs):
+        strategy = ring_of_model(self)
+        if strategy is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
+            return super().evaluate(*args, **kwargs)
+        with _call("evaluate", self, strategy, args, kwargs) as (given, _):
+            return super().evaluate(**given)
+
+    def predict(self, *args, **kwargs):
+        strategy = ring_of_model(self)
+        if strategy is None:
+            return super().predict(*args, **kwargs)
+        with _call("predict", self, strategy, args, kwargs) as (given, needed):
+            self.make_predict_function()
+            if needed.watches_predict or not isinstance(self.predict_function, PredictFunction):
+                return super().predict(**given)
+            with self.predict_function.waiting() as of_all_rows:
+                return of_all_rows(super().predict(**given))
+
+    def make_train_function(self, force=False):
+        if ring_of_model(self) is None:
+            return super().make_train_function(force)
+        return _make_step_function(self, "train", force)
+
+    def make_test_function(self, force=False):
+        if ring_of_model(self) is None:
+            return super().make_test_function(force)
+        return _make_step_function(self, "test", force)
+
+    def make_predict_function(self, force=False):
+        strategy = ring_of_model(self)
+        if strategy is None:
+            return super().make_predict_function(force)
         if self.predict_function is None or force:
             _refuse_jit(self)
             self.predict_function = PredictFunction(self, strategy)
         return self.predict_function
 
-    @seam(cls, "_maybe_symbolic_build")
-    def maybe_symbolic_build(original, self, iterator=None, data_batch=None):
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         strategy = ring_of_model(self)
         if strategy is None:
-            return original(self, iterator=iterator, data_batch=data_batch)
-        # From the specification, not from a batch: a generator's rows are drawn once.
-        if iterator is not None:
-            loop.bind(iterator, self)
-            batch_shapes.check(self, strategy, iterator._tfring_batch_size)
-            spec = _tf.element_spec(iterator._distributed_dataset)
-            data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
-        first = self.train_function is None and self.test_function is None
-        if first:
-            outside.refuse_weights(self, strategy)
-            adopt_optimizers(self, strategy)
-        with strategy.scope():
-            try:
-                self._symbolic_build(data_batch=data_batch)
-            except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-                # One process does not build here. A step of its own need not call the model, which may lack `call`.
-                if type(self).train_step is cls.train_step and type(self).test_step is cls.test_step:
-                    if not self.run_eagerly:
-                        raise
-                    _build_eagerly(self, data_batch)
-        if first:
-            outside.take_in_metrics(self, strategy)
+            super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
+        else:
+            _build(self, strategy, iterator, data_batch)
 
-    @seam(base_trainer.Trainer, "compile")  # where Keras defines it: it asks whether a class has one of its own
-    def compile_model(original, self, *args, **kwargs):
-        outside.take_in_model(self)
+    def _aggregate_additional_loss(self, loss):
+        return additional_loss(super()._aggregate_additional_loss(loss), loss)
+
+    def _get_metrics_result_or_logs(self, logs):
         strategy = ring_of_model(self)
         if strategy is None:
-            outside.refuse_model(self, "compile")
-            return original(self, *args, **kwargs)
-        with strategy.scope():  # optimizers and metrics made here belong to the model's strategy
-            original(self, *args, **kwargs)
-        adopt_optimizers(self, strategy)
-        refuse_astray(self)
+            return super()._get_metrics_result_or_logs(logs)
+        logs = logs or place.interrupted_logs() or logs
+        if not logs and strategy.updater is not None and strategy.updater.is_star:
+            # A worker of asynchronous servers had no batch of the epoch: its metrics hold those of the others.
+            return values_of_results(self.get_metrics_result())
+        if strategy.num_replicas_in_sync == 1:
+            return values_of_results(super()._get_metrics_result_or_logs(logs))
+        with state_of_all(strategy, self.metrics):
+            return values_of_results(super()._get_metrics_result_or_logs(logs))
 
-    for name in ("fit", "evaluate", "predict"):
-        seam(cls, name)(_entry(name, inspect.signature(getattr(cls, name))))
+
+for _name in ("fit", "evaluate", "predict"):  # what `help` and `inspect.signature` tell of them is Keras'
+    functools.update_wrapper(vars(RingTrainer)[_name], getattr(TensorFlowTrainer, _name))
+_SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for name in ("fit", "evaluate", "predict")}
 
 
-def _entry(name, signature):
-    def replacement(original, self, *args, **kwargs):
-        if name == "fit":
-            outside.take_in_model(self)
-        strategy = ring_of_model(self)
-        if strategy is None and name == "fit":
-            outside.refuse_model(self, name)
-            outside.warn_of_model(self)
-        if strategy is None or kwargs.get("_use_cached_eval_dataset"):
-            return original(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments
-        from keras.callbacks import CallbackList
+def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Compiles a model in its strategy's scope, to which the optimizers and metrics made here then belong."""
+    outside.take_in_model(self)
+    strategy = ring_of_model(self)
+    if strategy is None:
+        outside.refuse_model(self, "compile")
+        original(self, *args, **kwargs)
+        return
+    with strategy.scope():
+        original(self, *args, **kwargs)
+    adopt_optimizers(self, strategy)
+    refuse_astray(self)
 
-        if given.get("verbose", "auto") == "auto" and not strategy.cluster.is_chief:
-            given["verbose"] = 0  # one progress bar is enough
-        callbacks = given.get("callbacks")
-        if not isinstance(callbacks, CallbackList):
-            callbacks = given["callbacks"] = ring_callbacks.arranged(
-                name, callbacks, self, strategy, given.get("verbose", "auto")
-            )
-        around = ring_callbacks.around(name, callbacks, self)
-        traced = trace.entry(strategy)
+
+@contextlib.contextmanager
+def _call(name: str, model: Any, strategy: Any, args: tuple, kwargs: dict) -> Iterator[tuple[dict, Any]]:
+    """Prepares a call of `fit`, `evaluate` or `predict` on all ranks.
+
+    Args:
+      name: the method.
+      model: its model.
+      strategy: the model's RingStrategy.
+      args: what the user passes.
+      kwargs: the same by name.
+
+    Yields:
+      The arguments of Keras' method by name, and what callbacks of any rank need.
+    """
+    bound = _SIGNATURES[name].bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["verbose"] == "auto" and not strategy.cluster.is_chief:
+        given["verbose"] = 0  # one progress bar is enough
+    with calls.told(strategy, f"model.{name}", given):
+        needs = ring_callbacks.needs(name, model, given["callbacks"], given["verbose"])
+        needs = ring_callbacks.Needs(*agreement.check_call(strategy, model, name, given, needs))
+        if not isinstance(given["callbacks"], keras.callbacks.CallbackList):
+            given["callbacks"] = ring_callbacks.arranged(name, given["callbacks"], model, strategy, needs)
+        around = ring_callbacks.around(name, given["callbacks"], model)
         naming = failures.reraise_as_tfring_error(strategy.extended.channels, strategy.mesh)
-        with entered(name), on_rank_0(strategy), naming, traced, around:
-            return original(*bound.args, **bound.kwargs)
+        del given["self"]
+        with entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
+            yield bound.kwargs, needs
 
-    return replacement
+
+def _make_step_function(model: Any, kind: str, force: bool) -> Any:
+    """Returns `model.train_function` or `model.test_function`, made where there is none or by `force`."""
+    attribute = f"{kind}_function"
+    if getattr(model, attribute) is None or force:
+        _refuse_jit(model)
+        function = StepFunction(model, ring_of_model(model), kind)
+        loop.made(model, kind, function)
+        setattr(model, attribute, function)
+    return getattr(model, attribute)
+
+
+def _build(model: Any, strategy: Any, iterator: Any, data_batch: Any) -> None:
+    """Builds a model for the data it is called with, from its specification: a generator's rows are drawn once."""
+    if iterator is not None:
+        loop.bind(iterator, model)
+        batch_shapes.check(model, strategy, iterator._tfring_batch_size)
+        spec = _tf.element_spec(iterator._distributed_dataset)
+        data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
+    first = model.train_function is None and model.test_function is None
+    if iterator is None and not first:  # of `train_on_batch` and its sisters, the second call
+        return
+    if first:
+        outside.refuse_weights(model, strategy)
+        adopt_optimizers(model, strategy)
+    with strategy.scope():
+        try:
+            model._symbolic_build(data_batch=data_batch)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            # One process does not build here. A step of its own need not call the model, which may lack `call`.
+            if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
+                if not model.run_eagerly:
+                    raise
+                _build_eagerly(model, data_batch)
+    if first:
+        outside.take_in_metrics(model, strategy)
 
 
 def _refuse_jit(model):

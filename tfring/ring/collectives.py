@@ -10,6 +10,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfring.ring import library
@@ -71,6 +72,11 @@ class Collectives(abc.ABC):
 
         `compression` is what float32 travels as, where the engine can; see `Communicator.all_reduce`.
         """
+
+    def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
+        """Returns the largest of each number over all ranks, which call this eagerly; numbers are those of int64."""
+        [agreed] = self.all_reduce([tf.constant(numbers, tf.int64)], "max", name=name)
+        return agreed.numpy().tolist()
 
     @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor | Sequence[tf.Tensor], *, name: str) -> Any:
@@ -207,6 +213,9 @@ class LocalCollectives(Collectives):
     def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
         return zeros_unless(active, tensors)
 
+    def largest(self, numbers, *, name):
+        return list(numbers)
+
     def all_gather(self, tensor, *, name):
         return tf.nest.map_structure(tf.identity, tensor)
 
@@ -277,6 +286,10 @@ class RingCollectives(Collectives):
         return self._ops.all_reduce(
             self.communicator, list(tensors), op, name=name, active=active, compression=compression
         )
+
+    def largest(self, numbers, *, name):
+        # From NumPy: a tenth of what an operation of TensorFlow's takes.
+        return self.communicator.all_reduce(np.array(numbers, np.int64), "max", name=name).tolist()
 
     def all_gather(self, tensor, *, name):
         return self._ops.all_gather(self.communicator, tensor, name=name)
