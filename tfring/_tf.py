@@ -149,6 +149,18 @@ def call_map_function(function, element):
     return _structure.from_compatible_tensor_list(function.output_structure, list(function.function(*flat)))
 
 
+def packed(spec, element):
+    """Returns an element of this spec as one scalar variant, so that elements of many shapes make a batch."""
+    return tf.raw_ops.OptionalFromValue(components=_structure.to_tensor_list(spec, element))
+
+
+def unpacked(spec, variant):
+    """Returns the element of which `packed` made a variant."""
+    types, shapes = _structure.get_flat_tensor_types(spec), _structure.get_flat_tensor_shapes(spec)
+    flat = tf.raw_ops.OptionalGetValue(optional=variant, output_types=types, output_shapes=shapes)
+    return _structure.from_compatible_tensor_list(spec, list(flat))
+
+
 def shuffled_like(like, dataset):
     """`dataset` in the order that the shuffle `like` gives to its input: its seeds cannot be handed to `shuffle`."""
     variant = shuffle_op.gen_dataset_ops.shuffle_dataset_v3(
@@ -178,9 +190,24 @@ def workers_by_options(extended, options):
     return extended._input_workers_with_options(options)
 
 
-def distributed_dataset(dataset, input_workers, strategy, options, cardinality: int, *, one_value_a_worker: bool):
-    """A worker's dataset as a `tf.distribute.DistributedDataset` of `cardinality` global batches."""
-    result = input_lib.DistributedDataset(
+def distributed_dataset(
+    dataset, input_workers, strategy, options, cardinality: int, *, one_value_a_worker: bool, then=None, then_spec=None
+):
+    """Returns a worker's dataset as a `tf.distribute.DistributedDataset`.
+
+    Args:
+      dataset: A `tf.data.Dataset`.
+      input_workers: Its workers.
+      strategy: A strategy of TensorFlow's.
+      options: `tf.distribute.InputOptions`.
+      cardinality: In global batches, also with several replicas a worker.
+      one_value_a_worker: Whether an element is one value, whatever number of replicas a worker has.
+      then: Computes what the iterators yield, `then(element, is_drawn)`, in the graph that draws it, so that the
+        pipeline has no function for it; hashable. None if they yield the elements.
+      then_spec: `(of the elements, of what then returns)`.
+    """
+    kind = input_lib.DistributedDataset if then is None else _DatasetAndThen
+    result = kind(
         input_workers,
         strategy,
         components=[dataset],
@@ -188,10 +215,110 @@ def distributed_dataset(dataset, input_workers, strategy, options, cardinality: 
         enable_get_next_as_optional=input_lib._enable_get_next_as_optional(strategy, dataset, cardinality),
         options=options,
     )
-    set_cardinality(result, cardinality)  # counted in global batches, also with several replicas a worker
-    if one_value_a_worker:  # whatever number of replicas it has
-        result._element_spec = tf.nest.map_structure(distribute_values.PerReplicaSpec, dataset.element_spec)
+    set_cardinality(result, cardinality)
+    if one_value_a_worker:
+        spec = dataset.element_spec if then is None else then_spec[0]
+        result._element_spec = tf.nest.map_structure(distribute_values.PerReplicaSpec, spec)
+    if then is not None:
+        result.then, result.then_spec = then, then_spec[1]
     return result
+
+
+class _DatasetAndThen(input_lib.DistributedDataset):
+    """A distributed dataset, and what is computed of each element when it is drawn."""
+
+    def __iter__(self):
+        iterator = super().__iter__()
+        return _IteratorAndThen(
+            self.then,
+            input_workers=iterator._input_workers,
+            components=iterator._iterators,
+            element_spec=self._element_spec,
+            strategy=iterator._strategy,
+            cardinality=iterator._cardinality,
+            enable_get_next_as_optional=iterator._enable_get_next_as_optional,
+            options=self._options,
+        )
+
+
+class _IteratorAndThenSpec(input_lib.DistributedIteratorSpec):
+    """The spec of an iterator and of what is computed of its elements."""
+
+    def __init__(self, then, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._then = then
+
+    def _serialize(self):
+        return (*super()._serialize(), repr(self._then))
+
+    @property
+    def value_type(self):
+        return _IteratorAndThen
+
+    def _from_components(self, components):
+        return _IteratorAndThen(
+            self._then,
+            input_workers=self._input_workers,
+            components=components,
+            element_spec=self._element_spec,
+            strategy=self._strategy,
+            cardinality=self._cardinality,
+            enable_get_next_as_optional=self._enable_get_next_as_optional,
+            options=self._options,
+        )
+
+
+class _IteratorAndThen(input_lib.DistributedIterator):
+    """A distributed iterator of a worker that yields `then(element, is_drawn)`."""
+
+    def __init__(self, then, **kwargs):
+        super().__init__(**kwargs)
+        self.then = then
+
+    @property
+    def _type_spec(self):
+        return _IteratorAndThenSpec(
+            self.then,
+            self._input_workers,
+            self._element_spec,
+            self._strategy,
+            self._options,
+            self._cardinality,
+            self._enable_get_next_as_optional,
+        )
+
+    def get_next(self, name=None):
+        """Returns what is computed of the next element, or raises OutOfRangeError."""
+        [element] = next_or_error(self)
+        return self.of(element, True)
+
+    def of(self, element, is_drawn):
+        """Returns what is computed of an element, in a graph."""
+        with tf.device(self._input_workers.worker_devices[0]):
+            if not tf.executing_eagerly():
+                return self.then(element, is_drawn)
+            spec = tf.nest.map_structure(spec_of_a_replica, self._element_spec)
+            function = _function_of(self.then, spec)
+            flat = tf.nest.flatten(element, expand_composites=True)
+            return function(*flat, tf.convert_to_tensor(is_drawn))
+
+
+_functions: dict = {}  # of `then`, for iterators that are drawn from eagerly, by what it is and the element's spec
+
+
+def _function_of(then, spec):
+    """Returns a function of an element's tensors and of whether it is drawn, traced once for equal arguments."""
+    key = (then, tuple(tf.nest.flatten(spec)), repr(tf.nest.map_structure(lambda _: None, spec)))
+    if key not in _functions:
+        specs = [tf.TensorSpec(s.shape, s.dtype) for s in tf.nest.flatten(spec, expand_composites=True)]
+
+        def of_tensors(*tensors):
+            *flat, is_drawn = tensors
+            return then(tf.nest.pack_sequence_as(spec, flat, expand_composites=True), is_drawn)
+
+        signature = [*specs, tf.TensorSpec([], tf.bool)]
+        _functions[key] = tf.function(of_tensors, input_signature=signature, autograph=False)
+    return _functions[key]
 
 
 def set_cardinality(distributed, cardinality: int) -> None:
@@ -208,6 +335,8 @@ def next_or_dummy(iterator):
     for optional in iterator._iterators[0].get_next_as_optional_list():
         have_value.append(optional.has_value())
         elements.append(tf.cond(have_value[-1], optional.get_value, lambda o=optional: _zeros(o.element_spec)))
+    if isinstance(iterator, _IteratorAndThen):
+        elements = [iterator.of(element, drawn) for element, drawn in zip(elements, have_value, strict=True)]
     return elements, have_value
 
 
@@ -242,6 +371,8 @@ def next_of_worker(iterator):
 
 def element_spec(distributed):
     """Returns what a distributed dataset holds; its `element_spec` forgets sizes of constants and dies of Optionals."""
+    if isinstance(distributed, _DatasetAndThen):
+        return distributed.then_spec
     return getattr(distributed, "_element_spec", None) or distributed.element_spec
 
 
@@ -374,6 +505,7 @@ __all__ = [
     "mark_as_unsaveable",
     "next_or_dummy",
     "next_or_error",
+    "packed",
     "seeds_of",
     "set_aggregation",
     "set_cardinality",
@@ -382,6 +514,7 @@ __all__ = [
     "spec_of_a_replica",
     "static_batch_size",
     "stop_recording",
+    "unpacked",
     "variable_of_replicas",
     "workers_by_options",
     "workers_of_one_iterator",

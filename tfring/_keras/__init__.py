@@ -42,6 +42,7 @@ def install() -> None:
         callbacks,
         collectives,
         empty,
+        epochs,
         inlining,
         input_gradients,
         inputs,
@@ -49,7 +50,6 @@ def install() -> None:
         losses,
         metrics,
         outside,
-        place,
         predict,
         printing,
         randomness,
@@ -58,7 +58,6 @@ def install() -> None:
         sharding,
         slots,
         state,
-        trace,
         trainer,
     )
 
@@ -76,7 +75,6 @@ def install() -> None:
         state,
         randomness,
         inputs,
-        place,
         loop,
         served,
         predict,
@@ -85,8 +83,8 @@ def install() -> None:
         outside,
         saving,
         printing,
-        trace,
         trainer,
+        epochs,
     ):
         module.install()
     _installed = True

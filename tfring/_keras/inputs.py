@@ -11,20 +11,21 @@ import contextlib
 import itertools
 import random
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from tfring import _tf, config, data, seeding
+from tfring import _tf, config, seeding
 from tfring._keras.seam import seam
-from tfring.recognition import ring_of
 from tfring.seeding import PlacedSeeds
 
 _local = threading.local()
 _num_seeds = itertools.count()  # that this process has drawn
 
 
-def agreed_seed(strategy) -> int:
-    """A random seed, the same on every rank: rank 0's.
+def agreed_seed(strategy: Any) -> int:
+    """Returns a random seed, the same on every rank: rank 0's.
 
     From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before, or else
     from the run's seed. Python's generator, from which Keras seeds layers, is left where one process would have it.
@@ -38,8 +39,8 @@ def agreed_seed(strategy) -> int:
     return int(agreed)
 
 
-def global_seed(strategy) -> int | None:
-    """TensorFlow's global seed (`keras.utils.set_random_seed`) where all ranks have the same."""
+def global_seed(strategy: Any) -> int | None:
+    """Returns TensorFlow's global seed (`keras.utils.set_random_seed`) if all ranks have the same, else None."""
     seed = _tf.eager_context.global_seed()
     seed = -1 if seed is None else int(seed)
     [bounds] = strategy.extended.world.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
@@ -47,7 +48,8 @@ def global_seed(strategy) -> int | None:
 
 
 @contextlib.contextmanager
-def _shuffling_by(seed):
+def shuffling_by(seed: int | None) -> Iterator[None]:
+    """Has Keras' arrays shuffled by this seed in here; None leaves them to Keras."""
     before = getattr(_local, "seed", None)
     _local.seed = seed
     try:
@@ -56,61 +58,9 @@ def _shuffling_by(seed):
         _local.seed = before
 
 
-def install():
-    from keras.src.backend.tensorflow import trainer
-    from keras.src.trainers.data_adapters import (
-        array_data_adapter,
-        generator_data_adapter,
-        py_dataset_adapter,
-        tf_dataset_adapter,
-    )
-    from keras.src.trainers.epoch_iterator import EpochIterator
-
-    @seam(trainer.TFEpochIterator, "__init__")
-    def epoch_iterator(original, self, distribute_strategy=None, *args, **kwargs):
-        strategy = ring_of(distribute_strategy)
-        if strategy is None:
-            return original(self, distribute_strategy, *args, **kwargs)
-        seed = None
-        if kwargs.get("shuffle") and strategy.cluster.world_size > 1:
-            if isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
-                kwargs.update(x=agreed_order(kwargs["x"], strategy), shuffle=False)
-            elif global_seed(strategy) is None:  # else Keras' order is the same on every rank, and in one process
-                seed = agreed_seed(strategy)
-        with _shuffling_by(seed):
-            super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
-            self._distribute_strategy = strategy
-            given = self.data_adapter.get_tf_dataset()
-            dataset = data.undistributed(given)
-            is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
-            was_distributed = isinstance(given, tf.distribute.DistributedDataset)
-            self._tfring_batch_size = None if was_distributed else self.data_adapter.batch_size
-            self._tfring_yields_alike = not is_distributed and data.yields_alike(dataset)
-            ahead = 2
-            if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):
-                # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
-                ahead, dataset = 0, dataset_before_prefetch(dataset)
-            if not is_distributed:
-                if strategy.updater is not None and isinstance(dataset, tf.data.Dataset):
-                    dataset = strategy.updater.claimed(dataset)
-                dataset = data.distribute_for_keras(strategy, dataset, ahead=ahead)
-            if isinstance(self.data_adapter, tf_dataset_adapter.TFDatasetAdapter):
-                self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks
-                self._num_batches = self.data_adapter.num_batches
-            self._distributed_dataset = dataset
-
-    @seam(EpochIterator, "_enumerate_iterator")
-    def begin_epoch(original, self):
-        self._tfring_begins = True
-        return original(self)
-
-    @seam(trainer.TFEpochIterator, "_get_iterator")
-    def iterator_of_epoch(original, self):
-        # At an epoch's end Keras makes one more, from which nobody draws where an epoch is the whole dataset. Shuffles
-        # count it.
-        begins, self._tfring_begins = self._tfring_begins, False
-        needed = begins or self.steps_per_epoch or not getattr(self, "_tfring_yields_alike", False)
-        return original(self) if needed else ()
+def install() -> None:
+    """Gives shuffles the seeds of which ranks agree."""
+    from keras.src.trainers.data_adapters import array_data_adapter
 
     @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
     def array_dataset(original, self):
@@ -119,64 +69,66 @@ def install():
             return original(self)
         return shuffled_arrays(self, seed)
 
-    def agreed_order(dataset, strategy):
-        """A PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
-
-        class AgreedOrder(py_dataset_adapter.PyDataset):
-            def __init__(self):
-                super().__init__(
-                    workers=dataset.workers,
-                    use_multiprocessing=dataset.use_multiprocessing,
-                    max_queue_size=dataset.max_queue_size,
-                )
-                self._order = None
-
-            @property
-            def num_batches(self):
-                return dataset.num_batches
-
-            def __len__(self):
-                return len(dataset)
-
-            def __getitem__(self, index):
-                return dataset[index if self._order is None else self._order[index]]
-
-            def on_epoch_begin(self):
-                if not self._drawn_ahead:
-                    self._shuffle()
-                dataset.on_epoch_begin()
-
-            def on_epoch_end(self):  # Keras calls it before the first epoch, too
-                dataset.on_epoch_end()
-                if self._drawn_ahead:
-                    self._shuffle()
-
-            @property
-            def _drawn_ahead(self):
-                """Whether threads or processes ask for batches before an epoch begins."""
-                return dataset.workers > 1 or dataset.use_multiprocessing
-
-            def _shuffle(self):
-                if dataset.num_batches is not None:
-                    order = list(range(dataset.num_batches))
-                    random.shuffle(order)
-                    collectives = strategy.extended.world
-                    [agreed] = collectives.broadcast([tf.constant(order, tf.int64)], name="order of batches")
-                    self._order = agreed.numpy().tolist()
-
-        return AgreedOrder()
-
     install_seeds()
 
 
-def dataset_before_prefetch(dataset):
-    """Without a last step that reads ahead."""
+def agreed_order(dataset: Any, strategy: Any) -> Any:
+    """Returns a PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
+    from keras.src.trainers.data_adapters import py_dataset_adapter
+
+    class AgreedOrder(py_dataset_adapter.PyDataset):
+        def __init__(self):
+            super().__init__(
+                workers=dataset.workers,
+                use_multiprocessing=dataset.use_multiprocessing,
+                max_queue_size=dataset.max_queue_size,
+            )
+            self._order = None
+
+        @property
+        def num_batches(self):
+            return dataset.num_batches
+
+        def __len__(self):
+            return len(dataset)
+
+        def __getitem__(self, index):
+            return dataset[index if self._order is None else self._order[index]]
+
+        def on_epoch_begin(self):
+            if not self._drawn_ahead:
+                self._shuffle()
+            dataset.on_epoch_begin()
+
+        def on_epoch_end(self):  # Keras calls it before the first epoch, too
+            dataset.on_epoch_end()
+            if self._drawn_ahead:
+                self._shuffle()
+
+        @property
+        def _drawn_ahead(self):
+            """True if threads or processes ask for batches before an epoch begins."""
+            return dataset.workers > 1 or dataset.use_multiprocessing
+
+        def _shuffle(self):
+            if dataset.num_batches is not None:
+                order = list(range(dataset.num_batches))
+                random.shuffle(order)
+                collectives = strategy.extended.world
+                [agreed] = collectives.broadcast([tf.constant(order, tf.int64)], name="order of batches")
+                self._order = agreed.numpy().tolist()
+
+    return AgreedOrder()
+
+
+def dataset_before_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset without a last step that reads ahead."""
     step = _tf.dataset_step(dataset)
     return step.before if step.kind == "prefetch" else dataset
 
 
-def shuffled_arrays(adapter, seed):
-    """The dataset of `ArrayDataAdapter(shuffle=True)`, in an order drawn from `seed`, anew each epoch."""
+def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
+    """Returns the dataset of `ArrayDataAdapter(shuffle=True)`, in an order drawn from `seed`, another each epoch."""
     from keras.src import tree
     from keras.src.trainers.data_adapters import array_slicing
 
@@ -216,7 +168,7 @@ def shuffled_arrays(adapter, seed):
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
-def install_seeds():
+def install_seeds() -> None:
     """Gives unseeded `tf.data` transformations a seed that all ranks share."""
 
     @seam(_tf.data_random_seed, "get_seed")
@@ -233,7 +185,7 @@ def install_seeds():
 _shared = PlacedSeeds()
 
 
-def share_seeds(strategy) -> None:
+def share_seeds(strategy: Any) -> None:
     """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
     base = agreed_seed(strategy)
     _shared.base = base if seeding.current() is None else None  # else they are, by the run's seed, from the start

@@ -1,4 +1,4 @@
-"""The place of `fit` in its data: found again by drawing, without training, what was drawn before.
+"""Resumes `fit` at a position in its data: draws, without training, what was drawn before.
 
 A pass is one epoch of training, or one validation. Each begins where the one before has left seeds, generators and
 PyDatasets; so the passes are gone through again, each to where it had come. Their batches are drawn only where a later
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfring import _tf
-from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
 
 # Operations by which a function in a dataset keeps something from one pass to the next.
 _KEEPS = ("PyFunc", "EagerPyFunc", "Assign", "RngReadAndSkip", "RngSkip", "StatefulUniform", "StatefulStandardNormal")
 
 
 class _Fit:
-    """A `fit` under way."""
+    """The data and the logs of a `fit` under way."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.iterator: Any = None  # Keras' EpochIterator of the training data
         self.logs: dict | None = None  # of the last step before it was interrupted
 
 
-class _Place(NamedTuple):
+class Position(NamedTuple):
+    """A position in data, of one pass or of several."""
+
     executions: list[int]  # of the step function, in each pass; the last is the present one
     reset: bool  # whether Keras resets the iterator between passes, as for validation
 
@@ -41,7 +41,7 @@ _fits: list[_Fit] = []  # innermost last
 
 @contextlib.contextmanager
 def fit_under_way() -> Iterator[None]:
-    """While `fit` runs: its training data and its logs are found by the functions below."""
+    """Notes that `fit` runs, whose training data and logs the functions below find."""
     _fits.append(_Fit())
     try:
         yield
@@ -50,13 +50,13 @@ def fit_under_way() -> Iterator[None]:
 
 
 def resume_training(executions: Sequence[int], logs: dict | None) -> None:
-    """Has the innermost `fit` begin its first epoch where another had come in its data.
+    """Has the innermost `fit` begin its first epoch at the position that another had reached in its data.
 
     Args:
       executions: calls of the step function in each epoch since that `fit` began; the last is the present one.
       logs: of the last step, where the present epoch was interrupted.
     """
-    _fits[-1].iterator._tfring_place = _Place(list(executions), reset=False)
+    _fits[-1].iterator.position = Position(list(executions), reset=False)
     _fits[-1].logs = logs if executions[-1] else None
 
 
@@ -65,56 +65,51 @@ def interrupted_logs() -> dict | None:
     return _fits[-1].logs if _fits else None
 
 
-def resume_validation(model, executions: Sequence[int]) -> None:
-    """The same for the validation data of `model`; `executions` of each validation there has been."""
-    model._eval_epoch_iterator._tfring_place = _Place([*executions, 0], reset=True)
+def resume_validation(model: Any, executions: Sequence[int]) -> None:
+    """Resumes the validation data of `model` after validations of so many `executions`."""
+    model._eval_epoch_iterator.position = Position([*executions, 0], reset=True)
 
 
 def draws_from_python() -> bool:
-    """Whether a pass through the training data may run Python, or depend on the draws of an earlier one."""
+    """Returns True if a pass through the training data may run Python, or depend on the draws of an earlier one."""
     return _keeps_between_passes(_fits[-1].iterator._distributed_dataset)
 
 
-def install():
-    from keras.src.backend.tensorflow import trainer
-    from keras.src.trainers import epoch_iterator
-
-    @seam(trainer.TFEpochIterator, "__init__")
-    def init(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        if _fits and _fits[-1].iterator is None and ring_of(self._distribute_strategy) is not None:
-            _fits[-1].iterator = self
-
-    @seam(epoch_iterator.EpochIterator, "_enumerate_iterator")
-    def enumerate_iterator(original, self):
-        place = self.__dict__.pop("_tfring_place", None)
-        return original(self) if place is None else _from_place(original, self, place)
+def found_data(epoch_iterator: Any) -> None:
+    """Notes Keras' iterator of the training data of the innermost `fit`, the first that it makes."""
+    if _fits and _fits[-1].iterator is None:
+        _fits[-1].iterator = epoch_iterator
 
 
-def _from_place(original, epoch_iterator, place):
-    """What `_enumerate_iterator` yields, after what was drawn before."""
-    *past, present = place.executions
+def resumed(epoch_iterator: Any, position: Position) -> Iterator[tuple]:
+    """Yields the steps of a pass after those that were taken before.
+
+    Args:
+      epoch_iterator: A RingEpochIterator.
+      position: Where the pass goes on.
+    """
+    *past, present = position.executions
     batches = epoch_iterator.steps_per_execution
     # With `steps_per_epoch` one iterator goes from epoch to epoch.
     draws = bool(epoch_iterator.steps_per_epoch) or _keeps_between_passes(epoch_iterator._distributed_dataset)
     for executions in past:
         with warnings.catch_warnings(), epoch_iterator.catch_stop_iteration():
             warnings.simplefilter("ignore")  # that the data has run out was said then
-            steps = original(epoch_iterator)
+            steps = epoch_iterator.begin_pass()
             _advance(steps, executions, batches if draws else 0)
             if next(steps, None) is not None:
                 raise tf.errors.OutOfRangeError(None, None, "the end of a pass of unknown length")
-        if place.reset:
+        if position.reset:
             running = epoch_iterator._epoch_iterator
             epoch_iterator.reset()
             epoch_iterator._epoch_iterator = running
-    steps = original(epoch_iterator)
+    steps = epoch_iterator.begin_pass()
     _advance(steps, present, batches)
     yield from steps
 
 
-def _advance(steps, executions, batches):
-    """Goes `executions` steps on, and draws `batches` from the iterator in each."""
+def _advance(steps: Iterator[tuple], executions: int, batches: int) -> None:
+    """Takes `executions` steps, and draws `batches` from the iterator in each."""
     for number in range(executions):
         step = next(steps, None)
         if step is None:
@@ -126,15 +121,15 @@ def _advance(steps, executions, batches):
             _tf.draw(step[-1])  # this worker's alone: no collective
 
 
-def _keeps_between_passes(distributed) -> bool:
+def _keeps_between_passes(distributed: Any) -> bool:
     datasets = getattr(distributed, "_cloned_datasets", None)
     if datasets is None:  # of `distribute_datasets_from_function`, and what else yields batches
         return True
     return any(_keeps(dataset) for dataset in datasets)
 
 
-def _keeps(dataset) -> bool:
-    """Whether a dataset, or one it is made of, yields in one pass what depends on the draws of earlier ones."""
+def _keeps(dataset: tf.data.Dataset) -> bool:
+    """Returns True if a dataset, or one it is made of, yields in a pass what depends on the draws of earlier ones."""
     if type(dataset).__name__ == "CacheDataset":  # keeps the order of the first
         return True
     graphs = _tf.graphs_of(dataset)

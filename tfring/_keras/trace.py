@@ -6,8 +6,6 @@ import contextlib
 
 import tensorflow as tf
 
-from tfring._keras.seam import seam
-from tfring.recognition import ring_of
 from tfring.ring import trace
 
 
@@ -19,15 +17,11 @@ def _control(strategy):
     return getattr(strategy.extended.world, "communicator", None)  # none where there is one worker
 
 
-def install():
-    from keras.src.trainers.epoch_iterator import EpochIterator
-
-    @seam(EpochIterator, "_enumerate_iterator")
-    def begin_loop(original, self):
-        recorder = _recorder(ring_of(getattr(self, "_distribute_strategy", None)))
-        if recorder is not None:
-            recorder.new_loop()
-        return original(self)
+def begin_loop(strategy):
+    """Tells a trace that a pass over batches begins."""
+    recorder = _recorder(strategy)
+    if recorder is not None:
+        recorder.new_loop()
 
 
 def entry(strategy):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfring import _tf
 from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
-from tfring.data.shares import Shares, single_shares, worker_shares
+from tfring.data.shares import Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
 
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -31,7 +31,7 @@ def distribute(strategy, dataset: tf.data.Dataset, options=None):
     """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
     extended = strategy.extended
     cardinality = agreed_cardinality(extended.world, int(dataset.cardinality()))
-    _check_orders(extended.world, dataset)
+    _compare_seeds(extended.world, _digest_of_seeds(extended.world, dataset))
     shares = single_shares(dataset, *_place(strategy))
     if options is None and len(extended.worker_devices) == 1 and extended.is_on_cpu:
         options = _WITHOUT_MULTI_DEVICE_ITERATOR
@@ -49,30 +49,54 @@ def undistributed(dataset):
 def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
     """Distributes any dataset for Keras' steps of `tfring._keras`: of `Shares`, but for policies FILE and HINT.
 
+    What is made of a dataset is kept with it for the next call.
+
     Args:
-      strategy: a RingStrategy.
-      dataset: of global batches; with policy OFF of this worker's own rows.
-      ahead: batches drawn before they are asked for. Defaults to 2.
+      strategy: A RingStrategy.
+      dataset: Of global batches; with policy OFF of this worker's own rows.
+      ahead: Batches drawn before they are asked for. Defaults to 2.
     """
-    extended = strategy.extended
-    rank, replicas, world_size = _place(strategy)
-    workers = _tf.workers_of_one_iterator(extended)
-    cardinality = int(dataset.cardinality())
-    if extended.is_alone:
-        return _distributed(dataset, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
-    if is_sliced(dataset):
-        several = strategy.cluster.world_size > 1
-        _check_orders(extended.world, dataset)
-        shares = worker_shares(dataset, rank, replicas, world_size, ahead=ahead, compare=several)
-    elif _policy(dataset) == _Policy.OFF:
-        shares, cardinality = pieces(dataset, replicas, world_size)
-    else:
+    if not strategy.extended.is_alone and not is_sliced(dataset) and _policy(dataset) != _Policy.OFF:
         distributed = strategy.experimental_distribute_dataset(dataset)
         if distributed.cardinality >= 0:  # of the batches before TensorFlow made more and smaller ones
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
-    cardinality = agreed_cardinality(extended.world, cardinality)
-    return _distributed(shares, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, cardinality)
+    kept = vars(dataset).get("_tfring_kept")
+    if kept is None or kept.strategy is not strategy or kept.ahead != ahead:
+        kept = vars(dataset)["_tfring_kept"] = _Kept(strategy, dataset, ahead)
+    return kept.distributed()
+
+
+class _Kept:
+    """What is made of a dataset for Keras' steps."""
+
+    def __init__(self, strategy, dataset: tf.data.Dataset, ahead: int) -> None:
+        self.strategy, self.ahead = strategy, ahead
+        self._cardinality = int(dataset.cardinality())
+        self._seeds: int | None = None
+        extended = strategy.extended
+        rank, replicas, world_size = _place(strategy)
+        drawn: tf.data.Dataset | Drawn = dataset
+        if extended.is_alone:
+            pass
+        elif is_sliced(dataset):
+            self._seeds = _digest_of_seeds(extended.world, dataset)
+            several = strategy.cluster.world_size > 1
+            drawn = draw(dataset, rank, replicas, world_size, compare=several)
+            if ahead:
+                drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
+        else:
+            drawn, self._cardinality = pieces(dataset, replicas, world_size)
+        workers = _tf.workers_of_one_iterator(extended)
+        self._distributed = _distributed(drawn, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, self._cardinality)
+
+    def distributed(self):
+        """Returns the distributed dataset, once ranks agree on its length and on seeds."""
+        collectives = self.strategy.extended.world
+        if not self.strategy.extended.is_alone:
+            _compare_seeds(collectives, self._seeds)
+            _tf.set_cardinality(self._distributed, agreed_cardinality(collectives, self._cardinality))
+        return self._distributed
 
 
 def agreed_cardinality(collectives, cardinality: int) -> int:
@@ -84,16 +108,22 @@ def agreed_cardinality(collectives, cardinality: int) -> int:
     return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
 
 
-def _check_orders(collectives, dataset) -> None:
-    """Compares the seeds of shuffles where random numbers reach all that ranks would compare of rows.
+def _digest_of_seeds(collectives, dataset: tf.data.Dataset) -> int | None:
+    """Returns a digest of the seeds of shuffles if random numbers reach all that ranks would compare of rows."""
+    if not tf.executing_eagerly() or collectives.world_size == 1 or not all(reached_by_chance(dataset)):
+        return None
+    seeds = _tf.seeds_of(dataset)
+    return int.from_bytes(hashlib.blake2b(repr(seeds).encode(), digest_size=7).digest(), "little")
+
+
+def _compare_seeds(collectives, digest: int | None) -> None:
+    """Compares what `_digest_of_seeds` returned.
 
     Raises:
-      MismatchError: on every rank. The ring may be used on.
+      MismatchError: On every rank. The ring may be used on.
     """
-    if not tf.executing_eagerly() or collectives.world_size == 1 or not all(reached_by_chance(dataset)):
+    if digest is None:
         return
-    seeds = _tf.seeds_of(dataset)
-    digest = int.from_bytes(hashlib.blake2b(repr(seeds).encode(), digest_size=7).digest(), "little")
     [bounds] = collectives.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="seeds of shuffles")
     if int(bounds[0]) != -int(bounds[1]):
         raise MismatchError(
@@ -129,10 +159,17 @@ def _place(strategy) -> tuple[int, int, int]:
     return extended.control.rank, len(extended.worker_devices), extended.control.world_size
 
 
-def _distributed(dataset, input_workers, strategy, options, cardinality):
-    shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
+def _distributed(drawn, input_workers, strategy, options, cardinality: int):
+    dataset = drawn.dataset if isinstance(drawn, Drawn) else drawn
     if not strategy.extended.is_alone:
         dataset = _untuned(dataset)
+    if isinstance(drawn, Drawn):
+        specs = drawn.element_spec(), drawn.shares_spec()
+        return _tf.distributed_dataset(
+            dataset, input_workers, strategy, options, cardinality,
+            one_value_a_worker=True, then=drawn.cut, then_spec=specs,
+        )  # fmt: skip
+    shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
     return _tf.distributed_dataset(
         dataset, input_workers, strategy, options, cardinality, one_value_a_worker=shares
     )

@@ -1,39 +1,49 @@
-"""A number that tells whether ranks hold the same rows."""
+"""A number that tells whether ranks hold the same rows.
+
+Of a long row a bounded part is looked at: its length, its first and last bytes, and some between, evenly spread.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import tensorflow as tf
 
 from tfring.data.rows import num_rows
 
 _ABSOLUTE_PATH = "^(?:/|[a-z0-9]+://).*/([^/]*/[^/]*)$"  # hosts keep their copies in folders of their own
+_END_BYTES, _PIECES, _PIECE_BYTES = 1024, 8, 64  # of a string: at either end, and how much between
+_ROW_BYTES = 16384  # of a row of numbers: a quarter at either end, and half of it spread between
 
 
-def of_batch(element, left_out=None) -> tf.Tensor:
-    """An int64 scalar above 0 of every row of a batch and of their number; `left_out` is a bool for each component."""
+def of_batch(element: Any, left_out=None) -> tf.Tensor:
+    """Returns an int64 scalar above 0 of every row of a batch and of their number.
+
+    Args:
+      element: A batch.
+      left_out: A bool for each component, whether it is not looked at; None if none is left out.
+    """
     rows = num_rows(element)
     total = tf.constant(0, tf.int64) if rows is None else tf.cast(rows, tf.int64)
+    return _positive(_of_components(total, element, left_out))
+
+
+def of_row(row: Any, left_out=None) -> tf.Tensor:
+    """Returns an int64 scalar of a row of any shape, for `of_digests`."""
+    return _of_components(tf.constant(0, tf.int64), row, left_out)
+
+
+def of_digests(digests: tf.Tensor) -> tf.Tensor:
+    """Returns an int64 scalar above 0 of the rows of a batch, of which `of_row` gave int64 `[rows]`."""
+    return _positive(_in_order(digests) + tf.size(digests, tf.int64))
+
+
+def _of_components(total, element, left_out):
     for number, component in enumerate(_compared(element, left_out)):
         if not isinstance(component, tf.Tensor) or component.dtype in (tf.variant, tf.resource):
             continue
         total = _mixed(total, _digest(component), number)
-    return _positive(total)
-
-
-def of_rows(rows: tf.data.Dataset, batch_size: int, left_out=None) -> tf.Tensor:
-    """As `of_batch`, of a dataset of at most `batch_size` rows, whatever their shapes."""
-    if all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(rows.element_spec)):
-        return of_batch(_element(rows.batch(batch_size).get_single_element(), rows.element_spec), left_out)
-
-    @tf.autograph.experimental.do_not_convert
-    def add(total, *row):
-        row = row if type(rows.element_spec) is tuple else row[0]
-        for number, component in enumerate(_compared(row, left_out)):
-            total = _mixed(total, _digest(component), number)
-        return total + 1
-
-    total = rows.reduce(tf.constant(0, tf.int64), add)
-    return _positive(total)
+    return total
 
 
 def _positive(total):
@@ -47,21 +57,51 @@ def _compared(element, left_out):
     return tf.nest.flatten(compared, expand_composites=True)
 
 
-def _element(element, spec):
-    return element if not isinstance(element, list) else tf.nest.pack_sequence_as(spec, element)
-
-
 def _mixed(total, digest, number):
-    """Other numbers in another order are another number; products are taken modulo 2**64."""
+    """Returns another number for other numbers, and for another order; products are taken modulo 2**64."""
     return total * 6364136223846793005 + (2 * number + 1) * digest
 
 
+def _in_order(prints):
+    """Returns an int64 scalar of int64 numbers and of their order."""
+    return tf.reduce_sum(prints * (2 * tf.range(tf.size(prints, tf.int64)) + 1))
+
+
 def _digest(tensor):
-    """An int64 scalar of a tensor's bytes, row by row."""
+    """Returns an int64 scalar of a tensor's bytes, row by row."""
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.uint8)
-    if tensor.dtype == tf.string:
-        tensor = tf.strings.regex_replace(tensor, _ABSOLUTE_PATH, r"\1")
-    prints = tf.bitcast(tf.fingerprint(tensor if tensor.shape.rank else tensor[None]), tf.int64)
-    weights = 2 * tf.range(tf.size(prints, tf.int64)) + 1
-    return tf.reduce_sum(prints * weights)
+    if not tensor.shape.rank:
+        tensor = tensor[None]
+    if tensor.dtype != tf.string:
+        return _in_order(tf.bitcast(tf.fingerprint(_of_numbers(tensor)), tf.int64))
+    strings, lengths = _of_strings(tensor)
+    return _in_order(tf.bitcast(tf.fingerprint(strings), tf.int64) + lengths)
+
+
+def _of_strings(strings):
+    """Returns a bounded part of each string, and the lengths of long ones; of paths the last two names."""
+    strings = tf.reshape(strings, [-1])
+    lengths = tf.strings.length(strings)
+    is_long = lengths > _END_BYTES
+    zeros = tf.zeros_like(lengths)
+    short = tf.strings.substr(strings, zeros, tf.where(is_long, 0, lengths))
+    short = tf.strings.regex_replace(short, _ABSOLUTE_PATH, r"\1")
+    # Of a long one its first bytes, pieces between, and its last bytes; nothing of a short one.
+    between = tf.maximum(lengths - _END_BYTES, 0)[None] // _PIECES * tf.range(_PIECES)[:, None] + _END_BYTES
+    begins = tf.concat([zeros[None], between, [lengths - _END_BYTES]], 0)
+    sizes = tf.constant([[_END_BYTES]] + [[_PIECE_BYTES]] * _PIECES + [[_END_BYTES]])
+    begins, sizes = tf.where(is_long, begins, 0), tf.where(is_long, sizes, 0)
+    parts = tf.strings.reduce_join(tf.strings.substr(strings[None], begins, sizes), 0)
+    return short + parts, tf.cast(tf.where(is_long, lengths, 0), tf.int64)
+
+
+def _of_numbers(tensor):
+    """Returns a bounded part of each row, if the size of a row is static."""
+    size = tensor.shape[1:].num_elements()
+    most, end = _ROW_BYTES // tensor.dtype.size, _ROW_BYTES // 4 // tensor.dtype.size
+    if size is None or size <= most:
+        return tensor
+    rows = tf.reshape(tensor, [-1, size])
+    stride = -(-(size - 2 * end) // (most - 2 * end))
+    return tf.concat([rows[:, :end], rows[:, end : size - end : stride], rows[:, size - end :]], 1)

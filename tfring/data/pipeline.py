@@ -1,10 +1,9 @@
 """A user's `tf.data` pipeline, taken apart into rows, maps and batches, so that rows are cut before maps run.
 
 ```
-source ─► map ─► shuffle ─► map ─► batch ─► prefetch             as the user wrote it
-source ─► shuffle ─► groups of `batch_size` rows                 the same, on this worker
-                      ├─► fingerprint of all rows
-                      └─► this worker's ─► map ─► map ─► batch ─► prefetch
+source ─► map ─► shuffle ─► map ─► batch ─► prefetch                                        as the user wrote it
+source ─► shuffle ─► batches ─► this worker's rows ─► map ─► map ─► batch ─► prefetch       the same, on this worker
+                        └─► fingerprint of all rows
 ```
 
 Only steps whose effect on the order and number of rows is known are made again. All else, and what comes before it,
@@ -13,8 +12,10 @@ is the source: every rank draws all of it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfring import _tf
@@ -29,29 +30,21 @@ _BY_ROW = {("keras.src.trainers.data_adapters.tf_dataset_adapter", "class_weight
 
 
 class Place(NamedTuple):
-    """Which of the replicas are this worker's."""
+    """Numbers the replicas of this worker among all."""
 
     first: int
     replicas: int
     num_replicas: int
 
-    def bounds(self, rows):
-        """The first row of this worker's and the one after its last."""
+    def bounds(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the first row of this worker's and the one after its last."""
         begin, _ = bounds(rows, self.first, self.num_replicas)
         end, _ = bounds(rows, self.first + self.replicas, self.num_replicas)
         return begin, end
 
 
-class Rows(NamedTuple):
-    """What travels beside a batch: how many rows were drawn here, how many all ranks have, and which they are."""
-
-    drawn: tf.Tensor
-    total: tf.Tensor
-    fingerprint: tf.Tensor
-
-
 class Pipeline(NamedTuple):
-    """A pipeline taken apart; `rows` and `batches` are datasets whose last step is one to make again, in order.
+    """Holds a pipeline taken apart; `rows` and `batches` are datasets whose last step is one to make again, in order.
 
     Attributes:
       source: the dataset of rows.
@@ -69,7 +62,7 @@ class Pipeline(NamedTuple):
 
 
 def yields_alike(dataset: tf.data.Dataset) -> bool:
-    """Whether all its iterators yield the same rows; those of a shuffle depend on how many were made before."""
+    """Returns True if all iterators yield the same rows; those of a shuffle depend on how many were made before."""
     step = _tf.dataset_step(dataset)
     while step.kind in _BETWEEN_BATCHES and step.kind != "shuffle":
         step = _tf.dataset_step(step.before)
@@ -77,7 +70,7 @@ def yields_alike(dataset: tf.data.Dataset) -> bool:
 
 
 def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
-    """The pipeline, or None where rows cannot be told apart, or are not mapped."""
+    """Returns the pipeline, or None if rows cannot be told apart, or are not mapped."""
     if not tf.executing_eagerly():
         return None
     batches: list[tf.data.Dataset] = []
@@ -105,7 +98,7 @@ def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
     return Pipeline(source, rows, batch, batches, whole)
 
 
-def share(batch_size: int, drop_remainder: bool = False):
+def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """In place of `dataset.batch(batch_size)`: maps after it run on this worker's rows alone.
 
     A map of batches may look at all rows of its batch, so by default every rank runs it on all of them, and cuts
@@ -134,7 +127,7 @@ def share(batch_size: int, drop_remainder: bool = False):
 
 
 def is_shared(dataset: tf.data.Dataset) -> bool:
-    """Whether `share` made these batches."""
+    """Returns True if `share` made these batches."""
     return getattr(dataset, "_tfring_share", False)
 
 
@@ -150,16 +143,19 @@ def check_share(dataset: tf.data.Dataset) -> None:
         )
 
 
-def _has_share(dataset):
+def _has_share(dataset: tf.data.Dataset) -> bool:
     return is_shared(dataset) or any(map(_has_share, _tf.datasets_before(dataset)))
 
 
 def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
-    """`(Rows, batch)` of this worker: of every batch of the user's pipeline, its own rows or, if `whole`, all."""
+    """Returns a dataset of `(about, batch)`: of every batch of the user's, this worker's rows or, if `whole`, all.
+
+    `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them.
+    """
     key = (place, pipeline.whole)
 
     def kept(like, make):
-        """Made once for each dataset of the user: what a shuffle or a cache holds is there in the next epoch."""
+        """Makes it once for each dataset of the user: what a shuffle or a cache holds is there in the next epoch."""
         made = like.__dict__.setdefault("_tfring_made", {})
         if key not in made:
             made[key] = make()
@@ -169,76 +165,93 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     dataset = pipeline.source
     for like in above:
         dataset = kept(like, lambda like=like, dataset=dataset: _again(like, dataset))
-    dataset = kept(pipeline.batch, lambda: _grouped(dataset, below, pipeline, place))
+    dataset = kept(pipeline.batch, lambda: _batched(dataset, below, pipeline, place))
     for like in pipeline.batches:
-        dataset = kept(like, lambda like=like, dataset=dataset: _again(like, dataset))
+        dataset = kept(like, lambda like=like, dataset=dataset: _again_beside(like, dataset))
     return dataset
 
 
-def _maps_last(steps):
-    """Steps that choose or order rows do so by their place alone: they may come before the maps."""
+def _maps_last(steps: list) -> tuple[list, list]:
+    """Returns `(others, maps)`: what chooses or orders rows does so by place alone, so it may come before the maps."""
     is_map = [_tf.dataset_step(d).kind == "map" for d in steps]
     above = [d for d, m in zip(steps, is_map, strict=True) if not m]
     return above, [d for d, m in zip(steps, is_map, strict=True) if m]
 
 
-def _grouped(rows, maps, pipeline, place):
-    """The batches of the user's batch step; below it the maps, on the rows that are wanted here."""
+def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place) -> tf.data.Dataset:
+    """Returns `(about, batch)` of the user's batch step; below it the maps, on the rows that are wanted here.
+
+    Rows are cut a batch at a time and then apart again: datasets a row, as of `window`, would cost more than the rows.
+    """
     arguments = _tf.dataset_step(pipeline.batch).arguments
     size, drop_remainder = arguments["batch_size"], arguments["drop_remainder"]
     left_out = reached_by_chance(pipeline.source)
-    if pipeline.whole and not maps:
-
+    spec = rows.element_spec
+    packed = not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in tf.nest.flatten(spec))
+    if packed and maps:
+        # Rows of many shapes make no batch; one variant and a digest of each do.
         @tf.autograph.experimental.do_not_convert
-        def as_it_is(*components):
-            batch = as_element(components, pipeline.batch.element_spec)
-            total = tf.cast(num_rows(batch), tf.int64)
-            return Rows(total, total, fingerprint.of_batch(batch, left_out)), batch
+        def pack(*components):
+            row = as_element(components, spec)
+            return _tf.packed(spec, row), fingerprint.of_row(row, left_out)
 
-        return rows.batch(size, drop_remainder).map(as_it_is)
-    windows = rows.window(size, drop_remainder=drop_remainder)
+        rows = rows.map(pack)
+    batches = rows.batch(size, drop_remainder)
+    num_drawn = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
 
     @tf.autograph.experimental.do_not_convert
     def wanted(*components):
-        group = tf.data.Dataset.zip(as_element(components, windows.element_spec))
-        total = group.cardinality()
-        begin, end = (tf.zeros_like(total), total) if pipeline.whole else place.bounds(total)
-        # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
-        drawn = tf.maximum(end - begin, 1)
-        about = Rows(drawn, total, fingerprint.of_rows(group, size, left_out))
-        own = group.skip(tf.minimum(begin, total - 1)).take(drawn)
-        return tf.data.Dataset.zip((tf.data.Dataset.from_tensors(about).repeat(drawn), own))
+        batch = as_element(components, batches.element_spec)
+        if packed and maps:
+            variants, digests = batch
+            total = tf.size(variants, tf.int64)
+            digest = fingerprint.of_digests(digests)
+        else:
+            total = tf.cast(num_rows(batch), tf.int64)
+            digest = fingerprint.of_batch(batch, left_out)
+        about = tf.stack([total, digest])
+        if pipeline.whole:
+            begin, drawn = tf.zeros_like(total), total
+        else:
+            begin, end = place.bounds(total)
+            # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
+            drawn = tf.where(total == size, tf.constant(num_drawn, tf.int64), tf.maximum(end - begin, 1))
+            begin = tf.minimum(begin, total - 1)
+        if not maps:  # none is needed for every row
+            return about[None], batch
+        own = tf.nest.map_structure(lambda component: component[begin : begin + drawn], batch)
+        return tf.tile(about[None], [tf.minimum(drawn, total - begin), 1]), own[0] if packed else own
 
-    dataset = windows.flat_map(wanted)
+    dataset = batches.map(wanted)
+    if not maps:
+        return dataset
+    dataset = dataset.unbatch()
+    if packed:
+
+        @tf.autograph.experimental.do_not_convert
+        def unpack(about, variant):
+            return about, _tf.unpacked(spec, variant)
+
+        dataset = dataset.map(unpack)
     for like in maps:
-        dataset = _again(like, dataset)
-
-    @tf.autograph.experimental.do_not_convert
-    def first(about, batch):
-        return tf.nest.map_structure(lambda t: t[0], about), batch
-
-    dataset = dataset.group_by_window(
-        key_func=lambda about, row: about.drawn,
-        reduce_func=lambda drawn, group: group.batch(drawn),
-        window_size_func=lambda drawn: drawn,
-    )
-    return dataset.map(first)
+        dataset = _again_beside(like, dataset)
+    return dataset.batch(num_drawn)
 
 
-def _again(like, dataset):
-    """The last step of `like` on another dataset, whose elements may be `(Rows, element)`."""
+def _most_drawn(place: Place, size: int, drop_remainder: bool) -> int:
+    """Returns the most rows of this worker's in a batch of at most `size` rows, at least 1.
+
+    Of every full batch so many are drawn, at most one too many, so that a batch with fewer can only be the last.
+    """
+    totals = np.arange(size if drop_remainder else 1, size + 1, dtype=np.int64)
+    begin, end = place.bounds(totals)
+    return max(int((end - begin).max()), 1)
+
+
+def _again(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the last step of `like`, which is no map, on another dataset."""
     kind, _, arguments = _tf.dataset_step(like)
     match kind:
-        case "map":
-            function = arguments["function"]
-
-            @tf.autograph.experimental.do_not_convert
-            def mapped(about, element):
-                return about, _tf.call_map_function(function, element)
-
-            parallel = arguments["num_parallel_calls"]
-            # In order even if the user allows another: ranks hold the rows of a batch at the same time.
-            return dataset.map(mapped, num_parallel_calls=parallel, deterministic=True if parallel else None)
         case "shuffle":
             return _tf.shuffled_like(arguments["like"], dataset)
         case "prefetch":
@@ -254,15 +267,30 @@ def _again(like, dataset):
     return dataset
 
 
-def as_element(components, spec):
-    """The arguments a map's function was given, as the one element they are."""
+def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the last step of `like` on a dataset of `(about, element)`."""
+    kind, _, arguments = _tf.dataset_step(like)
+    if kind != "map":
+        return _again(like, dataset)
+    function, parallel = arguments["function"], arguments["num_parallel_calls"]
+
+    @tf.autograph.experimental.do_not_convert
+    def mapped(about, element):
+        return about, _tf.call_map_function(function, element)
+
+    # In order even if the user allows another: ranks hold the rows of a batch at the same time.
+    return dataset.map(mapped, num_parallel_calls=parallel, deterministic=True if parallel else None)
+
+
+def as_element(components: tuple, spec: Any) -> Any:
+    """Returns the arguments a map's function was given, as the one element they are."""
     return components if type(spec) is tuple else components[0]
 
 
-def _draws_in_order(step) -> bool:
-    """Whether a map draws seeded random numbers, or writes variables, row after row: one process, too, sees all rows.
+def _draws_in_order(step: _tf.DatasetStep) -> bool:
+    """Returns True if a map draws seeded random numbers, or writes variables, row after row, for all rows.
 
-    In a parallel map the rows take their numbers as threads come: nothing is there to keep.
+    One process does. In a parallel map the rows take their numbers as threads come: nothing is there to keep.
     """
     if step.arguments["num_parallel_calls"] is not None:
         return False
@@ -275,6 +303,6 @@ def _draws_in_order(step) -> bool:
     )
 
 
-def _maps_by_row(dataset) -> bool:
+def _maps_by_row(dataset: tf.data.Dataset) -> bool:
     function = _tf.dataset_step(dataset).arguments["python_function"]
     return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in _BY_ROW

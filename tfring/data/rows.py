@@ -62,22 +62,45 @@ def slice_rows(element, begin, end):
 
 
 def with_equal_rows(element):
-    """The element, whose components are checked to have as many rows when it is drawn."""
+    """Returns the element, whose components are checked to have as many rows when it is drawn."""
     counts = [count for count in map(_count, tf.nest.flatten(element)) if tf.is_tensor(count)]
     checks = [
-        tf.debugging.assert_equal(
-            counts[0],
-            count,
-            "Each replica gets its share of the rows of every component of a batch, which have to be as many. A "
-            "constant beside the rows goes whole to every replica where its first dimension is static "
-            f"(`tensor.set_shape`). Received: other rows in the first component than in component {number}",
+        # Not `tf.debugging`: it puts each check into a branch, which is a function of its own.
+        tf.raw_ops.Assert(
+            condition=tf.reduce_all(counts[0] == count),
+            data=[
+                "Each replica gets its share of the rows of every component of a batch, which have to be as many. A "
+                "constant beside the rows goes whole to every replica where its first dimension is static "
+                f"(`tensor.set_shape`). Received: other rows in the first component than in component {number}"
+            ],
         )
         for number, count in enumerate(counts[1:], 1)
     ]
+    if not checks:
+        return element
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.nest.map_structure(
             lambda c: tf.identity(c) if isinstance(c, tf.Tensor) and c.dtype != tf.variant else c, element
         )
+
+
+def spec_of_any_rows(spec, constants):
+    """Returns the spec of an element with any number of rows; `constants` has a bool for each component."""
+
+    def any_rows(component, constant):
+        shape = getattr(component, "shape", None)
+        if constant or shape is None or not shape.rank:
+            return component
+        shape = [None, *shape[1:]]
+        if isinstance(component, tf.TensorSpec):
+            return tf.TensorSpec(shape, component.dtype)
+        if isinstance(component, tf.SparseTensorSpec):
+            return tf.SparseTensorSpec(shape, component.dtype)
+        if isinstance(component, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(shape, component.dtype, component.ragged_rank, component.row_splits_dtype)
+        return component
+
+    return tf.nest.pack_sequence_as(spec, list(map(any_rows, tf.nest.flatten(spec), constants)))
 
 
 def forget_rows(element, constants):

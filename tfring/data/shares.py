@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfring.data import fingerprint, pipeline
 from tfring.data.chance import reached_by_chance
 from tfring.data.constants import constants_of
-from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, with_equal_rows
+from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, spec_of_any_rows, with_equal_rows
 
 
 class Shares(NamedTuple):
-    """What Keras' steps draw: this worker's shares of one global batch, one a replica.
+    """One worker's shares of a global batch, one a replica, as Keras' steps take them.
 
     Attributes:
-      parts: an element a replica. Where a replica has no rows, a row of another's.
+      parts: An element a replica. Where a replica has no rows, a row of another's.
       rows: int64 scalars, how many rows of each part are the replica's.
-      fingerprint: int64 scalar of the whole batch, above 0, by which ranks are found out that drew another; where rows
+      fingerprint: int64 scalar of the full batch, above 0, by which ranks are found out that drew another; where rows
         were cut before maps, of what they were made from. 0 where each rank has rows of its own.
     """
 
@@ -28,98 +29,138 @@ class Shares(NamedTuple):
     fingerprint: tf.Tensor
 
 
-def worker_shares(
+class Cut(NamedTuple):
+    """Cuts elements of a `Drawn` into `Shares`. Hashable: what is traced with one serves datasets with an equal one.
+
+    Attributes:
+      place: The replicas of this worker.
+      constants: A bool for each component of a batch, whether it is a constant beside the rows.
+      compare: Whether a fingerprint of the batch is taken here.
+      left_out: A bool for each component, whether the fingerprint leaves it out; None if none is left out.
+      is_beside: Whether what all ranks hold of a batch is beside it, as `pipeline.own_batches` has it.
+      is_full: Whether the batch has the rows of all workers.
+    """
+
+    place: pipeline.Place
+    constants: tuple[bool, ...]
+    compare: bool
+    left_out: tuple[bool, ...] | None
+    is_beside: bool
+    is_full: bool
+
+    def __call__(self, element: Any, is_drawn: Any = True) -> Shares:
+        """Returns the shares in an element.
+
+        Args:
+          element: Of the `Drawn` dataset, with tensors of a graph.
+          is_drawn: bool scalar, False where zeros stand for an element at the end of the data: it has no rows.
+        """
+        first: Any = 0
+        if self.is_beside:
+            about, batch = element
+            total, digest = tf.unstack(tf.reduce_sum(about[:1], 0))  # zeros where there is none
+            if not self.is_full:
+                first, _ = self.place.bounds(total)
+        else:
+            batch, total, digest = element, None, tf.constant(0, tf.int64)
+        batch = with_equal_rows(forget_rows(batch, self.constants))
+        if self.compare:
+            digest = fingerprint.of_batch(batch, self.left_out)
+        total = num_rows(batch) if total is None else total
+        replicas = [self.place.first + i for i in range(self.place.replicas)]
+        cuts = [bounds(total, replica, self.place.num_replicas) for replica in replicas]
+        parts, rows = cut_rows(batch, [(begin - first, end - first) for begin, end in cuts])
+        if is_drawn is not True:
+            rows = tuple(tf.where(is_drawn, count, 0) for count in rows)
+            digest = tf.where(is_drawn, digest, 0)
+        return Shares(parts, rows, digest)
+
+
+class Drawn(NamedTuple):
+    """A dataset as a worker draws it, and what makes shares of its elements.
+
+    Attributes:
+      dataset: The user's batches; or, with what all ranks hold of each beside it, this worker's rows of each.
+      cut: Makes `Shares` of an element.
+      spec: Of the batches.
+    """
+
+    dataset: tf.data.Dataset
+    cut: Cut
+    spec: Any
+
+    def element_spec(self) -> Any:
+        """Returns the spec of the elements, with any number of rows, so that steps are traced once for all."""
+        batch = spec_of_any_rows(self.spec, self.cut.constants)
+        return (tf.TensorSpec([None, 2], tf.int64), batch) if self.cut.is_beside else batch
+
+    def shares_spec(self) -> Shares:
+        """Returns the spec of the shares."""
+        replicas = self.cut.place.replicas
+        part = spec_of_any_rows(self.spec, self.cut.constants)
+        count = tf.TensorSpec([], tf.int64)
+        return Shares((part,) * replicas, (count,) * replicas, count)
+
+    def shares(self) -> tf.data.Dataset:
+        """Returns the dataset of `Shares`."""
+        spec = self.dataset.element_spec
+
+        @tf.autograph.experimental.do_not_convert
+        def cut(*components):
+            return self.cut(pipeline.as_element(components, spec))
+
+        return self.dataset.map(cut)
+
+
+def draw(
     dataset: tf.data.Dataset,
     rank: int,
     replicas_per_worker: int,
     world_size: int,
     *,
-    ahead: int = 2,
     compare: bool | None = None,
-):
-    """A dataset of `Shares`: one worker's slices of each global batch.
+) -> Drawn:
+    """Returns what one worker draws of a dataset of global batches.
 
     Args:
-      dataset: of global batches; every component's first dimension counts rows. A batch may have fewer rows than
+      dataset: Of global batches; every component's first dimension counts rows. A batch may have fewer rows than
         there are replicas: some then get 0 rows.
-      rank: this worker.
-      replicas_per_worker: replicas on each worker.
-      world_size: number of workers.
-      ahead: batches drawn before they are asked for. Defaults to 2.
-      compare: whether other workers draw the same batches, which are compared by their fingerprints. Default: where
-        there are several of them.
+      rank: Of this worker.
+      replicas_per_worker: Replicas on each worker.
+      world_size: Number of workers.
+      compare: Whether other workers draw the same batches, which are compared by their fingerprints. Defaults to
+        whether there are several.
 
     Raises:
-      ValueError: where an element has a component without a first dimension.
-      ConfigurationError: where `share` made the batches and what follows cannot be done on this worker's rows alone.
+      ValueError: If an element has a component without a first dimension.
+      ConfigurationError: If `share` made the batches and what follows cannot be done on this worker's rows alone.
     """
     num_replicas = replicas_per_worker * world_size
     place = pipeline.Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
     _check_batched(dataset.element_spec)
     compare = world_size > 1 if compare is None else compare
+    constants = tuple(constants_of(dataset))
     parts = pipeline.take_apart(dataset) if compare else None
-    cut = _Cut(dataset, place)
     if parts is None:
         pipeline.check_share(dataset)
-        left_out = reached_by_chance(dataset) if compare else None
-        shares = dataset.map(_of_whole_batches(cut, compare, left_out))
-    else:
-        shares = pipeline.own_batches(parts, place).map(_of_own_rows(cut, parts.whole))
-        shares = shares.with_options(dataset.options())
-        shares._tfring_dataset = dataset  # whatever its functions hold has to live as long
-    return shares.prefetch(ahead) if ahead else shares
+        left_out = tuple(reached_by_chance(dataset)) if compare else None
+        return Drawn(dataset, Cut(place, constants, compare, left_out, False, True), dataset.element_spec)
+    own = pipeline.own_batches(parts, place).with_options(dataset.options())
+    own._tfring_dataset = dataset  # whatever its functions hold has to live as long
+    return Drawn(own, Cut(place, constants, False, None, True, parts.whole), dataset.element_spec)
 
 
-class _Cut:
-    """Cuts batches of a dataset into the shares of this worker's replicas."""
-
-    def __init__(self, dataset, place):
-        self.spec = dataset.element_spec
-        self.place = place
-        self._constants = constants_of(dataset)
-
-    def __call__(self, batch, total=None, first=0):
-        """Returns `(parts, rows)` of a batch, or of its rows from `first` on, which all ranks have `total` of."""
-        batch = with_equal_rows(forget_rows(batch, self._constants))
-        total = num_rows(batch) if total is None else total
-        replicas = [self.place.first + i for i in range(self.place.replicas)]
-        cuts = [bounds(total, replica, self.place.num_replicas) for replica in replicas]
-        return cut_rows(batch, [(begin - first, end - first) for begin, end in cuts])
-
-
-def _of_whole_batches(cut, compare, left_out):
-    @tf.autograph.experimental.do_not_convert
-    def shares(*components):
-        batch = pipeline.as_element(components, cut.spec)
-        about = fingerprint.of_batch(batch, left_out) if compare else tf.constant(0, tf.int64)
-        parts, rows = cut(batch)
-        return Shares(parts, rows, about)
-
-    return shares
-
-
-def _of_own_rows(cut, whole):
-    @tf.autograph.experimental.do_not_convert
-    def shares(about, batch):
-        if whole:
-            parts, rows = cut(batch)
-        else:
-            first, _ = cut.place.bounds(about.total)
-            parts, rows = cut(batch, about.total, first)
-        return Shares(parts, rows, about.fingerprint)
-
-    return shares
-
-
-def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int):
-    """A dataset of single shares, for `tf.distribute`'s own iterators: `replicas_per_worker` elements a batch."""
+def single_shares(
+    dataset: tf.data.Dataset, rank: int, replicas_per_worker: int, world_size: int
+) -> tf.data.Dataset:
+    """Returns a dataset of single shares, for `tf.distribute`'s own iterators: an element a replica of each batch."""
     if replicas_per_worker * world_size == 1:
         return dataset
-    shares = worker_shares(dataset, rank, replicas_per_worker, world_size)
-    constants = constants_of(dataset)
+    drawn = draw(dataset, rank, replicas_per_worker, world_size)
+    shares = drawn.shares().prefetch(2)
 
     def own(part, rows):  # without a row that does not count; elements of one dataset may have different rows
-        return slice_rows(forget_rows(part, constants), 0, rows)
+        return slice_rows(forget_rows(part, drawn.cut.constants), 0, rows)
 
     if replicas_per_worker == 1:
         return shares.map(lambda s: own(s.parts[0], s.rows[0]))
@@ -127,12 +168,13 @@ def single_shares(dataset: tf.data.Dataset, rank: int, replicas_per_worker: int,
     @tf.autograph.experimental.do_not_convert
     def elements(s):
         parts = map(own, s.parts, s.rows)
-        return functools.reduce(tf.data.Dataset.concatenate, map(tf.data.Dataset.from_tensors, parts))
+        concatenate: Callable = tf.data.Dataset.concatenate
+        return functools.reduce(concatenate, map(tf.data.Dataset.from_tensors, parts))
 
     return shares.flat_map(elements).prefetch(2 * replicas_per_worker)
 
 
-def _check_batched(spec):
+def _check_batched(spec: Any) -> None:
     for component in tf.nest.flatten(spec):
         shape = getattr(component, "shape", None)
         if isinstance(component, tf.TensorSpec) and shape is not None and shape.rank == 0:

@@ -1,0 +1,215 @@
+"""Shares of datasets: cut from batches of any size, fingerprinted, and made once for all calls."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from harness import strategy, workers
+
+BATCH = 16
+
+
+def ragged_rows(n):
+    import tensorflow as tf
+
+    return tf.data.Dataset.range(n).map(tf.range).filter(lambda row: True)
+
+
+def made_of_rows():
+    """Returns by name what makes a dataset of batches of `n` rows, whatever steps it has."""
+    import tensorflow as tf
+
+    def rows(n):
+        return tf.data.Dataset.range(n)
+
+    def shuffled(n):
+        return rows(n).shuffle(5, seed=3).map(lambda x: -x).batch(4).shuffle(3, seed=2)
+
+    return {
+        "no map": lambda n: rows(n).batch(4),
+        "map": lambda n: rows(n).map(lambda x: 2 * x).batch(5),
+        "map, batches of 8": lambda n: rows(n).map(lambda x: 2 * x).batch(8),
+        "repeated": lambda n: rows(n).map(lambda x: 2 * x).batch(4, drop_remainder=True).repeat(2),
+        "rows of many shapes": lambda n: ragged_rows(n).map(tf.size).batch(4),
+        "batches of many shapes": lambda n: ragged_rows(n).map(tf.size).batch(4).map(lambda b: b - tf.reduce_min(b)),
+        "map of batches": lambda n: rows(n).batch(4).map(lambda batch: batch - tf.reduce_min(batch)),
+        "shuffled": shuffled,
+    }
+
+
+def cut(name, sizes, worlds):
+    """Returns for each size and number of workers and replicas the batches, and what all shares of each hold."""
+    from tfring.data import shares
+
+    make, results = made_of_rows()[name], []
+    for n in sizes:
+        for world_size, replicas in worlds:
+            batches = [np.array(batch).tolist() for batch in make(n).as_numpy_iterator()]
+            rows, prints = [[] for _ in batches], [set() for _ in batches]
+            for rank in range(world_size):
+                drawn = list(shares.draw(make(n), rank, replicas, world_size, compare=True).shares())
+                assert len(drawn) == len(batches), (name, n, world_size, replicas)
+                for number, share in enumerate(drawn):
+                    prints[number].add(int(share.fingerprint))
+                    for part, count in zip(share.parts, share.rows, strict=True):
+                        assert len(part) >= 1
+                        rows[number] += np.array(part)[: int(count)].tolist()
+            results.append((n, world_size, replicas, batches, rows, prints))
+    return results
+
+
+# In a full batch of 8 rows the middle of 5 workers has one row, in one of 7 rows it may have two.
+@pytest.mark.parametrize(
+    ("name", "sizes", "worlds"),
+    [
+        ("no map", [1, 11], [(2, 1), (3, 2)]),
+        ("map", [1, 4, 13], [(2, 1), (3, 1), (7, 2)]),
+        ("map, batches of 8", [7, 15], [(5, 1), (5, 2)]),
+        ("repeated", [11], [(2, 1), (3, 2)]),
+        ("rows of many shapes", [11], [(3, 1)]),
+        ("batches of many shapes", [11], [(2, 1)]),
+        ("map of batches", [11], [(2, 1)]),
+        ("shuffled", [13], [(2, 2)]),
+    ],
+)
+def test_shares_of_all_workers_are_the_batch(name, sizes, worlds):
+    [results] = workers(1).run(cut, name, sizes, worlds)
+    for n, world_size, replicas, batches, rows, prints in results:
+        case = f"{n} rows, {world_size} workers of {replicas}"
+        assert rows == batches, case
+        assert all(len(of_batch) == 1 and 0 not in of_batch for of_batch in prints), case
+
+
+def fingerprints(batches):
+    import tensorflow as tf
+
+    from tfring.data import fingerprint
+
+    return [int(fingerprint.of_batch(tf.constant(batch))) for batch in batches]
+
+
+def test_fingerprints_of_long_strings_see_lengths_ends_and_pieces_between():
+    long = bytes(range(256)) * 120  # as long as a small picture
+
+    def changed(at):
+        return long[:at] + bytes([long[at] ^ 1]) + long[at + 1 :]
+
+    size = len(long)
+    seen = [changed(at) for at in (0, 1023, 1024, size // 2 + 512, size - 1024, size - 1)]
+    others = [[b"a", row] for row in (*seen, long[:-1], long + b"b")]
+    others += [[long, b"a"], [b"b", long], [b"a", long, b""], [b"", b"a" + long]]
+    [[as_it_is, unseen, *found]] = workers(1).run(fingerprints, [[b"a", long], [b"a", changed(1024 + 64)], *others])
+    assert unseen == as_it_is  # the price, docs/data.md
+    assert as_it_is not in found
+    assert len(set(found)) == len(found)
+
+
+def test_fingerprints_of_short_strings_see_all_of_them_but_folders():
+    here, there = [b"/data/a/1.jpg", b"text"], [b"gs://bucket/of/another/a/1.jpg", b"text"]
+    others = [[b"/data/b/1.jpg", b"text"], [b"/data/a/2.jpg", b"text"], [b"/data/a/1.jpg", b"test"], here[::-1]]
+    [[first, second, *found]] = workers(1).run(fingerprints, [here, there, *others])
+    assert first == second
+    assert first not in found and len(set(found)) == len(found)
+
+
+def test_fingerprints_of_numbers_see_whole_rows_and_parts_of_long_ones():
+    short, long = np.zeros([3, 4096], "float32"), np.zeros([3, 64, 1024], "uint8")
+
+    def changed(rows, *at):
+        rows = rows.copy()
+        rows[at] = 1
+        return rows
+
+    short_ones = [short, *(changed(short, row, at) for row in range(3) for at in (0, 1, 777, 4095))]
+    [found] = workers(1).run(fingerprints, short_ones)
+    assert len(set(found)) == len(found)
+    ends = [(2, 0, 0), (1, 3, 1023), (1, 60, 0), (0, 63, 1023)]  # the first and the last 4096 bytes
+    some = [(1, 30, at) for at in range(8)]  # of so many in a row at least one
+    [[as_it_is, *found]] = workers(1).run(fingerprints, [long, *(changed(long, *at) for at in ends + some)])
+    assert as_it_is not in found[: len(ends)] and len(set(found[: len(ends)])) == len(ends)
+    assert any(one != as_it_is for one in found[len(ends) :])
+    assert found.count(as_it_is) > 0  # the price, docs/data.md
+
+
+@contextlib.contextmanager
+def counting():
+    """Counts the functions that are traced and the iterators that are made."""
+    import tensorflow as tf
+
+    counts = {"functions": 0, "iterators": 0}
+    graph, dataset = tf.__internal__.FuncGraph, tf.data.Dataset
+    init, iterate = graph.__init__, dataset.__iter__
+
+    def counted_init(self, *args, **kwargs):
+        counts["functions"] += 1
+        init(self, *args, **kwargs)
+
+    def counted_iterate(self):
+        counts["iterators"] += 1
+        return iterate(self)
+
+    graph.__init__, dataset.__iter__ = counted_init, counted_iterate
+    try:
+        yield counts
+    finally:
+        graph.__init__, dataset.__iter__ = init, iterate
+
+
+def second_calls():
+    """Returns what second calls trace and make, by name; of arrays beside those of Keras alone."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+
+    def model():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with ring.scope():
+        ours = model()
+    alone = model()
+
+    def slices():
+        return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(BATCH)
+
+    def mapped():
+        return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).map(lambda x, y: (2 * x, y)).batch(BATCH)
+
+    kept = {"slices": slices(), "mapped": mapped()}
+    calls = {
+        "fit": lambda model, data: model.fit(data, verbose=0),
+        "two epochs": lambda model, data: model.fit(data, epochs=2, verbose=0),
+        "validation": lambda model, data: model.fit(data, validation_data=data, verbose=0),
+        "evaluate": lambda model, data: model.evaluate(data, verbose=0),
+        "predict": lambda model, data: model.predict(data, verbose=0),
+    }
+    counts = {}
+    for kind, data in kept.items():
+        for name, call in calls.items():
+            call(ours, data)
+            with counting() as count:
+                call(ours, data)
+            counts[f"{name} of {kind}"] = count
+    for name, call in calls.items():
+        data = slices()  # made again, of the same structure
+        with counting() as count:
+            call(ours, data)
+        counts[f"{name} of slices made again"] = count
+    of_arrays = {}
+    for name, model in {"ours": ours, "alone": alone}.items():
+        model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0)
+        with counting() as count:
+            model.fit(x, x[:, :1], batch_size=BATCH, shuffle=False, verbose=0)
+        of_arrays[name] = count["functions"]
+    return counts, of_arrays
+
+
+def test_second_calls_trace_nothing_and_make_one_iterator_a_pass():
+    for counts, of_arrays in workers(2).run(second_calls):
+        for name, count in counts.items():
+            passes = 2 if name.startswith(("two epochs", "validation")) else 1
+            assert count == {"functions": 0, "iterators": passes}, name
+        assert of_arrays["ours"] <= of_arrays["alone"]

@@ -1,0 +1,96 @@
+"""Keras' iterator over the batches of `fit`, `evaluate` and `predict`, for models of a RingStrategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    generator_data_adapter,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+)
+
+from tfring import data
+from tfring._keras import inputs, place, trace
+from tfring._keras.seam import seam
+from tfring.recognition import ring_of
+
+
+def install() -> None:
+    """Has Keras make a RingEpochIterator where it makes an iterator for a RingStrategy."""
+
+    @seam(trainer.TFEpochIterator, "__new__")
+    def choose(original, cls, distribute_strategy=None, *args, **kwargs):
+        is_ring = cls is trainer.TFEpochIterator and ring_of(distribute_strategy) is not None
+        return original(RingEpochIterator if is_ring else cls)
+
+
+class RingEpochIterator(trainer.TFEpochIterator):
+    """Draws this worker's shares of batches that all ranks draw in one order.
+
+    Attributes:
+      data_adapter: Keras' own of the data.
+      position: To resume from in the next pass, a `place.Position`; None to begin at the beginning.
+    """
+
+    data_adapter: Any
+
+    def __init__(self, distribute_strategy: Any, *args: Any, **kwargs: Any) -> None:
+        strategy = distribute_strategy
+        seed = None
+        if kwargs.get("shuffle") and strategy.cluster.world_size > 1:
+            if isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
+                kwargs.update(x=inputs.agreed_order(kwargs["x"], strategy), shuffle=False)
+            elif inputs.global_seed(strategy) is None:  # else Keras' order is the same on all ranks, as in one process
+                seed = inputs.agreed_seed(strategy)
+        with inputs.shuffling_by(seed):
+            # Not that of TFEpochIterator, which distributes the dataset as `tf.distribute` does.
+            super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
+            self._distribute_strategy = strategy
+            given = self.data_adapter.get_tf_dataset()
+            dataset = data.undistributed(given)
+            is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
+            was_distributed = isinstance(given, tf.distribute.DistributedDataset)
+            self._tfring_batch_size = None if was_distributed else self.data_adapter.batch_size
+            self._yields_alike = not is_distributed and (data.yields_alike(dataset) or self._has_arrays_in_order(seed))
+            self._begins = False
+            self.position: place.Position | None = None
+            ahead = 2
+            if isinstance(self.data_adapter, generator_data_adapter.GeneratorDataAdapter):
+                # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
+                ahead, dataset = 0, inputs.dataset_before_prefetch(dataset)
+            if not is_distributed:
+                if strategy.updater is not None and isinstance(dataset, tf.data.Dataset):
+                    dataset = strategy.updater.claimed(dataset)
+                dataset = data.distribute_for_keras(strategy, dataset, ahead=ahead)
+            if isinstance(self.data_adapter, tf_dataset_adapter.TFDatasetAdapter):
+                self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks
+                self._num_batches = self.data_adapter.num_batches
+            self._distributed_dataset = dataset
+        place.found_data(self)
+
+    def _enumerate_iterator(self) -> Iterator[tuple]:
+        trace.begin_loop(self._distribute_strategy)
+        position, self.position = self.position, None
+        return self.begin_pass() if position is None else place.resumed(self, position)
+
+    def begin_pass(self) -> Iterator[tuple]:
+        """Returns the steps of a pass through the data, as Keras enumerates them."""
+        self._begins = True
+        return super()._enumerate_iterator()
+
+    def _has_arrays_in_order(self, seed: int | None) -> bool:
+        """Returns True for arrays that Keras does not shuffle: as they are, or in an order of tfring's own."""
+        adapter = self.data_adapter
+        return isinstance(adapter, array_data_adapter.ArrayDataAdapter) and (not adapter._shuffle or seed is not None)
+
+    def _get_iterator(self) -> Any:
+        # At an epoch's end Keras makes one more, from which no step draws if an epoch is the whole dataset. Shuffles
+        # count it.
+        begins, self._begins = self._begins, False
+        needed = begins or self.steps_per_epoch or not self._yields_alike
+        return super()._get_iterator() if needed else ()
