@@ -366,6 +366,8 @@ def next_of_worker(iterator):
 
     At the end of this worker's data it raises OutOfRangeError.
     """
+    if isinstance(iterator, _IteratorAndThen):
+        return iterator.get_next()
     return input_lib._create_per_replica(next_or_error(iterator), iterator._strategy)
 
 
