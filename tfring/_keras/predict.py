@@ -26,7 +26,7 @@ from tfring._keras.functions import graph_function, to_tensor, without_optionals
 from tfring._keras.seam import entry_under_way, seam
 from tfring.cross_device_ops import values_of
 
-_under_way: list[PredictFunction] = []  # that keep outputs, innermost last
+_under_way: list[PredictFunction] = []  # of loops of `predict` on several workers, innermost last
 
 
 def install() -> None:
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def _next_step(original: Callable, self: Any) -> tuple:
-    """Returns the next step of a pass; that of a `predict` whose outputs wait draws without asking other ranks."""
+    """Returns the next step of a pass; that of `predict` draws as outputs that may wait need."""
     *numbers, iterator = original(self)
     has_shares = isinstance(_tf.element_spec(self._distributed_dataset), data.Shares)
     if _under_way and has_shares and entry_under_way("predict"):
@@ -43,14 +43,20 @@ def _next_step(original: Callable, self: Any) -> tuple:
 
 
 class _Draws:
-    """An iterator of the distributed dataset of a `predict`."""
+    """The iterator of a `predict`: ranks ask each other before a batch, but for one whose outputs wait."""
 
     def __init__(self, iterator: Any, function: PredictFunction):
         self._iterator = iterator
         self._function = function
 
     def __next__(self) -> Any:
-        return _tf.next_of_worker(self._iterator) if self._function.has_begun else next(self._iterator)
+        if self._function.has_begun:
+            return _tf.next_of_worker(self._iterator)
+        try:
+            return next(self._iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            self._function.end_with_others()
+            raise
 
 
 class PredictFunction:
@@ -95,14 +101,31 @@ class PredictFunction:
         """Whether there are outputs that wait."""
         return self.waits and bool(self._kept.outputs)
 
+    def end_with_others(self) -> None:
+        """Tells the others, which tell what they drew before each batch, that this rank has no batch.
+
+        Raises:
+          MismatchError: on every rank, if another has one.
+        """
+        if self._strategy.extended.is_alone:
+            return
+        nothing = [tf.constant(0, tf.int64)] * self._replicas
+        with status.named():
+            told = status.before_step(self._strategy, nothing, False)
+            if told.has_batch:
+                status.why_not(told)
+
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[Callable[[Any], Any]]:
-        """Keeps the outputs of this worker's rows while a loop over batches runs.
+    def loop(self, *, waits: bool) -> Iterator[Callable[[Any], Any]]:
+        """Takes part in a loop over batches.
+
+        Args:
+          waits: whether the outputs of this worker's rows are kept until the loop's end.
 
         Yields:
           A function that makes of what the loop returns the outputs of all rows: one that all ranks call behind it.
         """
-        before, self._kept = self._kept, _Kept(waits=True)
+        before, self._kept = self._kept, _Kept(waits=waits)
         kept = self._kept
         _under_way.append(self)
 
@@ -221,8 +244,8 @@ class PredictFunction:
                     outputs = self._of_shares(batch, constants)
                 else:
                     outputs = self._on_worker(self._run(batch))
-            if self._strategy.extended.control.world_size > 1:
-                outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
+                if self._strategy.extended.control.world_size > 1:  # nothing is sent where there is no step
+                    outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
 

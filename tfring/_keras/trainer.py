@@ -85,9 +85,9 @@ class RingTrainer(TensorFlowTrainer):
             return super().predict(*args, **kwargs)
         with _call("predict", self, strategy, args, kwargs) as (given, needed):
             self.make_predict_function()
-            if needed.watches_predict or not isinstance(self.predict_function, PredictFunction):
+            if not isinstance(self.predict_function, PredictFunction):  # one that the user put there
                 return super().predict(**given)
-            with self.predict_function.waiting() as of_all_rows:
+            with self.predict_function.loop(waits=not needed.watches_predict) as of_all_rows:
                 return of_all_rows(super().predict(**given))
 
     def make_train_function(self, force=False):
