@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pathlib
 import statistics
+import tempfile
 import time
 
+import call_times
 import models
 
 
@@ -40,11 +42,12 @@ def memory(field: str) -> int:
 class Plain:
     """Keras 3 by itself."""
 
-    answers = ("facts", "measure")
+    answers = ("facts", "measure", "call")
 
     def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
         self.rank, self.ranks, self.ports = rank, ranks, ports
         self.made: dict = {}
+        self.calls: list[call_times.Calls] = []
         self.start()
 
     def start(self) -> None:
@@ -78,6 +81,16 @@ class Plain:
             "memory": memory("VmHWM") - resident,
             "bytes": None if sent is None else (self.bytes_sent() - sent) / self.task(name).steps,
         }
+
+    def call(self, name: str) -> float:
+        """Returns the seconds of a call from beginning to end; see call_times.py."""
+        if not self.calls:
+            self.folder = tempfile.TemporaryDirectory(prefix="calls-")
+            self.calls = [call_times.Calls(self.keras, self.tf, self.in_scope, self.folder.name)]
+        return self.calls[0].seconds(name)
+
+    def in_scope(self, make):
+        return make()
 
     def task(self, name: str) -> models.Task:
         return {**models.TASKS, "tables": models.TABLES_TASK, "deep": models.DEEP_TASK}[name]

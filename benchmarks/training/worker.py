@@ -51,6 +51,10 @@ class Tfring(Plain):
         with self.strategy.scope():
             return super().ready(task)
 
+    def in_scope(self, make):
+        with self.strategy.scope():
+            return make()
+
     def bytes_sent(self):
         return self.strategy.bytes_sent()
 
