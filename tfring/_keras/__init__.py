@@ -46,11 +46,9 @@ def install() -> None:
         inlining,
         input_gradients,
         inputs,
-        loop,
         losses,
         metrics,
         outside,
-        predict,
         printing,
         randomness,
         saving,
@@ -61,7 +59,7 @@ def install() -> None:
         trainer,
     )
 
-    # `served` reads what `loop` takes away, so it comes behind it; the order of the others is of no importance.
+    # Each function is replaced once, so that their order is of no importance.
     for module in (
         metrics,
         losses,
@@ -75,9 +73,7 @@ def install() -> None:
         state,
         randomness,
         inputs,
-        loop,
         served,
-        predict,
         batch_shapes,
         callbacks,
         outside,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,8 @@ from keras.src.trainers.data_adapters import (
 )
 
 from tfring import data
-from tfring._keras import inputs, place, trace
+from tfring._keras import inputs, place, predict, trace
+from tfring._keras.loop import Loop
 from tfring._keras.seam import seam
 from tfring.recognition import ring_of
 
@@ -34,6 +36,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
 
     Attributes:
       data_adapter: Keras' own of the data.
+      loop: The loop of `fit` or `evaluate` over the batches, once the model is built for it; else None.
       position: To resume from in the next pass, a `place.Position`; None to begin at the beginning.
     """
 
@@ -42,6 +45,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
     def __init__(self, distribute_strategy: Any, *args: Any, **kwargs: Any) -> None:
         strategy = distribute_strategy
         seed = None
+        self.loop: Loop | None = None
         if kwargs.get("shuffle") and strategy.cluster.world_size > 1:
             if isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
                 kwargs.update(x=inputs.agreed_order(kwargs["x"], strategy), shuffle=False)
@@ -72,6 +76,23 @@ class RingEpochIterator(trainer.TFEpochIterator):
                 self._num_batches = self.data_adapter.num_batches
             self._distributed_dataset = dataset
         place.found_data(self)
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self) -> Iterator[None]:
+        """Ends a pass through the data on all ranks after the same batch; see `loop.py`."""
+        loop, self.loop = self.loop, None  # so that no other call enters it meanwhile
+        keras_loop = super().catch_stop_iteration()
+        inside = keras_loop if loop is None else loop.on_all_ranks(keras_loop)
+        updater = self._distribute_strategy.updater
+        try:
+            with inside if updater is None else updater.around_pass(self, loop, inside):
+                yield
+        finally:
+            self.loop = loop
+
+    def __next__(self) -> tuple:
+        *numbers, iterator = super().__next__()
+        return (*numbers, predict.as_drawn_from(iterator, self._distributed_dataset))
 
     def _enumerate_iterator(self) -> Iterator[tuple]:
         trace.begin_loop(self._distribute_strategy)

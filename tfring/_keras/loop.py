@@ -18,21 +18,12 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring._keras import status
-from tfring._keras.seam import entry_under_way, ring_of_model, seam
+from tfring._keras.seam import entry_under_way, ring_of_model
 
 _UNREAD = "_tfring_unread"  # of a model, while logs of its batches are reduced behind the loop alone
 _MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a program's own that calls this one
 
 KINDS = ("train", "test")
-
-
-def install():
-    from keras.src.backend.tensorflow import trainer
-
-    @seam(trainer.TFEpochIterator, "catch_stop_iteration")
-    def catch_stop_iteration(original, self):
-        loop = self.__dict__.pop("_tfring_loop", None)  # so that no other call enters it meanwhile
-        return original(self) if loop is None else _together(original, self, loop)
 
 
 def made(model, kind: str, step_function) -> None:
@@ -44,7 +35,7 @@ def bind(epoch_iterator, model) -> None:
     """Has the loop over an EpochIterator of `fit` or `evaluate` end on all ranks at once."""
     is_validation = epoch_iterator is getattr(model, "_eval_epoch_iterator", None)
     kind = "train" if entry_under_way("fit") and not is_validation else "test"
-    epoch_iterator._tfring_loop = _Loop(model, kind)
+    epoch_iterator.loop = Loop(model, kind)
 
 
 @contextlib.contextmanager
@@ -69,7 +60,7 @@ def are_unread(model, kind: str) -> bool:
     return kind in vars(model).get(_UNREAD, ())
 
 
-class _Loop:
+class Loop:
     """Keras' loop over the batches of one pass.
 
     Args:
@@ -100,22 +91,25 @@ class _Loop:
     def mark_stopped(self):
         setattr(self.model, self._flag, True)
 
+    @contextlib.contextmanager
+    def on_all_ranks(self, keras_loop):
+        """Ends Keras' loop on all ranks at once.
 
-@contextlib.contextmanager
-def _together(original, epoch_iterator, loop):
-    try:
-        with original(epoch_iterator):
-            try:
-                with status.named():
-                    yield
-            except tf.errors.InvalidArgumentError as error:
-                if status.STOPPED not in error.message:
-                    raise
-                loop.mark_stopped()
-            else:
-                loop.on_exit()
-        loop.step_function.bring_logs_together()
-    finally:
-        if loop.step_function is not None:
-            loop.step_function.begin_anew()
-        epoch_iterator._tfring_loop = loop
+        Args:
+          keras_loop: the context manager of Keras' loop.
+        """
+        try:
+            with keras_loop:
+                try:
+                    with status.named():
+                        yield
+                except tf.errors.InvalidArgumentError as error:
+                    if status.STOPPED not in error.message:
+                        raise
+                    self.mark_stopped()
+                else:
+                    self.on_exit()
+            self.step_function.bring_logs_together()
+        finally:
+            if self.step_function is not None:
+                self.step_function.begin_anew()

@@ -14,32 +14,26 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import (
-    TFEpochIterator,
-    convert_to_np_if_not_ragged,
-    potentially_ragged_concat,
-)
+from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
 from tfring import _tf, data
 from tfring._keras import batch_shapes, configuration, status, trace
 from tfring._keras.functions import graph_function, to_tensor, without_optionals
-from tfring._keras.seam import entry_under_way, seam
+from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
 
 _under_way: list[PredictFunction] = []  # of loops of `predict` on several workers, innermost last
 
 
-def install() -> None:
-    seam(TFEpochIterator, "__next__")(_next_step)
+def as_drawn_from(iterator: Any, dataset: Any) -> Any:
+    """Returns the iterator of a step; in a `predict` on several workers, one that draws as outputs that wait need.
 
-
-def _next_step(original: Callable, self: Any) -> tuple:
-    """Returns the next step of a pass; that of `predict` draws as outputs that may wait need."""
-    *numbers, iterator = original(self)
-    has_shares = isinstance(_tf.element_spec(self._distributed_dataset), data.Shares)
-    if _under_way and has_shares and entry_under_way("predict"):
-        iterator = _Draws(iterator, _under_way[-1])
-    return (*numbers, iterator)
+    Args:
+      iterator: that of a distributed dataset.
+      dataset: the distributed dataset.
+    """
+    has_shares = isinstance(_tf.element_spec(dataset), data.Shares)
+    return _Draws(iterator, _under_way[-1]) if _under_way and has_shares and entry_under_way("predict") else iterator
 
 
 class _Draws:

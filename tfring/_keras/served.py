@@ -94,17 +94,6 @@ class Updater:
 
         return noting
 
-    @contextlib.contextmanager
-    def naming_failures(self):
-        """Raises what a request failed by in place of TensorFlow's error."""
-        self.failure = None
-        try:
-            yield
-        except tf.errors.OpError:
-            if self.failure is None:
-                raise
-            raise self.failure from None
-
     def _num_rows(self):
         """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or nobody can tell."""
         rows = getattr(step.current(), "num_rows", None)
@@ -159,10 +148,44 @@ class Updater:
 
     # -- around loops and files --------------------------------------------------------------------------------------
 
-    def before_loop(self, is_training: bool) -> None:
-        """Called before a loop over batches: weights that the program has assigned meanwhile go to the servers."""
-        if not is_training:
-            return
+    @contextlib.contextmanager
+    def around_pass(self, epoch_iterator, loop, inside):
+        """Begins and ends a pass over batches on the servers.
+
+        Args:
+          epoch_iterator: the RingEpochIterator.
+          loop: its Loop; None where nothing is trained or evaluated.
+          inside: the context manager of the pass itself.
+        """
+        is_training = loop is not None and loop.kind == "train"
+        if is_training:
+            self._begin_training()
+        if is_training and self.is_star:
+            if epoch_iterator.steps_per_epoch:
+                raise ConfigurationError(
+                    "Workers that go on by themselves train each batch of the data once an epoch, whoever takes it. "
+                    f"Received: steps_per_epoch={epoch_iterator.steps_per_epoch}. Leave it out, and use `dataset.take`."
+                )
+            epoch_iterator._num_batches = None  # how many this worker takes is known at the end
+            epoch_iterator._interrupted_warning = lambda: None
+        with self._naming_failures(), inside:
+            yield
+        if is_training:
+            self._end_training(loop.model)
+
+    @contextlib.contextmanager
+    def _naming_failures(self):
+        """Raises what a request failed by in place of TensorFlow's error."""
+        self.failure = None
+        try:
+            yield
+        except tf.errors.OpError:
+            if self.failure is None:
+                raise
+            raise self.failure from None
+
+    def _begin_training(self) -> None:
+        """Sends the weights that the program has assigned since the last loop to the servers."""
         with self._lock:
             changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
             if self.is_star:
@@ -173,10 +196,8 @@ class Updater:
             self._claims = f"epoch {next(self._loops)}" if self.is_star else None
             self.statistics = Statistics()
 
-    def after_loop(self, is_training: bool, model) -> None:
-        """Called behind a loop over batches, before callbacks see its end."""
-        if not is_training:
-            return
+    def _end_training(self, model) -> None:
+        """Brings back what the servers hold, before callbacks see the end of the loop."""
         with self._lock:
             self._claims = None
             if self.is_star:
@@ -618,7 +639,6 @@ def updater_of(variable) -> Updater | None:
 
 def install():
     import keras
-    from keras.src.backend.tensorflow import trainer
 
     @seam(keras.layers.Embedding, "call")
     def call(original, self, inputs, *args, **kwargs):
@@ -628,27 +648,3 @@ def install():
             is_plain = not getattr(self, "lora_enabled", False) and not getattr(self, "quantization_mode", None)
             updater.before_lookup(table, inputs if is_plain else None)
         return original(self, inputs, *args, **kwargs)
-
-    @seam(trainer.TFEpochIterator, "catch_stop_iteration")
-    @contextlib.contextmanager
-    def catch_stop_iteration(original, self):
-        strategy = ring_of(self._distribute_strategy)
-        updater = None if strategy is None else strategy.updater
-        if updater is None:
-            with original(self):
-                yield
-            return
-        loop = getattr(self, "_tfring_loop", None)
-        is_training = loop is not None and loop.kind == "train"
-        updater.before_loop(is_training)
-        if is_training and updater.is_star:
-            if self.steps_per_epoch:
-                raise ConfigurationError(
-                    "Workers that go on by themselves train each batch of the data once an epoch, whoever takes it. "
-                    f"Received: steps_per_epoch={self.steps_per_epoch}. Leave it out, and use `dataset.take`."
-                )
-            self._num_batches = None  # how many this worker takes is known at the end
-            self._interrupted_warning = lambda: None
-        with updater.naming_failures(), original(self):
-            yield
-        updater.after_loop(is_training, None if loop is None else loop.model)
