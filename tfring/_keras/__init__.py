@@ -7,6 +7,8 @@ a RingStrategy and on sharded tables, and leaves everything else in the process 
 
 from __future__ import annotations
 
+import warnings
+
 from tfring._keras.inputs import share_seeds
 
 __all__ = ["install", "share_seeds"]
@@ -52,6 +54,7 @@ def install() -> None:
         printing,
         randomness,
         saving,
+        seam,
         served,
         sharding,
         slots,
@@ -84,3 +87,10 @@ def install() -> None:
     ):
         module.install()
     _installed = True
+    changed = seam.changed()
+    if changed:
+        warnings.warn(
+            "tfring replaces functions of Keras, whose parameters this Keras has changed. Received: "
+            f"keras=={keras.__version__}; {', '.join(changed)}. Compare a first run with one process, and report it.",
+            stacklevel=3,
+        )

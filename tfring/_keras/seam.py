@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
+from tfring._keras.replaced import REPLACED
 from tfring.recognition import ring_of
 
+installed: dict[str, Callable] = {}  # the originals, by their names in `REPLACED`
 
-def seam(owner, name):
-    """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`."""
 
-    def install(replacement):
-        original = getattr(owner, name)
+def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`, a function of `REPLACED`."""
+    path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+    key = f"{path}.{name}"
+    if key not in REPLACED or key in installed:
+        raise AssertionError(f"A function is replaced once, and stands in the table of replaced.py. Received: {key}")
+
+    def install(replacement: Callable) -> Callable:
+        original = installed[key] = getattr(owner, name)
 
         @functools.wraps(original)
         def replaced(*args, **kwargs):
@@ -22,6 +32,22 @@ def seam(owner, name):
         return replacement
 
     return install
+
+
+def parameters(function: Callable) -> str:
+    """Returns the names of a function's parameters as `REPLACED` has them.
+
+    >>> parameters(lambda x, *args, y=1, **kwargs: None)
+    'x, *args, y, **kwargs'
+    """
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return ", ".join(stars.get(p.kind, "") + p.name for p in inspect.signature(function).parameters.values())
+
+
+def changed() -> list[str]:
+    """Returns the functions that have other parameters than the table expects."""
+    expected = {key: (REPLACED[key].parameters, REPLACED[key].formerly) for key in installed}
+    return [key for key, original in installed.items() if parameters(original) not in expected[key]]
 
 
 def version_of_keras() -> tuple[int, int]:

@@ -1,0 +1,191 @@
+"""The functions of Keras and TensorFlow that are replaced: each once, with its parameters and the reason.
+
+What a class can say by deriving from Keras' own does so: RingTrainer, RingOptimizer and RingEpochIterator. These
+functions belong to classes and modules that Keras chooses itself. A replacement acts on objects of a RingStrategy and
+calls the original for all others. The first RingStrategy warns where Keras has changed one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Function(NamedTuple):
+    """A function that is replaced.
+
+    Attributes:
+      parameters: names of its parameters, in order.
+      reason: what it does for objects of a RingStrategy.
+      since: the first version of Keras whose function is replaced.
+      before: the first version whose function no longer is.
+      formerly: the parameters in the oldest version that is supported, where they were others.
+    """
+
+    parameters: str
+    reason: str
+    since: tuple[int, int] = (3, 0)
+    before: tuple[int, int] = (4, 0)
+    formerly: str | None = None
+
+
+_VARIABLE = "keras.src.backend.tensorflow.core.Variable"
+_LAYER = "keras.src.layers.layer.Layer"
+_LOSS = "keras.src.losses.loss"
+_FILES = "keras.src.saving.saving_lib"
+_HDF5 = "keras.src.legacy.saving.legacy_h5_format"
+_SWAP = "keras.src.callbacks.swap_ema_weights.SwapEMAWeights"
+_CONTEXT = "tensorflow.python.distribute.distribute_lib.ReplicaContext"
+
+REPLACED = {
+    # models
+    "keras.src.trainers.trainer.Trainer.compile": Function(
+        "self, optimizer, loss, loss_weights, metrics, weighted_metrics, run_eagerly, steps_per_execution, "
+        "jit_compile, auto_scale_loss",
+        "enters the scope and adopts the optimizer; Keras compares a class's `compile` with this one to see whether a "
+        "user overrides it",
+    ),
+    "keras.src.models.sequential.Sequential.build": Function(
+        "self, input_shape", "notes whether a fixed batch shape is the user's or that of the first batch"
+    ),
+    "keras.src.layers.rnn.rnn.RNN._create_state_variables": Function(
+        "self, batch_size", "makes the state of stateful layers for a replica's rows"
+    ),
+    f"{_LAYER}.__new__": Function("cls, *args, **kwargs", "notes in which scope a layer is made, and builds it there"),
+    f"{_LAYER}._maybe_build": Function("self, call_spec", "builds a layer without `build` in the scope it was made in"),
+    f"{_LAYER}.add_weight": Function(
+        "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
+        "overwrite_with_gradient, name",
+        "rejects a new weight of a layer whose weights a stage of a pipeline holds",
+        formerly="self, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, name",
+    ),
+    f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
+    "keras.src.layers.core.embedding.Embedding.call": Function(
+        "self, inputs", "pulls the rows of a table that parameter servers hold"
+    ),
+    "tensorflow._api.v2.compat.v1.reset_default_graph": Function(
+        "", "keeps an open scope through `keras.backend.clear_session()`"
+    ),
+    # variables
+    f"{_VARIABLE}._direct_assign": Function("self, value", "aggregates what replicas write in a step"),
+    f"{_VARIABLE}.assign": Function("self, value", "cuts a full value for a sharded variable"),
+    f"{_VARIABLE}.assign_add": Function("self, value", "notes that a write adds"),
+    f"{_VARIABLE}.assign_sub": Function("self, value", "the same"),
+    f"{_VARIABLE}._deferred_initialize": Function("self", "makes a sharded variable's initial value by blocks"),
+    f"{_VARIABLE}._initialize": Function(
+        "self, value", "makes the state of metrics ON_READ, as later versions do", before=(3, 10)
+    ),
+    f"{_VARIABLE}.__array__": Function("self, dtype", "gives the full value of a sharded weight to files"),
+    f"{_VARIABLE}.__float__": Function("self", "converts a distributed variable to a number"),
+    f"{_VARIABLE}.__int__": Function("self", "the same"),
+    "tensorflow.python.distribute.values._on_write_update_replica": Function(
+        "var, update_fn, value, **kwargs", "aggregates `tf.Variable`s that replicas write without an aggregation"
+    ),
+    "keras.src.random.seed_generator.global_seed_generator": Function(
+        "", "gives replicas, which run in threads, the generator of the thread of `fit`"
+    ),
+    "keras.src.random.seed_generator.SeedGenerator.next": Function("self, ordered", "draws otherwise on each replica"),
+    # optimizers
+    "keras.src.backend.tensorflow.optimizer.TFOptimizer.__init__": Function(
+        "self, *args, **kwargs", "makes an optimizer of the scope a RingOptimizer"
+    ),
+    "keras.src.optimizers.base_optimizer.BaseOptimizer.build": Function(
+        "self, variables", "makes one of sharded tables a RingOptimizer, and rejects one made outside"
+    ),
+    "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
+    f"{_SWAP}._tf_swap_variables": Function("self, optimizer", "swaps averages of shards"),
+    f"{_SWAP}._tf_finalize_ema_values": Function("self, optimizer", "the same"),
+    # losses
+    f"{_LOSS}.scale_loss_for_distribution": Function("value", "leaves out the division by the number of replicas"),
+    f"{_LOSS}.unscale_loss_for_distribution": Function("value", "the same"),
+    f"{_LOSS}.Loss.__call__": Function(
+        "self, y_true, y_pred, sample_weight", "notes the loss for the warning of one that is no mean over rows"
+    ),
+    f"{_LOSS}.apply_mask": Function(
+        "sample_weight, mask, dtype, reduction", "divides by the unmasked elements of all replicas"
+    ),
+    f"{_LOSS}.reduce_values": Function(
+        "values, sample_weight, reduction", "divides by the weights of all replicas"
+    ),
+    "keras.src.trainers.compile_utils.CompileLoss.__init__": Function(
+        "self, loss, loss_weights, reduction, output_names", "warns of losses that compare rows"
+    ),
+    "keras.src.trainers.compile_utils.CompileLoss.call": Function(
+        "self, y_true, y_pred, sample_weight", "divides a vector, whose elements are added up, by the share"
+    ),
+    "tensorflow._api.v2.nn.compute_average_loss": Function(
+        "per_example_loss, sample_weight, global_batch_size", "divides by the rows of all replicas"
+    ),
+    "tensorflow._api.v2.nn.scale_regularization_loss": Function(
+        "regularization_loss", "divides by the replicas whose gradients are summed"
+    ),
+    "tensorflow.python.eager.backprop.GradientTape.gradient": Function(
+        "self, target, sources, output_gradients, unconnected_gradients",
+        "weighs the gradient of a mean loss by the rows of a batch",
+    ),
+    # metrics
+    "keras.src.metrics.reduction_metrics.Mean.update_state": Function(
+        "self, values, sample_weight", "weighs a number by its replica's rows"
+    ),
+    "keras.src.metrics.reduction_metrics.MeanMetricWrapper.update_state": Function(
+        "self, y_true, y_pred, sample_weight", "gives a function that returns one number the rows of all replicas"
+    ),
+    "keras.src.metrics.metric.Metric.add_variable": Function(
+        "self, shape, initializer, dtype, aggregation, name",
+        "marks the state of a metric, of which each replica has its own",
+        before=(3, 10),
+    ),
+    "keras.src.utils.python_utils.pythonify_logs": Function("logs", "keeps the tensors of an eager step"),
+    # steps
+    f"{_CONTEXT}.all_reduce": Function("self, reduce_op, value, options", "reduces over all ranks in a step"),
+    f"{_CONTEXT}.all_gather": Function("self, value, axis, options", "gathers from all ranks in a step"),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__": Function(
+        "self, *args, **kwds", "traces a user's function into the step that calls it"
+    ),
+    # data
+    "keras.src.backend.tensorflow.trainer.TFEpochIterator.__new__": Function(
+        "*args, **kwargs", "makes a RingEpochIterator for models of a RingStrategy"
+    ),
+    "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter.get_tf_dataset": Function(
+        "self", "shuffles arrays by the seed that ranks share"
+    ),
+    "tensorflow.python.data.util.random_seed.get_seed": Function(
+        "seed", "gives unseeded transformations of `tf.data` the seed that ranks share"
+    ),
+    # callbacks and what is printed
+    "keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model": Function(
+        "self, epoch, batch, logs", "has all ranks take part where state is sharded"
+    ),
+    "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
+    "keras.src.models.model.Model.summary": Function(
+        "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",
+        "prints on rank 0, and the full shapes of sharded weights",
+    ),
+    "keras.src.utils.summary_utils.count_params": Function("weights", "counts full weights"),
+    "keras.src.utils.summary_utils.weight_memory_size": Function("weights", "the same"),
+    # files
+    f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes aside, and then renames"),
+    f"{_FILES}.save_weights_only": Function(
+        "model, filepath, max_shard_size, objects_to_skip", "the same", formerly="model, filepath, objects_to_skip"
+    ),
+    f"{_HDF5}.save_model_to_hdf5": Function("model, filepath, overwrite, include_optimizer", "the same"),
+    "keras.src.models.model.Model.export": Function(
+        "self, filepath, format, verbose, input_signature, **kwargs", "the same, for a folder"
+    ),
+    "tensorflow.python.checkpoint.checkpoint.TrackableSaver.save": Function(
+        "self, file_prefix, checkpoint_number, session, options", "writes on rank 0"
+    ),
+    "keras.src.utils.naming.to_snake_case": Function("name", "names weights in files by the class of Keras' layer"),
+    f"{_FILES}.get_attr_skipset": Function("obj_type", "makes an optimizer, to see its attributes, outside the scope"),
+    f"{_FILES}.is_memory_sufficient": Function("model", "puts large full values into a file in place of memory"),
+    f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks", since=(3, 9)),
+    f"{_FILES}.H5Entry.__setitem__": Function("self, key, value", "the same", before=(3, 9)),
+    f"{_LAYER}.get_weights": Function("self", "gives full weights"),
+    f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
+    f"{_HDF5}._legacy_weights": Function("layer", "rejects sharded weights, which files of that format do not take"),
+    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
+        "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
+    ),
+    "keras.src.backend.tensorflow.layer.TFLayer._trackable_children": Function(
+        "self, save_type, **kwargs", "rejects sharded weights, which TensorFlow would write as they are"
+    ),
+}
