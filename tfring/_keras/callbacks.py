@@ -81,12 +81,12 @@ def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def for_rank(callbacks, model, strategy) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
-    in_pieces = "shard_optimizer=True" if strategy.shard_optimizer else ""
-    in_pieces = in_pieces or next((f"{v.path!r} in pieces" for v in model.variables if cut_of(v) is not None), "")
-    if in_pieces and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+    sharded = "shard_optimizer=True" if strategy.shard_optimizer else ""
+    sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if cut_of(v) is not None), "")
+    if sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
-            "BackupAndRestore saves and restores on rank 0 alone, which has a piece of each slot. Received: "
-            f"BackupAndRestore with {in_pieces}. Use tfring.callbacks.Backup."
+            "BackupAndRestore saves and restores on rank 0 alone, which has a shard of each slot. Received: "
+            f"BackupAndRestore with {sharded}. Use tfring.callbacks.Backup."
         )
     if strategy.cluster.is_chief:
         return list(callbacks)
@@ -99,7 +99,7 @@ def for_rank(callbacks, model, strategy) -> list:
 
 
 class Needs(NamedTuple):
-    """What the callbacks of a call need of all ranks: the largest of each number over all ranks holds.
+    """The needs of the callbacks of a call, on all ranks: the largest of each number over ranks holds.
 
     Attributes:
       reads_train: whether one may read the logs of a training batch.
@@ -198,19 +198,19 @@ def around(name, callbacks, model):
 
 
 def _is_own(callback, *methods) -> bool:
-    """Whether a callback has more in these methods than Keras' base class."""
+    """Returns True if a callback has more in these methods than Keras' base class."""
     return not all(utils.is_default(getattr(callback, method)) for method in methods)
 
 
 def _watches_begin(callback, kind: str) -> bool:
-    """Whether a callback does something before each batch; those of Keras only count batches."""
+    """Returns True if a callback does something before each batch; those of Keras only count batches."""
     if type(callback) is keras.callbacks.TensorBoard:
         return False
     return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
 
 
 def _reads_logs(callback, kind: str) -> bool:
-    """Whether a callback may read the logs of a batch."""
+    """Returns True if a callback may read the logs of a batch."""
     if not _is_own(callback, f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])):
         return False
     every = {
@@ -332,7 +332,7 @@ def _own_rate(optimizer) -> float | None:
 
 
 def _restored(callback) -> bool:
-    """Whether this rank's callbacks restored the model before training: BackupAndRestore found a backup."""
+    """Returns True if this rank's callbacks restored the model before training: BackupAndRestore found a backup."""
     return bool(getattr(callback.model, "_initial_epoch", None))
 
 

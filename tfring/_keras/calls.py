@@ -88,7 +88,7 @@ def _steps(dataset) -> str:
 
 
 def _users_line() -> str:
-    """Where the program is, outside of tfring, Keras, TensorFlow and Python's own modules: "train.py:12"."""
+    """Returns the line of the program itself, no library's, that runs: "train.py:12"."""
     import keras
 
     packages = [os.path.dirname(module.__file__ or "") for module in (sys.modules["tfring"], keras, tf, os)]

@@ -58,7 +58,7 @@ def note(strategy: Any, optimizer: Any, gradients: Sequence[Any], names: Sequenc
     for replica, noted in enumerate(watch.notes):
         with tf.device(noted.device):
             bad = tf.stack([_is_bad(values_of(gradient)[replica]) for gradient, _ in chosen])
-            if flags is not None:  # without rows a gradient is NaN, and nobody takes it
+            if flags is not None:  # without rows a gradient is NaN, and is not used
                 bad = tf.logical_and(bad, flags[replica])
             is_first = tf.logical_and(tf.reduce_any(bad), noted[0] < 0)
             found = tf.stack([step, first_number + tf.argmax(tf.cast(bad, tf.int8))])

@@ -33,11 +33,11 @@ class HeldShards:
         self._clip = description["clip"]
         config = json.loads(description["optimizer"])
         self._optimizer = optimizer = keras.saving.deserialize_keras_object(config)
-        self._pieces = [p for p in description["pieces"] if p["server"] == server]
+        self._parts = [p for p in description["parts"] if p["server"] == server]
         of_variable = description["variables"]
-        self._about = [of_variable[p["variable"]] for p in self._pieces]
+        self._about = [of_variable[p["variable"]] for p in self._parts]
         self._shards: list[Any] = []
-        for piece, about in zip(self._pieces, self._about, strict=True):
+        for piece, about in zip(self._parts, self._about, strict=True):
             shape = about["shape"] if piece["is_full"] else [piece["end"] - piece["begin"], *about["shape"][1:]]
             name = f"{TOKEN}{piece['variable']}"
             constraint = about["constraint"] and keras.constraints.deserialize(json.loads(about["constraint"]))
@@ -112,7 +112,7 @@ class HeldShards:
         elif norms is not None:
             total = float(np.sqrt(sum(norms)))
             is_global = self._clip["kind"] == "global_clipnorm"
-            largest = [total if is_global else float(np.sqrt(norms[p["variable"]])) for p in self._pieces]
+            largest = [total if is_global else float(np.sqrt(norms[p["variable"]])) for p in self._parts]
             scales = [1.0 if n <= bound else bound / n for n in largest]
             merged = [_each(lambda v, s=s: v * v.dtype.type(s), g) for g, s in zip(merged, scales, strict=True)]
         if learning_rate is not None:
@@ -127,7 +127,7 @@ class HeldShards:
 
     def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
         """See `Held`."""
-        number = next(i for i, piece in enumerate(self._pieces) if piece["variable"] == variable)
+        number = next(i for i, piece in enumerate(self._parts) if piece["variable"] == variable)
         return tf.gather(self._shards[number].value, ids).numpy()
 
     def _apply(self, *flat):
@@ -154,7 +154,7 @@ _FLAGS = ("_use_weight_decay", "_should_use_adamw")  # methods of optimizers tha
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces, clips_norms=True) -> dict[str, Any]:
+def describe(optimizer, variables, are_sparse, are_pulled_by_rows, parts, clips_norms=True) -> dict[str, Any]:
     """Returns what servers make an optimizer and its shards from: JSON, and no code.
 
     Args:
@@ -162,7 +162,7 @@ def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces, clips
       variables: of Keras, those that have gradients.
       are_sparse: whether the gradient of each is IndexedSlices.
       are_pulled_by_rows: whether each is a table of which workers pull a batch's rows alone.
-      pieces: of `tfring.servers.shard_plan.plan`.
+      parts: of `tfring.servers.shard_plan.plan`.
       clips_norms: whether servers clip by norms; else the worker has done it.
 
     Raises:
@@ -204,7 +204,7 @@ def describe(optimizer, variables, are_sparse, are_pulled_by_rows, pieces, clips
         "optimizer": json.dumps(config),
         "clip": {"kind": kind, "bound": bound},
         "variables": about,
-        "pieces": [piece._asdict() for piece in pieces],
+        "parts": [part._asdict() for part in parts],
     }
 
 

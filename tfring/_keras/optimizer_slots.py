@@ -35,13 +35,13 @@ class OptimizerSlots(keras.optimizers.Optimizer):
             ring = self._ring
             if ring is not None and ring.shard_optimizer and ring.cluster.world_size > 1:
                 refuse_unless_element_wise(
-                    self, "shard_optimizer=True gives each worker a piece of every weight", "leave shard_optimizer out"
+                    self, "shard_optimizer=True gives each worker a shard of every weight", "leave shard_optimizer out"
                 )
                 self._tfring_shards = Shards(ring, self, variables)
             elif any(map(axis_of, variables)):
                 refuse_unless_element_wise(
                     self,
-                    "A worker has a piece of each weight that is divided over workers",
+                    "A worker has a shard of each weight that is sharded over workers",
                     "layers that are not divided",
                 )
         super().build(variables)

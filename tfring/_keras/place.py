@@ -66,7 +66,7 @@ def interrupted_logs() -> dict | None:
 
 
 def resume_validation(model: Any, executions: Sequence[int]) -> None:
-    """Resumes the validation data of `model` after validations of so many `executions`."""
+    """Resumes the validation data of `model` after validations of `executions` executions each."""
     model._eval_epoch_iterator.position = Position([*executions, 0], reset=True)
 
 

@@ -87,12 +87,12 @@ class PredictFunction:
 
     @property
     def waits(self) -> bool:
-        """Whether outputs of the next batch may wait for the end of the loop."""
+        """Returns True if outputs of the next batch may wait for the end of the loop."""
         return self._can_wait and self._kept.waits
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are outputs that wait."""
+        """Returns True if there are outputs that wait."""
         return self.waits and bool(self._kept.outputs)
 
     def end_with_others(self) -> None:

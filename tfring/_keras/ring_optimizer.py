@@ -17,7 +17,7 @@ The methods of `RingOptimizer` come behind those of an optimizer's class and of 
 A gradient is weighed by its replica's share of the rows where the optimizer takes it, so that their sum is the gradient
 of the whole batch, whatever loss it comes from. In a loop of the user's own, where no rows are counted, gradients are
 summed as `tf.distribute` has it. Clipping on local gradients is horovod #1346; the finite check of LossScaleOptimizer
-on local gradients sends ranks down different branches. The whole of `apply` runs in the cross-replica context: there it
+on local gradients sends ranks down different branches. All of `apply` runs in the cross-replica context: there it
 may contain `cond` (gradient accumulation, loss scaling), which a replica may not mix with `merge_call`.
 
 The gradient of a shard, where ranks along the data axis have different ones, is that of the whole batch already: what
@@ -352,7 +352,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
 
 def _no_replica(optimizer: Any, strategy: Any) -> ConfigurationError:
     return ConfigurationError(
-        "Gradients are applied where those of all workers are brought together: in `fit`, or in the function given to "
+        "Gradients are applied where those of all workers are reduced: in `fit`, or in the function given to "
         f"`strategy.run`. Received: a call of apply of {type(optimizer).__name__} {optimizer.name!r} outside of both, "
         f"which would train a model on each of {strategy.cluster.world_size} workers alone. Write the step as "
         "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
@@ -361,7 +361,7 @@ def _no_replica(optimizer: Any, strategy: Any) -> ConfigurationError:
 
 def _outside(optimizer: Any) -> ConfigurationError:
     return ConfigurationError(
-        "With shard_optimizer=True, and for weights divided over workers, gradients are applied where each replica has "
+        "With shard_optimizer=True, and for weights sharded over workers, gradients are applied where each replica has "
         "its own: in `train_step`, or in the function given to `strategy.run`. Received: an outside call of apply of "
         f"{type(optimizer).__name__} {optimizer.name!r}."
     )

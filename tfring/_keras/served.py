@@ -95,7 +95,7 @@ class Updater:
         return noting
 
     def _num_rows(self):
-        """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or nobody can tell."""
+        """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or they are unknown."""
         rows = getattr(step.current(), "num_rows", None)
         return -1 if rows is None or not self.is_star else rows
 
@@ -163,7 +163,7 @@ class Updater:
         if is_training and self.is_star:
             if epoch_iterator.steps_per_epoch:
                 raise ConfigurationError(
-                    "Workers that go on by themselves train each batch of the data once an epoch, whoever takes it. "
+                    "Workers that go on by themselves train each batch of the data once an epoch, on any of them. "
                     f"Received: steps_per_epoch={epoch_iterator.steps_per_epoch}. Leave it out, and use `dataset.take`."
                 )
             epoch_iterator._num_batches = None  # how many this worker takes is known at the end
@@ -229,7 +229,7 @@ class Updater:
             return dataset
         wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
 
-        def is_mine(number):
+        def claim(number):
             epoch = self._claims
             if epoch is None:
                 return True
@@ -242,7 +242,7 @@ class Updater:
             return True
 
         def keep(number, *_):
-            mine = tf.numpy_function(self._noting_failures(is_mine), [number], tf.bool, stateful=True)
+            mine = tf.numpy_function(self._noting_failures(claim), [number], tf.bool, stateful=True)
             mine.set_shape([])
             return mine
 
@@ -305,7 +305,7 @@ class Statistics:
     Attributes:
       array: float64, counts of each staleness, the last of all that are larger; counts of waits by `WAITS`; their
         number, their sum in seconds, and the number of dropped gradients.
-      rows: this worker's, in the epoch; steps, where nobody can tell.
+      rows: this worker's, in the epoch; steps, where they are unknown.
     """
 
     STALENESS = 32
@@ -363,7 +363,7 @@ class _Group:
             self._description = held.describe(
                 optimizer, variables, are_sparse, by_rows, self._pieces, clips_norms=not updater.is_star
             )
-        self._slots: list[list[tuple[int, Any, Piece | None]]] = []  # of each server: (number, local slot, piece)
+        self._slots: list[list[tuple[int, Any, Piece | None]]] = []  # of each server: (number, local slot, part)
         self.is_created = False
         self.is_fresh = False  # whether this worker's full weights are those of the servers
         self._seen: tuple[int, int] = (0, 0)

@@ -145,7 +145,7 @@ class InitialPiece:
         if in_stateless_scope():  # while Keras looks what shapes come out
             return tf.zeros(shape, dtype)
         whole = tf.convert_to_tensor(self._initializer(self._cut.shape, dtype=dtype))
-        [whole] = self._division.world.broadcast([whole], name="initial value of a weight in pieces")
+        [whole] = self._division.world.broadcast([whole], name="initial value of a weight in shards")
         return tf.reshape(whole, self._cut.lined_up)[self._cut.part(self._division.collectives.rank)]
 
 

@@ -95,10 +95,10 @@ def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
     kind = optimizer.__class__
     raise ConfigurationError(
         f"{rule}, so an optimizer has to update each element "
-        "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; of a class that is not "
-        f"Keras' own nobody knows. Received: {kind.__name__} {optimizer.name!r}. Use another optimizer, such as "
+        "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; whether another class "
+        f"does is unknown. Received: {kind.__name__} {optimizer.name!r}. Use another optimizer, such as "
         f"AdamW, or {way_out}; a class of your own that computes element by element, and makes its "
-        "slots by `add_optimizer_variables` or `add_variable_from_reference`, says so by the class attribute "
+        "slots by `add_optimizer_variables` or `add_variable_from_reference`, declares it by the class attribute "
         "`element_wise = True`."
     )
 
@@ -111,7 +111,7 @@ def _new_shard(strategy: Any, variable: Any) -> Any:
             shape=cut.shape_of(strategy.cluster.rank),
             dtype=variable.dtype,
             trainable=False,
-            name="piece",
+            name="shard",
         )
     shard._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
     return mark(shard, strategy, cut)

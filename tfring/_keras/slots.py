@@ -72,7 +72,7 @@ def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np
     held = np.moveaxis(held, cut.dimension, 0)
     rows_of = [np.moveaxis(each, cut.dimension, 0) for each in result]  # views
     step = blocks.rows_of_a_block(held, len(sizes))
-    name = "pieces of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
+    name = "shards of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
     for begin in range(0, max(sizes), step):
         counts = [min(step, max(0, size - begin)) for size in sizes]
         block = collectives.all_gather(tf.constant(held[begin : begin + step]), name=name)
@@ -100,19 +100,19 @@ class _Weights:
         self.weights = weights
 
 
-def refusal_to_write(kind: str, pieces: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
+def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
     """Returns the error where TensorFlow asks a layer or an optimizer with shards what to write.
 
     Args:
       kind: "weight" or "slot".
-      pieces: the variables of shards, which may be none yet.
+      shards: the variables of shards, which may be none yet.
       holder: the layer or the optimizer.
       save_type: "checkpoint" or "savedmodel", as TensorFlow gives it.
     """
     writer = "tf.train.Checkpoint" if save_type == "checkpoint" else "tf.saved_model.save"
-    received = "".join(f"{v.path!r} of " for v in pieces[:1])
+    received = "".join(f"{v.path!r} of " for v in shards[:1])
     return ConfigurationError(
-        f"A rank has its piece of a {kind} that is divided over workers, and {writer} would write that. Received: "
+        f"A rank has its shard of a {kind} that is sharded over workers, and {writer} would write that. Received: "
         f"{received}{type(holder).__name__} {holder.name!r}. Save by `tfring.save(model, path)`, by `model.save` on "
         "all ranks, or by tfring.callbacks.Backup."
     )
@@ -162,7 +162,7 @@ def install() -> None:
         pieces = [v for v in layer.weights if cut_of(v) is not None]
         if pieces:
             raise ConfigurationError(
-                "Files of Keras' older format (.h5) do not take a weight of which each rank has a piece. Received: "
+                "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
                 f"{pieces[0].path!r}. Save a .keras or a .weights.h5 file."
             )
         return original(layer)
@@ -188,7 +188,7 @@ def install() -> None:
             return original(self, optimizer)
         for variable, average in _averaged(optimizer):
             value = held_of(average)
-            if cut_of(variable) is None:  # and of a table the average is as large a piece
+            if cut_of(variable) is None:  # and of a table the average is as large a shard
                 [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
             average.assign(variable)
             variable.assign(value)

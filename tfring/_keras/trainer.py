@@ -202,7 +202,7 @@ def _build(model: Any, strategy: Any, iterator: Any, data_batch: Any) -> None:
         spec = _tf.element_spec(iterator._distributed_dataset)
         data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
     first = model.train_function is None and model.test_function is None
-    if iterator is None and not first:  # of `train_on_batch` and its sisters, the second call
+    if iterator is None and not first:  # the second call of `train_on_batch` or another `..._on_batch`
         return
     if first:
         outside.refuse_weights(model, strategy)
@@ -422,7 +422,7 @@ class StepFunction:
         return status.before_step(self._strategy, rows, tf.reduce_any(have_value), fingerprint), inputs, rows
 
     def _refuse(self, told, iterator, like=None):
-        """Raises why there is no step; what it returns never comes to be, and is like what the step returns."""
+        """Raises why there is no step; what it returns is never computed, and is like what the step returns."""
         with tf.control_dependencies(status.why_not(told)):
             # No rank has a batch: this raises OutOfRangeError, as Keras expects.
             drawn = tf.nest.flatten(_tf.next_or_error(iterator), expand_composites=True)

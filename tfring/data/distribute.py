@@ -68,7 +68,7 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
 
 
 class _Kept:
-    """What is made of a dataset for Keras' steps."""
+    """The parts into which a dataset is taken for Keras' steps."""
 
     def __init__(self, strategy, dataset: tf.data.Dataset, ahead: int) -> None:
         self.strategy, self.ahead = strategy, ahead

@@ -87,7 +87,7 @@ def _of_strings(strings):
     zeros = tf.zeros_like(lengths)
     short = tf.strings.substr(strings, zeros, tf.where(is_long, 0, lengths))
     short = tf.strings.regex_replace(short, _ABSOLUTE_PATH, r"\1")
-    # Of a long one its first bytes, pieces between, and its last bytes; nothing of a short one.
+    # Of a long one its first bytes, parts between, and its last bytes; nothing of a short one.
     between = tf.maximum(lengths - _END_BYTES, 0)[None] // _PIECES * tf.range(_PIECES)[:, None] + _END_BYTES
     begins = tf.concat([zeros[None], between, [lengths - _END_BYTES]], 0)
     sizes = tf.constant([[_END_BYTES]] + [[_PIECE_BYTES]] * _PIECES + [[_END_BYTES]])

@@ -241,7 +241,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
 def _most_drawn(place: Place, size: int, drop_remainder: bool) -> int:
     """Returns the most rows of this worker's in a batch of at most `size` rows, at least 1.
 
-    Of every full batch so many are drawn, at most one too many, so that a batch with fewer can only be the last.
+    That many are drawn of every full batch, at most one in excess, so a batch with fewer can only be the last.
     """
     totals = np.arange(size if drop_remainder else 1, size + 1, dtype=np.int64)
     begin, end = place.bounds(totals)

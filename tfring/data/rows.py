@@ -162,7 +162,7 @@ def one_row_at_least(element):
     of the row must not count: gradients, state, metrics and logs see to that by `Step.active`.
 
     Returns:
-      The element, of the same structure, and a bool scalar tensor; or None in its place where nobody can tell.
+      The element, of the same structure, and a bool scalar tensor, or None if the number of rows is unknown.
     """
     rows = num_rows(element)
     if rows is None:
