@@ -58,9 +58,9 @@ def _seed_tf_data(random_seed: Any, seed: int) -> None:
     original, seeds = random_seed.get_seed, PlacedSeeds()
     seeds.base = seed
 
-    def get_seed(given: Any) -> Any:
+    def get_seed(seed: Any) -> Any:
         context = sys.modules["tensorflow.python.eager.context"]
-        return original(given if given is not None or context.global_seed() is not None else seeds.next_seed())
+        return original(seed if seed is not None or context.global_seed() is not None else seeds.next_seed())
 
     random_seed.get_seed = get_seed
 

@@ -335,24 +335,32 @@ def test_on_batch_methods_take_each_workers_own_share():
     assert_equal(workers(3).run(on_batch, [0, 5, 38, 40]))
 
 
-def refuse_jit():
-    from tfring.errors import ConfigurationError
+def compiled_by_xla():
+    import keras
+    from tensorflow.python.eager import context
 
     ring = strategy()
-    x, y = skewed_rows()
-    with ring.scope():
-        model = small_model(jit_compile=True)
-    try:
-        model.fit(x, y, verbose=0)
-    except ConfigurationError as error:
-        return str(error)
-    raise AssertionError("no error")
+    x, y = skewed_rows(41)
+
+    def make():
+        layers = [keras.layers.Dense(8, "tanh"), keras.layers.LayerNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.layers.Input((4,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=True)
+        return model
+
+    with context.collect_graphs() as graphs:
+        errors = train_both(ring, make, x, y, evaluate=(x, y))
+        with ring.scope():
+            model = make()
+        model.predict(x, verbose=0)
+    return errors, sum(any(node.op == "_XlaRun" for node in graph.node) for graph in graphs)
 
 
 @pytest.mark.oldest
-def test_jit_compile_is_refused_with_what_to_do():
-    for message in workers(2).run(refuse_jit):
-        assert "jit_compile=False" in message
+def test_xla_compiles_what_lies_between_collectives():
+    results = workers(2).run(compiled_by_xla)
+    assert all(compiled >= 3 for _, compiled in results)  # steps of fit, evaluate and predict
+    assert_equal([{"jit": errors} for errors, _ in results])
 
 
 # -- the debug switch --------------------------------------------------------------------------------------------------

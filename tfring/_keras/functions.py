@@ -15,6 +15,26 @@ def graph_function(body):
     return tf.function(functools.partial(body), reduce_retracing=True, autograph=False)
 
 
+def between_collectives(model, step):
+    """Returns a step of a model whose operations between collectives XLA compiles, if the model was compiled for that.
+
+    XLA has no operation of the ring, and so takes no step as a whole. What it has an operation for, it compiles in
+    clusters: forward and backward passes between collectives, and the update.
+
+    Args:
+      model: a Keras model, with `jit_compile`.
+      step: a function of an element.
+    """
+    if not model.jit_compile:
+        return step
+
+    def compiled(element):
+        with tf.xla.experimental.jit_scope():
+            return step(element)
+
+    return compiled
+
+
 class OfIterator:
     """A function of an iterator, as a tf.function of the tensors in it.
 

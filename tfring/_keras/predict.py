@@ -18,7 +18,7 @@ from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, po
 
 from tfring import _tf, data
 from tfring._keras import batch_shapes, configuration, status, trace
-from tfring._keras.functions import graph_function, to_tensor, without_optionals
+from tfring._keras.functions import between_collectives, graph_function, to_tensor, without_optionals
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
 
@@ -173,7 +173,7 @@ class PredictFunction:
         element, has_rows = data.one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
-        outputs = self._model.predict_step(element)
+        outputs = between_collectives(self._model, self._model.predict_step)(element)
         if has_rows is None:
             return outputs
         return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)

@@ -30,7 +30,7 @@ from tfring import _tf, data, step
 from tfring._keras import agreement, batch_shapes, calls, loop, outside, place, state, status, trace
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.adoption import adopt_optimizers
-from tfring._keras.functions import OfIterator, graph_function, to_tensor, without_optionals
+from tfring._keras.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
 from tfring._keras.losses import additional_loss
 from tfring._keras.metrics import state_of_all, values_of_results
@@ -38,7 +38,6 @@ from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, ring_of_model, seam
-from tfring.errors import ConfigurationError
 from tfring.ring import failures
 
 
@@ -105,7 +104,6 @@ class RingTrainer(TensorFlowTrainer):
         if strategy is None:
             return super().make_predict_function(force)
         if self.predict_function is None or force:
-            _refuse_jit(self)
             self.predict_function = PredictFunction(self, strategy)
         return self.predict_function
 
@@ -187,7 +185,6 @@ def _make_step_function(model: Any, kind: str, force: bool) -> Any:
     """Returns `model.train_function` or `model.test_function`, made where there is none or by `force`."""
     attribute = f"{kind}_function"
     if getattr(model, attribute) is None or force:
-        _refuse_jit(model)
         function = StepFunction(model, ring_of_model(model), kind)
         loop.made(model, kind, function)
         setattr(model, attribute, function)
@@ -218,15 +215,6 @@ def _build(model: Any, strategy: Any, iterator: Any, data_batch: Any) -> None:
                 _build_eagerly(model, data_batch)
     if first:
         outside.take_in_metrics(model, strategy)
-
-
-def _refuse_jit(model):
-    if model.jit_compile:
-        raise ConfigurationError(
-            "XLA cannot compile a training step that holds tfring's collectives. Received: jit_compile="
-            f"{model.jit_compile}. Compile with `model.compile(..., jit_compile=False)`; "
-            "layers may still be compiled one by one with `tf.function(jit_compile=True)`."
-        )
 
 
 def _symbolic_batch(element_spec):
@@ -277,7 +265,7 @@ class StepFunction:
         self._model = model
         self._strategy = strategy
         self._kind = kind
-        self._step = getattr(model, f"{kind}_step")
+        self._step = between_collectives(model, getattr(model, f"{kind}_step"))
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
         made = (lambda body: body) if model.run_eagerly else graph_function
