@@ -96,16 +96,17 @@ class Contestant:
     def ask(self, *question):
         """Puts a question to all ranks; their answers, by rank."""
         self._signal(signal.SIGCONT)
-        for pipe in self.pipes.values():
-            pipe.send(question)
         answers = []
-        for rank in sorted(self.pipes):
-            if not self.pipes[rank].poll(MEASURE_SECONDS):
-                raise RuntimeError(f"{self.name}: rank {rank} did not answer {question}\n{self._errors()}")
-            try:
+        try:
+            for rank in sorted(self.pipes):
+                self.pipes[rank].send(question)
+            for rank in sorted(self.pipes):
+                if not self.pipes[rank].poll(MEASURE_SECONDS):
+                    raise RuntimeError(f"{self.name}: rank {rank} did not answer {question}\n{self._errors()}")
                 answers.append(self.pipes[rank].recv())
-            except EOFError:
-                raise RuntimeError(f"{self.name}: rank {rank} died\n{self._errors()}") from None
+        except (EOFError, ConnectionError):
+            reason = self._reason()
+            raise RuntimeError(f"{self.name}: rank {rank} died at {question}{reason}\n{self._errors()}") from None
         self._signal(signal.SIGSTOP)
         return answers
 
@@ -119,6 +120,16 @@ class Contestant:
         for process in self.processes:
             process.kill()
             process.wait()
+
+    def _reason(self):
+        """Returns how the first of the processes that have ended did, as text."""
+        time.sleep(1)
+        codes = [code for code in (process.poll() for process in self.processes) if code is not None]
+        if not codes:
+            return ""
+        if codes[0] in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            return ", killed: the kernel does so where memory is short"
+        return f", with exit code {codes[0]}"
 
     def _errors(self):
         self.close()

@@ -18,7 +18,7 @@ import contest
 BUDGET_SECONDS = 0.12  # for the calls of one measurement
 MAX_CALLS = 300
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-KEPT_BYTES = 64 << 20  # larger buffers are made anew each time, for all contestants' would not fit the machine
+KEPT_BYTES = 16 << 20  # larger buffers are made anew each time: those of all contestants would not fit the machine
 ROW = 64  # items of a row of all_to_all
 
 
