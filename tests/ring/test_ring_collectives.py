@@ -13,6 +13,7 @@ import pytest
 import ranks
 from arithmetic import combine, is_reducible, total
 
+from tfring.errors import MismatchError
 from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds, is_small
 
@@ -267,6 +268,47 @@ def into_arrays(cluster, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sums_into_arrays_that_are_there(transport):
     ranks.run(3, into_arrays, transport)
+
+
+def planned(cluster):
+    """A planned all_reduce in loops, in a thread, beside one that is not planned, and after the ring is closed."""
+    with ranks.join(cluster) as ring:
+        total = ring.world_size * (ring.world_size + 1) / 2
+        for size in (1, 300_000):
+            value, other = np.full(size, ring.rank + 1.0), np.zeros(2, np.int32)
+            reduce = ring.plan_all_reduce([value, value[:1].copy()], name="planned")
+            for factor in (1, 2, 3):
+                value[:] = (ring.rank + 1.0) * factor
+                first, second = reduce()
+                assert (first == total * factor).all() and second == total
+            assert reduce()[0] is first  # the same arrays each time
+            in_place = ring.plan_all_reduce(value, "max", out=value)
+            assert in_place() is value and (value == ring.world_size * 3).all()
+            ring.all_reduce(value, "max", out=value) if ring.rank else in_place()
+            thread = threading.Thread(target=ring.plan_all_reduce(other, out=other))
+            thread.start()
+            thread.join()
+        for wrong, words in (
+            (value[::2], "contiguous"),
+            ([1.0], "contiguous"),
+            (value.astype(">f8"), "byte order"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                ring.plan_all_reduce(wrong)
+        with pytest.raises(ValueError, match="`op` is"):
+            ring.plan_all_reduce(value, "mean")
+        reduce = ring.plan_all_reduce(np.full(3, ring.rank, np.int32))
+        ring.barrier()
+        if ring.rank == 0:  # of another size than the others'
+            reduce = ring.plan_all_reduce(np.zeros(4, np.int32))
+        with pytest.raises(MismatchError):
+            reduce()
+    with pytest.raises(ValueError, match="closed"):
+        reduce()
+
+
+def test_a_planned_all_reduce_equals_all_reduce():
+    ranks.run(3, planned)
 
 
 def wait_for_the_last(cluster, what):

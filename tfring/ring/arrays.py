@@ -33,6 +33,38 @@ def all_reduce(
     return results if many else results[0]
 
 
+class PlannedAllReduce:
+    """An `all_reduce` whose arguments are checked once, and which is called many times.
+
+    Raises:
+        ValueError: An array that a call could not read where it is.
+    """
+
+    def __init__(
+        self, communicator: Any, value: Any, op: str, *, out: Any = None, compression: str | None = None, name: str
+    ) -> None:
+        many, values = _as_list(value)
+        given = value if many else [value]
+        if any(a is not b for a, b in zip(given, values, strict=True)):
+            raise ValueError(
+                "A planned all_reduce reads its arrays where they are: `value` is a NumPy array, contiguous in the "
+                f"order of C and of this machine's byte order, or a list of such. Received: {type(given[0]).__name__}"
+            )
+        results = [np.empty_like(value) for value in values] if out is None else _outputs(out, values, many)
+        self._communicator, self._result = communicator, results if many else results[0]
+        self._arrays = values, results  # which the calls point to
+        _, self._tensors = _prepare("all_reduce", name, values, results, op=op, compression=compression)
+        self._calls = [_call(name, op, 0, is_main, compression) for is_main in (False, True)]
+        self._count = len(values)
+        self._function = library.core().tfring_all_reduce
+
+    def __call__(self) -> Any:
+        """Reduces what the arrays hold now, and returns the result: the same arrays each time."""
+        call = self._calls[threading.get_ident() == _main_thread]
+        _check(self._function, self._communicator.handle, call, self._tensors, self._count)
+        return self._result
+
+
 def reduce(communicator: Any, value: Any, root: int = 0, op: str = "sum", *, name: str = "reduce") -> Any:
     many, values = _as_list(value)
     make = np.empty_like if communicator.rank == root else np.zeros_like

@@ -288,6 +288,41 @@ class Communicator:
             settings["out"] = out
         return self._on(value).all_reduce(self, value, op, **settings)
 
+    def plan_all_reduce(
+        self, value: Any, op: str = "sum", *, out: Any = None, compression: str | None = None, name: str | None = None
+    ) -> Callable[[], Any]:
+        """Returns a function that calls `all_reduce` with these arguments, which are checked here and once.
+
+        For loops over small arrays, as MPI_Allreduce_init is. A rank that calls it and one that calls `all_reduce` with
+        the same arguments take part in the same collective.
+
+        Args:
+            value: As of `all_reduce`; NumPy arrays alone, which each call reads where they are.
+            op: As of `all_reduce`.
+            out: As of `all_reduce`. Default: new arrays, the same for each call.
+            compression: As of `all_reduce`.
+            name: As of `all_reduce`.
+
+        Returns:
+            A function without arguments that returns `out`, and raises what `all_reduce` does.
+
+        Raises:
+            ValueError: Arguments that `all_reduce` does not take, or arrays that a call could not read where they are.
+
+        Example:
+            >>> from tfring.cluster.cluster import Cluster
+            >>> gradient = np.array([1.0, 2.0])
+            >>> with Communicator.connect(Cluster.alone()) as communicator:
+            ...     reduce_gradient = communicator.plan_all_reduce(gradient, out=gradient)
+            ...     reduce_gradient() is gradient
+            True
+        """
+        if compression is not None:
+            self._ensure_links(range(self.world_size))
+        return arrays.PlannedAllReduce(
+            self, value, op, out=out, compression=compression, name=name or "all_reduce"
+        )
+
     def reduce(self, value: Any, root: int = 0, op: str = "sum", *, name: str | None = None) -> Any:
         """As `all_reduce`, for one rank only: zeros on the others."""
         return self._on(value).reduce(self, value, root, op, name=name or "reduce")
