@@ -438,6 +438,18 @@ def is_watched(tensors) -> bool:
     return bool(_record.should_record_backprop(list(tensors)))
 
 
+def recorded_behind(tensor, *others):
+    """Returns a tensor that a tape takes for a function of `others`, too; no gradient flows back to those.
+
+    So it asks for the gradient of what made `others` behind that of what uses the result.
+    """
+    with _record.stop_recording():
+        result = tf.identity(tensor)
+    nothing = [None for _ in others]
+    _record.record_operation("Behind", [result], [tensor, *others], lambda upstream: [upstream, *nothing])
+    return result
+
+
 def stop_recording():
     """Returns a context in which no gradient tape of this thread records; tapes have it for themselves alone."""
     return _record.stop_recording()
@@ -508,6 +520,7 @@ __all__ = [
     "next_or_dummy",
     "next_or_error",
     "packed",
+    "recorded_behind",
     "seeds_of",
     "set_aggregation",
     "set_cardinality",

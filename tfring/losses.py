@@ -101,6 +101,6 @@ def _gather(extended, tensors):
 
             return extended.cross_replica(all_rows, x), gradient
 
-        return with_gradient(tensor)
+        return control.call_in_order(with_gradient, tensor)
 
     return [gathered(t, counts[:, i]) for i, t in enumerate(tensors)]

@@ -40,8 +40,14 @@ def _weighed(context, value, mask, collective):
     def own(value):
         return value if isinstance(value, tf.IndexedSlices) else mask(running, value)
 
-    value = tf.nest.map_structure(own, value)
-    return _backward(running.weigh, collective(_backward(running.unweigh, value)))
+    value = _backward(running.unweigh, tf.nest.map_structure(own, value))
+    flat = tf.nest.flatten(value)
+    if any(isinstance(each, tf.IndexedSlices) for each in flat):
+        return _backward(running.weigh, collective(value))
+    control = context.strategy.extended.control
+    return _backward(
+        running.weigh, control.call_in_order(lambda *flat: collective(tf.nest.pack_sequence_as(value, flat)), *flat)
+    )
 
 
 def _backward(operation, values):

@@ -34,6 +34,10 @@ class LocalStatistics:
         """Returns the sum over all replicas, of tensors of one shape; arguments as for `merge`."""
         return sums
 
+    def call_in_order(self, function, *args):
+        """Calls a function that calls `sum` in its gradient, in order with others; see `Collectives.call_in_order`."""
+        return function(*args)
+
 
 class ReplicaStatistics(LocalStatistics):
     """Statistics over any `tf.distribute.Strategy`: each replica adds its moments to zeros at its own index."""
@@ -72,6 +76,9 @@ class RingStatistics(LocalStatistics):
 
     def sum(self, sums, share=None):
         return self._exchange(sums, share, "gradient", lambda everyone: tf.reduce_sum(everyone, 0))
+
+    def call_in_order(self, function, *args):
+        return self._control.call_in_order(function, *args)
 
     def _exchange(self, mine, share, what, combine):
         def on_worker(replicas, shares):

@@ -92,7 +92,7 @@ class _Call:
         def exchange(rows):
             return self._gather(rows, "inputs"), lambda gradient, *_: self._sum(gradient, "gradient of inputs")
 
-        everyones, shares, self._counts = exchange(rows)
+        everyones, shares, self._counts = self._collectives.call_in_order(exchange, rows)
         return everyones, self._of_each_row(shares)
 
     def summed(self, partial):
@@ -102,7 +102,7 @@ class _Call:
         def exchange(partial):
             return self._sum(partial, "outputs"), lambda gradient: self._gather(gradient, "gradient of outputs")[0]
 
-        return exchange(partial)
+        return self._collectives.call_in_order(exchange, partial)
 
     def sliced(self, rows):
         """(2') Returns this rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
@@ -111,7 +111,7 @@ class _Call:
         def exchange(rows):
             return self._cut(rows, "inputs"), lambda gradient, *_: self._join(gradient, "gradient of inputs")
 
-        columns, shares, self._counts = exchange(rows)
+        columns, shares, self._counts = self._collectives.call_in_order(exchange, rows)
         return columns, self._of_each_row(shares)
 
     def full(self, columns):
@@ -121,7 +121,7 @@ class _Call:
         def exchange(columns):
             return self._join(columns, "outputs"), lambda gradient: self._cut(gradient, "gradient of outputs")[0]
 
-        return exchange(columns)
+        return self._collectives.call_in_order(exchange, columns)
 
     def _of_each_row(self, shares):
         return None if self._share is None else tf.repeat(shares, self._counts)

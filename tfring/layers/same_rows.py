@@ -73,7 +73,7 @@ class SameRows:
         def exchange(value):
             return tf.identity(value), lambda gradient: self._sum(gradient, "gradient of inputs")
 
-        return exchange(value)
+        return self._collectives.call_in_order(exchange, value)
 
     def summed(self, value):
         """Returns the sum over the ranks; each rank's gradient is that of the sum."""
@@ -82,7 +82,7 @@ class SameRows:
         def exchange(value):
             return self._sum(value, "outputs"), tf.identity
 
-        return exchange(value)
+        return self._collectives.call_in_order(exchange, value)
 
     def gathered(self, part):
         """Gathers `[rows, columns of all ranks]` from those of this rank; the gradient is this rank's part."""
@@ -100,7 +100,7 @@ class SameRows:
         def exchange(rows):
             return self._part(rows), lambda gradient: self._gather(gradient, "gradient of inputs")
 
-        return exchange(rows)
+        return self._collectives.call_in_order(exchange, rows)
 
     def _sum(self, value, what):
         [total] = self._collectives.all_reduce([value], name=f"{self._key}/{what}")

@@ -294,7 +294,7 @@ def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
         # and then takes the IdentityN apart.
         return tf.raw_ops.PreventGradient(input=tensor, message=_NO_SECOND_DERIVATIVE)
 
-    return normalized(x, scale, offset)
+    return exchange.call_in_order(normalized, x, scale, offset)
 
 
 save_under_name_of(SyncBatchNormalization, keras.layers.BatchNormalization)

@@ -7,14 +7,16 @@ eagerly or inside a `tf.function`. `op` is "sum", "max", "min" or "product"; `na
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfring.ring import library
+from tfring.ring import library, order
 from tfring.ring.trace import READY
+
+_LINE = order.Line("an engine without a token", None, lambda tensor: tf.zeros([]))
 
 
 def zeros_unless(active: tf.Tensor | None, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -183,6 +185,14 @@ class Collectives(abc.ABC):
     def barrier(self, *, name: str) -> None:
         """Returns once every rank has called it."""
 
+    def call_in_order(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function of tensors that calls collectives in its gradient, as a `tf.custom_gradient` does.
+
+        The backward pass then calls the collectives of such functions in the reverse order of the forward pass,
+        whatever else is in the graph of a rank; see `order.py`.
+        """
+        return order.call_in_order(_LINE, function, *args)
+
     def bytes_sent(self) -> int | None:
         """Bytes this rank has sent so far, or None where the engine does not count."""
         return None
@@ -262,6 +272,9 @@ class LocalCollectives(Collectives):
     def barrier(self, *, name):
         pass
 
+    def call_in_order(self, function, *args):
+        return function(*args)
+
     def bytes_sent(self):
         return 0
 
@@ -323,6 +336,9 @@ class RingCollectives(Collectives):
 
     def group(self, ranks, name):
         return RingCollectives(self.communicator.group(ranks, name))
+
+    def call_in_order(self, function, *args):
+        return self._ops.call_in_order(self.communicator, function, *args)
 
     def send(self, tensor, to, *, name):
         return self._ops.send(self.communicator, tensor, to, name=name)

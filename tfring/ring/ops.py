@@ -16,7 +16,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -451,6 +451,11 @@ def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf
         *results, done = _call(kind, communicator, name, before=place.before, of=order.zero(), **inputs)
     place.take(done)
     return results if len(results) > 1 else results[0]
+
+
+def call_in_order(communicator: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function whose gradient calls collectives, in order with those; see `order.py`."""
+    return order.call_in_order(_line(communicator), function, *args)
 
 
 def _line(communicator: Any) -> order.Line:

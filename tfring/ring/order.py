@@ -80,6 +80,25 @@ class Place:
             self._chain.last = done
 
 
+def call_in_order(line: Line, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function of tensors that have gradients, which calls collectives in its gradient.
+
+    Its gradient comes behind those of the calls after it, and before those of the calls before it.
+    """
+    args = tuple(tf.convert_to_tensor(arg) for arg in args)
+    number = next((i for i, arg in enumerate(args) if arg.dtype.is_floating and _tf.is_watched([arg])), None)
+    if number is None:
+        return function(*args)
+    place = Place(line, args)
+    with place.recording():
+        args = (*args[:number], _tf.recorded_behind(args[number], place.before), *args[number + 1 :])
+    results = function(*args)
+    result = next(each for each in tf.nest.flatten(results) if each.dtype.is_floating)
+    with place.recording():
+        place.take(_tf.recorded_behind(zero(), result))
+    return results
+
+
 def zero() -> tf.Tensor:
     """Returns the scalar of no call."""
     if tf.executing_eagerly():
