@@ -64,7 +64,7 @@ class Pipeline(NamedTuple):
 def yields_alike(dataset: tf.data.Dataset) -> bool:
     """Returns True if all iterators yield the same rows; those of a shuffle depend on how many were made before."""
     step = _tf.dataset_step(dataset)
-    while step.kind in _BETWEEN_BATCHES and step.kind != "shuffle":
+    while step.kind in (*_BETWEEN_BATCHES, "batch") and step.kind != "shuffle":
         step = _tf.dataset_step(step.before)
     return step.kind == "slices"
 
