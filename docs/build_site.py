@@ -116,6 +116,8 @@ API = {
     "Callbacks and schedules": (
         "callbacks.Backup",
         "callbacks.CheckFinite",
+        "callbacks.Throughput",
+        "callbacks.chief_only",
         "callbacks.WarmUp",
         "schedules.Scaled",
     ),

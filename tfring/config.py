@@ -110,6 +110,9 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_PRINT": Setting(
         "rank0", _one_of("rank0", "all"), "rank0 or all", "which ranks print Keras' progress bars and summaries"
     ),
+    "TFRING_QUIET": Setting(
+        False, _flag, "0 or 1", "leave out what rank 0 says at the start and the end of a run, on standard error"
+    ),
     "TFRING_RESTART": Setting(
         0, _whole_number, "a whole number", "how often `tfring launch --max-restarts` has started this job before"
     ),

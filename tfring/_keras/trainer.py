@@ -169,7 +169,7 @@ def _call(name: str, model: Any, strategy: Any, args: tuple, kwargs: dict) -> It
     given = bound.arguments
     if given["verbose"] == "auto" and not strategy.cluster.is_chief:
         given["verbose"] = 0  # one progress bar is enough
-    with calls.told(strategy, f"model.{name}", given):
+    with strategy.lines.timed(strategy), calls.told(strategy, f"model.{name}", given):
         needs = ring_callbacks.needs(name, model, given["callbacks"], given["verbose"])
         needs = ring_callbacks.Needs(*agreement.check_call(strategy, model, name, given, needs))
         if not isinstance(given["callbacks"], keras.callbacks.CallbackList):

@@ -197,6 +197,10 @@ class Collectives(abc.ABC):
         """Bytes this rank has sent so far, or None where the engine does not count."""
         return None
 
+    def seconds_waited(self) -> float | None:
+        """Returns the seconds this rank's collectives have waited for others; None where the engine does not count."""
+        return None
+
     def failure(self) -> BaseException | None:
         """Returns the failure that broke this engine, of `tfring.errors`; None if it works, or cannot tell."""
         return None
@@ -278,6 +282,9 @@ class LocalCollectives(Collectives):
     def bytes_sent(self):
         return 0
 
+    def seconds_waited(self):
+        return 0.0
+
     def close(self):
         pass
 
@@ -351,6 +358,9 @@ class RingCollectives(Collectives):
 
     def bytes_sent(self):
         return self.communicator.statistics()["bytes_sent"]
+
+    def seconds_waited(self):
+        return self.communicator.statistics()["seconds_waited"]
 
     def failure(self):
         return self.communicator.failure()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -115,9 +117,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def bytes_sent(self) -> int | None:
         """Returns the bytes this worker has sent in all collectives; None where the engine does not count."""
-        everyone = [*self.channels, *(c for found in self._along.values() for c in found.values())]
-        counts = [c.bytes_sent() for c in {id(c): c for c in everyone}.values()]
-        return None if None in counts else sum(counts)
+        return _total(channel.bytes_sent() for channel in self.channels)
+
+    def seconds_waited(self) -> float | None:
+        """Returns the seconds that collectives of this worker have waited for others; None if they are not counted."""
+        return _total(channel.seconds_waited() for channel in self.channels)
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
@@ -399,6 +403,12 @@ def _like(gradient, total):
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
         return total
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
+
+
+def _total(counts: Iterable[Any]) -> Any:
+    """Returns the sum, None if one of them is None. A channel counts what its groups do."""
+    found = list(counts)
+    return None if None in found else sum(found)
 
 
 def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:

@@ -21,6 +21,7 @@ from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
 from tfring.strategy.extended import RingExtended
+from tfring.strategy.lines import RunLines
 
 _COMMUNICATIONS = ("ring", "tensorflow")
 
@@ -160,6 +161,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             _keras.share_seeds(self)
         self.trace = None if trace is None else extended.start_trace(trace)
         remember(self)
+        self.lines = RunLines(self)
 
     @tf.autograph.experimental.do_not_convert
     def scope(self):
@@ -251,6 +253,14 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """Returns the bytes this worker has sent to others so far; None with communication="tensorflow"."""
         return self.extended.bytes_sent()
 
+    def seconds_waited(self) -> float | None:
+        """Returns the seconds this worker's collectives have waited for others so far; None where they are not counted.
+
+        Those of communication="tensorflow" are not, nor is what parameter servers are waited for. What the backward
+        pass hides counts, too.
+        """
+        return self.extended.seconds_waited()
+
     def barrier(self) -> None:
         """Returns once every worker has called it."""
         self.extended.world.barrier(name="barrier")
@@ -278,6 +288,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""
         forget(self)
+        self.lines.close()
         if self.trace is not None:
             self.trace.close()
             self.trace = None

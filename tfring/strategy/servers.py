@@ -137,6 +137,10 @@ class ParameterServerStrategy(RingStrategy):
         to_workers = super().bytes_sent() or 0
         return to_workers + (0 if self.updater is None else self.updater.client.bytes_sent())
 
+    def seconds_waited(self) -> float | None:
+        """Returns 0 for a process that trains alone, else None: `fit` logs what is waited for servers."""
+        return super().seconds_waited() if self.updater is None else None
+
     def close(self) -> None:
         """Leaves the servers and the ring; the strategy cannot be used afterwards."""
         if self.updater is not None:

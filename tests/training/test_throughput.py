@@ -1,0 +1,149 @@
+"""Throughput's logs, callbacks of rank 0 alone, and the lines of strategies that are closed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+
+import harness
+import numpy as np
+import pytest
+from harness import workers
+
+
+def make_model(strategy, **compile):
+    import keras
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", **compile)
+    return model
+
+
+def logs_of_a_slow_rank(accumulate):
+    import keras
+
+    from tfring.callbacks import Throughput
+
+    strategy = harness.strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(gradient_accumulation_steps=accumulate), "mse")
+    x, y = np.ones((80, 4), "float32"), np.ones((80, 1), "float32")
+
+    class Late(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            time.sleep(0.1 if strategy.rank == 1 else 0)
+
+    model.fit(x, y, batch_size=10, verbose=0)
+    begin = time.monotonic()
+    history = model.fit(x, y, batch_size=10, epochs=2, verbose=0, callbacks=[Late(), Throughput(10)]).history
+    return history, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("accumulate", [None, 4])
+def test_throughput_is_that_of_all_workers(accumulate):
+    (logs, seconds), (others, _) = workers(2).run(logs_of_a_slow_rank, accumulate)
+    assert logs == others
+    updates = 8 if accumulate is None else 2
+    for epoch in range(2):
+        of_epoch = {name: values[epoch] for name, values in logs.items()}
+        assert 80 / seconds < of_epoch["samples_per_second"] <= 80 / 0.8  # eight steps of at least 0.1 s
+        assert of_epoch["steps_per_second"] == pytest.approx(of_epoch["samples_per_second"] * updates / 80)
+        assert 0.2 < of_epoch["waiting"] < 0.7  # rank 0 most of the time, rank 1 hardly
+        assert 8 * 2 * 5 * 4 / 1e6 / (accumulate or 1) < of_epoch["megabytes_sent"] < 0.1
+
+
+def logs_over_tensorflow():
+    from tfring.callbacks import Throughput
+
+    strategy = harness.strategy()
+    x, y = np.ones((80, 4), "float32"), np.ones((80, 1), "float32")
+    return make_model(strategy).fit(x, y, batch_size=10, verbose=0, callbacks=[Throughput()]).history
+
+
+def test_throughput_where_the_engine_counts_nothing():
+    first, second = workers(2, "tensorflow").run(logs_over_tensorflow)
+    assert first == second and set(first) == {"loss", "steps_per_second"}
+
+
+def test_throughput_at_the_door():
+    from tfring.callbacks import Throughput
+
+    for wrong in (0, 2.0, True, "8"):
+        with pytest.raises(ValueError, match=r"`batch_size` is a whole number, 1 or more, or None"):
+            Throughput(wrong)
+    callback = Throughput()
+    with pytest.raises(ValueError, match=r"Throughput counts the updates of `model\.optimizer`"):
+        callback.on_train_begin()
+
+
+def batches_that_callbacks_saw():
+    import keras
+
+    from tfring.callbacks import chief_only
+
+    strategy = harness.strategy()
+    model = make_model(strategy)
+    x, y = np.ones((80, 4), "float32"), np.ones((80, 1), "float32")
+    seen, made = [], []
+
+    class Reports(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(logs["loss"])
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+    history = model.fit(x, y, batch_size=10, epochs=5, verbose=0, callbacks=[chief_only(Reports)]).history
+    return len(made), len(seen), len(history["loss"])
+
+
+def test_a_callback_of_rank_0_alone():
+    from tfring.callbacks import chief_only
+
+    assert workers(2).run(batches_that_callbacks_saw) == [(1, 16, 2), (0, 0, 2)]
+    with pytest.raises(TypeError, match=r"or a function that makes one. Received: 3"):
+        chief_only(3)
+    with pytest.raises(TypeError, match=r"`callback` makes a Keras callback"):
+        chief_only(dict)
+
+
+def lines_of_calls(_):
+    """What is printed while a strategy is made, trains and fails, trains again, and is closed twice."""
+    import keras
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        strategy = harness.strategy()
+        model = make_model(strategy)
+        x, y = np.ones((80, 4), "float32"), np.ones((80, 1), "float32")
+
+        class Stop(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            model.fit(x, y, verbose=0, callbacks=[Stop()])
+        begin = time.monotonic()
+        model.fit(x, y, verbose=0, validation_data=(x, y))
+        seconds = time.monotonic() - begin
+        strategy.close()
+        strategy.close()
+    return printed.getvalue().splitlines(), seconds
+
+
+@pytest.mark.parametrize("communication", harness.COMMUNICATIONS)
+def test_lines_of_calls(communication):
+    (lines, seconds), (others, _) = workers(2, communication).run(lines_of_calls, None)
+    lines = [line for line in lines if line.startswith("tfring: ")]
+    assert len(lines) == 2 and not [line for line in others if line.startswith("tfring: ")]
+    engine = {"ring": "ring over shared memory, without a secret", "tensorflow": "TensorFlow's collectives"}
+    assert lines[0] == f"tfring: 2 workers on 1 host (tfring launch): {engine[communication]}."
+    # The call that was interrupted is not counted, nor is validation twice.
+    assert float(lines[1].split()[1]) == pytest.approx(seconds, abs=0.2)
+    assert ("of computation" in lines[1]) == (communication == "ring")

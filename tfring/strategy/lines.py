@@ -1,0 +1,122 @@
+"""The lines that rank 0 prints on standard error when a run starts and when it ends. TFRING_QUIET=1: none."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tfring import config, seeding
+from tfring.cluster import secret
+
+_MOST = 0.5  # the share of waiting above which the last line gives advice
+_LINKS = {"shm": "shared memory", "tcp": "TCP"}
+_ADVICE = (
+    " More than half was waiting: TFRING_TRACE=traces and `tfring report traces` show for whom, docs/speed.md what to "
+    "try."
+)
+
+
+class RunLines:
+    """Prints one line when a strategy of several workers is made, and one with its times when it is closed.
+
+    It holds no strategy, so that one which nothing refers to is collected; its last line then comes at exit.
+
+    Args:
+        strategy: a RingStrategy, complete.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._seconds = 0.0
+        self._waited: float | None = 0.0
+        self._sent: int | None = 0
+        self._depth = 0  # of calls under way: `fit` evaluates
+        self._has_failed = False
+        self._process = os.getpid()  # what is forked from it prints nothing
+        self._is_open = strategy.world_size > 1 and strategy.is_chief and not config.read("TFRING_QUIET")
+        if self._is_open:
+            _print(start_line(strategy))
+            atexit.register(self.close)
+
+    @contextlib.contextmanager
+    def timed(self, strategy: Any) -> Iterator[None]:
+        """Adds the time of a call of `fit`, `evaluate` or `predict`, what it waited and what it sent."""
+        before = (time.monotonic(), strategy.seconds_waited(), strategy.bytes_sent())
+        self._depth += 1
+        self._has_failed = True
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._has_failed = False
+        if self._depth == 0:
+            self._seconds += time.monotonic() - before[0]
+            self._waited = _sum(self._waited, before[1], strategy.seconds_waited())
+            self._sent = _sum(self._sent, before[2], strategy.bytes_sent())
+
+    def close(self) -> None:
+        """Prints the last line, once; nothing where no call was made, or the program fails."""
+        atexit.unregister(self.close)
+        is_wanted = self._is_open and self._seconds > 0 and self._process == os.getpid()
+        self._is_open = False
+        if is_wanted and not self._has_failed and not hasattr(sys, "last_type"):
+            _print(end_line(self._seconds, self._waited, self._sent))
+
+
+def start_line(strategy: Any) -> str:
+    """Returns the first line, such as "2 workers on 1 host (TF_CONFIG): ring over shared memory, without a secret."."""
+    cluster = strategy.cluster
+    hosts = f"{cluster.num_nodes} hosts" if cluster.num_nodes > 1 else "1 host"
+    servers = getattr(strategy, "num_servers", 0)
+    parts = []
+    communicator = getattr(strategy.extended.world, "communicator", None)
+    if strategy.extended.communication == "tensorflow":
+        parts.append("TensorFlow's collectives")
+    elif communicator is not None:
+        parts.append(f"ring over {' and '.join(_LINKS[link] for link in sorted(set(communicator.transport)))}")
+    if servers:
+        parts.append(f"{servers} parameter server{'s' if servers > 1 else ''}")
+    if strategy.extended.communication != "tensorflow":
+        has_secret = cluster.secret is not None or secret.configured() is not None
+        parts.append("with a secret" if has_secret else "without a secret")
+    if seeding.current() is not None:
+        parts.append(f"seed {seeding.current()}")
+    return f"{cluster.world_size} workers on {hosts} ({cluster.source}): {', '.join(parts)}."
+
+
+def end_line(seconds: float, waited: float | None, sent: int | None) -> str:
+    """Returns the last line.
+
+    Args:
+        seconds: in `fit`, `evaluate` and `predict`.
+        waited: seconds of it that rank 0's collectives waited for other ranks; None where they are not counted.
+        sent: bytes that rank 0 sent in it; None where they are not counted.
+
+    >>> print(end_line(12.3, 4.1, 12_000_000))
+    12.3 s in fit, evaluate and predict: 8.2 s of computation, 4.1 s (33%) of waiting for others; rank 0 sent 12.0 MB.
+    >>> print(end_line(3.0, None, None))
+    3.0 s in fit, evaluate and predict.
+    """
+    text = f"{seconds:.1f} s in fit, evaluate and predict"
+    share = 0.0
+    if waited is not None:
+        waited = min(waited, seconds)  # of two channels, which may wait at the same time
+        share = waited / seconds
+        text += f": {seconds - waited:.1f} s of computation, {waited:.1f} s ({share:.0%}) of waiting for others"
+    if sent is not None:
+        text += f"; rank 0 sent {sent / 1e6:.1f} MB" if sent >= 1e6 else f"; rank 0 sent {sent / 1e3:.1f} kB"
+    return f"{text}.{_ADVICE if share > _MOST else ''}"
+
+
+def _sum(total: Any, before: Any, now: Any) -> Any:
+    """Returns the total with what has been added since; None where that is not counted."""
+    return None if total is None or before is None or now is None else total + now - before
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # standard error is gone, or closed
+        print(f"tfring: {text}", file=sys.stderr, flush=True)
