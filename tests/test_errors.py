@@ -1,0 +1,118 @@
+"""docs/errors.md has every error of tfring by its first words, and none that the code no longer has."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "errors.md"
+ERRORS = {
+    "ConfigurationError",
+    "MismatchError",
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "RendezvousError",
+    "NativeLibraryError",
+    "UnsupportedTensorFlowError",
+}
+VARIABLE = r"\b[A-Z]+_[A-Z_]+(?=[ ,])(?!=)"  # its name is interpolated
+WORDS = 4  # of a message, that the page has together
+
+# Fragments of the native code's errors, in the words of the page.
+NATIVE = (
+    *("ranks disagree: rank ", "they wait for each other in a circle", "wait for each other in different rings"),
+    *("wait for each other in different rings: all inter-op threads", " died: its process on "),
+    *(" left the ring (its script ended?)", " is stopped (by a signal, a debugger, or its machine)"),
+    *(" cannot reach each other since", " gave up in ", " gave up without a word", " closed the ring during "),
+    *(" was interrupted during ", "nothing moved for ", " takes no part: its process on ", " can no longer be used: "),
+)
+
+
+def literal(node: ast.expr) -> str:
+    """Returns the text of a message, with "{}" for what is not constant."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return "{}"
+
+
+def raised(text: str) -> Iterator[tuple[int, str]]:
+    """Yields the line and the text of each error of `ERRORS` that is made."""
+    for node in ast.walk(ast.parse(text)):
+        is_call = isinstance(node, ast.Call) and bool(node.args)
+        if is_call and getattr(node.func, "id", getattr(node.func, "attr", "")) in ERRORS:
+            yield node.lineno, literal(node.args[0])
+
+
+def first_words(message: str) -> str | None:
+    """Returns the first constant words of a message before what it received; None where there are fewer than two."""
+    rule = message.split(" Received")[0]
+    parts = [part.strip(" `\"'()=") for part in rule.split("{}")]
+    part = next((part for part in parts if len(part.split()) > 1), "")
+    return " ".join(part.split()[:WORDS]) or None
+
+
+def entries() -> list[str]:
+    """Returns the first column of the page's tables."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "begins with" not in line]
+    return [line.strip("|").split(" | ")[0].strip() for line in lines]
+
+
+def constants(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield " ".join(node.value.split())
+
+
+@functools.cache
+def texts() -> str:
+    """Returns all texts of the package, Python's and the native code's."""
+    python = [constant for text in sources().values() for constant in constants(text)]
+    return "\n".join([*python, " ".join(native_text().split())])
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    package = ROOT / "tfring"
+    return {str(file.relative_to(package)): file.read_text() for file in sorted(package.rglob("*.py"))}
+
+
+def native_text() -> str:
+    files = sorted((ROOT / "tfring" / "ring" / "native").glob("*.cc"))
+    text = "".join(file.read_text() for file in files)
+    return re.sub(r'"\s*\n\s*"', "", text).replace('\\"', '"')
+
+
+def test_every_error_is_on_the_page():
+    page = " ".join(" ".join(entries()).split())
+    found = [(file, line, words) for file, text in sources().items() for line, message in raised(text)
+             if (words := first_words(message)) is not None]
+    missing = [f"{file}:{line}: {words}" for file, line, words in found if words not in page]
+    assert len(found) > 150 and not missing, "docs/errors.md lacks:\n" + "\n".join(missing)
+
+
+def test_errors_of_the_engine_are_on_the_page():
+    page, code = " ".join(entries()), native_text()
+    for fragment in NATIVE:
+        assert fragment in code, f"the native code no longer says {fragment!r}"
+        assert fragment.strip() in page, f"docs/errors.md lacks {fragment!r}"
+
+
+@pytest.mark.parametrize("entry", entries())
+def test_an_entry_is_an_error_of_the_code(entry):
+    said = texts()
+    fragments = [f.strip(" `\"'") for f in re.split(rf"\.\.\.|{VARIABLE}", entry)]
+    for fragment in (f for f in fragments if len(f.strip(",.:()")) > 1):
+        assert fragment in said, f"no error of the code has {fragment!r}"
+
+
+def test_the_test_sees_what_it_looks_for():
+    text = 'raise ConfigurationError(f"`x` is one of {y}. Received: {z}")\nraise errors.PeerLostError(f"{who} is lost")'
+    assert [first_words(message) for _, message in raised(text)] == ["x` is one of", "is lost"]
