@@ -4,6 +4,7 @@
 #   ./test.sh                 everything
 #   ./test.sh ring training   these folders of tests/ only, no lint
 #   ./test.sh --long          the cases that it leaves out for their time (BUILD.md)
+#   ./test.sh --newest        everything on the newest TensorFlow and Keras there are, tested or not; what it replaces of Keras first
 #   PYTHON=python3.12 ./test.sh    another Python (3.10 to 3.13; default python3.11, else python3)
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -37,6 +38,15 @@ tests() {
   shift
   (cd tests && "../$folder/bin/pytest" -p no:cacheprovider --durations=12 "$@")
 }
+
+if [ "${1:-}" = --newest ]; then
+  environment .venv-test-newest "tensorflow-cpu" "keras"
+  .venv-test-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager tensorflow-cpu keras
+  .venv-test-newest/bin/python -m pip list | grep -i -E '^(tensorflow|keras)'
+  tests .venv-test-newest training/test_replaced.py
+  tests .venv-test-newest
+  exit
+fi
 
 environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.8"
 
