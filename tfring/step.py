@@ -31,6 +31,8 @@ class Step:
       gathered: whether `tfring.gather_for_loss` gave this step the rows of all replicas.
       microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
+      is_static: whether this replica's number of rows is known before the step runs, and looks like any constant.
+      is_weighed: whether what a metric adds just now is weighed by rows already.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
       reads: what is known of this graph's operations on metrics' state.
       applying: the optimizer whose own `apply` runs, with gradients of the whole batch.
@@ -42,6 +44,7 @@ class Step:
         active: tf.Tensor | None = None,
         microbatches: int = 1,
         part: tf.Tensor | None = None,
+        is_static: bool = False,
     ):
         self.share = share
         self.active = active
@@ -50,6 +53,8 @@ class Step:
         self.gathered = False
         self.microbatches = microbatches
         self.part = part
+        self.is_static = is_static
+        self.is_weighed = False
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.reads: Any = None
         self.applying: Any = None

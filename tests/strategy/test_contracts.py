@@ -419,3 +419,26 @@ def test_dense_is_chosen_by_what_every_rank_knows():
         assert not chosen(2049, num_rows, batch_size=1600) and chosen(2049, num_rows, batch_size=1700)
         assert chosen(10**6, num_rows, dense="always") and not chosen(30, num_rows, dense="never")
         assert not chosen(30, num_rows, world_size=1)
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+def test_logs_name_no_other_strategy():
+    import logging
+
+    import tensorflow as tf
+
+    seen = []
+    logger, handler = tf.get_logger(), logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        tfring.RingStrategy()
+        logger.info("heard")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert "heard" in seen and not any("MirroredStrategy" in text for text in seen), seen

@@ -109,6 +109,90 @@ def metrics_that_assign():
     return model
 
 
+def means_and_counts():
+    """Metrics that add up a mean, or a sum, of each batch and count batches; Keras' Sum of a number a batch."""
+    import keras
+    from keras import ops
+
+    class OfBatches(keras.metrics.Metric):
+        def __init__(self, kind, count_dtype="float32"):
+            super().__init__(name=f"{kind} by {count_dtype}")
+            self.kind = kind
+            self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+            self.count = self.add_weight(shape=(), initializer="zeros", name="count", dtype=count_dtype)
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            error = ops.square(y_true - y_pred)
+            value = {"mean": ops.mean, "sum": ops.sum, "shifted": lambda e: 0.5 * ops.mean(e) - 1.0}[self.kind](error)
+            if self.kind == "shifted":
+                self.total.assign(self.total - value)
+                self.count.assign(self.count + 2.0)
+            else:
+                self.total.assign_add(value)
+                self.count.assign_add(1)
+
+        def result(self):
+            return self.total / ops.cast(self.count, "float32")
+
+    class Counting(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.batches = keras.metrics.Sum(name="batches")
+
+        @property
+        def metrics(self):
+            return [*super().metrics, self.batches]
+
+        def test_step(self, data):
+            self.batches.update_state(1.0)
+            return {**super().test_step(data), "batches": self.batches.result()}
+
+    model = Counting(*net())
+    metrics = [OfBatches("mean"), OfBatches("mean", "int32"), OfBatches("sum"), OfBatches("shifted")]
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=metrics)
+    return model
+
+
+def with_signature():
+    """A function with an `input_signature` that writes, one that XLA compiles, a `tf.Variable` that is trained."""
+    import keras
+    import tensorflow as tf
+
+    class Scaled(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(shape=(4,), initializer="zeros", trainable=False)
+            self.scale = tf.Variable(1.0)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32)])
+        def move(self, x):
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, 0))
+
+        @tf.function(jit_compile=True)
+        def squash(self, x):
+            return tf.tanh(x) * 2.0
+
+        def call(self, x, training=False):
+            mean = tf.identity(tf.convert_to_tensor(self.mean))
+            if training:
+                self.move(x)
+            return self.squash(x - mean) * self.scale
+
+    class Trained(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            scale = self.layers[0].scale
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients, of_scale = tape.gradient(loss, [self.trainable_variables, scale])
+            scale.assign_sub(0.01 * of_scale)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss, "scale": tf.identity(scale)}
+
+    model = Trained([keras.layers.Input((4,)), Scaled(), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
 def scalar_metrics(**options):
     import keras
     from keras import ops
@@ -426,6 +510,8 @@ def programs():
         "metrics that assign": (metrics_that_assign, rows),
         "scalar metrics": (scalar_metrics, rows),
         "scalar metrics, eager": (lambda: scalar_metrics(run_eagerly=True), (x[:23], y[:23])),
+        "means and counts": (means_and_counts, rows),
+        "signature": (with_signature, rows),
         "weighted means": (weighted_means, rows),
         "decorated": (decorated, rows),
         "compiled again": (compiled_again, rows),
@@ -440,6 +526,68 @@ def programs():
             f"optimizer, {name}": (lambda name=name: own_optimizers(name), rows)
             for name in ("apply", "apply_gradients", "both", "accumulated")
         },
+    }
+
+
+def warned():
+    """Returns by name the maker of a model that trains on, and what is said of it."""
+    import keras
+    import tensorflow as tf
+    from keras import ops
+
+    class Root(keras.metrics.Mean):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            super().update_state(ops.sqrt(ops.mean(ops.square(y_true - y_pred))))
+
+    class OwnRoot(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="own_root")
+            self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.total.assign_add(ops.sqrt(ops.mean(ops.square(y_true - y_pred))))
+
+        def result(self):
+            return self.total
+
+    class Codes(keras.layers.Layer):
+        """As in a VQ-VAE."""
+
+        def build(self, shape):
+            self.sums = self.add_weight(shape=(3, 4), initializer="zeros", trainable=False, name="sums")
+
+        def call(self, x, training=False):
+            if training:
+                codes = tf.one_hot(tf.cast(tf.abs(x[:, 0]), tf.int32) % 3, 3)
+                self.sums.assign(0.9 * self.sums + 0.1 * tf.matmul(codes, x, transpose_a=True))
+            return x
+
+    class Adds(keras.layers.Layer):
+        def __init__(self, kind):
+            super().__init__(name=kind)
+
+        def call(self, x):
+            shares, means = ops.softmax(x), ops.mean(ops.softmax(2 * x), 0)
+            balance = 4.0 * ops.sum(ops.mean(shares, 0) * means)  # of a Switch layer
+            self.add_loss({"balance": balance, "summed": ops.sum(shares), "plain": ops.mean(shares)}[self.name])
+            return x
+
+    def make(layer=None, metrics=()):
+        def made():
+            inputs = keras.Input((4,))
+            model = keras.Model(inputs, keras.layers.Dense(1)(layer()(inputs) if layer else inputs))
+            model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[metric() for metric in metrics])
+            return model
+
+        return made
+
+    return {
+        "root": (make(metrics=[lambda: Root(name="root")]), "'root' was given a product, ratio, root"),
+        "own root": (make(metrics=[OwnRoot]), "was added to a metric: 'own_root/total'"),
+        "codes": (make(Codes), "/sums' has no aggregation"),
+        "balance": (make(lambda: Adds("balance")), "'balance' added a loss that is no mean over rows, but a product"),
+        "summed": (make(lambda: Adds("summed")), "'summed' added a loss that is no mean over rows, but a sum"),
+        "plain": (make(lambda: Adds("plain"), metrics=[keras.metrics.MeanAbsoluteError]), None),
     }
 
 

@@ -86,6 +86,7 @@ def cases():
     half = x.astype(ml_dtypes.bfloat16)
     return {
         "anchors": (anchored, lambda: ((rows.batch(BATCH).map(with_anchors),), {})),
+        # Keras weighs the mean of losses by its first input, which are the anchors.
         "anchors, drop_remainder": (anchored, lambda: ((rows.batch(BATCH, True).map(with_anchors),), {})),
         "lookup": (lambda: of_words(True), lambda: ((strings.batch(BATCH),), {})),
         "to_number, mapped": (
@@ -124,8 +125,6 @@ def train(names):
             want = outcome(make(), start)
             results[name].update(weights=relative_error(got[0], want[0]), history=history_error(got[1], want[1]))
             results[name].update(evaluate=relative_error(got[2], want[2]), predict=relative_error(got[3], want[3]))
-            if name.startswith("anchors"):  # Keras weighs the mean of losses by its first input: the anchors
-                del results[name]["history"], results[name]["evaluate"]
     return results
 
 
@@ -243,6 +242,7 @@ def test_data_that_ends_early_on_one_rank_is_told():
 
 
 def refusals():
+    import keras
     import tensorflow as tf
 
     ring = strategy()
@@ -253,10 +253,21 @@ def refusals():
     unlabelled = tf.data.Dataset.from_tensor_slices(x).batch(24, drop_remainder=True)
     rank = ring.cluster.rank
     messages = []
+
+    class Noisy(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            return super().train_step((x + tf.zeros((x.shape[0], 4)), y))
+
+    inputs = keras.Input((4,))
+    with ring.scope():
+        noisy = Noisy(inputs, keras.layers.Dense(1)(inputs))
+        noisy.compile("sgd", "mse")
     for call in (
         lambda: model.fit(tf.data.Dataset.zip((labelled, unlabelled)), verbose=0),
         lambda: model.fit(x[rank::2], y[rank::2], verbose=0),
         lambda: model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shard(2, rank).batch(8), verbose=0),
+        lambda: noisy.fit(labelled, verbose=0),
     ):
         try:
             call()
@@ -266,10 +277,57 @@ def refusals():
 
 
 def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
-    for sizes, arrays, shard in workers(2).run(refusals):
+    for sizes, arrays, shard, static in workers(2).run(refusals):
         assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
+        assert "batches of 8 rows" in static and "keras.ops.shape(x)[0]" in static, static
+
+
+def one_after_another():
+    """Trains, validates, predicts and evaluates on one shuffled dataset, as one process does: relative errors."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    rows = tf.data.Dataset.from_tensor_slices(skewed_rows(ROWS))
+    pipelines = {
+        "rows": lambda: rows.shuffle(50, seed=1).batch(8),
+        "batches": lambda: rows.batch(8).shuffle(50, seed=1),
+        "mapped": lambda: rows.map(lambda x, y: (2 * x, y)).shuffle(50, seed=1).batch(8),
+        "unknown length": lambda: rows.filter(lambda x, y: True).shuffle(50, seed=1).batch(8),
+    }
+
+    def outcome(model, make, repeated):
+        dataset = make().repeat() if repeated else make()
+        steps = {"steps": 2} if repeated else {}
+        of_fit = {"steps_per_epoch": 3, "validation_steps": 2} if repeated else {}
+        history = model.fit(dataset, epochs=2, validation_data=dataset, verbose=0, **of_fit).history
+        predicted = model.predict(dataset, verbose=0, **steps)
+        evaluated = model.evaluate(dataset, verbose=0, **steps)
+        model.fit(dataset, verbose=0, **({"steps_per_epoch": 2} if repeated else {}))
+        return history, model.get_weights(), [evaluated], [predicted, model.predict(dataset, verbose=0, **steps)]
+
+    results = {}
+    for name, make in pipelines.items():
+        for repeated in (False, True):
+            keras.utils.set_random_seed(1)
+            with ring.scope():
+                model = regression()
+            start = model.get_weights()
+            history, weights, *others = outcome(model, make, repeated)
+            case = results[f"{name}, {repeated}"] = {"bits": b"".join(w.tobytes() for w in weights)}
+            if is_reference(ring):
+                alone = regression()
+                alone.set_weights(start)
+                want = outcome(alone, make, repeated)
+                case.update(history=history_error(history, want[0]), weights=relative_error(weights, want[1]))
+                case.update(evaluate=relative_error(others[0], want[2]), predict=relative_error(others[1], want[3]))
+    return results
+
+
+def test_shuffled_datasets_go_on_as_in_one_process():
+    assert_equal(workers(2).run(one_after_another, timeout=400))
 
 
 def random_pipelines(folder):

@@ -5,7 +5,9 @@ import warnings
 import pytest
 from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
-from own_state import net, programs, refused
+from own_state import net, programs, refused, warned
+
+from tfring.errors import ConfigurationError
 
 
 def train(names):
@@ -27,12 +29,26 @@ def test_programs():
 @pytest.mark.oldest
 def test_some_programs_on_three_workers():
     names = ["accumulated by hand", "tf.Variable", "metrics that assign", "scalar metrics", "decorated", "counting"]
+    names += ["means and counts", "signature"]
     assert_equal(workers(3).run(train, names, timeout=400))
+
+
+def in_a_branch():
+    """Returns what a program is told whose optimizer stands in a `tf.cond`."""
+    ring = strategy(**devices())
+    make, (x, y) = programs()["accumulated by hand"]
+    with ring.scope():
+        model = make()
+    with pytest.raises(ConfigurationError) as raised:
+        model.fit(x, y, verbose=0)
+    return str(raised.value)
 
 
 @pytest.mark.long
 def test_programs_with_two_replicas_a_worker():
-    assert_equal(workers(2, logical_cpus=2).run(train, list(programs()), timeout=500))
+    group = workers(2, logical_cpus=2)
+    assert_equal(group.run(train, [name for name in programs() if name != "accumulated by hand"], timeout=500))
+    assert all("gradient_accumulation_steps" in text for text in group.run(in_a_branch))
 
 
 # -- what is refused, and what is said ---------------------------------------------------------------------------------
@@ -86,3 +102,26 @@ def test_what_cannot_be_one_value_is_named():
         assert "sum" not in found, found["sum"]
         assert len(found["warned"]) == (rank == 0), found["warned"]
         assert all("total" in text and 'aggregation="sum"' in text for text in found["warned"])
+
+
+def formulas():
+    """Returns what is said of each program that trains on: of those that are not one process', and of one that is."""
+    x, y = skewed_rows(23)
+    ring = strategy()
+    found = {}
+    for name, (make, _) in warned().items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with ring.scope():
+                model = make()
+            model.fit(x, y, batch_size=20, verbose=0)
+        found[name] = [str(w.message) for w in caught if "replica" in str(w.message)]
+    return found
+
+
+def test_what_follows_from_no_mean_is_warned_of_once():
+    first, second = workers(2).run(formulas)
+    for name, (_, text) in warned().items():
+        assert not second[name], second[name]
+        assert len(first[name]) == (text is not None), (name, first[name])
+        assert text is None or text in first[name][0], first[name]

@@ -87,6 +87,20 @@ def subclassed():
     return Model()
 
 
+def reloaded():
+    """A Sequential model in whose file Keras noted the rows of the first batch."""
+    import pathlib
+    import tempfile
+
+    import keras
+
+    model = recurrent()
+    model(np.zeros((16, 4), "float32"))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(pathlib.Path(folder) / "model.keras")
+        return keras.models.load_model(pathlib.Path(folder) / "model.keras")
+
+
 def with_cleared_session():
     import keras
 
@@ -139,6 +153,7 @@ def made_in_and_out():
         (subclassed, called, predicted),
         (recurrent, called, built, predicted),
         (with_cleared_session, called),
+        (reloaded, called),
     ):
         for finish in finishes:
             history, weights = train(ring.scope(), make, finish)

@@ -5,21 +5,22 @@ What a stateful layer remembers of its rows stays with the replica that has them
 
 from __future__ import annotations
 
-from tfring import step
+import contextlib
+import re
+
+import tensorflow as tf
+
+from tfring import data, step
 from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
+from tfring.errors import ConfigurationError, TfringError
+
+_OF_NONE = re.compile(r"NoneType|of \(None,|\(None\)|None values not supported|got None|None for argument")
 
 
 def install():
     import keras
     from keras.src import tree
-
-    @seam(keras.Sequential, "build")
-    def build(original, self, input_shape=None):
-        is_given = any(isinstance(layer, keras.layers.InputLayer) for layer in self._layers[:1])
-        original(self, input_shape)
-        if not is_given:
-            vars(self)["_tfring_noted_shape"] = True  # by Keras, of the first batch that it saw
 
     @seam(keras.layers.RNN, "_create_state_variables")
     def create_state_variables(original, self, batch_size):
@@ -53,9 +54,47 @@ def check(model, strategy, batch_size: int | None) -> None:
 
 
 def fixed(model) -> set[int]:
-    """Returns the static numbers of rows of a model's inputs, but where Keras noted those of a first batch."""
+    """Returns the static numbers of rows of a model's inputs.
+
+    Of a Sequential model Keras notes that of a first batch, as if it had been given, and writes it to files. Only
+    layers that remember rows look at it.
+    """
+    import keras
+
     is_stateful = any(getattr(layer, "stateful", False) for layer in all_layers(model))
-    if "_tfring_noted_shape" in vars(model) and not is_stateful:
+    if isinstance(model, keras.Sequential) and not is_stateful:
         return set()
     inputs = getattr(model, "inputs", None) or []
     return {x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None}
+
+
+@contextlib.contextmanager
+def static_rows_explained(given):
+    """While it lasts, an error of a step that takes a static number of rows, as one process has, says what to write.
+
+    Args:
+      given: what `fit`, `evaluate` or `predict` trains on.
+
+    Raises:
+      ConfigurationError: in place of TensorFlow's and Keras' errors of a dimension that is None.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        rows = _static_rows(given)
+        if rows is None or isinstance(error, TfringError) or not _OF_NONE.search(str(error)):
+            raise
+        raise ConfigurationError(
+            "A replica's number of rows is known when the step runs, not before: it is no number of Python's there. "
+            f"Received: batches of {rows} rows, and a step that takes `x.shape[0]`, or another dimension that is None, "
+            f"for a number ({type(error).__name__}, above). Write `keras.ops.shape(x)[0]` or `tf.shape(x)[0]`. "
+            "(docs/data.md)"
+        ) from error
+
+
+def _static_rows(given) -> int | None:
+    """Returns the rows of every batch of a dataset, where they are static."""
+    if not isinstance(given, tf.data.Dataset):
+        return None
+    counts = [data.static_rows(spec) for spec in tf.nest.flatten(given.element_spec)]
+    return counts[0] if counts and None not in counts and len(set(counts)) == 1 else None

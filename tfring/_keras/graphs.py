@@ -111,19 +111,13 @@ def puts_rows_in(value) -> bool:
 
 
 def is_count(increment) -> bool:
-    """Whether a float is made of integers or booleans: a number of rows."""
+    """Whether a float is made of integers, booleans or one-hot rows: a number of rows."""
     tensor = increment
     while is_symbolic(tensor) and tensor.op.type in (*_PASSES, "Sum"):
         if tensor.op.type == "Cast" and not tensor.op.inputs[0].dtype.is_floating:
             return True
         tensor = outermost(tensor.op.inputs[0])
-    return False
-
-
-def is_sum_of_rows(increment) -> bool:
-    """Whether a number is the sum of something with a row each."""
-    last = _passed_on(increment)
-    return is_symbolic(last) and last.op.type == "Sum" and last.shape.rank == 0 and last.op.inputs[0].shape.rank != 0
+    return is_symbolic(tensor) and tensor.op.type == "OneHot"
 
 
 def increment_of(variable, value):
@@ -132,29 +126,103 @@ def increment_of(variable, value):
     return next((t for t in op.inputs if not is_read(t, variable)), op.inputs[-1])
 
 
-def is_mean_of_rows(value) -> bool:
+def is_difference(value) -> bool:
+    """Whether the last operation, where `last_step` is "add", takes away what `increment_of` returns."""
+    return _passed_on(value).op.type == "Sub"
+
+
+def kind_of(value, share=None) -> str:
+    """Tells what a value that has no rows is of the rows of a batch.
+
+    Args:
+      value: a tensor of a graph.
+      share: that of this replica's rows; what is weighed by it is a part of a sum, and what is divided by it of a mean.
+
+    Returns:
+      "constant": it does not depend on rows; "mean": it is linear in means over rows; "sum": in sums over rows, or in
+      numbers of rows; "other": a product, a ratio, a root or the like of these; "" where the graph does not tell.
+    """
+
+    passes = (*_PASSES, "Neg", "BroadcastTo")
+    share = _passed_on(share, passes)
+
+    def kind(tensor) -> str:
+        tensor = _passed_on(tensor, passes)
+        if tensor is share:
+            return "share"
+        if not is_symbolic(tensor) or tensor.op.type in ("ZerosLike", "OnesLike") or _is_constant(tensor):
+            return "constant"
+        if _is_shape_of_rows(tensor):
+            return "count"
+        op = tensor.op
+        if _has_rows(tensor) or "gradient_tape/" in op.name:
+            return ""
+        if op.type in ("Mean", "Sum") and (not _has_rows(op.inputs[0]) or _is_over_rows(op)):
+            return op.type.lower() if _has_rows(op.inputs[0]) else kind(op.inputs[0])
+        if _adds_rows(op):
+            return "sum"
+        match op.type:
+            case "AddV2" | "Add" | "Sub" | "AddN":
+                return _kind_of_sum(set(map(kind, op.inputs)))
+            case "SelectV2":  # of a replica without rows
+                return _kind_of_sum(set(map(kind, op.inputs[1:])))
+            case "Pack" | "StridedSlice":
+                return _kind_of_sum({kind(t) for t in op.inputs if not t.dtype.is_integer})
+            case "Mul" | "MulNoNan":
+                return _kind_of_product(*map(kind, op.inputs))
+            case "RealDiv" | "DivNoNan":
+                return _kind_of_ratio(*map(kind, op.inputs))
+            case "Max" | "Min" | "Prod" | "All" | "Any" | "ArgMax" | "ArgMin":
+                return "other"
+        calls = any(value.HasField("func") for value in op.node_def.attr.values())
+        if calls or op.op_def.is_stateful or not op.inputs or any(map(_has_rows, op.inputs)):
+            return ""
+        return "" if "" in map(kind, op.inputs) else "other"
+
+    found = kind(value)
+    return {"count": "sum", "share": "sum"}.get(found, found)
+
+
+def is_mean_of_rows(value, share=None) -> bool:
     """Whether a number is made of means over the rows of a batch, and of what does not depend on rows, linearly."""
-    tensor = _passed_on(value, ("Identity", "Cast", "StopGradient", "Neg"))
-    if _is_constant(tensor):
-        return True
-    op = tensor.op
+    return kind_of(value, share) in ("mean", "constant")
+
+
+def _kind_of_sum(kinds: set) -> str:
+    kinds = {"sum" if kind in ("count", "share") else kind for kind in kinds} - {"constant"}
+    if len(kinds) <= 1:
+        return kinds.pop() if kinds else "constant"
+    return "" if "" in kinds else "other"
+
+
+def _kind_of_product(one: str, other: str) -> str:
+    if "constant" in (one, other):
+        return other if one == "constant" else one
+    if "" in (one, other):
+        return ""
+    if {one, other} == {"count"}:
+        return "count"
+    return "sum" if {one, other} & {"count", "share"} else "other"
+
+
+def _kind_of_ratio(one: str, other: str) -> str:
+    if other == "constant":
+        return one
+    if "" in (one, other):
+        return ""
+    return "mean" if one in ("sum", "count") and other in ("count", "share") else "other"
+
+
+def _adds_rows(op) -> bool:
+    """Whether an operation, whose result has no rows, adds up what belongs to rows."""
+    inputs = [t for t in op.inputs if t.shape.rank]
     match op.type:
-        case "Mean":
-            return _has_rows(op.inputs[0]) and _is_over_rows(op)
-        case "Sum" if not _has_rows(op.inputs[0]):
-            return is_mean_of_rows(op.inputs[0])
-        case "DivNoNan" | "RealDiv":
-            divided, by = _passed_on(op.inputs[0]), op.inputs[1]
-            if _is_shape_of_rows(by):  # Keras' means
-                return divided.op.type == "Sum" and _has_rows(divided.op.inputs[0])
-            return _is_constant(by) and is_mean_of_rows(op.inputs[0])
-        case "AddV2" | "Add" | "Sub" | "AddN":
-            return all(map(is_mean_of_rows, op.inputs))
-        case "Mul":
-            one, other = op.inputs
-            return (_is_constant(one) and is_mean_of_rows(other)) or (_is_constant(other) and is_mean_of_rows(one))
-        case "SelectV2":  # of a replica without rows
-            return is_mean_of_rows(op.inputs[1])
+        case "MatMul":
+            return inputs[0].shape[0 if op.get_attr("transpose_a") else 1] is None
+        case "BatchMatMulV2":
+            return inputs[0].shape[-2 if op.get_attr("adj_x") else -1] is None
+        case "Einsum" | "UnsortedSegmentSum" | "ScatterNd" | "DenseBincount" | "Bincount":
+            return any(map(_has_rows, inputs))
     return False
 
 
@@ -172,7 +240,7 @@ def _is_shape_of_rows(tensor) -> bool:
     todo = [tensor]
     while todo:
         op = outermost(todo.pop()).op
-        if op.type == "Shape":
+        if op.type in ("Shape", "Size"):
             return _has_rows(op.inputs[0])
         if op.type not in (*_PASSES, "Prod", "Mul", "StridedSlice", "Pack", "GatherV2"):
             continue

@@ -25,7 +25,7 @@ def install():
         if current_ring() is None or kwargs.get("output_gradients") is not None or args:
             return gradients
         has_rows = [_has_rows(source) for source in tf.nest.flatten(sources)]
-        if not any(has_rows) or not graphs.is_mean_of_rows(target):
+        if not any(has_rows) or not graphs.is_mean_of_rows(target, running.share):
             return gradients
         flat = tf.nest.flatten(gradients, expand_composites=False)
         weighed = [running.weigh(g) if rows else g for g, rows in zip(flat, has_rows, strict=True)]

@@ -79,7 +79,9 @@ class Logs:
 
     def _note_variables(self, outputs, written):
         """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""
-        variables = {id(held_by(w.variable)): w for w in written}
+        variables: dict = {}
+        for w in written:
+            variables.setdefault(id(held_by(w.variable)), []).append(w)
         for i, leaf in enumerate(tf.nest.flatten(outputs)):
             if self._sources[i] is not None or not variables:
                 continue
@@ -88,9 +90,9 @@ class Logs:
                 found = variables.get(id(held_by(variable)))
             else:
                 leaf = values_of(leaf)[0]
-                found = next((w for w in variables.values() if _is_read_behind(leaf, w)), None)
+                found = next((writes for writes in variables.values() if _is_read_behind(leaf, writes)), None)
             if found is not None:
-                self._sources[i] = Holder(found.variable)
+                self._sources[i] = Holder(found[-1].variable)
 
     def read(self, written) -> bool:
         """Whether the values that the step returned are computed from variables that it wrote."""
@@ -252,12 +254,15 @@ def _is_variable(value) -> bool:
     return isinstance(value, (keras.Variable, tf.Variable))
 
 
-def _is_read_behind(value, written) -> bool:
-    """Whether a value was read from a variable behind the operation that wrote it."""
-    if not graphs.is_read(value, held_by(written.variable)):
+def _is_read_behind(value, writes) -> bool:
+    """Whether a value was read from a replica's copy of a variable behind the operation that wrote this copy last."""
+    if not graphs.is_read(value, held_by(writes[0].variable)):
         return False
+    read = graphs.read_of(value)
+    copy = graphs.outermost(read.inputs[0])
+    by = [w.by for w in writes if w.by is not None and graphs.outermost(w.by.inputs[0]) is copy]
     order = {op.name: i for i, op in enumerate(value.graph.get_operations())}
-    return written.by is None or order.get(graphs.read_of(value).name, 0) > order.get(written.by.name, -1)
+    return not by or order.get(read.name, 0) > order.get(by[-1].name, -1)
 
 
 def _may_be_rows(value, static: bool) -> bool:

@@ -26,6 +26,7 @@ import weakref
 import tensorflow as tf
 
 from tfring import step
+from tfring._keras import graphs
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring
@@ -61,6 +62,12 @@ def install():
     def regularization_losses(original, self):
         losses = original(self)
         return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
+
+    @seam(Layer, "add_loss")
+    def add_loss(original, self, loss):
+        for value in loss if isinstance(loss, (list, tuple)) else [loss]:
+            _warn_of_added(self, value)
+        return original(self, loss)
 
     if version_of_keras() < (3, 14):
         Layer.activity_regularizer = _SummedRegularizer()
@@ -202,7 +209,7 @@ def _warn_of_comparisons(losses, compiled):
         name = next((n for n in ("circle", "dice", "tversky") if given is getattr(losses, n) or given == n), None)
         if name is None or getattr(loss, "axis", None) is not None:
             continue
-        _warn_once(
+        warn_once(
             getattr(losses, name),
             f"keras.losses.{name} is no mean over rows: the loss of the whole batch does not follow from those "
             "of the replicas. The model trains on their mean, weighted by rows. For the loss of the whole batch pass "
@@ -214,7 +221,7 @@ def _warn_of_scalar(loss):
     running = step.weighing()
     if running is None or running.gathered:
         return
-    _warn_once(
+    warn_once(
         getattr(loss, "fn", loss),
         f"The loss {getattr(loss, 'name', loss)!r} returned one number for all rows of a replica. It is taken for a "
         "mean over rows: the model trains on the mean over replicas, weighted by rows. That is the loss of the whole "
@@ -223,7 +230,28 @@ def _warn_of_scalar(loss):
     )
 
 
-def _warn_once(loss, message):
+def _warn_of_added(layer, loss):
+    """Of what a layer adds that is no mean over rows, as far as the graph tells."""
+    running = step.weighing()
+    if running is None or running.gathered or running.is_static or not graphs.is_symbolic(loss) or loss.shape.rank:
+        return
+    kind = graphs.kind_of(loss, running.share)
+    if kind in ("sum", "other"):
+        warn_once(
+            layer,
+            f"{type(layer).__name__} {layer.name!r} added a loss that is no mean over rows, but a "
+            f"{'sum' if kind == 'sum' else 'product, ratio, root or the like of means'} of what a replica's rows give. "
+            "The model trains on the mean of the replicas' losses, weighted by rows. "
+            + (
+                "Add a value a row, `[rows]`, which Keras sums."
+                if kind == "sum"
+                else "Compute each mean from the rows of all replicas, which tfring.gather_for_loss gives."
+            ),
+        )
+
+
+def warn_once(loss, message):
+    """Warns, once a strategy of each loss, layer or metric, on its first rank."""
     strategy = current_ring()
     warned = _warned.setdefault(strategy, {})
     if id(loss) in warned:

@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import step
+from tfring._keras import graphs
 from tfring._keras.layers import all_layers
-from tfring._keras.losses import before_division
+from tfring._keras.losses import before_division, warn_once
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.losses import gather_for_loss
@@ -30,17 +31,29 @@ def install():
     def mean_of_scalars(original, self, values, sample_weight=None):
         """A scalar that a replica computed counts by its share, so that all replicas count as one batch."""
         running, values = step.weighing(), before_division(values)
-        if running is None or (tf.is_tensor(values) and not isinstance(values, tf.Tensor)):  # ragged and sparse ones
+        if running is None:
             return original(self, values, sample_weight=sample_weight)
+        before, running.is_weighed = running.is_weighed, True
+        try:
+            return original(self, *weighed(running, self, values, sample_weight))
+        finally:
+            running.is_weighed = before
+
+    def weighed(running, metric, values, weight) -> tuple:
+        if tf.is_tensor(values) and not isinstance(values, tf.Tensor):  # ragged and sparse ones
+            return values, weight
         masked = get_keras_mask(values) is not None
         values = tf.convert_to_tensor(values)
-        if values.shape.rank == 0 and (sample_weight is None or _is_constant_float(sample_weight)):
-            sample_weight = tf.cast(running.share, self.dtype) * (1.0 if sample_weight is None else sample_weight)
-        elif sample_weight is None or masked or _rank(sample_weight) != 0:
-            return original(self, values, sample_weight=sample_weight)
+        is_number = values.shape.rank == 0
+        if is_number and not isinstance(metric, keras.metrics.MeanMetricWrapper):
+            _warn_of_formula(running, metric, values)
+        if is_number and (weight is None or _is_constant(running, weight)):
+            weight = running.weigh(tf.cast(1.0 if weight is None else weight, metric.dtype))
+        elif weight is None or masked or _rank(weight) != 0:
+            return values, weight
         # One weight for all: the mean of the values counts by it. That of no rows is NaN, and adds nothing.
-        mean = tf.reduce_mean(tf.cast(values, self.dtype))
-        return original(self, tf.where(running.active, mean, tf.zeros_like(mean)), sample_weight=sample_weight)
+        mean = tf.reduce_mean(tf.cast(values, metric.dtype))
+        return tf.where(running.active, mean, tf.zeros_like(mean)), weight
 
     @seam(keras.metrics.MeanMetricWrapper, "update_state")
     def of_all_rows(original, self, y_true, y_pred, sample_weight=None):
@@ -78,11 +91,31 @@ def _rank(value) -> int | None:
     return value.shape.rank if isinstance(value, tf.Tensor) else np.ndim(value)
 
 
-def _is_constant_float(weight) -> bool:
+def _is_constant(running, weight) -> bool:
     """Whether a weight is the same number on all replicas; an integer may be a replica's number of rows."""
     if not isinstance(weight, tf.Tensor):
-        return isinstance(weight, (float, np.floating)) or (isinstance(weight, int) and weight == 1)
-    return hasattr(weight, "graph") and weight.dtype.is_floating and weight.op.type == "Const"
+        if isinstance(weight, (int, np.integer)):
+            return weight == 1 or not running.is_static
+        return isinstance(weight, (float, np.floating))
+    if not graphs.is_symbolic(weight) or (running.is_static and not weight.dtype.is_floating):
+        return False
+    return tf.get_static_value(weight) is not None  # of constants beside the rows, too, by which Keras may weigh
+
+
+def _warn_of_formula(running, metric, value) -> None:
+    """Warns once of a Mean that is fed with what follows from no mean of the replicas'."""
+    if running.is_static or running.gathered or getattr(metric, "_tfring_of_losses", False):
+        return
+    kind = graphs.kind_of(value, running.share) if graphs.is_symbolic(value) else ""
+    if kind not in ("sum", "other"):
+        return
+    warn_once(
+        metric,
+        f"The metric {metric.name!r} was given a {'sum' if kind == 'sum' else 'product, ratio, root or the like'} of "
+        "what a replica's rows give. It takes the mean over replicas, weighted by rows, of a number: that is not the "
+        "number of the whole batch. Give it a value a row or a mean, or compute the number from the rows of all "
+        "replicas, which tfring.gather_for_loss gives.",
+    )
 
 
 def _are_rows(*values) -> bool:
@@ -130,6 +163,10 @@ class Results:
 
     def __init__(self, model):
         self._metrics = metrics_of(model)
+        of_losses = [] if model._compile_loss is None else model._compile_loss.metrics
+        for metric in (model._loss_tracker, *of_losses):  # losses are warned of by themselves
+            if metric is not None:
+                metric._tfring_of_losses = True
         self._found: dict = {}
 
     @contextlib.contextmanager

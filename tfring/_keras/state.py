@@ -14,7 +14,7 @@ TensorFlow's, and afterwards each such variable has one value on all ranks.
 | integers without, and floats made of integers: `assign_add` | the old value and all increments |
 | integers and booleans without: `assign` | stays where all wrote the same; else an error |
 | rows put beside or in the place of others: queues, memories | an error, unless they are those of all replicas |
-| state of a metric: `assign_add` | summed when it is read |
+| state of a metric: `assign_add` | summed when it is read; a mean over rows or a constant counts by the share |
 | state of a metric: times a constant, plus something (moving averages), the last value | the mean, weighted by rows |
 | state of a metric from itself in other ways | an error |
 
@@ -86,7 +86,8 @@ def install():
         if not _write_own(running, self, value, getattr(_local, "adding", None) is self):
             # The row that a replica without rows was given does not count.
             own = own_copy(self._value)
-            return original(self, tf.where(running.active, tf.cast(value, own.dtype), own))
+            value = tf.cast(_once_a_batch(running, self, value), own.dtype)
+            return original(self, tf.where(running.active, value, own))
 
     @seam(_tf.distribute_values, "_on_write_update_replica")
     def update_in_replica(original, variable, update, value, **kwargs):
@@ -236,12 +237,10 @@ def _rule(running, variable, value, adding) -> str | None:
         return "mean"
     if graphs.puts_rows_in(value):
         raise _rows_put_in(variable)
-    if adding and last == "add":
-        increment = graphs.increment_of(here, value)
-        if graphs.is_count(increment):
-            return "increments"
-        if graphs.is_sum_of_rows(increment):
-            _warn_of_sum(variable)
+    if adding and last == "add" and graphs.is_count(graphs.increment_of(here, value)):
+        return "increments"
+    if graphs.kind_of(value, running.share) == "sum":
+        _warn_of_sum(variable, adding)
     return "mean"
 
 
@@ -259,7 +258,8 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
         if graphs.is_symbolic(value):
             running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
             kind = running.reads.kind(here, value)
-        if kind == "added" or (kind == "none" and _is_zero(value)):
+        is_once = kind == "added" and not here.dtype.is_floating and _stands_for_batch(running, here, value)
+        if (kind == "added" and not is_once) or (kind == "none" and _is_zero(value)):
             return None
         if not kind and not running.gathered:
             raise ConfigurationError(
@@ -268,11 +268,35 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
                 "function of what metrics keep. Keep sums, by `assign_add`, and compute in `result`; or update the "
                 "metric from the rows of all replicas, which tfring.gather_for_loss gives."
             )
+        if not is_once and not running.gathered and graphs.kind_of(value, running.share) == "other":
+            _warn_of_formula(variable, "was written to a metric")
     # Not the sum that Keras' default asks for: all replicas will hold the same.
     _tf.set_aggregation(here, tf.VariableAggregation.ONLY_FIRST_REPLICA)
     if last in ("max", "min"):
         return last
     return "mean" if here.dtype.is_floating else "same"
+
+
+def _stands_for_batch(running, here, value) -> bool:
+    """Whether what was added to a metric's state is one number for the rows of a replica, and no sum over them."""
+    if running.is_static or running.gathered or running.is_weighed or tf.executing_eagerly():
+        return False
+    if graphs.last_step(here, value) != "add":
+        return False
+    return graphs.kind_of(graphs.increment_of(here, value), running.share) in ("constant", "mean", "other")
+
+
+def _once_a_batch(running, variable, value):
+    """Returns what to write to a metric's state, to which a mean or a constant is added once, over all replicas."""
+    here = held_by(variable)
+    if not here.dtype.is_floating or not _stands_for_batch(running, here, value):
+        return value
+    increment = graphs.increment_of(here, value)
+    if graphs.kind_of(increment, running.share) == "other":
+        _warn_of_formula(variable, "was added to a metric")
+    weighed = running.weigh(tf.cast(increment, here.dtype))
+    own = own_copy(here)
+    return own - weighed if graphs.is_difference(value) else own + weighed
 
 
 def _is_each_replicas_own(handle) -> bool:
@@ -298,17 +322,36 @@ def _rows_put_in(variable) -> ConfigurationError:
     )
 
 
-def _warn_of_sum(variable) -> None:
+def _warn_of_sum(variable, adding) -> None:
+    _warn_once(
+        variable,
+        f"{_name(variable)!r} has no aggregation, so it becomes the mean of what the replicas write, weighted by "
+        "rows; a sum over a replica's rows was "
+        + (
+            "added to it. Where it is to be the sum over all rows, make it by "
+            '`add_weight(..., aggregation="sum")`; where it is a mean, add a mean.'
+            if adding
+            else "written to it, as to a moving average of sums. Compute the sum from the rows of all replicas, "
+            "`tfring.gather_for_loss(rows)`, or write a mean."
+        ),
+    )
+
+
+def _warn_of_formula(variable, how) -> None:
+    _warn_once(
+        variable,
+        f"A product, ratio, root or the like of means over a replica's rows {how}: {_name(variable)!r}. That of the "
+        "whole batch does not follow from those of the replicas; their mean, weighted by rows, is taken. Keep sums and "
+        "compute in `result`, or compute it from the rows of all replicas, which tfring.gather_for_loss gives.",
+    )
+
+
+def _warn_once(variable, text) -> None:
     if getattr(variable, "_tfring_warned", False):
         return
     variable._tfring_warned = True
     if current_ring().cluster.is_chief:
-        warnings.warn(
-            f"{_name(variable)!r} has no aggregation, so it becomes the mean of what the replicas write, weighted by "
-            "rows; a sum over a replica's rows was added to it. Where it is to be the sum over all rows, make it by "
-            '`add_weight(..., aggregation="sum")`; where it is a mean, add a mean.',
-            stacklevel=2,
-        )
+        warnings.warn(text, stacklevel=2)
 
 
 def own_copy(variable):

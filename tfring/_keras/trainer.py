@@ -176,8 +176,9 @@ def _call(name: str, model: Any, strategy: Any, args: tuple, kwargs: dict) -> It
             given["callbacks"] = ring_callbacks.arranged(name, given["callbacks"], model, strategy, needs)
         around = ring_callbacks.around(name, given["callbacks"], model)
         naming = failures.reraise_as_tfring_error(strategy.extended.channels, strategy.mesh)
+        explained = batch_shapes.static_rows_explained(given.get("x"))
         del given["self"]
-        with entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
+        with explained, entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
             yield bound.kwargs, needs
 
 

@@ -132,7 +132,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._is_chief = self.cluster.is_chief
         self._worker_device = _tf.device_util.canonicalize("/device:CPU:0")
         devices, self._local_device_type = self._initialize_local_devices(self._cluster_resolver, "")
-        self._initialize_single_worker(devices)
+        with _without_naming_another_strategy():
+            self._initialize_single_worker(devices)
         self._cluster_spec = self._cluster_resolver.cluster_spec()
         self._task_type, self._task_id = "worker", self.cluster.rank
         self._num_devices_per_worker = len(devices)
@@ -212,7 +213,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         """
         strategy = self._container_strategy()
         if len(self.worker_devices) > 1:
-            return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
+            try:
+                return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
+            except RuntimeError as error:
+                if "`merge_call` called while defining a new graph" in str(error):
+                    raise ConfigurationError(_in_a_branch(len(self.worker_devices))) from error
+                raise
         with _tf.cross_replica_context(strategy):
             return fn(*args)
 
@@ -381,9 +387,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         written: list = []
 
         def replica_fn(element, share):
+            is_static = isinstance(data.num_rows(element), int)
             if not alone:
                 element, _ = data.one_row_at_least(element)
-            with step.running(step.Step() if alone else step.Step(share, share > 0)) as running:
+            mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static)
+            with step.running(mine) as running:
                 running.num_rows = data.num_rows(element)
                 outputs = fn(element)
             written.extend(running.written)
@@ -396,6 +404,30 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 replica_fn, (regroup(tuple(inputs)), regroup(tuple(shares))), {}
             )
         return outputs, written
+
+
+@contextlib.contextmanager
+def _without_naming_another_strategy():
+    """While it lasts, TensorFlow does not log that MirroredStrategy is used, which reads as if tfring were not."""
+
+    def names_no_other(record):
+        return "Using MirroredStrategy" not in record.getMessage()
+
+    logger = tf.get_logger()
+    logger.addFilter(names_no_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(names_no_other)
+
+
+def _in_a_branch(replicas: int) -> str:
+    return (
+        "TensorFlow brings the replicas of one worker together outside of branches and loops of a step alone. "
+        "Received: an optimizer, or another call for all replicas, in a `tf.cond`, a `tf.while_loop` or a function of "
+        f"these, with {replicas} replicas on this worker. Accumulate gradients by the optimizer's "
+        "`gradient_accumulation_steps`, or start one worker a device."
+    )
 
 
 def _like(gradient, total):
