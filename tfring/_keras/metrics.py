@@ -99,7 +99,8 @@ def _is_constant(running, weight) -> bool:
         return isinstance(weight, (float, np.floating))
     if not graphs.is_symbolic(weight) or (running.is_static and not weight.dtype.is_floating):
         return False
-    return tf.get_static_value(weight) is not None  # of constants beside the rows, too, by which Keras may weigh
+    # The number of constants beside the rows is one, too, by which Keras may weigh.
+    return graphs.kind_of(weight, running.share) == "constant"
 
 
 def _warn_of_formula(running, metric, value) -> None:
