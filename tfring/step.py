@@ -32,7 +32,6 @@ class Step:
       microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
       is_static: whether this replica's number of rows is known before the step runs, and looks like any constant.
-      is_weighed: whether what a metric adds just now is weighed by rows already.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
       reads: what is known of this graph's operations on metrics' state.
       applying: the optimizer whose own `apply` runs, with gradients of the whole batch.
@@ -54,7 +53,6 @@ class Step:
         self.microbatches = microbatches
         self.part = part
         self.is_static = is_static
-        self.is_weighed = False
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.reads: Any = None
         self.applying: Any = None

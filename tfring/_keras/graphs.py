@@ -166,7 +166,9 @@ def kind_of(value, share=None) -> str:
                 return _kind_of_sum(set(map(kind, op.inputs)))
             case "SelectV2":  # of a replica without rows
                 return _kind_of_sum(set(map(kind, op.inputs[1:])))
-            case "Pack" | "StridedSlice":
+            case "Cumsum" | "ReverseV2" | "Transpose" | "Tile" if not _has_rows(op.inputs[0]):
+                return kind(op.inputs[0])
+            case "Pack" | "StridedSlice" | "ConcatV2":
                 return _kind_of_sum({kind(t) for t in op.inputs if not t.dtype.is_integer})
             case "Mul" | "MulNoNan":
                 return _kind_of_product(*map(kind, op.inputs))

@@ -33,11 +33,7 @@ def install():
         running, values = step.weighing(), before_division(values)
         if running is None:
             return original(self, values, sample_weight=sample_weight)
-        before, running.is_weighed = running.is_weighed, True
-        try:
-            return original(self, *weighed(running, self, values, sample_weight))
-        finally:
-            running.is_weighed = before
+        return original(self, *weighed(running, self, values, sample_weight))
 
     def weighed(running, metric, values, weight) -> tuple:
         if tf.is_tensor(values) and not isinstance(values, tf.Tensor):  # ragged and sparse ones

@@ -96,7 +96,7 @@ def take_in_metrics(model, strategy) -> None:
     for metric in metrics_of(model):
         for variable in metric._variables:
             # Keras before 3.10 knows no synchronization: see `_keras/state.py`.
-            variable._tfring_of_metric = variable.aggregation != "none"
+            variable._tfring_of_metric = type(metric) if variable.aggregation != "none" else None
         adopt_variables(metric._variables, strategy)
 
 

@@ -188,7 +188,7 @@ def _sum_metrics_when_read(metric, keras_variable):
             variable = original(self, *args, **kwargs)
         finally:
             making_metric.now = False
-        variable._tfring_of_metric = True  # for one that Keras initializes later
+        variable._tfring_of_metric = type(self)  # also for one that Keras initializes later
         return variable
 
     def creator(next_creator, **kwargs):
@@ -258,7 +258,7 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
         if graphs.is_symbolic(value):
             running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
             kind = running.reads.kind(here, value)
-        is_once = kind == "added" and not here.dtype.is_floating and _stands_for_batch(running, here, value)
+        is_once = kind == "added" and not here.dtype.is_floating and _stands_for_batch(running, variable, value)
         if (kind == "added" and not is_once) or (kind == "none" and _is_zero(value)):
             return None
         if not kind and not running.gathered:
@@ -277,19 +277,29 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
     return "mean" if here.dtype.is_floating else "same"
 
 
-def _stands_for_batch(running, here, value) -> bool:
-    """Whether what was added to a metric's state is one number for the rows of a replica, and no sum over them."""
-    if running.is_static or running.gathered or running.is_weighed or tf.executing_eagerly():
+def _stands_for_batch(running, variable, value) -> bool:
+    """Whether what is added to a metric's state is one number for the rows of a replica, and no sum over them."""
+    if running.is_static or running.gathered or tf.executing_eagerly() or _adds_up_rows(variable):
         return False
+    here = held_by(variable)
     if graphs.last_step(here, value) != "add":
         return False
     return graphs.kind_of(graphs.increment_of(here, value), running.share) in ("constant", "mean", "other")
 
 
+def _adds_up_rows(variable) -> bool:
+    """Whether a variable is the state of a metric that Keras defines, which it updates by sums over rows."""
+    import keras
+
+    metric = getattr(variable, "_tfring_of_metric", None) or object
+    classes = [c for c in metric.__mro__ if c is not keras.metrics.Metric and "update_state" in vars(c)]
+    return any(c.__module__.startswith("keras.") for c in classes)
+
+
 def _once_a_batch(running, variable, value):
     """Returns what to write to a metric's state, to which a mean or a constant is added once, over all replicas."""
     here = held_by(variable)
-    if not here.dtype.is_floating or not _stands_for_batch(running, here, value):
+    if not here.dtype.is_floating or not _stands_for_batch(running, variable, value):
         return value
     increment = graphs.increment_of(here, value)
     if graphs.kind_of(increment, running.share) == "other":
