@@ -288,12 +288,16 @@ def _stands_for_batch(running, variable, value) -> bool:
 
 
 def _adds_up_rows(variable) -> bool:
-    """Whether a variable is the state of a metric that Keras defines, which it updates by sums over rows."""
+    """Whether a variable is the state of a metric that Keras defines, which it updates by sums over rows.
+
+    Keras' `Sum` adds what it is given, which may be one number for the rows.
+    """
     import keras
 
-    metric = getattr(variable, "_tfring_of_metric", None) or object
-    classes = [c for c in metric.__mro__ if c is not keras.metrics.Metric and "update_state" in vars(c)]
-    return any(c.__module__.startswith("keras.") for c in classes)
+    of_metric = getattr(variable, "_tfring_of_metric", None) or object
+    updating = [c for c in of_metric.__mro__ if "update_state" in vars(c)]
+    by_user = (keras.metrics.Metric, keras.metrics.Sum)
+    return any(c.__module__.startswith("keras.") and c not in by_user for c in updating)
 
 
 def _once_a_batch(running, variable, value):
