@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from common import is_reference, relative_error, skewed_rows
+from common import history_error, is_reference, relative_error, skewed_rows
 from harness import strategy, workers
 from test_steps import assert_same, bits, small_model
 
@@ -62,18 +62,28 @@ def extended_writers(folder):
             logs["steps"] = int(self.model.optimizer.iterations)
             super().on_epoch_end(epoch, logs)
 
+    def train(model, folder):
+        stop = keras.callbacks.EarlyStopping("lr", patience=1, mode="min")
+        callbacks = [[Steps(os.path.join(folder, "board")), Rates(os.path.join(folder, "log.csv"))], stop]
+        return model.fit(x, y, epochs=4, batch_size=20, shuffle=False, verbose=0, callbacks=callbacks).history
+
     with ring.scope():
         model = small_model("adam")
-    stop = keras.callbacks.EarlyStopping("lr", patience=1, mode="min")
-    callbacks = [[Steps(os.path.join(folder, "board")), Rates(os.path.join(folder, "log.csv"))], stop]
-    history = model.fit(x, y, epochs=4, batch_size=20, verbose=0, callbacks=callbacks).history
-    return history, bits(model)
+    start = model.get_weights()
+    history, errors = train(model, folder), []
+    if is_reference(ring):
+        alone = small_model("adam")
+        alone.set_weights(start)
+        want = train(alone, os.path.join(folder, "alone"))
+        errors = [history_error(history, want), relative_error(model.get_weights(), alone.get_weights())]
+    return (history, bits(model)), errors
 
 
-def test_callbacks_that_extend_writers_run_on_every_rank(tmp_path):
-    results = workers(2).run(extended_writers, str(tmp_path))
-    assert results[0] == results[1] and sorted(results[0][0]) == ["loss", "lr", "steps"]
-    assert results[0][0]["steps"] == [5, 10]
+@pytest.mark.parametrize("n", [2, 3])
+def test_callbacks_that_extend_writers_run_on_every_rank(tmp_path, n):
+    found, errors = zip(*workers(n).run(extended_writers, str(tmp_path)), strict=True)
+    assert found == found[:1] * n and sorted(found[0][0]) == ["loss", "lr", "steps"]
+    assert found[0][0]["steps"] == [5, 10] and max(sum(errors, [])) <= 1e-5, errors
     assert (tmp_path / "log.csv").read_text().count("\n") == 3
 
 

@@ -1,5 +1,7 @@
 """Data at the corners: constants, rows that padding may not be, outputs without rows, random maps, early ends."""
 
+import itertools
+
 import numpy as np
 import pytest
 from common import assert_equal, history_error, is_reference, relative_error, skewed_rows
@@ -134,7 +136,7 @@ def test_as_one_process(n):
         "anchors", "anchors, drop_remainder", "lookup", "to_number, mapped",
         "generator of None", "bfloat16",
     ]
-    assert_equal(workers(n).run(train, names if n == 2 else names[:5], timeout=400))
+    assert_equal(workers(n).run(train, names, timeout=400))
 
 
 def outputs_of_predict():
@@ -182,8 +184,9 @@ def outputs_of_predict():
     return same, message
 
 
-def test_outputs_that_are_not_one_a_row():
-    for same, message in workers(2).run(outputs_of_predict):
+@pytest.mark.parametrize("n", [2, 3])
+def test_outputs_that_are_not_one_a_row(n):
+    for same, message in workers(n).run(outputs_of_predict):
         assert all(all(of.values()) for of in same), same
         assert message.startswith("MismatchError: An output of `predict` that has no dimension of rows"), message
 
@@ -251,7 +254,7 @@ def refusals():
     x, y = skewed_rows(96)
     labelled = tf.data.Dataset.from_tensor_slices((x[:32], y[:32])).batch(8, drop_remainder=True)
     unlabelled = tf.data.Dataset.from_tensor_slices(x).batch(24, drop_remainder=True)
-    rank = ring.cluster.rank
+    rank, n = ring.cluster.rank, ring.cluster.world_size
     messages = []
 
     class Noisy(keras.Model):
@@ -265,8 +268,8 @@ def refusals():
         noisy.compile("sgd", "mse")
     for call in (
         lambda: model.fit(tf.data.Dataset.zip((labelled, unlabelled)), verbose=0),
-        lambda: model.fit(x[rank::2], y[rank::2], verbose=0),
-        lambda: model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shard(2, rank).batch(8), verbose=0),
+        lambda: model.fit(x[rank::n], y[rank::n], verbose=0),
+        lambda: model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shard(n, rank).batch(8), verbose=0),
         lambda: noisy.fit(labelled, verbose=0),
     ):
         try:
@@ -276,15 +279,16 @@ def refusals():
     return messages
 
 
-def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
-    for sizes, arrays, shard, static in workers(2).run(refusals):
+@pytest.mark.parametrize("n", [2, 3])
+def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name(n):
+    for sizes, arrays, shard, static in workers(n).run(refusals):
         assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
         assert "batches of 8 rows" in static and "keras.ops.shape(x)[0]" in static, static
 
 
-def one_after_another():
+def one_after_another(names):
     """Trains, validates, predicts and evaluates on one shuffled dataset, as one process does: relative errors."""
     import keras
     import tensorflow as tf
@@ -309,25 +313,28 @@ def one_after_another():
         return history, model.get_weights(), [evaluated], [predicted, model.predict(dataset, verbose=0, **steps)]
 
     results = {}
-    for name, make in pipelines.items():
-        for repeated in (False, True):
-            keras.utils.set_random_seed(1)
-            with ring.scope():
-                model = regression()
-            start = model.get_weights()
-            history, weights, *others = outcome(model, make, repeated)
-            case = results[f"{name}, {repeated}"] = {"bits": b"".join(w.tobytes() for w in weights)}
-            if is_reference(ring):
-                alone = regression()
-                alone.set_weights(start)
-                want = outcome(alone, make, repeated)
-                case.update(history=history_error(history, want[0]), weights=relative_error(weights, want[1]))
-                case.update(evaluate=relative_error(others[0], want[2]), predict=relative_error(others[1], want[3]))
+    for name, repeated in names:
+        make = pipelines[name]
+        keras.utils.set_random_seed(1)
+        with ring.scope():
+            model = regression()
+        start = model.get_weights()
+        history, weights, *others = outcome(model, make, repeated)
+        case = results[f"{name}, {repeated}"] = {"bits": b"".join(w.tobytes() for w in weights)}
+        if is_reference(ring):
+            alone = regression()
+            alone.set_weights(start)
+            want = outcome(alone, make, repeated)
+            case.update(history=history_error(history, want[0]), weights=relative_error(weights, want[1]))
+            case.update(evaluate=relative_error(others[0], want[2]), predict=relative_error(others[1], want[3]))
     return results
 
 
-def test_shuffled_datasets_go_on_as_in_one_process():
-    assert_equal(workers(2).run(one_after_another, timeout=400))
+@pytest.mark.parametrize("n", [2, 3])
+def test_shuffled_datasets_go_on_as_in_one_process(n):
+    names = itertools.product(("rows", "batches", "mapped", "unknown length"), (False, True))
+    some = [("rows", False), ("mapped", False), ("unknown length", True)]
+    assert_equal(workers(n).run(one_after_another, list(names) if n == 2 else some, timeout=400))
 
 
 def random_pipelines(folder):
@@ -397,8 +404,9 @@ def random_maps():
     return results, messages
 
 
-def test_random_maps_before_anything_train_each_row_once():
-    results = workers(2).run(random_maps)
+@pytest.mark.parametrize("n", [2, 3])
+def test_random_maps_before_anything_train_each_row_once(n):
+    results = workers(n).run(random_maps)
     for name in results[0][0]:
         seen = sorted(row for rows, _ in results for row in rows[name])
         assert seen == sorted([*range(ROWS)] * 2), name

@@ -3,6 +3,7 @@
 import os
 import zipfile
 
+import pytest
 from harness import workers
 
 FILES, BYTES = 20, 500_000
@@ -27,8 +28,9 @@ def download(folder):
     return sorted(name for name in os.listdir(os.path.join(folder, "datasets")) if name[0] != ".")
 
 
-def test_files_that_all_workers_download_are_whole(tmp_path):
+@pytest.mark.parametrize("n", [2, 3])
+def test_files_that_all_workers_download_are_whole(tmp_path, n):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         for i in range(FILES):
             archive.writestr(f"in/{i}.bin", bytes([i]) * BYTES)
-    assert workers(3).run(download, str(tmp_path)) == [["a.zip", "b.zip", "b_extracted"]] * 3
+    assert workers(n).run(download, str(tmp_path)) == [["a.zip", "b.zip", "b_extracted"]] * n

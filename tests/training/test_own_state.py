@@ -33,6 +33,12 @@ def test_some_programs_on_three_workers():
     assert_equal(workers(3).run(train, names, timeout=400))
 
 
+def test_others_on_three_workers():
+    names = ["weighted means", "compiled again", "queue", "by inputs, mean", "as advised"]
+    names += ["optimizer, apply", "optimizer, apply_gradients"]
+    assert_equal(workers(3).run(train, names, timeout=400))
+
+
 def in_a_branch():
     """Returns what a program is told whose optimizer stands in a `tf.cond`."""
     ring = strategy(**devices())
@@ -92,8 +98,9 @@ def said():
     return found
 
 
-def test_what_cannot_be_one_value_is_named():
-    for rank, found in enumerate(workers(2).run(said)):
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_cannot_be_one_value_is_named(n):
+    for rank, found in enumerate(workers(n).run(said)):
         assert "'welford/mean'" in found["welford"] and "gather_for_loss" in found["welford"], found["welford"]
         assert "ConfigurationError" in found["welford"]
         for name, variable in {"queue": "/memory'", "scatter": "/memory'", "scatter_update": "'other:0'"}.items():
@@ -119,9 +126,10 @@ def formulas():
     return found
 
 
-def test_what_follows_from_no_mean_is_warned_of_once():
-    first, second = workers(2).run(formulas)
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_follows_from_no_mean_is_warned_of_once(n):
+    first, *others = workers(n).run(formulas)
     for name, (_, text) in warned().items():
-        assert not second[name], second[name]
+        assert not any(other[name] for other in others), (name, others)
         assert len(first[name]) == (text is not None), (name, first[name])
         assert text is None or text in first[name][0], first[name]

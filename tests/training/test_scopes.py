@@ -130,7 +130,14 @@ def predicted(model, x):
     return model
 
 
-def made_in_and_out():
+OVER_THREE = [(functional, composed), (recurrent, built), (recurrent, predicted), (reloaded, called)]
+OVER_TWO = [
+    *OVER_THREE, (functional, called), (subclassed, called), (subclassed, predicted), (recurrent, called),
+    (with_cleared_session, called),
+]
+
+
+def made_in_and_out(models):
     """Each model made in the scope and finished outside of it, and all alone on one rank: errors, as `train_both`."""
     import keras
 
@@ -148,25 +155,19 @@ def made_in_and_out():
         return history, model.get_weights()
 
     results = {}
-    for make, *finishes in (
-        (functional, composed, called),
-        (subclassed, called, predicted),
-        (recurrent, called, built, predicted),
-        (with_cleared_session, called),
-        (reloaded, called),
-    ):
-        for finish in finishes:
-            history, weights = train(ring.scope(), make, finish)
-            errors = results[f"{make.__name__} {finish.__name__}"] = {"bits": b"".join(w.tobytes() for w in weights)}
-            if is_reference(ring):
-                other, others = train(contextlib.nullcontext(), make, finish)
-                errors.update(history=history_error(history, other), weights=relative_error(weights, others))
+    for make, finish in models:
+        history, weights = train(ring.scope(), make, finish)
+        errors = results[f"{make.__name__} {finish.__name__}"] = {"bits": b"".join(w.tobytes() for w in weights)}
+        if is_reference(ring):
+            other, others = train(contextlib.nullcontext(), make, finish)
+            errors.update(history=history_error(history, other), weights=relative_error(weights, others))
     return results
 
 
 @pytest.mark.oldest
-def test_models_made_inside_and_finished_outside():
-    assert_equal(workers(2).run(made_in_and_out, timeout=300))
+@pytest.mark.parametrize("n", [2, 3])
+def test_models_made_inside_and_finished_outside(n):
+    assert_equal(workers(n).run(made_in_and_out, OVER_TWO if n == 2 else OVER_THREE, timeout=300))
 
 
 def made_outside():
@@ -203,9 +204,10 @@ def made_outside():
 
 
 @pytest.mark.oldest
-def test_models_made_outside():
-    for sent, (said,) in workers(2).run(made_outside):
-        assert sent == 0 and "made outside the scope: it trains alone on each of 2 workers" in said
+@pytest.mark.parametrize("n", [2, 3])
+def test_models_made_outside(n):
+    for sent, (said,) in workers(n).run(made_outside):
+        assert sent == 0 and f"made outside the scope: it trains alone on each of {n} workers" in said
 
 
 # -- what runs eagerly -------------------------------------------------------------------------------------------------
@@ -253,5 +255,6 @@ def numpy_in_steps():
 
 
 @pytest.mark.oldest
-def test_steps_that_run_eagerly_may_call_numpy():
-    assert_equal(workers(2).run(numpy_in_steps))
+@pytest.mark.parametrize("n", [2, 3])
+def test_steps_that_run_eagerly_may_call_numpy(n):
+    assert_equal(workers(n).run(numpy_in_steps))
