@@ -56,7 +56,7 @@ def _seed_numpy(numpy_random: Any, seed: int) -> None:
 
 def _seed_tf_data(random_seed: Any, seed: int) -> None:
     original, seeds = random_seed.get_seed, PlacedSeeds()
-    seeds.base = seed
+    seeds.begin(seed)
 
     def get_seed(seed: Any) -> Any:
         context = sys.modules["tensorflow.python.eager.context"]
@@ -74,6 +74,11 @@ class PlacedSeeds:
     def __init__(self) -> None:
         self.base: int | None = None
         self._made: dict[str, int] = {}
+
+    def begin(self, base: int | None) -> None:
+        """Counts from a base, anew: what a process made before, others need not have."""
+        self.base = base
+        self._made.clear()
 
     def next_seed(self) -> int:
         """Returns another one for each place, and for each time that this place asks."""

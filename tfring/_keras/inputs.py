@@ -188,4 +188,4 @@ _shared = PlacedSeeds()
 def share_seeds(strategy: Any) -> None:
     """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
     base = agreed_seed(strategy)
-    _shared.base = base if seeding.current() is None else None  # else they are, by the run's seed, from the start
+    _shared.begin(base if seeding.current() is None else None)  # else they are, by the run's seed, from the start

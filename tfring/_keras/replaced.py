@@ -44,9 +44,6 @@ REPLACED = {
         "enters the scope and adopts the optimizer; Keras compares a class's `compile` with this one to see whether a "
         "user overrides it",
     ),
-    "keras.src.models.sequential.Sequential.build": Function(
-        "self, input_shape", "notes whether a fixed batch shape is the user's or that of the first batch"
-    ),
     "keras.src.layers.rnn.rnn.RNN._create_state_variables": Function(
         "self, batch_size", "makes the state of stateful layers for a replica's rows"
     ),
@@ -58,6 +55,7 @@ REPLACED = {
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
         formerly="self, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, name",
     ),
+    f"{_LAYER}.add_loss": Function("self, loss", "warns of a number that is no mean over rows"),
     f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(
         "self, inputs", "pulls the rows of a table that parameter servers hold"
