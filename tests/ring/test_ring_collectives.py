@@ -359,6 +359,28 @@ def test_rings_are_independent_and_names_can_be_used_again():
     ranks.run(3, several_rings)
 
 
+def rings_of_one_name(cluster):
+    """Two rings of one name at once, of which either is closed first, while a rank is waited for and asked why."""
+    sums = []
+    for left in (0, 1):
+        rings = [ranks.join(cluster, name=cluster.ring) for _ in range(2)]
+        for ring in (*rings, *rings):
+            sums.append(float(ring.all_reduce(np.ones(3))[-1]))
+        rings[left].close()
+        if cluster.rank == 0:
+            time.sleep(1.5)
+        sums.append(float(rings[1 - left].all_reduce(np.ones(3))[-1]))
+        with pytest.raises(ValueError, match="is closed"):
+            rings[left].barrier()
+        rings[1 - left].close()
+    return sums
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rings_of_one_name_are_two(world_size):
+    assert ranks.run(world_size, rings_of_one_name) == [[float(world_size)] * 10] * world_size
+
+
 def open_descriptors(cluster, transport):
     for _ in range(2):  # the first leaves the listening socket and what Python opens once
         with ranks.join(cluster, transport=transport) as ring:

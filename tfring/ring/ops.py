@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.errors import NativeLibraryError
+from tfring.errors import ConfigurationError, NativeLibraryError
 from tfring.ring import failures, library, order
 from tfring.ring.schedule import chunk_bounds
 
@@ -487,10 +487,26 @@ def _token(communicator: Any) -> tf.Tensor:
     could fill theirs with collectives of different rings and wait for each other for ever. So there are no
     more tokens than threads: rings beyond that share one, and their collectives run in program order. (Between
     functions on different Python threads there is no such order; the core finds out and fails, see disagreement.cc.)
+
+    Raises:
+      ConfigurationError: in a graph of TensorFlow 1's kind.
     """
     if not tf.executing_eagerly():
+        _refuse_graph_without_order(communicator)
         _users.setdefault(tf.compat.v1.get_default_graph(), set()).add(communicator)
     return _resource(communicator.order % num_threads("inter"))
+
+
+def _refuse_graph_without_order(communicator: Any) -> None:
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return
+    raise ConfigurationError(
+        "Collectives run eagerly or in a tf.function, which keeps their order; in a graph of TensorFlow 1's kind each "
+        "rank might run them in another. Received: a collective of the ring "
+        f"{communicator.name!r}, or a variable of a strategy over several workers, in `tf.Graph().as_default()` or "
+        "without eager execution. Make the graph by tf.function; make and read variables outside of a tf.Graph."
+    )
 
 
 def share_a_token(one: Any, other: Any) -> bool:
@@ -503,7 +519,7 @@ def _resource(number: int | str) -> tf.Tensor:
         with tf.init_scope(), tf.device("CPU:0"):
             token = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=[], shared_name=f"tfring/order/{number}")
             if not tf.executing_eagerly():
-                return token  # of a graph of TensorFlow 1's kind
+                return token  # of a graph of TensorFlow 1's kind, which has no collectives
             _tokens[number] = token
     return _tokens[number]
 
