@@ -1,6 +1,10 @@
 """Files of tables that are large: written and read in blocks, so that no rank holds a whole table in memory."""
 
+import contextlib
+import gc
 import hashlib
+import pathlib
+import threading
 import tracemalloc
 
 import numpy as np
@@ -8,6 +12,7 @@ import pytest
 from harness import strategy, workers
 
 import tfring
+from tfring import blocks
 
 ROWS, WIDTH = 1_000_001, 8  # of uneven pieces
 WHOLE_BYTES = 2 * ROWS * WIDTH * 4  # of the largest weight, two tables in one
@@ -105,3 +110,70 @@ def test_no_rank_holds_a_whole_table(tmp_path):
             assert all(digests == wanted for digests in found.values())
             assert least >= 0.1 - 1e-7  # where Adagrad's slots begin
             assert size == 1 or max(peaks.values()) < LIMIT, peaks
+
+
+SHARD_BYTES = 96 << 20
+WIDE = 64
+SIX_BLOCKS = 6 * blocks.BLOCK_BYTES  # a block of the file, of what travels, of what is written, and what is freed but kept
+
+
+def anonymous_bytes():
+    """What this process holds in memory that is no file's: objects, tensors, what both have freed and not given back."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+@contextlib.contextmanager
+def memory_of(what, peaks):
+    """Sets `peaks[what]` to the most that this process takes beside what it took before, by samples."""
+    gc.collect()
+    before, ended = anonymous_bytes(), threading.Event()
+    peaks[what] = 0
+
+    def watch():
+        while not ended.wait(0.002):
+            peaks[what] = max(peaks[what], anonymous_bytes() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+def peaks_of_files(folder):
+    """The most that each way of writing and reading takes of a table of two shards, once a small one has gone first."""
+    import keras
+
+    ring, peaks = strategy(), {}
+    ids, targets = data()
+    for rows in (1000, 2 * SHARD_BYTES // 4 // WIDE):
+        path = f"{folder}/{rows}"
+        with ring.scope():
+            inputs = keras.Input((3,), dtype="int32")
+            table = tfring.layers.ShardedEmbedding(rows, WIDE, combiner="sum", embeddings_initializer="zeros")
+            model = keras.Model(inputs, keras.layers.Dense(1)(table(inputs)))
+            model.compile("sgd", "mse")
+
+        def fit(epochs, *callbacks, model=model, rows=rows):
+            model.fit(ids % rows, targets, batch_size=20, epochs=epochs, verbose=0, callbacks=callbacks)
+
+        fit(1)
+        with memory_of("save", peaks):
+            tfring.save(model, f"{path}.keras")
+        with memory_of("save_weights", peaks):
+            tfring.save(model, f"{path}.weights.h5")
+        with memory_of("load_weights", peaks):
+            model.load_weights(f"{path}.weights.h5")
+        for kind in ("plain", "sharded"):
+            for what, epochs in (("Backup", 1), ("restored Backup", 2)):
+                with memory_of(f"{what}, {kind}", peaks):
+                    fit(epochs, tfring.callbacks.Backup(f"{path}/{kind}", sharded=kind == "sharded"))
+    return peaks
+
+
+def test_files_take_some_blocks_beside_shards(tmp_path):
+    for peaks in workers(2).run(peaks_of_files, str(tmp_path)):
+        assert max(peaks.values()) < SIX_BLOCKS, {what: f"{peak / 1e6:.0f} MB" for what, peak in peaks.items()}

@@ -12,11 +12,35 @@ from tfring.blocks import rows_of_a_block
 from tfring.cross_device_ops import values_of
 
 
+def read(held) -> tf.Tensor:
+    """Returns the value of a variable of TensorFlow, or a tensor, without a copy."""
+    no_copy = getattr(held, "read_value_no_copy", None)
+    return tf.convert_to_tensor(held) if no_copy is None else no_copy()
+
+
 def view(variable) -> np.ndarray:
     """Returns what a Keras variable holds on this worker, without a copy; on a GPU with one, to this host."""
-    held = values_of(variable.value)[0]
-    read = getattr(held, "read_value_no_copy", None)
-    return np.asarray(tf.convert_to_tensor(held) if read is None else read())
+    return np.asarray(read(values_of(variable.value)[0]))
+
+
+def write_block(held, begin: int, block, dimension: int = 0) -> None:
+    """Writes a block into a variable of TensorFlow, from a place on along one of its dimensions.
+
+    Args:
+      held: eager, of this worker alone.
+      begin: the first row to write; of another dimension, the first column.
+      block: an array of the variable's shape but for that dimension; it is cast to the variable's dtype.
+      dimension: which one it is.
+    """
+    size = block.shape[dimension]
+    tf.raw_ops.ResourceStridedSliceAssign(
+        ref=held.handle,
+        begin=[0] * dimension + [begin],
+        end=[*held.shape[:dimension], begin + size],
+        strides=[1] * (dimension + 1),
+        value=tf.cast(np.asarray(block), held.dtype),
+    )
+    tf.raw_ops.DisableCopyOnRead(resource=held.handle)  # or each read of it copied from now on
 
 
 def write(variable, begin: int, value, part: tuple[slice, ...]) -> int:
@@ -36,12 +60,8 @@ def write(variable, begin: int, value, part: tuple[slice, ...]) -> int:
     step = rows_of_a_block(value)
     for first in range(0, len(rows), step):
         these = rows[first : first + step]
-        block = tf.cast(np.asarray(value[(slice(these.start, these.stop, these.step), *part[1:])]), held.dtype)
-        tf.raw_ops.ResourceStridedSliceAssign(
-            ref=held.handle, begin=[begin], end=[begin + len(these)], strides=[1], value=block
-        )
+        write_block(held, begin, value[(slice(these.start, these.stop, these.step), *part[1:])])
         begin += len(these)
-    tf.raw_ops.DisableCopyOnRead(resource=held.handle)  # or each read of it copied from now on
     return begin
 
 

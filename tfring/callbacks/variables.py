@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import blocks, equality
-from tfring._keras import slots, stages
+from tfring._keras import large, slots, stages
 from tfring._keras.callbacks import all_variables
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, held_of, whole_shape
+from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, whole_shape
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -70,7 +70,8 @@ class Taken(NamedTuple):
       descriptions: of each variable.
       arrays: of each, on rank 0; None for what is in `shards`. One that replicas differ in, or would by nature, has
         one dimension more, with an entry a replica of the data axis.
-      shards: this rank's shards of variables, by their numbers, where each rank keeps its own.
+      shards: this rank's shards of variables, by their numbers, where each rank keeps its own; views of the variables,
+        to be written before they change.
     """
 
     descriptions: list[dict[str, Any]]
@@ -83,7 +84,7 @@ def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = Fal
     if strategy.updater is not None:
         strategy.updater.renew(with_slots=True)
     replicas = [values_of(v.value) for v in variables]
-    digests = [tf.stack([equality.digest(tf.convert_to_tensor(value)) for value in values]) for values in replicas]
+    digests = [tf.stack([equality.digest(large.read(value)) for value in values]) for values in replicas]
     control = strategy.extended.world
     num_replicas = [len(values) for values in replicas]
     everyone = control.all_gather(tf.concat(digests, 0), name="digests of a backup").numpy()
@@ -109,7 +110,7 @@ def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = Fal
         if is_cut and apart:
             description["pieces"] = _describe_shards(strategy, variable, differs)
             if any(rank == strategy.cluster.rank for rank, *_ in description["pieces"]["of"]):
-                taken.shards[number] = bits(np.atleast_1d(held_of(variable).numpy()))
+                taken.shards[number] = bits(np.atleast_1d(large.view(variable)))
         elif is_cut:
             array = bits(slots.whole(variable, keep=strategy.cluster.is_chief, of_each_replica=differs))
         else:
@@ -165,9 +166,7 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
             entries = None if entries is None else entries[::step]
             _give_accumulated(strategy, variable, entries, count_then // step, dtype)
         elif cut_of(variable) is not None:
-            value = scatter(strategy, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
-            for replica in values_of(variable.value):
-                replica.assign(value)
+            scatter(strategy, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
         else:
             shape = (count_then, *description["shape"])
             _give_whole(strategy, variable, broadcast(strategy, entries, shape, dtype), of_each, cluster_then)
@@ -213,7 +212,7 @@ def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> N
       dtype: of them.
     """
     mesh, rank = strategy.mesh, strategy.cluster.rank
-    replicas, data = values_of(variable.value), mesh.coordinate("data", rank)
+    data = mesh.coordinate("data", rank)
     are_as_then = num_entries == mesh.size_along("data") and not gradient_is_complete(variable)
     if not are_as_then and num_entries > 1:
         entries = None if entries is None else [_total(entries)]
@@ -226,13 +225,13 @@ def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> N
         return 0 if replica == 0 or gradient_is_complete(variable) else None
 
     if cut_of(variable) is not None:
-        value = scatter(strategy, entries, variable, dtype, entry_of)
-    else:
-        stacked = None if entries is None else np.asarray(entries)
-        everyones = broadcast(strategy, stacked, (num_entries, *whole_shape(variable)), dtype)
-        entry = entry_of(data)
-        value = np.zeros_like(everyones[0]) if entry is None else everyones[entry]
-    for replica in replicas:
+        scatter(strategy, entries, variable, dtype, entry_of)
+        return
+    stacked = None if entries is None else np.asarray(entries)
+    everyones = broadcast(strategy, stacked, (num_entries, *whole_shape(variable)), dtype)
+    entry = entry_of(data)
+    value = np.zeros_like(everyones[0]) if entry is None else everyones[entry]
+    for replica in values_of(variable.value):
         replica.assign(value)
 
 
@@ -306,13 +305,13 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
     return received.numpy().view(dtype).reshape(shape)
 
 
-def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | None]) -> np.ndarray:
-    """Sends each rank its shard of one of rank 0's arrays, as of a sharded variable.
+def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | None]) -> None:
+    """Sends each rank its shard of one of rank 0's arrays, which it writes into its variable, a block at a time.
 
     Args:
       strategy: the RingStrategy.
       entries: arrays, on rank 0.
-      variable: that holds a shard.
+      variable: of Keras, that holds a shard.
       dtype: of the arrays.
       entry_of: the array, by its number, of which a replica's ranks get shards; None where they get zeros.
     """
@@ -322,11 +321,11 @@ def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | 
     places = [mesh.coordinate(axis_of(variable), rank) for rank in everyone]
     chosen = [entry_of(mesh.coordinate("data", rank)) for rank in everyone]
     inner = tuple(np.delete(cut.lined_up, cut.dimension))
-    mine = np.zeros((count(cut, places[strategy.cluster.rank]), *inner), dtype)
     lined_up = [np.moveaxis(e.reshape(cut.lined_up), cut.dimension, 0) for e in (() if entries is None else entries)]
     nothing = np.empty((0, *inner), dtype)
-    counts = [0 if entry is None else count(cut, place) for entry, place in zip(chosen, places, strict=True)]
-    step = blocks.rows_of_a_block(mine, len(places))
+    counts = [count(cut, place) for place in places]
+    mine, shape = counts[strategy.cluster.rank], cut.shape_of(places[strategy.cluster.rank])
+    step = blocks.rows_of_a_block(nothing, len(places))
     for begin in range(0, max(counts), step):
         octets, sizes = np.empty(0, np.uint8), None
         if entries is not None:
@@ -338,8 +337,15 @@ def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | 
             octets, sizes = np.concatenate(parts), tf.constant([part.size for part in parts], tf.int64)
         received = strategy.extended.world.scatter(tf.constant(octets), sizes, name="variable of a backup")
         rows = received.numpy().view(dtype).reshape(-1, *inner)
-        mine[begin : begin + len(rows)] = rows
-    return np.moveaxis(mine, 0, cut.dimension).reshape(cut.shape_of(places[strategy.cluster.rank]))
+        num_rows = min(step, mine - begin)
+        if num_rows <= 0:
+            continue
+        block = np.moveaxis(rows if len(rows) else np.zeros((num_rows, *inner), dtype), 0, cut.dimension)
+        for replica in values_of(variable.value):
+            if num_rows == mine:
+                replica.assign(block.reshape(shape))
+            else:
+                large.write_block(replica, begin, block, cut.dimension)
 
 
 def broadcast_bytes(strategy, data: bytes) -> bytes:
