@@ -114,11 +114,11 @@ def test_no_rank_holds_a_whole_table(tmp_path):
 
 SHARD_BYTES = 96 << 20
 WIDE = 64
-SIX_BLOCKS = 6 * blocks.BLOCK_BYTES  # a block of the file, of what travels, of what is written, and what is freed but kept
+SIX_BLOCKS = 6 * blocks.BLOCK_BYTES  # of a file, of what travels, of what is written; and what is freed but kept
 
 
 def anonymous_bytes():
-    """What this process holds in memory that is no file's: objects, tensors, what both have freed and not given back."""
+    """Returns the memory of this process that is no file's: objects, tensors, and what they have freed but it keeps."""
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
@@ -144,7 +144,7 @@ def memory_of(what, peaks):
 
 
 def peaks_of_files(folder):
-    """The most that each way of writing and reading takes of a table of two shards, once a small one has gone first."""
+    """Returns the most that each way to write and read a table of two shards takes, once a small one has gone first."""
     import keras
 
     ring, peaks = strategy(), {}
