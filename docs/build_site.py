@@ -54,6 +54,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     {
         "Operation": [
             {"Clusters": "docs/clusters.md"},
+            {"GPUs": "docs/gpus.md"},
             {"Errors": "docs/errors.md"},
             {"Faults": "docs/faults.md"},
             {"Security": "docs/security.md"},

@@ -26,8 +26,8 @@ ROWS = {
     2: ("reduction",),
     1: ("ring", "servers"),
     0: (
-        *("blocks", "cluster", "transport", "config", "cpus", "seeding", "downloads", "errors", "step", "recognition"),
-        *("_requirements", "_tf", "_build", "_version"),
+        *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "downloads", "errors", "step"),
+        *("recognition", "_requirements", "_tf", "_build", "_version"),
     ),
 }
 ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}
@@ -42,6 +42,7 @@ WITHOUT_TENSORFLOW = (
     "report.run",
     "config",
     "cpus",
+    "gpus",
     "errors",
     "functions",
     "ring.arrays",

@@ -101,6 +101,9 @@ SETTINGS: dict[str, Setting] = {
         "a whole number",
         "what `tf.data` shuffles without a seed begin with, the same again after a restart (`tfring launch` draws one)",
     ),
+    "TFRING_GPUS": Setting(
+        "one", _one_of("one", "all"), "one or all", "which GPUs `tfring launch` gives a worker (docs/gpus.md)"
+    ),
     "TFRING_LOST_SECONDS": Setting(
         15.0,
         _positive_seconds,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tfring.cluster import Cluster, launch_variables
 from tfring.cpus import available_cpus, thread_variables
+from tfring.gpus import gpu_variables, shortage
 from tfring.launch import processes
 
 _HOOK = os.path.join(os.path.dirname(__file__), "hook")  # Python runs its sitecustomize.py before the program
@@ -51,6 +53,13 @@ def start(
     variables = {**environ, **threads, **(launch_variables.write(cluster) if place is None else place)}
     if variables.get("TFRING_SEED"):  # a program of the user's
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, variables.get("PYTHONPATH")]))
+        is_server = launch_variables.SERVER in variables
+        variables.update(
+            gpu_variables(cluster.local_rank, cluster.local_world_size, environ, is_server=is_server)
+        )
+        warning = shortage(cluster.local_world_size, environ)
+        if warning is not None and cluster.local_rank == 0 and not is_server:
+            print(f"tfring launch: {warning}", file=sys.stderr, flush=True)
         if cluster.rank > 0:
             variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # rank 0 says what TensorFlow says of itself
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed

@@ -1,0 +1,79 @@
+"""Gives each worker of a host a GPU of its own; with TensorFlow's defaults each would take all of them."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Mapping
+
+from tfring import config
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_SECONDS = 20.0  # for nvidia-smi, which starts the driver where nothing has
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs a program may use here, as `CUDA_VISIBLE_DEVICES` names them; empty without.
+
+    Those that the variable names, up to the first that is none, as CUDA reads it; else those that `nvidia-smi` lists.
+
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-8f1c"}), visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"})
+    (['2', 'GPU-8f1c'], [])
+    """
+    if VISIBLE not in environ:
+        return [str(number) for number in range(_count(environ.get("PATH", "")))]
+    found: list[str] = []
+    for name in (part.strip() for part in environ[VISIBLE].split(",")):
+        if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
+            break
+        found.append(name)
+    return found
+
+
+def gpu_variables(
+    local_rank: int, num_workers: int, environ: Mapping[str, str], *, is_server: bool = False
+) -> dict[str, str]:
+    """Returns `CUDA_VISIBLE_DEVICES` for one process of a host: the GPU of its local rank, for a server none.
+
+    Args:
+        local_rank: The number of the process among the workers of its host.
+        num_workers: The number of these.
+        environ: The environment it starts from. TFRING_GPUS=all leaves it as it is.
+        is_server: Whether it is a parameter server, which computes on CPUs.
+
+    Returns:
+        Nothing where there are no GPUs, or fewer than workers: they then share what there is.
+
+    >>> gpu_variables(1, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"}), gpu_variables(1, 4, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+    ({'CUDA_VISIBLE_DEVICES': '5'}, {})
+    """
+    if config.read("TFRING_GPUS", environ) == "all":
+        return {}
+    gpus = visible_gpus(environ)
+    if is_server:
+        return {VISIBLE: "-1"} if gpus else {}
+    return {VISIBLE: gpus[local_rank]} if num_workers <= len(gpus) else {}
+
+
+def shortage(num_workers: int, environ: Mapping[str, str]) -> str | None:
+    """Returns a warning where a host has GPUs, and fewer than workers."""
+    gpus = visible_gpus(environ)
+    if not gpus or num_workers <= len(gpus) or config.read("TFRING_GPUS", environ) == "all":
+        return None
+    return (
+        f"{num_workers} workers on a host with {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: each sees all of them, "
+        f"and TensorFlow in each takes all memory. Start {len(gpus)}, or set CUDA_VISIBLE_DEVICES=-1 to train on CPUs "
+        "(docs/gpus.md)."
+    )
+
+
+@functools.cache
+def _count(path: str) -> int:
+    """Returns the number of GPUs that `nvidia-smi` lists, 0 where there is none; `path` is where it is looked for."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
