@@ -93,6 +93,7 @@ API = {
     ),
     "In a program": (
         *("rank", "world_size", "local_rank", "is_chief", "barrier", "print_once"),
+        "notebook.run",
         *("all_reduce", "all_gather", "broadcast", "gather_for_loss", "save", "SyncBatchNormalization"),
     ),
     "Layers": (

@@ -37,10 +37,10 @@ _EXPORTS = {
 }
 _WITHOUT_TENSORFLOW = ("tfring.cluster", "tfring.functions", "tfring.ring.communicator")
 # `tfring.callbacks.Backup`, without an import of its own.
-_ROOMS = ("callbacks", "data", "errors", "layers", "parallel", "schedules")
+_ROOMS = ("callbacks", "data", "errors", "layers", "notebook", "parallel", "schedules")
 
 if TYPE_CHECKING:
-    from tfring import callbacks, data, errors, layers, parallel, schedules
+    from tfring import callbacks, data, errors, layers, notebook, parallel, schedules
     from tfring._keras.saving import save
     from tfring.cluster import Cluster, Mesh
     from tfring.cluster_resolver import ClusterResolver
@@ -84,6 +84,7 @@ __all__ = [
     "is_chief",
     "layers",
     "local_rank",
+    "notebook",
     "parallel",
     "print_once",
     "rank",

@@ -301,7 +301,7 @@ def _copied(value: Any) -> Any:
 
 def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
     """Returns the JSON of a plain value, or why it has none."""
-    wrong = _not_plain(value)
+    wrong = not_plain(value)
     if wrong is not None:
         return b"", TypeError(f"Values that are sent are {_PLAIN}. Received: {wrong}. Arrays go by themselves.")
     return json.dumps(value, default=lambda number: number.item()).encode(), None
@@ -313,17 +313,17 @@ def _of_json(text: bytes, problem: TypeError | None) -> Any:
     return json.loads(text)
 
 
-def _not_plain(value: Any) -> str | None:
+def not_plain(value: Any) -> str | None:
     """Returns the part of a value that JSON does not have, or would give back as something else; None without."""
     if value is None or isinstance(value, (bool, int, float, str, np.bool_, np.integer, np.floating)):
         return None
     if isinstance(value, (list, tuple)):
-        return next((wrong for each in value if (wrong := _not_plain(each)) is not None), None)
+        return next((wrong for each in value if (wrong := not_plain(each)) is not None), None)
     if isinstance(value, dict):
         keys = [key for key in value if not isinstance(key, str)]
         if keys:
             return f"a dict with the key {keys[0]!r}, and keys are texts"
-        return _not_plain(list(value.values()))
+        return not_plain(list(value.values()))
     return f"a {type(value).__name__}"
 
 

@@ -49,7 +49,7 @@ def test_more_workers_than_gpus_are_warned(launch, monkeypatch):
 def test_servers_have_none(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     script = tmp_path / "show.py"
-    script.write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('TFRING_SERVER'), flush=True)")
+    script.write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('TFRING_SERVER'))")
     command = [*LAUNCH, "-n", "1", "--servers", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
     assert sorted(done.stdout.splitlines()) == ["0 None", "[server 0] -1 0"], done.stderr
