@@ -76,7 +76,7 @@ class PlacedSeeds:
         self._made: dict[str, int] = {}
 
     def begin(self, base: int | None) -> None:
-        """Counts from a base, anew: what a process made before, others need not have."""
+        """Counts from a base, beginning at 0: other processes need not have made what this one made before."""
         self.base = base
         self._made.clear()
 

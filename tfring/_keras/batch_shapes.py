@@ -35,7 +35,7 @@ def check(model, strategy, batch_size: int | None) -> None:
     Args:
       model: a Keras model; one that takes any number of rows passes.
       strategy: its RingStrategy.
-      batch_size: rows of a global batch; None where nobody knows.
+      batch_size: rows of a global batch; None where it is unknown.
 
     Raises:
       ValueError: at the door of `fit`, `evaluate` or `predict`.

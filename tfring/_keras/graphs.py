@@ -11,7 +11,7 @@ _LARGER, _SMALLER = ("Greater", "GreaterEqual"), ("Less", "LessEqual")
 
 
 def is_symbolic(value) -> bool:
-    """Whether `value` is a tensor of a graph."""
+    """Returns True if `value` is a tensor of a graph."""
     return tf.is_tensor(value) and hasattr(value, "graph") and hasattr(value, "op")
 
 
@@ -40,7 +40,7 @@ def handles_of(variable) -> set:
 
 
 def is_read(tensor, variable) -> bool:
-    """Whether a tensor is what a variable holds, or was when it was read."""
+    """Returns True if a tensor is the value of a variable, or was when it was read."""
     tensor = _passed_on(tensor)
     if not is_symbolic(tensor) or tensor.op.type != "ReadVariableOp":
         return False
@@ -53,7 +53,7 @@ def read_of(tensor):
 
 
 def is_same_everywhere(variable, value) -> bool:
-    """Whether a value was computed from constants and the variable alone."""
+    """Returns True if a value was computed from constants and the variable alone."""
     todo, seen = [value], set()
     while todo:
         tensor = outermost(todo.pop())
@@ -103,7 +103,7 @@ def _choice(variable, op) -> str:
 
 
 def puts_rows_in(value) -> bool:
-    """Whether a value is a queue or a memory: its last operation puts rows beside others or in their place."""
+    """Returns True if a value is a queue or a memory: its last operation appends rows to others or replaces them."""
     last = _passed_on(value, (*_PASSES, "StridedSlice", "Slice", "Transpose"))
     if not is_symbolic(last):
         return False
@@ -111,7 +111,7 @@ def puts_rows_in(value) -> bool:
 
 
 def is_count(increment) -> bool:
-    """Whether a float is made of integers, booleans or one-hot rows: a number of rows."""
+    """Returns True if a float is made of integers, booleans or one-hot rows: a number of rows."""
     tensor = increment
     while is_symbolic(tensor) and tensor.op.type in (*_PASSES, "Sum"):
         if tensor.op.type == "Cast" and not tensor.op.inputs[0].dtype.is_floating:
@@ -127,7 +127,7 @@ def increment_of(variable, value):
 
 
 def is_difference(value) -> bool:
-    """Whether the last operation, where `last_step` is "add", takes away what `increment_of` returns."""
+    """Returns True if the last operation, where `last_step` is "add", subtracts what `increment_of` returns."""
     return _passed_on(value).op.type == "Sub"
 
 
@@ -186,7 +186,7 @@ def kind_of(value, share=None) -> str:
 
 
 def is_mean_of_rows(value, share=None) -> bool:
-    """Whether a number is made of means over the rows of a batch, and of what does not depend on rows, linearly."""
+    """Returns True if a number is linear in means over the rows of a batch, and in what depends on no row."""
     return kind_of(value, share) in ("mean", "constant")
 
 
@@ -216,7 +216,7 @@ def _kind_of_ratio(one: str, other: str) -> str:
 
 
 def _adds_rows(op) -> bool:
-    """Whether an operation, whose result has no rows, adds up what belongs to rows."""
+    """Returns True if an operation, whose result has no rows, adds up values of rows."""
     inputs = [t for t in op.inputs if t.shape.rank]
     match op.type:
         case "MatMul":
@@ -238,7 +238,7 @@ def _is_over_rows(op) -> bool:
 
 
 def _is_shape_of_rows(tensor) -> bool:
-    """Whether a number was computed from a shape that has rows."""
+    """Returns True if a number was computed from a shape that has rows."""
     todo = [tensor]
     while todo:
         op = outermost(todo.pop()).op
@@ -262,7 +262,7 @@ class StateReads:
         self._known: dict = {}  # by the identity of an operation, it and whether it depends on such state
 
     def any_in(self, value) -> bool:
-        """Whether a value was computed from such state."""
+        """Returns True if a value was computed from such state."""
         todo = [outermost(value)]
         while todo:
             tensor = todo[-1]
@@ -315,7 +315,7 @@ class StateReads:
 
 
 def _is_constant(tensor) -> bool:
-    """Whether a value comes from constants and from variables that all replicas share."""
+    """Returns True if a value comes from constants and from variables that all replicas share."""
     todo, seen = [tensor], set()
     while todo:
         tensor = outermost(todo.pop())

@@ -1,4 +1,4 @@
-"""What the replicas' steps returned becomes the logs of all rows, the same bits on every rank.
+"""Logs of all rows, the same bits on every rank, from what the replicas' steps returned.
 
 | returned | becomes |
 |---|---|
@@ -26,7 +26,7 @@ from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
 from tfring.step import weighing as step_under_way
 
-_ALL_ROWS = object()  # in place of a source: brought together within the step
+_ALL_ROWS = object()  # in place of a source: aggregated within the step
 
 
 class Holder(NamedTuple):
@@ -57,7 +57,7 @@ class Logs:
         Args:
           run: calls a function on each replica, `outputs, rest = run(fn)`.
           step: Keras' step, one batch in, logs out.
-          rows: number of rows of each replica of this worker, None where nobody can tell.
+          rows: number of rows of each replica of this worker, None where it is unknown.
           static: whether each element's number of rows is static, as in eager steps.
         """
         results = Results(self._model)
@@ -95,7 +95,7 @@ class Logs:
                 self._sources[i] = Holder(found[-1].variable)
 
     def read(self, written) -> bool:
-        """Whether the values that the step returned are computed from variables that it wrote."""
+        """Returns True if the values that the step returned are computed from variables that it wrote."""
         variables = {id(w.variable) for w in written}
         of_metrics = {id(v) for s in self._sources if isinstance(s, Source) for v in s.metric.variables}
         return bool(variables & of_metrics) or any(isinstance(s, Holder) for s in self._sources)
@@ -167,7 +167,7 @@ class Logs:
         return [(v, value) for v, value in state if value is not None]
 
     def _same_bits(self, values, state):
-        """Rank 0's, where a result is a formula: TensorFlow orders the operations of a graph on each rank anew."""
+        """Returns rank 0's values where a result is a formula: TensorFlow orders a graph's operations on each rank."""
         inputs = {id(total) for _, total in state}
         formulas = [i for i, value in enumerate(values) if _is_number(value) and _is_formula(value, inputs)]
         if not formulas:
@@ -180,7 +180,7 @@ class Logs:
         return values
 
     def _packed(self, numbers, shares) -> dict:
-        """By dtype a matrix with a row for each replica: its share, then its numbers; rows of other workers are 0."""
+        """Returns by dtype `[replicas, 1 + numbers]`: each share and its numbers, 0 for those of other workers."""
         replicas = len(self._strategy.extended.worker_devices)
         before = self._strategy.extended.control.rank * replicas
         after = self._strategy.num_replicas_in_sync - before - replicas
@@ -208,7 +208,7 @@ def _unpacked(packed, likes) -> list[tf.Tensor]:
 
 
 def _common_or_mean(each, weights):
-    """Of `each[replica]`: where all replicas with a weight have the same, that bit for bit; else their mean."""
+    """Returns the mean of `each[replica]`; where all replicas with a weight have the same, that bit for bit."""
     shape = tf.concat([tf.shape(weights), tf.ones_like(tf.shape(each)[1:])], 0)
     weights = tf.reshape(weights, shape)
     first = each[tf.argmax(tf.reshape(weights, [-1]) > 0)]
@@ -234,7 +234,7 @@ def _is_number(value) -> bool:
 
 
 def _is_formula(value, inputs) -> bool:
-    """Whether a value of a graph takes more than one operation on two values to compute from `inputs`."""
+    """Returns True if a value of a graph takes more than one operation on two values to compute from `inputs`."""
     if tf.executing_eagerly():
         return False  # in the order they are written
     todo, seen, operations = [value], set(), 0
@@ -255,7 +255,7 @@ def _is_variable(value) -> bool:
 
 
 def _is_read_behind(value, writes) -> bool:
-    """Whether a value was read from a replica's copy of a variable behind the operation that wrote this copy last."""
+    """Returns True if a value was read from a replica's copy of a variable behind the operation that wrote it last."""
     if not graphs.is_read(value, held_by(writes[0].variable)):
         return False
     read = graphs.read_of(value)
@@ -266,7 +266,7 @@ def _is_read_behind(value, writes) -> bool:
 
 
 def _may_be_rows(value, static: bool) -> bool:
-    """Whether a value may have an entry a row: of a dynamic size, or any where the number of rows is static."""
+    """Returns True if a value may have an entry a row: of a dynamic size, or any where the number of rows is static."""
     if not isinstance(value, tf.Tensor) or value.dtype == tf.string or not value.shape.rank:
         return False
     return static or value.shape[0] is None

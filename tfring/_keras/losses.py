@@ -231,7 +231,7 @@ def _warn_of_scalar(loss):
 
 
 def _warn_of_added(layer, loss):
-    """Of what a layer adds that is no mean over rows, as far as the graph tells."""
+    """Warns of what a layer adds that is no mean over rows, as far as the graph tells."""
     running = step.weighing()
     if running is None or running.gathered or running.is_static or not graphs.is_symbolic(loss) or loss.shape.rank:
         return

@@ -1,7 +1,7 @@
 """Metrics in a step: where they are, which logs are their results, and scalars they are fed with.
 
 A metric's state is summed over replicas, its result is not: the root of a mean is no mean of roots. So the step notes
-which of the values it returned are results, and they are computed anew from the sums.
+which of the values it returned are results, and they are computed again from the sums.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def install():
 
     @seam(python_utils, "pythonify_logs")
     def logs_of_step(original, logs):
-        """In an eager step, Keras 3.8 makes Python numbers of results: nobody would see any more whose they are."""
+        """In an eager step, Keras 3.8 makes Python numbers of results: which metric they are of would be lost."""
         if step.current() is None:
             return original(logs)
         flat: dict = {}
@@ -88,7 +88,7 @@ def _rank(value) -> int | None:
 
 
 def _is_constant(running, weight) -> bool:
-    """Whether a weight is the same number on all replicas; an integer may be a replica's number of rows."""
+    """Returns True if a weight is the same number on all replicas; an integer may be a replica's number of rows."""
     if not isinstance(weight, tf.Tensor):
         if isinstance(weight, (int, np.integer)):
             return weight == 1 or not running.is_static
@@ -193,7 +193,7 @@ class Results:
 
 
 def local_state(strategy, variable) -> tf.Tensor | None:
-    """What this worker adds to a metric's variable over all replicas; None where all hold the same already."""
+    """Returns what this worker adds to a metric's variable over all replicas; None where all hold the same already."""
     value = variable.value
     if not isinstance(value, tf.distribute.DistributedValues):
         return None

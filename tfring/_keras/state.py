@@ -278,7 +278,7 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
 
 
 def _stands_for_batch(running, variable, value) -> bool:
-    """Whether what is added to a metric's state is one number for the rows of a replica, and no sum over them."""
+    """Returns True if what is added to a metric's state is one number for a replica's rows, and no sum over them."""
     if running.is_static or running.gathered or tf.executing_eagerly() or _adds_up_rows(variable):
         return False
     here = held_by(variable)
@@ -288,7 +288,7 @@ def _stands_for_batch(running, variable, value) -> bool:
 
 
 def _adds_up_rows(variable) -> bool:
-    """Whether a variable is the state of a metric that Keras defines, which it updates by sums over rows.
+    """Returns True if a variable is the state of a metric that Keras defines, which it updates by sums over rows.
 
     Keras' `Sum` adds what it is given, which may be one number for the rows.
     """
