@@ -116,6 +116,7 @@ class _Forming:
         self.reasons: dict[int, str] = {}  # why the last attempt to connect failed
         self.failure = ""  # why this rank gives up
         self.cancelled = threading.Event()
+        self.last_words_seconds = _LAST_WORDS_SECONDS
 
     def run(self) -> dict[int, Link]:
         connecting = threading.Thread(target=self._connect_all, name="tfring-connect", daemon=True)
@@ -131,6 +132,7 @@ class _Forming:
                 if self.connect_error is not None:
                     raise self.connect_error
                 if self.broken is not None and (failure := self.broken()) is not None:
+                    self.last_words_seconds = 0.0  # those on their way learn of it as this rank did
                     raise RendezvousError(f'Ring "{self.ring}" cannot form, for the one beside it broke: {failure}')
                 for link in list(self.links.values()):
                     link.check_still_there(self.ring)
@@ -146,7 +148,7 @@ class _Forming:
 
     def _reject_pending(self) -> None:
         """Tells the ranks that are on their way to this one why it gives up."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + self.last_words_seconds
         while any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
             connection = self.listener.take(self._is_expected, max(0.0, deadline - time.monotonic()))
             if connection is None:
