@@ -97,6 +97,10 @@ def pipelines(folder):
     def halve(x, y):
         return 0.5 * x, y
 
+    def labelled():
+        x, y = skewed_rows(ROWS)
+        return tf.data.Dataset.from_tensor_slices((x, (y > 0).astype("float32")))
+
     made = {
         "map": lambda: rows().map(counted("map"), **auto).batch(BATCH),
         "serial maps": lambda: rows().map(halve).map(counted("serial maps")).batch(BATCH).prefetch(2),
@@ -110,6 +114,8 @@ def pipelines(folder):
         "order left open": lambda: rows().map(halve, **auto, deterministic=False).batch(BATCH),
         "map of batches": lambda: rows().map(halve).batch(BATCH).map(center),
         "share": lambda: rows().map(counted("share")).apply(_share(BATCH)).map(halve, **auto).prefetch(2),
+        "share, no map before": lambda: rows().apply(_share(BATCH)).map(halve, **auto).prefetch(2),
+        "class weights, no map before": lambda: labelled().batch(BATCH),
         "stateless draws": lambda: rows().enumerate().map(stateless, **auto).batch(BATCH),
         "draws in order": lambda: rows().map(serial_random).batch(BATCH),
         "filter": lambda: rows().filter(lambda x, y: x[0] > 0).map(counted("filter")).batch(BATCH),
@@ -128,7 +134,12 @@ def pipelines(folder):
             str(pictures(folder / "pictures")), image_size=(8, 8), batch_size=8, shuffle=False, verbose=False
         ).cache().prefetch(2),
     }
-    arguments = {"pictures": {"class_weight": {0: 1.0, 1: 3.0}}, "repeat before": {"steps_per_epoch": 8}}
+    weights = {"class_weight": {0: 1.0, 1: 3.0}}
+    arguments = {
+        "class weights, no map before": weights,
+        "pictures": weights,
+        "repeat before": {"steps_per_epoch": 8},
+    }
     return {name: (make, arguments.get(name, {})) for name, make in made.items()}
 
 
@@ -199,6 +210,10 @@ OVER_THREE = ["map", "one row a batch", "drop_remainder", "shuffle between", "sh
 @pytest.mark.parametrize(("n", "names"), [(2, None), pytest.param(3, OVER_THREE, marks=pytest.mark.long)])
 def test_as_one_process_and_each_rank_maps_its_rows(n, names):
     check(workers(n).run(train_pipelines, names, {}, timeout=400), n)
+
+
+def test_rows_are_cut_where_no_map_stands_before_the_batch():
+    check(workers(2).run(train_pipelines, ["share, no map before", "class weights, no map before"], {}), 2)
 
 
 def test_several_replicas_and_eager_steps():

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfring import _tf
 from tfring.data import fingerprint
 from tfring.data.chance import reached_by_chance
-from tfring.data.rows import bounds, num_rows
+from tfring.data.rows import bounds, num_rows, slice_rows
 from tfring.errors import ConfigurationError
 
 _BETWEEN_ROWS = ("map", "shuffle", "prefetch", "repeat", "take", "skip", "nothing")
@@ -218,7 +218,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
             drawn = tf.where(total == size, tf.constant(num_drawn, tf.int64), tf.maximum(end - begin, 1))
             begin = tf.minimum(begin, total - 1)
         if not maps:  # none is needed for every row
-            return about[None], batch
+            return about[None], batch if pipeline.whole else slice_rows(batch, begin, tf.minimum(begin + drawn, total))
         own = tf.nest.map_structure(lambda component: component[begin : begin + drawn], batch)
         return tf.tile(about[None], [tf.minimum(drawn, total - begin), 1]), own[0] if packed else own
 
