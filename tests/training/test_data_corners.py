@@ -49,6 +49,20 @@ def anchored():
     return model
 
 
+def anchored_input():
+    """A model of two inputs, of which one is seven anchors."""
+    import keras
+
+    class Shifted(keras.layers.Layer):
+        def call(self, anchors, x):
+            return x + keras.ops.mean(anchors, 0)
+
+    anchors, image = keras.Input(batch_shape=(7, 4), name="anchors"), keras.Input((4,), name="image")
+    model = keras.Model([anchors, image], keras.layers.Dense(1)(Shifted()(anchors, image)))
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
 def of_words(lookup):
     import keras
     import tensorflow as tf
@@ -90,6 +104,10 @@ def cases():
         "anchors": (anchored, lambda: ((rows.batch(BATCH).map(with_anchors),), {})),
         # Keras weighs the mean of losses by its first input, which are the anchors.
         "anchors, drop_remainder": (anchored, lambda: ((rows.batch(BATCH, True).map(with_anchors),), {})),
+        "anchors, an input": (
+            anchored_input,
+            lambda: ((rows.batch(BATCH, True).map(lambda x, y: ((beside, x), y)),), {}),
+        ),
         "lookup": (lambda: of_words(True), lambda: ((strings.batch(BATCH),), {})),
         "to_number, mapped": (
             lambda: of_words(False), lambda: ((strings.map(lambda x, y: (x, 2 * y)).batch(BATCH),), {})
@@ -133,7 +151,7 @@ def train(names):
 @pytest.mark.parametrize("n", [2, 3])
 def test_as_one_process(n):
     names = [
-        "anchors", "anchors, drop_remainder", "lookup", "to_number, mapped",
+        "anchors", "anchors, drop_remainder", "anchors, an input", "lookup", "to_number, mapped",
         "generator of None", "bfloat16",
     ]
     assert_equal(workers(n).run(train, names, timeout=400))

@@ -57,7 +57,7 @@ def fixed(model) -> set[int]:
     """Returns the static numbers of rows of a model's inputs.
 
     Of a Sequential model Keras notes that of a first batch, as if it had been given, and writes it to files. Only
-    layers that remember rows look at it.
+    layers that remember rows look at it. Beside inputs of any number of rows a fixed one is a constant.
     """
     import keras
 
@@ -65,7 +65,8 @@ def fixed(model) -> set[int]:
     if isinstance(model, keras.Sequential) and not is_stateful:
         return set()
     inputs = getattr(model, "inputs", None) or []
-    return {x.shape[0] for x in inputs if len(x.shape) and x.shape[0] is not None}
+    counts = {x.shape[0] for x in inputs if len(x.shape)}
+    return set() if None in counts and not is_stateful else counts - {None}
 
 
 @contextlib.contextmanager
