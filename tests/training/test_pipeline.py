@@ -510,7 +510,7 @@ def test_what_is_refused(tmp_path):
         assert "cuts a batch between rows" in errors["no rows"] and "shape=()" in errors["no rows"]
         for part, received in {"pipeline": "weight", "model": "weight", "optimizer": "slot"}.items():
             error = errors[f"checkpoint of {part}"]
-            assert f"piece of a {received}" in error and "tfring.save(model, path)" in error
+            assert f"shard of a {received}" in error and "tfring.save(model, path)" in error
         assert " of Pipeline 'pipeline_of_" in errors["checkpoint of pipeline"]
         assert " of Adam 'adam'. Save" in errors["checkpoint of optimizer"]
 

@@ -140,8 +140,13 @@ class Pipeline(keras.Model):
         return self._passes.predict(x, self.num_microbatches)
 
     def compile(self, *args, **kwargs):
-        super().compile(*args, **kwargs)
         given = inspect.signature(super().compile).bind(*args, **kwargs).arguments
+        if self._passes is not None and given.get("jit_compile", "auto") not in (False, "auto"):
+            raise ConfigurationError(
+                "A Pipeline of several stages runs without XLA, which would compile parts of its passes in an order of "
+                f"its own. Received: jit_compile={given['jit_compile']}. Leave it out."
+            )
+        super().compile(*args, **kwargs)
         if self._passes is not None and self.num_microbatches > 1:
             _check_losses(given.get("loss"))
         # So that its files hold the optimizer, and how it was compiled.
