@@ -146,6 +146,7 @@ class Job:
         self._stop_code: int | None = None  # the job's exit code, once it is being stopped
         self._ladder: list[tuple[signal.Signals, float]] = []
         self._next_step_at: float | None = None
+        self._may_have_ended = False  # whether a child may have, since they were last collected
 
     def run(self, parent_gone: int) -> int:
         """Starts the workers and returns when none is left.
@@ -333,6 +334,8 @@ class Job:
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
         due = [self._decide_at, self._next_step_at, *(stream.show_rest_at for stream in streams)]
         times = [at for at in due if at is not None]
+        times = [0.0] if self._may_have_ended else times
+        self._may_have_ended = False
         ready = self._selector.select(max(0.0, min(times) - time.monotonic()) if times else None)
         # Ends come before output: a peer's complaint is never taken for older than the end that caused it.
         self._collect_ended()
@@ -430,7 +433,8 @@ class Job:
     def _on_signals(self, fd: int) -> None:
         for signum in os.read(fd, 256):
             if signum == signal.SIGCHLD:
-                continue  # it has woken us up; _turn does the rest
+                self._may_have_ended = True  # behind the last look: its byte was read here with that of another
+                continue
             self.asked_to_stop = True
             if self._stop_code is None:
                 ladders = {signal.SIGINT: _INTERRUPT, signal.SIGTERM: _PREEMPT}
