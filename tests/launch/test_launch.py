@@ -1059,3 +1059,7 @@ def test_a_launcher_of_another_tfring(says, received):
     ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
     assert f"Received: an agent of {ours}, and a launcher of {received}" in line
     assert line.endswith("Install the same tfring on all hosts.")
+
+
+def test_workers_that_end_while_others_are_started(launch):
+    launch(24, "pass")

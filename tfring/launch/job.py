@@ -146,6 +146,7 @@ class Job:
         self._stop_code: int | None = None  # the job's exit code, once it is being stopped
         self._ladder: list[tuple[signal.Signals, float]] = []
         self._next_step_at: float | None = None
+        self._processes: list[subprocess.Popen] = []  # kept, for a new Popen collects those that nothing refers to
         self._may_have_ended = False  # whether a child may have, since they were last collected
 
     def run(self, parent_gone: int) -> int:
@@ -219,6 +220,7 @@ class Job:
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
         self._add_worker(rank, process.pid, send_signal, (out, err), log, server)
         self._taken[rank] = taken
+        self._processes.append(process)
 
     def _add_worker(
         self,
