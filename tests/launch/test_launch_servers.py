@@ -1,16 +1,34 @@
-"""`tfring launch --servers` with real processes: roles, ends, a killed worker, a killed server."""
+"""`tfring launch --servers` with real processes: roles, ends, a killed worker, a killed server, one that comes back."""
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
 
-TRAIN = """\
-import os, pathlib, signal, sys, time
+BEGIN = """\
+import json, os, pathlib, signal, sys, time
 import numpy as np
 import keras
 import tfring
+
+
+def kill_server(number):
+    def is_it(pid):
+        try:
+            environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\\0")
+            parent = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            return os.getppid() == parent and f"TFRING_SERVER={number}".encode() in environ
+        except OSError:
+            return False
+
+    [pid] = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_it(p)]
+    os.kill(pid, signal.SIGKILL)
+
+"""
+
+TRAIN = BEGIN + """\
 
 strategy = tfring.ParameterServerStrategy(**eval(sys.argv[1]))
 print("trains", flush=True)
@@ -29,18 +47,7 @@ class Die(keras.callbacks.Callback):
         if sys.argv[2] == "worker" and (here / "killed").exists() and not (here / f"after-{rank}").exists():
             (here / f"after-{rank}").write_text(repr(time.time()))
         if rank == 0 and self.batches == 3 and sys.argv[2] == "server":
-            [pid] = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_server(p)]
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_server(pid):
-    try:
-        environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\\0")
-        return os.getppid() == int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) and (
-            b"TFRING_SERVER=0" in environ
-        )
-    except OSError:
-        return False
+            kill_server(0)
 
 
 x = np.random.RandomState(0).randn(400, 4).astype("float32")
@@ -52,13 +59,60 @@ print("done", flush=True)
 """
 
 
+# Kills servers, one after the other. `calm` waits before until a snapshot holds all that was pushed.
+COMES_BACK = BEGIN + """\
+strategy = tfring.ParameterServerStrategy(update="async", snapshot_dir=sys.argv[1], snapshot_seconds=0.2)
+rank = strategy.cluster.rank
+calm = sys.argv[2] == "calm"
+
+
+def label(y_true, y_pred):
+    return y_true
+
+
+class Kill(keras.callbacks.Callback):
+    batches, longest, last = 0, 0.0, None
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.last is not None:
+            self.longest = max(self.longest, time.monotonic() - self.last)
+        time.sleep(0.01)
+        if rank == 0 and self.batches in (12, 24):
+            time.sleep(2.0 if calm else 0.0)
+            kill_server(self.batches // 12 - 1)
+        self.last = time.monotonic()
+
+
+def model(of_a_process=False):
+    keras.utils.set_random_seed(0)
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[label])
+    return made
+
+
+x = np.random.RandomState(0).randn(1200, 4).astype("float32")
+y = x.sum(1)
+with strategy.scope():
+    trained = model()
+kill = Kill()
+history = trained.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0, callbacks=[kill]).history
+alone = model()
+if calm:
+    alone.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+differ = max(abs(a - b).max() for a, b in zip(trained.get_weights(), alone.get_weights()))
+told = {"batches": kill.batches, "longest": kill.longest, "differ": float(differ), "mean": float(y.mean())}
+print("TOLD", json.dumps({**told, **history}), flush=True)
+"""
+
+
 @pytest.fixture
 def launch(tmp_path):
-    def run(n, servers, options, dies="nobody"):
+    def run(n, servers, options, dies="nobody", program=TRAIN, more=()):
         script = tmp_path / "train.py"
-        script.write_text(TRAIN)
-        command = [sys.executable, "-m", "tfring.launch", "-n", str(n), "--servers", str(servers), str(script)]
-        command += [repr(options), dies]
+        script.write_text(program)
+        command = [sys.executable, "-m", "tfring.launch", "-n", str(n), "--servers", str(servers), *more, str(script)]
+        command += [options if isinstance(options, str) else repr(options), dies]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
     return run
@@ -87,3 +141,30 @@ def test_who_is_needed_ends_the_job(launch, options, dies, says):
     done = launch(2, 1, options, dies)
     assert done.returncode == 137, done.stdout + done.stderr
     assert re.search(says, done.stderr), done.stderr
+
+
+def test_a_killed_server_comes_back_with_weights_and_slots_of_its_snapshot(launch, tmp_path):
+    done = launch(1, 2, str(tmp_path / "snapshots"), "calm", COMES_BACK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("goes on from its snapshot") == 2, done.stderr
+    told = json.loads(done.stdout.split("TOLD")[1])
+    assert told["differ"] < 1e-5, told  # nothing was pushed behind the snapshots
+    assert told["longest"] < 20, told
+
+
+def test_every_row_is_trained_once_though_servers_are_killed(launch, tmp_path):
+    done = launch(2, 2, str(tmp_path / "snapshots"), "at once", COMES_BACK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("goes on from its snapshot") == 2, done.stderr
+    told = [json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)]
+    assert sum(one["batches"] for one in told) == 240
+    for one in told:
+        assert one["label"] == pytest.approx([one["mean"]] * 2, abs=1e-5), told
+        assert one["loss"][1] < one["loss"][0] and one["longest"] < 20, told
+
+
+def test_a_server_that_is_not_started_again_ends_the_job(launch, tmp_path):
+    more = ["--max-server-restarts", "0"]
+    done = launch(2, 1, {"update": "async", "snapshot_dir": str(tmp_path / "snapshots")}, "server", more=more)
+    assert done.returncode == 137, done.stdout + done.stderr
+    assert "server 0 failed first: killed by SIGKILL" in done.stderr, done.stderr

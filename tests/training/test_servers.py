@@ -321,3 +321,54 @@ def test_an_update_does_not_wait_for_backup_workers():
     assert_every_row_once(results, 4)
     assert results[0][1]["max_staleness"] != [0.0, 0.0]
     assert sum(results[0][1]["dropped_gradients"]) > 0
+
+
+def train_with_broken_links(strategy, folder):
+    """Breaks the link to a server after each kind of request, before the reply; compares with one process."""
+    import keras
+
+    small_pieces()
+    client, seen, broken = strategy.updater.client, {}, []
+
+    def break_after(server, connection):
+        send = connection.send
+
+        def breaking(head, arrays=()):
+            send(head, arrays)
+            count = seen[server, head["op"]] = seen.get((server, head["op"]), 0) + 1
+            if head["op"] not in ("join", "leave") and count in (1, 4):
+                broken.append((server, head["op"]))
+                connection._communicator.abort(tfring.errors.PeerLostError("broken by the test"))
+
+        connection.send = breaking
+        return connection
+
+    joined_again = client._joined_again
+    client._joined_again = lambda server, deadline: break_after(server, joined_again(server, deadline))
+    for server, connection in enumerate(client._connections):
+        break_after(server, connection)
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+    with strategy.scope():
+        model = embedding_model(keras.optimizers.Adam(0.01))
+    alone = embedding_model(keras.optimizers.Adam(0.01), "one_hot")
+    alone.set_weights(model.get_weights())
+    model.fit(x, y, **options)
+    alone.fit(x, y, **options)
+    return broken, relative_error(model.get_weights(), alone.get_weights())
+
+
+def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_path):
+    settings = {"update": "async", "snapshot_dir": str(tmp_path), "snapshot_seconds": 1000.0}
+    [(broken, error)] = run(1, 2, train_with_broken_links, str(tmp_path), **settings)
+    assert {(0, "push"), (1, "push"), (0, "claim"), (0, "meet"), (0, "create"), (1, "rows")} <= set(broken), broken
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"snapshot_dir": "/tmp"}, '`snapshot_dir` is of update="async"'),
+    ({"update": "async", "snapshot_dir": "/tmp", "snapshot_seconds": 0}, "`snapshot_seconds` is a number above 0"),
+])
+def test_settings_of_snapshots_are_checked(options, says):
+    with pytest.raises(ValueError, match=says):
+        tfring.ParameterServerStrategy(**options)

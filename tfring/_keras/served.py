@@ -188,6 +188,7 @@ class Updater:
         """Sends the weights that the program has assigned since the last loop to the servers."""
         with self._lock:
             changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
+            self.client.known["is_training"] = self.is_star
             if self.is_star:
                 self.client.ask_all("begin", [{}] * self.client.num_servers)
             changed = self.meet("begin", [np.array([len(changed)])])[0][0] > 0
@@ -200,6 +201,7 @@ class Updater:
         """Brings back what the servers hold, before callbacks see the end of the loop."""
         with self._lock:
             self._claims = None
+            self.client.known["is_training"] = False
             if self.is_star:
                 self.client.ask_all("end", [{}] * self.client.num_servers)
                 self._aggregate(model)
@@ -255,7 +257,9 @@ class Updater:
 
     def _claim(self, epoch: str) -> int:
         with self._lock:
-            return int(self.client.ask(0, "claim", {"epoch": epoch})[0]["batch"])
+            batch = int(self.client.ask(0, "claim", {"epoch": epoch})[0]["batch"])
+            self.client.known["claimed"] = [epoch, batch]
+            return batch
 
     def callbacks(self, callbacks: list) -> list:
         """Returns the callbacks of `fit`, before them one that adds staleness and waiting to the logs of an epoch.
@@ -295,8 +299,10 @@ class Updater:
 
     def meet(self, name: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Waits for all workers that are left and returns the sums of what they have brought."""
-        head = {"name": f"{name}/{next(self._loops)}"}
-        return self.client.ask(0, "meet", head, arrays)[1]
+        name = f"{name}/{next(self._loops)}"
+        results = self.client.ask(0, "meet", {"name": name}, arrays)[1]
+        self.client.known.update(meeting=name, results=results)
+        return results
 
 
 class Statistics:

@@ -87,6 +87,13 @@ def _parser() -> argparse.ArgumentParser:
         help="start S more processes of the program that serve parameters (tfring.ParameterServerStrategy)",
     )
     launch.add_argument(
+        "--max-server-restarts",
+        type=_number,
+        default=3,
+        metavar="K",
+        help="start each server that keeps snapshots (snapshot_dir) again in its place, at most K times (default: 3)",
+    )
+    launch.add_argument(
         "--min-workers",
         type=_positive,
         metavar="M",
@@ -189,7 +196,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         error(str(problem))
     variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
     limits = Limits(arguments.max_restarts, arguments.min_workers)
-    return _run(arguments, command, limits=limits, num_servers=arguments.servers, variables=variables)
+    servers = {"num_servers": arguments.servers, "max_server_restarts": arguments.max_server_restarts}
+    return _run(arguments, command, limits=limits, servers=servers, variables=variables)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -255,7 +263,7 @@ def _run(
     command: list[str],
     quiet_codes: Sequence[int] = (),
     limits: Limits = _NO_RESTARTS,
-    num_servers: int = 0,
+    servers: dict[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a command as a job, where the options say, with these variables in the workers' environment."""
@@ -267,7 +275,8 @@ def _run(
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
-    if hosts and num_servers:
+    servers = servers or {"num_servers": 0}
+    if hosts and servers["num_servers"]:
         error("--servers starts them on this host, and an allocation's workers run on its nodes: leave --servers out")
     if not hosts and arguments.n is None:
         error("say how many workers with -n, or where with --hosts or --hostfile")
@@ -301,7 +310,7 @@ def _run(
         return Job(
             command,
             sum(host.num_workers for host in hosts) or arguments.n,
-            num_servers=num_servers,
+            **servers,
             log_dir=arguments.log_dir,
             environ={**os.environ, **of_all, **variables},
             hosts=hosts,

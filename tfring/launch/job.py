@@ -37,10 +37,13 @@ _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the ot
 
 _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
 
+_COMES_BACK = b"s"  # what a server has said that goes on from a snapshot, once it is started again
+
 _CANNOT_START = 71  # EX_OSERR
 _LOST_HOST = 255  # the exit code of a worker whose host is lost; ssh's own too
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
+_BACKLOG = 128  # connections that wait for a worker
 _MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while as much is still to be shown
 
 
@@ -86,6 +89,7 @@ class Job:
         command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
         num_workers: The world size.
         num_servers: How many more processes serve parameters, on this host.
+        max_server_restarts: How often each server that keeps snapshots is started again in its place.
         log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
@@ -102,6 +106,7 @@ class Job:
         num_workers: int,
         *,
         num_servers: int = 0,
+        max_server_restarts: int = 0,
         log_dir: pathlib.Path | None = None,
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
@@ -114,6 +119,10 @@ class Job:
         self._command = list(command)
         self._num_workers = num_workers
         self._num_servers = num_servers
+        self._max_server_restarts = max_server_restarts
+        self._server_restarts: dict[int, int] = {}  # by rank
+        self._addresses: list[str] = []  # of workers, then of servers, where all are on this host
+        self._reserved: dict[int, socket.socket] = {}  # by rank: bound to a server's port, for the next in its place
         self._log_dir = log_dir
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
@@ -138,6 +147,7 @@ class Job:
         self._is_reading = True
         self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
         self._workers: list[Worker] = []
+        self._replaced: list[Worker] = []  # servers that were started again, whose output may not have been read yet
         self._shown = Shown()
         self._out, self._err = surfaces()
         self._failed: list[Worker] = []  # by themselves, not because they were stopped
@@ -193,20 +203,44 @@ class Job:
     def _start(self) -> None:
         # Bound here and handed down, so that no other program takes a port before its worker listens.
         num_processes = self._num_workers + self._num_servers
-        listeners = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(num_processes)]
-        addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-        workers, servers = addresses[: self._num_workers], addresses[self._num_workers :]
+        listeners = [_bound() for _ in range(num_processes)]
+        self._addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         for rank, listener in enumerate(listeners):
-            number = None if rank < self._num_workers else rank - self._num_workers
-            own, index = (workers, rank) if number is None else (servers, number)
-            cluster = Cluster.from_hosts(own, index, launch_variables.SOURCE, listener.fileno())
-            try:
-                self._start_worker(rank, cluster, number, servers if number is None else workers)
-            except OSError as error:
-                what = f"rank {rank}" if number is None else f"server {number}"
-                raise _CannotStartError(f"could not start {what}: {error}") from error
+            if rank >= self._num_workers and self._max_server_restarts:
+                self._reserved[rank] = _bound(listener.getsockname()[1])
+            listener.listen(_BACKLOG)
+        for rank, listener in enumerate(listeners):
+            self._start_at_place(rank, listener)
         for listener in listeners:
             listener.close()  # or a dead worker's port would still take connections
+
+    def _start_at_place(self, rank: int, listener: socket.socket) -> None:
+        workers, servers = self._addresses[: self._num_workers], self._addresses[self._num_workers :]
+        number = None if rank < self._num_workers else rank - self._num_workers
+        own, index = (workers, rank) if number is None else (servers, number)
+        cluster = Cluster.from_hosts(own, index, launch_variables.SOURCE, listener.fileno())
+        try:
+            self._start_worker(rank, cluster, number, servers if number is None else workers)
+        except OSError as error:
+            what = f"rank {rank}" if number is None else f"server {number}"
+            raise _CannotStartError(f"could not start {what}: {error}") from error
+
+    def _start_server_again(self, worker: Worker) -> None:
+        """Starts another process in the place of a server that keeps snapshots."""
+        rank = worker.rank
+        restart = self._server_restarts[rank] = self._server_restarts.get(rank, 0) + 1
+        self._say(
+            f"{worker.name} is lost: {_describe(worker.exit_code)}. Its restart {restart} of "
+            f"{self._max_server_restarts}: the workers wait for it, and it goes on from its last snapshot."
+        )
+        self._replaced.append(worker)
+        os.close(self._taken.pop(rank))
+        self._said.pop(rank, None)
+        with self._reserved[rank] as listener:
+            self._reserved[rank] = _bound(listener.getsockname()[1])
+            listener.listen(_BACKLOG)
+            self._start_at_place(rank, listener)
+        self._workers[rank] = self._workers.pop()
 
     def _start_worker(self, rank: int, cluster: Cluster, server: int | None, others: Sequence[str]) -> None:
         """Starts a worker, or a server, and hands it where the `others` listen: the servers, or the workers."""
@@ -243,7 +277,8 @@ class Job:
         if not self._log_dir:
             return None
         path = self._log_dir / (f"rank-{rank}.log" if server is None else f"server-{server}.log")
-        return path.open("ab", buffering=0) if self._restart else path.open("wb", buffering=0)
+        grows = self._restart or self._server_restarts.get(rank)
+        return path.open("ab", buffering=0) if grows else path.open("wb", buffering=0)
 
     # ---------------------------------------------------------------------------------------------- elsewhere
 
@@ -385,10 +420,17 @@ class Job:
         now = time.monotonic()
         worker.out.pump()
         worker.err.pump()
+        if code == 0:
+            self._end_servers_started_again()
         if code == 0 or self._stop_code is not None:
             return
         if self._is_spared(worker):
             self._say(f"{worker.name} is lost: {_describe(code)}. The other workers go on.")
+            self._end_servers_started_again()
+            return
+        if self._comes_back(worker):
+            if self._is_training():
+                self._start_server_again(worker)
             return
         worker.failed_at = now if code < 0 else (worker.err.traceback_at or now)
         self._failed.append(worker)
@@ -402,6 +444,22 @@ class Job:
         others = [w for w in self._workers if w.server is None and w is not worker]
         is_one_left = any(w.exit_code in (None, 0) for w in others)
         return _GOES_ON in self._hear(worker.rank) and is_one_left
+
+    def _is_training(self) -> bool:
+        """Returns whether a worker still runs."""
+        return any(worker.server is None and worker.exit_code is None for worker in self._workers)
+
+    def _comes_back(self, worker: Worker) -> bool:
+        """Returns whether a server that failed is started again, or is not needed any more."""
+        if worker.server is None or _COMES_BACK not in self._hear(worker.rank):
+            return False
+        return self._server_restarts.get(worker.rank, 0) < self._max_server_restarts or not self._is_training()
+
+    def _end_servers_started_again(self) -> None:
+        """Ends those that workers have not come back to, once no worker is left to do so."""
+        for worker in self._workers:
+            if not self._is_training() and self._server_restarts.get(worker.rank) and worker.exit_code is None:
+                worker.send_signal(signal.SIGTERM)
 
     def _hear(self, rank: int) -> bytes:
         """Returns what a worker on this host has said of its place."""
@@ -479,8 +537,10 @@ class Job:
         return time.monotonic() - self._start_at
 
     def _report(self) -> None:
-        for worker in self._workers:
+        for worker in (*self._replaced, *self._workers):
             worker.close()
+        for reserved in self._reserved.values():
+            reserved.close()
         alone = self._num_workers > 1 and bool(self._taken) and not self._collect_taken()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)
@@ -560,6 +620,14 @@ class Job:
 
     def _watch(self, fd: int, on_ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)
+
+
+def _bound(port: int = 0) -> socket.socket:
+    """Returns a socket that does not listen yet; several may be bound to a port, as long as none listens."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", port))
+    return bound
 
 
 @functools.cache

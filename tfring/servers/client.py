@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import itertools
+import logging
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tfring import errors
+from tfring import config, errors
 from tfring.cluster.roles import Roles
-from tfring.errors import TfringError
+from tfring.errors import PeerLostError, RendezvousError, TfringError
 from tfring.servers.connection import Connection
+
+_LOOK_SECONDS = 0.5  # between looks at whether a server is gone that nothing is asked of
+_PAUSE_SECONDS = 0.1  # before another attempt to connect
+
+_log = logging.getLogger(__name__)
 
 Reply = tuple[dict[str, Any], list[np.ndarray]]
 
@@ -24,19 +33,38 @@ class Client:
     Args:
         roles: Of this process, a worker.
         settings: What the strategy was made with; servers compare it with theirs.
+        can_come_back: Whether a server that is lost may come back, from a snapshot; it is waited for.
+
+    Attributes:
+        known: What a server that comes back is told: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
+            name of the last, and `results`, what it returned.
 
     Raises:
         RendezvousError: A server did not come.
         TfringError: A server's program made its strategy with other settings.
     """
 
-    def __init__(self, roles: Roles, settings: Mapping[str, Any]) -> None:
+    def __init__(self, roles: Roles, settings: Mapping[str, Any], can_come_back: bool = False) -> None:
         self.rank = roles.index
         self.num_servers = len(roles.servers)
+        self.known: dict[str, Any] = {}
+        self._roles = roles
+        self._settings = dict(settings)
+        self._jobs: list[str | None] = [None] * self.num_servers
+        self._numbers = itertools.count()
+        self._bytes_before = [0] * self.num_servers  # sent by connections that were lost
+        self._locks = [threading.Lock() for _ in range(self.num_servers)]
+        self._gone: dict[int, TfringError] = {}  # servers that did not come back
+        self._closing = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.num_servers, "tfring-servers")
         self._connections = list(self._pool.map(lambda s: Connection(roles, s), range(self.num_servers)))
         atexit.register(self._close_at_exit)
-        self.ask_all("join", [{"settings": dict(settings)}] * self.num_servers)
+        self._can_come_back = False  # who is lost before all have joined ends the job
+        replies = self.ask_all("join", [{"settings": self._settings}] * self.num_servers)
+        self._jobs = [reply.get("job") for reply, _ in replies]
+        self._can_come_back = can_come_back
+        for server in range(self.num_servers) if can_come_back else ():
+            threading.Thread(target=self._watch, args=(server,), name="tfring-servers-watch", daemon=True).start()
 
     def ask_all(
         self, operation: str, heads: Sequence[Mapping[str, Any]], arrays: Sequence[Sequence[np.ndarray]] | None = None
@@ -57,29 +85,95 @@ class Client:
         return [future.result() for future in asked]
 
     def ask(self, server: int, operation: str, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> Reply:
-        """Asks one server; see `ask_all`."""
-        connection = self._connections[server]
-        connection.send({"op": operation, **head}, arrays)
-        reply = connection.receive()
+        """Asks one server; see `ask_all`. Where it is lost and comes back, the request is repeated."""
+        message = {"op": operation, "number": next(self._numbers), **head}
+        with self._locks[server]:
+            while True:
+                if server in self._gone:
+                    raise self._gone[server]
+                try:
+                    self._connections[server].send(message, arrays)
+                    reply = self._connections[server].receive()
+                    break
+                except PeerLostError as error:
+                    if not self._can_come_back:
+                        raise
+                    self._reconnect(server, error)
+        return self._checked(server, reply)
+
+    def _checked(self, server: int, reply: Reply) -> Reply:
+        """Raises the error that a reply holds, if it is one."""
         if "error" in reply[0]:
             kind = getattr(errors, str(reply[0].get("kind")), TfringError)
             raise kind(f"Server {server}: {reply[0]['error']}")
         return reply
 
+    def _watch(self, server: int) -> None:
+        """Comes back to a server also while nothing is asked of it: others may wait for this worker there."""
+        lock = self._locks[server]
+        while not self._closing.wait(_LOOK_SECONDS):
+            if lock.acquire(blocking=False):
+                try:
+                    if not self._closing.is_set() and server not in self._gone and self._connections[server].is_broken:
+                        self._reconnect(server, "its connection closed")
+                except TfringError:
+                    return  # the next request raises it
+                finally:
+                    lock.release()
+
+    def _reconnect(self, server: int, why: object) -> None:
+        """Waits for a server that is lost, and joins it again.
+
+        Raises:
+            PeerLostError: It did not come back in time, or without what it held.
+        """
+        seconds, began = config.read("TFRING_CONNECT_TIMEOUT_SECONDS"), time.monotonic()
+        _log.warning("Worker %d waits up to %g s for server %d to come back: %s", self.rank, seconds, server, why)
+        self._connections[server].close()
+        try:
+            connection = self._joined_again(server, began + seconds)
+        except TfringError as problem:
+            self._gone[server] = problem
+            raise
+        self._bytes_before[server] += self._connections[server].bytes_sent()
+        self._connections[server] = connection
+        _log.warning("Server %d is back with worker %d after %.1f s.", server, self.rank, time.monotonic() - began)
+
+    def _joined_again(self, server: int, deadline: float) -> Connection:
+        while True:
+            connection = None
+            try:
+                connection = Connection(self._roles, server, max(_PAUSE_SECONDS, deadline - time.monotonic()))
+                known = {"settings": self._settings, "job": self._jobs[server], **self.known}
+                results = known.pop("results", [])
+                connection.send({"op": "join", **known}, results)
+                reply = connection.receive()
+            except (PeerLostError, RendezvousError) as error:  # it is gone again, perhaps
+                if connection is not None:
+                    connection.close()
+                if time.monotonic() >= deadline or self._closing.is_set():
+                    raise PeerLostError(f"server {server} has not come back: {error}") from None
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            self._checked(server, reply)
+            return connection
+
     def bytes_sent(self) -> int:
         """Returns how many bytes this worker has sent to servers."""
-        return sum(connection.bytes_sent() for connection in self._connections)
+        return sum(self._bytes_before) + sum(connection.bytes_sent() for connection in self._connections)
 
     def close(self, is_done: bool = True) -> None:
         """Leaves all servers. Where `is_done` is False they learn that this worker has failed."""
-        for connection in self._connections:
-            try:
-                if is_done:
-                    connection.send({"op": "leave"})
-                    connection.receive()
-            except TfringError:
-                pass  # it is gone, and needs no reply
-            connection.close()
+        self._closing.set()
+        for server, connection in enumerate(self._connections):
+            with self._locks[server]:
+                try:
+                    if is_done and server not in self._gone:
+                        connection.send({"op": "leave"})
+                        connection.receive()
+                except TfringError:
+                    pass  # it is gone, and needs no reply
+                connection.close()
         self._connections = []
         self._pool.shutdown()
         atexit.unregister(self._close_at_exit)

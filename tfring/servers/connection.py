@@ -21,18 +21,24 @@ class Connection:
     Args:
         roles: Of this process.
         other: The number of the server, or the rank of the worker.
+        seconds: How long to wait for it; by default as long as a ring waits for its ranks.
 
     Raises:
         RendezvousError: The other did not come.
     """
 
-    def __init__(self, roles: Roles, other: int) -> None:
+    def __init__(self, roles: Roles, other: int, seconds: float | None = None) -> None:
         self.name = f"worker {other}" if roles.is_server else f"server {other}"
         self._other = 1 if roles.is_server else 0
+        self._bytes_sent: int | None = None  # once it is closed
         cluster = roles.pair(other)
         try:
             self._communicator = Communicator.connect(
-                cluster, "servers", timeout_seconds=_FOR_EVER, stall_warning_seconds=_FOR_EVER
+                cluster,
+                "servers",
+                timeout_seconds=_FOR_EVER,
+                connect_timeout_seconds=seconds,
+                stall_warning_seconds=_FOR_EVER,
             )
         except RendezvousError as error:
             own = f"server {roles.index}" if roles.is_server else f"worker {roles.index}"
@@ -56,12 +62,20 @@ class Connection:
             self._call(lambda: self._communicator.receive(self._other, np.uint8, [None], name="message"))
         )
 
+    @property
+    def is_broken(self) -> bool:
+        """Returns whether the other is known to be gone."""
+        return self._communicator.failure() is not None
+
     def bytes_sent(self) -> int:
         """Returns how many bytes this end has sent."""
+        if self._bytes_sent is not None:
+            return self._bytes_sent
         return int(self._communicator.statistics()["bytes_sent"])
 
     def close(self) -> None:
         """Leaves the other, which gets a PeerLostError where it waits."""
+        self._bytes_sent = self.bytes_sent()
         self._communicator.close()
 
     def _call(self, function: Any) -> Any:

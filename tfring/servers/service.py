@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 import traceback
@@ -16,10 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tfring import config
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError, MismatchError, PeerLostError
 from tfring.servers.admission import Admission, Arrival
 from tfring.servers.connection import Connection
+from tfring.servers.snapshots import Snapshots
 
 _MOST_MEETINGS = 4  # that are remembered
 
@@ -81,6 +84,8 @@ class Service:
         make_held: `make_held(description)` makes what is held for one optimizer.
         make_admission: Makes the bookkeeping of one optimizer.
         needs_all: Whether the loss of one worker ends the job.
+        snapshots: Where snapshots are kept. Then a lost worker, or one that has lost this server, may come back.
+        snapshot_seconds: From one snapshot to the next.
     """
 
     def __init__(
@@ -90,20 +95,30 @@ class Service:
         make_held: Callable[[Mapping[str, Any]], Held],
         make_admission: Callable[[], Admission],
         needs_all: bool,
+        snapshots: Snapshots | None = None,
+        snapshot_seconds: float = 30.0,
     ) -> None:
         self._roles = roles
         self._settings = dict(settings)
         self._make_held = make_held
         self._make_admission = make_admission
         self._needs_all = needs_all
+        self._snapshots = snapshots
+        self._snapshot_seconds = snapshot_seconds
+        self._job: str | None = None  # whose snapshots are written: a server that is started again is told by workers
+        self._num_ordered = self._num_written = 0  # snapshots that are waited for
         self._changed = threading.Condition()
         self._groups: dict[int, _Group] = {}
         self._live = set(range(len(roles.workers)))
         self._training: set[int] = set()  # workers that have begun an epoch and not ended it
+        self._left: set[int] = set()
         self._lost: dict[int, str] = {}
+        self._awaited: set[int] = set()  # workers that have not come back yet to this server, which was started again
+        self._done: dict[int, int] = {}  # the number of the last request of each worker that was answered
         self._failure: str | None = None
         self._board: dict[str, Answer] = {}
-        self._claims: dict[str, int] = {}
+        self._claims: dict[str, int] = {}  # of each epoch: how many batches were handed out
+        self._claimed: dict[int, int] = {}  # the last batch of each worker
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
         self._results: dict[str, list[np.ndarray]] = {}
         self._at: dict[int, str] = {}  # the meeting that a worker waits in
@@ -129,39 +144,62 @@ class Service:
             PeerLostError: A worker was lost that the others need, or all were.
             RendezvousError: A worker did not come.
         """
-        threads = [
-            threading.Thread(target=self._serve, args=(worker,), name=f"tfring-worker-{worker}", daemon=True)
+        threads = {
+            worker: threading.Thread(target=self._serve, args=(worker,), name=f"tfring-worker-{worker}", daemon=True)
             for worker in sorted(self._live)
-        ]
-        for thread in threads:
+        }
+        for thread in threads.values():
             thread.start()
-        for thread in threads:
-            while thread.is_alive():  # so that Ctrl-C is heard
-                thread.join(0.2)
-        if self._failure or len(self._lost) == len(self._roles.workers):
+        if self._snapshots is not None:
+            threading.Thread(target=self._write_snapshots, name="tfring-snapshots", daemon=True).start()
+        seconds_alone, step = 0.0, 0.2  # so that Ctrl-C is heard
+        patience = 0.0 if self._snapshots is None else config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
+        while self._live or (not self._left and seconds_alone < patience):
+            time.sleep(step)
+            seconds_alone = 0.0 if self._live else seconds_alone + step
+        for worker, thread in threads.items():
+            if worker in self._left or self._snapshots is None:
+                thread.join()
+        if self._failure or not self._left:
             raise PeerLostError(self._failure or "; ".join(self._lost.values()))
 
     def _serve(self, worker: int) -> None:
-        try:
-            connection = Connection(self._roles, worker)
-            while True:
-                head, arrays = connection.receive()
-                operation = head.pop("op", None)
-                if operation == "leave":
-                    self._leave(worker, None)
-                    connection.send({})
-                    connection.close()
+        """Answers a worker until it leaves, or is lost; where snapshots are kept also when it comes back."""
+        while worker not in self._left:
+            connection = None
+            try:
+                connection = Connection(self._roles, worker)
+                self._answer_all(worker, connection)
+            except Exception as error:
+                self._leave(worker, str(error) or type(error).__name__)
+                if self._snapshots is None:
                     return
+            finally:
+                if connection is not None:
+                    connection.close()
+
+    def _answer_all(self, worker: int, connection: Connection) -> None:
+        while worker not in self._left:
+            head, arrays = connection.receive()
+            operation = head.pop("op", None)
+            if operation == "leave":
+                self._leave(worker, None)
+                connection.send({})
+            else:
                 connection.send(*self._answer(worker, operation, head, arrays))
-        except Exception as error:
-            self._leave(worker, str(error) or type(error).__name__)
 
     def _answer(self, worker: int, operation: Any, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         try:
             if operation not in self._operations:
                 raise ConfigurationError(f"There is no operation {operation!r}.")
+            number = head.pop("number", None)
             with self._changed:
-                return self._operations[operation](worker, head, arrays)
+                # A worker repeats its last request where it has lost the connection before the reply.
+                head["is_repeated"] = number is not None and self._done.get(worker) == number
+                answer = self._operations[operation](worker, head, arrays)
+                if number is not None:
+                    self._done[worker] = number
+                return answer
         except Exception as error:
             if isinstance(error, (ConfigurationError, MismatchError, PeerLostError)):
                 return {"error": str(error), "kind": type(error).__name__}, []
@@ -172,7 +210,10 @@ class Service:
         with self._changed:
             self._live.discard(worker)
             self._training.discard(worker)
-            if why is not None:
+            self._awaited.discard(worker)
+            if why is None:
+                self._left.add(worker)
+            elif worker not in self._lost:
                 self._lost[worker] = why
                 _log.warning("Worker %d is lost: %s", worker, why)
                 if self._needs_all and self._failure is None:
@@ -202,7 +243,36 @@ class Service:
                 "All processes of a job make their strategy with the same settings. Received: "
                 f"{head['settings']} of worker {worker}; {self._settings} of server {self._roles.index}."
             )
-        return {}, []
+        if self._snapshots is None:
+            return {}, []
+        job = head.get("job")
+        if job is not None and job != self._job:
+            self._restore(job)
+        elif self._job is None:
+            self._job = secrets.token_hex(8)
+            self._snapshots.begin(self._job)
+            self._order_snapshot()
+        if job is not None:
+            self._readmit(worker, head, arrays)
+        return {"job": self._job}, []
+
+    def _readmit(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        """Takes a worker back, and from it what it alone knows: its last batch and its last meeting."""
+        if worker in self._awaited:
+            if head.get("claimed"):
+                epoch, batch = head["claimed"]
+                self._claims[epoch] = max(self._claims.get(epoch, 0), batch + 1)
+            if head.get("meeting"):
+                self._results.setdefault(head["meeting"], [a.copy() for a in arrays])
+                self._meetings.setdefault(head["meeting"], {})
+        self._live.add(worker)
+        self._lost.pop(worker, None)
+        self._awaited.discard(worker)
+        for group in self._groups.values():
+            group.admission.live.add(worker)
+        if head.get("is_training"):
+            self._begin(worker, {}, [])
+        self._changed.notify_all()
 
     def _create(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Worker 0 hands over the values; the others wait for it, and find what they have alike."""
@@ -214,8 +284,10 @@ class Service:
                 group = self._groups[number] = _Group(held, description, self._make_admission())
                 for trainer in self._training:
                     group.admission.begin(trainer)
-            group.held.load(head, arrays)
+            if not head["is_repeated"]:
+                group.held.load(head, arrays)
             self._changed.notify_all()
+            self._order_snapshot()
         else:
             self._wait_until(lambda: number in self._groups or 0 not in self._live)
             if number not in self._groups:
@@ -230,13 +302,14 @@ class Service:
 
     def _push(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         group, began = self._groups[int(head["group"])], time.monotonic()
-        rate = head.get("learning_rate")
-        group.gradients[worker] = (head.get("weight"), [a.copy() for a in arrays], rate)
-        group.taken.pop(worker, None)
-        group.admission.arrive(worker)
-        self._try_update(group)
-        self._wait_until(lambda: worker in group.taken)
-        arrival = group.taken[worker]
+        if not head["is_repeated"]:
+            rate = head.get("learning_rate")
+            group.gradients[worker] = (head.get("weight"), [a.copy() for a in arrays], rate)
+            group.taken.pop(worker, None)
+            group.admission.arrive(worker)
+            self._try_update(group)
+            self._wait_until(lambda: worker in group.taken)
+        arrival = group.taken.get(worker) or Arrival(worker, 0, 1.0)
         reply = {
             "staleness": arrival.staleness,
             "factor": arrival.factor,
@@ -304,17 +377,20 @@ class Service:
 
     def _claim(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Hands out the numbers of an epoch's batches, each once."""
-        number = self._claims.get(head["epoch"], 0)
-        if head["epoch"] not in self._claims and len(self._claims) > 1:
-            self._claims.pop(next(iter(self._claims)))  # all are in the last two
-        self._claims[head["epoch"]] = number + 1
-        return {"batch": number}, []
+        self._wait_until(lambda: not self._awaited)
+        if not head["is_repeated"] or worker not in self._claimed:
+            number = self._claims.get(head["epoch"], 0)
+            self._claims[head["epoch"]] = number + 1
+            self._claimed[worker] = number
+        return {"batch": self._claimed[worker]}, []
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Sends what worker 0 has posted under a name to all who ask for it."""
         name = head["name"]
         if worker == 0:
             self._board[name] = ({}, [a.copy() for a in arrays])
+            if self._snapshots is not None:
+                self._snapshots.post({"name": name}, arrays)
             self._changed.notify_all()
         self._wait_until(lambda: name in self._board or 0 not in self._live)
         if name not in self._board:
@@ -324,6 +400,12 @@ class Service:
     def _meet(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Waits for all workers that are left, and returns the sums of what they have brought."""
         name = head["name"]
+        self._wait_until(lambda: not self._awaited)
+        if name not in self._results and any(_number(name) < _number(other) for other in self._results):
+            raise MismatchError(
+                f"Worker {worker} was lost, and the others have gone on without it. Received: {name!r} of it, and "
+                f"{max(self._results, key=_number)!r} of the others."
+            )
         self._meetings.setdefault(name, {})[worker] = [a.copy() for a in arrays]
         self._at[worker] = name
         self._settle_meetings()
@@ -348,6 +430,97 @@ class Service:
                 self._changed.notify_all()
         for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
             del self._results[name], self._meetings[name]
+
+    # -- snapshots, and a server that is started again -------------------------------------------------------------
+
+    def _order_snapshot(self) -> None:
+        """Waits until a snapshot is written of what is held now; the lock is given back meanwhile."""
+        if self._snapshots is not None:
+            self._num_ordered += 1
+            ordered = self._num_ordered
+            self._changed.notify_all()
+            self._wait_until(lambda: self._num_written >= ordered)
+
+    def _write_snapshots(self) -> None:
+        assert self._snapshots is not None
+        written: list[int] = []  # the versions in the last snapshot
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_ordered > self._num_written, self._snapshot_seconds)
+                ordered = self._num_ordered
+                versions = [group.admission.version for group in self._groups.values()]
+                if self._job is None or (ordered == self._num_written and versions == written):
+                    continue
+                head, arrays = self._snapshot()
+            try:
+                self._snapshots.write(head, arrays)
+                written = versions
+            except OSError as error:
+                folder = self._snapshots.folder
+                _log.warning("Server %d cannot write its snapshot in %s: %s", self._roles.index, folder, error)
+            with self._changed:
+                self._num_written = ordered
+                self._changed.notify_all()
+
+    def _snapshot(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Returns copies of what is held, with the lock held."""
+        groups, arrays = {}, []
+        for number, group in self._groups.items():
+            values, slots = group.held.values("all"), group.held.slots()[1]
+            arrays += [array.copy() for array in (*values, *slots)]
+            groups[str(number)] = {
+                "description": group.description,
+                "version": group.admission.version,
+                "num_values": len(values),
+                "num_slots": len(slots),
+            }
+        done = {str(worker): number for worker, number in self._done.items()}
+        head = {"job": self._job, "time": time.time(), "live": sorted(self._live), "done": done, "groups": groups}
+        return head, arrays
+
+    def _restore(self, job: str) -> None:
+        """Takes what the last snapshot holds; the first worker that comes back to a server started again asks for it.
+
+        Raises:
+            PeerLostError: There is no snapshot of this job.
+        """
+        assert self._snapshots is not None
+        found = self._snapshots.read(job) if self._job is None else None
+        if found is None:
+            raise PeerLostError(
+                f"the server was started again, and {self._snapshots.folder} has no snapshot of this job that it has "
+                "written"
+            )
+        (head, arrays), posts = found
+        self._job = job
+        self._live, self._awaited = set(head["live"]), set(head["live"])
+        self._done = {int(worker): number for worker, number in head["done"].items()}
+        self._board = {told["name"]: ({}, its) for told, its in posts}
+        for number, about in head["groups"].items():
+            held = self._make_held(about["description"])
+            num_slots, num_arrays = about["num_slots"], about["num_values"] + about["num_slots"]
+            held.load({"has_values": True, "slots": list(range(num_slots))}, arrays[:num_arrays])
+            del arrays[:num_arrays]
+            group = self._groups[int(number)] = _Group(held, about["description"], self._make_admission())
+            group.admission.version = about["version"]
+            group.admission.live = set(self._live)
+        timer = threading.Timer(config.read("TFRING_LOST_SECONDS"), self._await_no_longer)
+        timer.daemon = True
+        timer.start()
+        updates = ", ".join(str(about["version"]) for about in head["groups"].values()) or "0"
+        _log.warning(
+            "Server %d goes on from its snapshot, written %.1f s ago after update %s: what was pushed to it since is "
+            "lost.", self._roles.index, time.time() - head["time"], updates,
+        )
+
+    def _await_no_longer(self) -> None:
+        for worker in list(self._awaited):
+            self._leave(worker, f"worker {worker} has not come back to server {self._roles.index}")
+
+
+def _number(meeting: str) -> int:
+    """Returns the place of a meeting in the order of all."""
+    return int(meeting.rpartition("/")[2])
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -15,10 +15,12 @@ from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
 from tfring.servers.collectives import PostedCollectives
 from tfring.servers.service import Service
+from tfring.servers.snapshots import Snapshots
 from tfring.strategy.ring import RingStrategy
 
 _UPDATES = ("sync", "async")
 _GOES_ON = b"a"  # what the launcher is told of a worker whose loss the others survive
+_COMES_BACK = b"s"  # and of a server that goes on from a snapshot, once it is started again
 
 
 class ParameterServerStrategy(RingStrategy):
@@ -46,6 +48,12 @@ class ParameterServerStrategy(RingStrategy):
         keeps the bound for its shards.
       backup_workers: with "sync", how many workers an update does not wait for: it takes the first gradients, and
         drops those that come later. Workers then train on batches of their own, as with "async".
+      snapshot_dir: a folder, the same for a server that is started again. Each server writes its shards and slots there
+        when they are made, and every `snapshot_seconds`. A server that is lost is started again by `tfring launch
+        --servers` (or by what started it) and goes on from its last snapshot; workers wait for it, up to
+        `TFRING_CONNECT_TIMEOUT_SECONDS`. What was pushed to it since the snapshot is lost. With "async" or
+        `backup_workers`. Default: None, the loss of a server ends the job.
+      snapshot_seconds: from one snapshot to the next, in seconds. Default: 30.
       roles: a `tfring.cluster.roles.Roles`; by default what the environment says.
       trace: as of RingStrategy.
 
@@ -70,6 +78,8 @@ class ParameterServerStrategy(RingStrategy):
         max_staleness: int | None = None,
         late: str = "wait",
         backup_workers: int = 0,
+        snapshot_dir: str | os.PathLike | None = None,
+        snapshot_seconds: float = 30.0,
         roles: Roles | None = None,
         trace: str | os.PathLike | None = None,
     ):
@@ -77,15 +87,21 @@ class ParameterServerStrategy(RingStrategy):
             raise ConfigurationError(f"`roles` is a tfring.cluster.roles.Roles or None. Received: roles={roles!r}")
         self.roles = Roles.of() if roles is None else roles
         settings = {
-            "update": update, "max_staleness": max_staleness, "late": late, "backup_workers": backup_workers
+            "update": update, "max_staleness": max_staleness, "late": late, "backup_workers": backup_workers,
+            "snapshot_dir": None if snapshot_dir is None else os.fspath(snapshot_dir),
+            "snapshot_seconds": snapshot_seconds,
         }
         _check(settings, None if self.roles is None else len(self.roles.workers))
         is_star = update == "async" or backup_workers > 0
         self._workers: Cluster | None = None
         if self.roles is not None:
             if self.roles.source == launch_variables.SOURCE:
-                taken = os.environ.get(launch_variables.TAKEN, "")
-                launch_variables.say_taken(taken, _GOES_ON if is_star and not self.roles.is_server else b"1")
+                says = b"1"
+                if is_star and not self.roles.is_server:
+                    says = _GOES_ON
+                elif snapshot_dir is not None and self.roles.is_server:
+                    says = _COMES_BACK
+                launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""), says)
             if self.roles.is_server:
                 _serve(self.roles, settings, is_star)
             self._workers = self.roles.cluster_of_workers()
@@ -98,7 +114,7 @@ class ParameterServerStrategy(RingStrategy):
                 f"devices={self.extended.worker_devices}. Start a worker for each, with CUDA_VISIBLE_DEVICES."
             )
         if self.roles is not None:
-            client = Client(self.roles, settings)
+            client = Client(self.roles, settings, can_come_back=snapshot_dir is not None)
             self.updater = Updater(client, is_star)
             if is_star:
                 self.extended.world = PostedCollectives(client)
@@ -157,6 +173,9 @@ def _check(settings: dict[str, Any], num_workers: int | None) -> None:
     def is_count(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
+    def is_seconds(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
     problem = None
     if update not in _UPDATES:
         problem = f"`update` is one of {_UPDATES}"
@@ -172,6 +191,13 @@ def _check(settings: dict[str, Any], num_workers: int | None) -> None:
         problem = '`backup_workers` are of update="sync": an asynchronous update waits for no worker'
     elif bound is None and late != "wait":
         problem = "`late` says what is done beyond `max_staleness`, so give both"
+    elif settings["snapshot_dir"] is not None and update == "sync" and not backup:
+        problem = (
+            '`snapshot_dir` is of update="async", or with `backup_workers`: a synchronous update equals one process, '
+            "and shards of two moments do not. Use tfring.callbacks.Backup with `tfring launch --max-restarts`"
+        )
+    elif not is_seconds(settings["snapshot_seconds"]):
+        problem = "`snapshot_seconds` is a number above 0"
     if problem is not None:
         received = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise ConfigurationError(f"{problem}. Received: {received}")
@@ -197,5 +223,14 @@ def _serve(roles: Roles, settings: dict[str, Any], is_star: bool) -> None:
     def make_held(description: Any) -> held.HeldShards:
         return held.HeldShards(description, roles.index)
 
-    Service(roles, settings, make_held, make_admission, needs_all=not is_star).run()
+    folder = settings["snapshot_dir"]
+    Service(
+        roles,
+        settings,
+        make_held,
+        make_admission,
+        needs_all=not is_star,
+        snapshots=None if folder is None else Snapshots(folder, roles.index),
+        snapshot_seconds=settings["snapshot_seconds"],
+    ).run()
     raise SystemExit(0)
