@@ -20,7 +20,8 @@ from tfring.errors import PeerLostError, RendezvousError, TfringError
 from tfring.servers.connection import Connection
 
 _LOOK_SECONDS = 0.5  # between looks at whether a server is gone that nothing is asked of
-_PAUSE_SECONDS = 0.1  # before another attempt to connect
+_TRY_SECONDS = 5.0  # for one attempt to connect, between looks at whether this worker leaves
+_PAUSE_SECONDS = 0.1  # before another attempt
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Client:
         while True:
             connection = None
             try:
-                connection = Connection(self._roles, server, max(_PAUSE_SECONDS, deadline - time.monotonic()))
+                connection = Connection(self._roles, server, _TRY_SECONDS)
                 known = {"settings": self._settings, "job": self._jobs[server], **self.known}
                 results = known.pop("results", [])
                 connection.send({"op": "join", **known}, results)
@@ -165,8 +166,9 @@ class Client:
     def close(self, is_done: bool = True) -> None:
         """Leaves all servers. Where `is_done` is False they learn that this worker has failed."""
         self._closing.set()
-        for server, connection in enumerate(self._connections):
-            with self._locks[server]:
+        for server, lock in enumerate(self._locks):
+            with lock:
+                connection = self._connections[server]
                 try:
                     if is_done and server not in self._gone:
                         connection.send({"op": "leave"})
@@ -174,7 +176,6 @@ class Client:
                 except TfringError:
                     pass  # it is gone, and needs no reply
                 connection.close()
-        self._connections = []
         self._pool.shutdown()
         atexit.unregister(self._close_at_exit)
 
