@@ -17,6 +17,7 @@ _EXPORTS = {
     "Cluster": "tfring.cluster",
     "ClusterResolver": "tfring.cluster_resolver",
     "Communicator": "tfring.ring.communicator",
+    "Delayed": "tfring.strategy",
     "Mesh": "tfring.cluster",
     "ParameterServerStrategy": "tfring.strategy",
     "RingAllReduce": "tfring.cross_device_ops",
@@ -60,12 +61,13 @@ if TYPE_CHECKING:
     from tfring.losses import gather_for_loss
     from tfring.reduction.sparse import SparseOptions
     from tfring.ring.communicator import Communicator
-    from tfring.strategy import ParameterServerStrategy, RingStrategy
+    from tfring.strategy import Delayed, ParameterServerStrategy, RingStrategy
 
 __all__ = [
     "Cluster",
     "ClusterResolver",
     "Communicator",
+    "Delayed",
     "Mesh",
     "ParameterServerStrategy",
     "RingAllReduce",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -47,6 +48,11 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         self._sparse = sparse or SparseOptions()
         self._buckets = buckets or BucketSizes()
         self._compression = compression
+
+    def over(self, collectives) -> RingAllReduce:
+        """Returns the same over other collectives, for IndexedSlices of any number of rows."""
+        sparse = dataclasses.replace(self._sparse, batch_size=None)
+        return RingAllReduce(collectives, self._devices, sparse, self._buckets, self._compression)
 
     @property
     def _num_between_graph_workers(self):

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfring import step
 from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring
 
 
@@ -41,6 +42,11 @@ def gather_for_loss(tensors: Any) -> Any:
     array([0, 1], dtype=int32)
     """
     strategy, running = current_ring(), step.current()
+    if strategy is not None and strategy.updater is not None and not strategy.updater.weighs:
+        raise ConfigurationError(
+            "With synchronization=Delayed(...) a worker computes its loss from its own rows. Received: a call of "
+            "gather_for_loss. Leave it out, or train without Delayed."
+        )
     if running is not None:
         running.refuse_in_parts("gather_for_loss")
     flat = [_checked(t) for t in tf.nest.flatten(tensors)]

@@ -62,6 +62,8 @@ def check_call(
     settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
     if name != "predict":
         settings.update(configuration.of_compile(model))
+        if strategy.updater is not None:
+            settings.update((name, configuration.item(value)) for name, value in strategy.updater.settings().items())
     return check_equal(strategy, f"model.{name}", arguments, settings, numbers)
 
 

@@ -21,6 +21,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
 
     _delegates = False  # to other optimizers, which have the slots
     _tfring_shards: Shards | None = None
+    _tfring_window: Any = None  # since the last synchronization, of `local_steps.py`
 
     @property
     def _ring(self) -> Any:
@@ -45,6 +46,8 @@ class OptimizerSlots(keras.optimizers.Optimizer):
                     "layers that are not divided",
                 )
         super().build(variables)
+        if self._ring is not None and self._ring.updater is not None:
+            self._ring.updater.on_build(self, variables)
 
     def _check_tables(self, variables: Sequence[Any]) -> None:
         """Raises ConfigurationError where this optimizer would update tables wrongly."""

@@ -47,6 +47,8 @@ class ReducedForOverrides:
         running = step.weighing()
         if self._ring is None or running is None or tf.distribute.get_replica_context() is None:
             return False
+        if self._ring.updater is not None and not self._ring.updater.weighs:  # a step of this worker's own rows
+            return False
         return self._current_update is None and running.applying is not self
 
     @contextlib.contextmanager

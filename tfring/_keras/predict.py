@@ -79,6 +79,8 @@ class PredictFunction:
     def __call__(self, batches: Sequence[Any]) -> Any:
         if not entry_under_way("predict"):
             [batch] = batches
+            if self._strategy.updater is not None:
+                self._strategy.updater.before_evaluation(self._model)
             return self._of_batch(tf.nest.map_structure(to_tensor, batch))
         self._check_shapes(batches[0])
         constants = self._constants(batches[0])

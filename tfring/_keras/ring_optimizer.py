@@ -113,15 +113,19 @@ class RingOptimizer(OptimizerSlots):
         running = step.current() or step.Step()
         is_complete = [*map(gradient_is_complete, every)]
         triples = zip(grads, every, is_complete, strict=True)
-        weighed = [g if done or is_value(v) else running.weigh(g) for g, v, done in triples]
+        updater = ring.updater  # which stands between this optimizer and the weights
+        weigh = running.weigh if updater is None or updater.weighs else lambda gradient: gradient
+        weighed = [g if done or is_value(v) else weigh(g) for g, v, done in triples]
 
         def in_cross_replica(grads: Sequence[Any], active: Any) -> None:
             self._note_finite(grads, every, active)
             summed, worker_active = self._sum_on_worker(grads, is_complete, active)
-            servers = ring.updater  # which update weights in place of this optimizer
             is_weighed = running.share is not None
-            with self._updating(Update(worker_active, is_weighed, is_reduced=servers is not None)):
-                apply(summed, variables) if servers is None else servers.apply(self, summed, every)
+            with self._updating(Update(worker_active, is_weighed, is_reduced=updater is not None)):
+                if updater is None:
+                    apply(summed, variables)
+                else:
+                    updater.apply(self, summed, every, worker_active, apply)
 
         ring.extended.cross_replica(in_cross_replica, weighed, running.active)
         return None

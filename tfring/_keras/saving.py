@@ -70,10 +70,11 @@ def install():
     @seam(saving_lib, "get_attr_skipset")
     def get_attr_skipset(original, obj_type):
         # Keras makes an optimizer to see which attributes it has. Its variables are no business of other ranks.
+        own = {"_tfring_outer"} if obj_type == "Optimizer" else set()  # not for files, which other processes load
         if current_ring() is None:
-            return original(obj_type)
+            return original(obj_type) | own
         with tf.Graph().as_default():  # in which no scope was entered
-            return original(obj_type)
+            return original(obj_type) | own
 
     @seam(saving_lib, "save_model")
     def save_model(original, model, filepath, weights_format="h5", zipped=True):

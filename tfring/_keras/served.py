@@ -27,6 +27,7 @@ from tfring._keras.metrics import metrics_of
 from tfring._keras.seam import seam
 from tfring._keras.sharding import axis_of
 from tfring._keras.shards import is_element_wise
+from tfring._keras.updater import Updater
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
@@ -38,7 +39,7 @@ from tfring.servers.shard_plan import SPLIT_BYTES, Piece, plan
 ROWS_BYTES = 1 << 16  # from how many bytes on a table is pulled by rows
 
 
-class Updater:
+class ServerUpdater(Updater):
     """Updates the weights of a strategy's models in place of their optimizers on this worker.
 
     Args:
@@ -59,7 +60,7 @@ class Updater:
 
     # -- an update, called where a step is traced --------------------------------------------------------------------
 
-    def apply(self, optimizer, gradients, variables) -> None:
+    def apply(self, optimizer, gradients, variables, active, apply) -> None:
         """Pushes gradients and assigns what comes back; in a graph or eagerly, in the cross-replica context."""
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
@@ -296,6 +297,10 @@ class Updater:
                         group.pull()
                     if with_slots:
                         group.pull_slots()
+
+    def before_saving(self, model: Any, keep: bool = True) -> None:
+        if keep:
+            self.renew(with_slots=True)
 
     def meet(self, name: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Waits for all workers that are left and returns the sums of what they have brought."""

@@ -37,8 +37,8 @@ def pieces_of(model: Any) -> list:
 def whole_pieces(model: Any, keep: bool = True) -> Iterator[None]:
     """Gathers the full values of a model's shards while it is saved; all ranks call it. `keep`: this rank writes."""
     strategy = ring_of_model(model)
-    if keep and strategy is not None and strategy.updater is not None:
-        strategy.updater.renew(with_slots=True)
+    if strategy is not None and strategy.updater is not None:
+        strategy.updater.before_saving(model, keep)
     pieces = [] if _gathered else pieces_of(model)
     for piece in pieces:  # one by one: a rank that does not write has memory for no more
         value = whole(piece, keep)

@@ -148,6 +148,8 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
     adopt_optimizers(self, strategy)
     refuse_astray(self)
+    if strategy.updater is not None:
+        strategy.updater.check_model(self)
 
 
 @contextlib.contextmanager
@@ -179,6 +181,8 @@ def _call(name: str, model: Any, strategy: Any, args: tuple, kwargs: dict) -> It
         explained = batch_shapes.static_rows_explained(given.get("x"))
         del given["self"]
         with explained, entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
+            if name != "fit" and strategy.updater is not None:
+                strategy.updater.before_evaluation(model)
             yield bound.kwargs, needs
 
 
@@ -290,6 +294,8 @@ class StepFunction:
     def _run(self, iterator):
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             logs = None
+            if self._kind == "test" and self._strategy.updater is not None:
+                self._strategy.updater.before_evaluation(self._model)
             for batch in iterator:  # train_on_batch, test_on_batch: this worker's own share
                 logs = self._call(self._on_batch, tf.nest.map_structure(to_tensor, batch))
             return logs

@@ -82,7 +82,7 @@ class Taken(NamedTuple):
 def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
     """Reads the values of variables; all ranks call it. `apart`: whether ranks keep their own shards."""
     if strategy.updater is not None:
-        strategy.updater.renew(with_slots=True)
+        strategy.updater.before_saving(model)
     replicas = [values_of(v.value) for v in variables]
     digests = [tf.stack([equality.digest(large.read(value)) for value in values]) for values in replicas]
     control = strategy.extended.world

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfring import _keras, equality
 from tfring import config as settings
+from tfring._keras.local_steps import LocalSteps
 from tfring._keras.sharding import axis_of, gradient_is_complete
 from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver
@@ -20,6 +21,7 @@ from tfring.recognition import RingMarker, forget, remember
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
+from tfring.strategy.delayed import Delayed
 from tfring.strategy.extended import RingExtended
 from tfring.strategy.lines import RunLines
 
@@ -58,6 +60,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         gathered, the same bytes as without. For optimizers of Keras that compute element by element (not Adafactor,
         Lamb, Muon), and for classes of your own that say so by the attribute `element_wise = True`. All workers
         take part in saving; see `docs/saving.md`. Default: False.
+      synchronization: a `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
+        averaged; for slow networks, and not equal to one process. Default: None, gradients are reduced in every step.
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
         `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
       trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
@@ -76,7 +80,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     (1, 0, 1, True)
     """
 
-    updater: Any = None  # what updates weights in place of optimizers on this worker: parameter servers
+    updater: Any = None  # what stands between optimizers and weights: parameter servers, or steps of a worker's own
     _extended_class = RingExtended
 
     def __init__(
@@ -92,6 +96,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         compression: str | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         shard_optimizer: bool = False,
+        synchronization: Delayed | None = None,
         check_equal: bool | None = None,
         trace: str | os.PathLike | None = None,
     ):
@@ -133,6 +138,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             )
         mesh = (mesh or Mesh()).of(cluster.world_size)
         _check_mesh(mesh, communication, shard_optimizer, devices)
+        check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
+        if synchronization is not None:
+            _check_delayed(synchronization, mesh, communication, shard_optimizer, check_equal)
         settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
         trace = settings.read("TFRING_TRACE") if trace is None else trace
         if trace is not None and communication != "ring":
@@ -155,7 +163,14 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
         self.shard_optimizer = bool(shard_optimizer)
-        self.check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
+        self.check_equal = check_equal
+        if synchronization is not None:
+            if len(extended.worker_devices) > 1:
+                raise ConfigurationError(
+                    "With synchronization=Delayed(...) a worker is one replica. Received: "
+                    f"devices={extended.worker_devices}. Start a worker for each, as `tfring launch` does."
+                )
+            self.updater = LocalSteps(self, synchronization)
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(self)
@@ -261,6 +276,20 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """
         return self.extended.seconds_waited()
 
+    def synchronize(self, model: Any) -> None:
+        """Averages what workers have trained by themselves since the last synchronization; every rank calls it.
+
+        For reading weights between two batches (`get_weights`, a call of the model, a checkpoint of TensorFlow's) with
+        `synchronization=Delayed(...)`. At the end of an epoch, and in `evaluate`, `predict` and saving, it is done.
+        Without Delayed, and between two windows, it does nothing.
+
+        Args:
+          model: a Keras model of this strategy.
+        """
+        if self.updater is not None:
+            with failures.reraise_as_tfring_error(self.extended.channels, self.mesh):
+                self.updater.before_evaluation(model)
+
     def barrier(self) -> None:
         """Returns once every worker has called it."""
         self.extended.world.barrier(name="barrier")
@@ -309,6 +338,26 @@ def _check_mesh(mesh: Mesh, communication: str, shard_optimizer: bool, devices) 
             raise ConfigurationError(
                 "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one "
                 f"device, and its optimizer all that its weights need. Received: {mesh} with {given}. Leave out one."
+            )
+
+
+def _check_delayed(delayed: Any, mesh: Mesh, communication: str, shard_optimizer: bool, check_equal: Any) -> None:
+    if not isinstance(delayed, Delayed):
+        raise ConfigurationError(
+            "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), or None. Received: "
+            f"synchronization={delayed!r}"
+        )
+    others = {
+        f"mesh={mesh}": not mesh.is_data_only,
+        'communication="tensorflow"': communication == "tensorflow",
+        "shard_optimizer=True": bool(shard_optimizer),
+        "check_equal=True": bool(check_equal),
+    }
+    for given, is_given in others.items():
+        if is_given:
+            raise ConfigurationError(
+                "With synchronization=Delayed(...) each worker is a replica that holds all weights and slots, which "
+                f"differ between synchronizations. Received: {delayed} with {given}. Leave out one of them."
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tfring import _keras
 from tfring._keras import held
-from tfring._keras.served import Updater
+from tfring._keras.served import ServerUpdater
 from tfring.cluster import Cluster, launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError
@@ -115,7 +115,7 @@ class ParameterServerStrategy(RingStrategy):
             )
         if self.roles is not None:
             client = Client(self.roles, settings, can_come_back=snapshot_dir is not None)
-            self.updater = Updater(client, is_star)
+            self.updater = ServerUpdater(client, is_star)
             if is_star:
                 self.extended.world = PostedCollectives(client)
                 _keras.share_seeds(self)

@@ -1,0 +1,571 @@
+"""Delayed synchronization: each worker trains on its own rows, and weights are averaged every few steps."""
+
+import pathlib
+import zipfile
+
+import harness
+import numpy as np
+import pytest
+from common import relative_error, skewed_ids, skewed_rows
+from harness import workers
+
+import tfring
+from tfring.errors import ConfigurationError
+
+VOCABULARY, DIM, BATCH = 90, 8, 20
+ROWS = 4 * BATCH + 2  # of three workers one has none of the last batch
+
+
+def optimizers():
+    import keras
+
+    o = keras.optimizers
+    return {
+        "sgd": lambda: o.SGD(0.05),
+        "momentum": lambda: o.SGD(0.02, momentum=0.9, nesterov=True),
+        "adam": lambda: o.Adam(0.01),
+        "clipped": lambda: o.SGD(0.05, momentum=0.9, global_clipnorm=0.02),
+        "decay": lambda: o.AdamW(0.01, weight_decay=0.2),
+    }
+
+
+def embedding_model(optimizer, lookup="embedding", **compile_options):
+    """Mean of looked-up rows, then dense layers; `lookup="one_hot"` is the same model with a dense table."""
+    import keras
+
+    ids = keras.Input((3,), dtype="int32")
+    if lookup == "embedding":
+        rows = keras.layers.Embedding(VOCABULARY, DIM, name="embedding_table")(ids)
+    else:
+        hot = keras.ops.one_hot(ids, VOCABULARY)
+        rows = keras.layers.Dense(DIM, use_bias=False, name="embedding_table")(hot)
+    hidden = keras.layers.Dense(4, activation="tanh")(keras.ops.mean(rows, axis=1))
+    model = keras.Model(ids, keras.layers.Dense(1)(hidden))
+    model.compile(optimizer, "mse", metrics=["mae"], **compile_options)
+    return model
+
+
+def delayed(every, outer=None, local_momentum="keep"):
+    import keras
+
+    return tfring.Delayed(every, outer=outer and keras.optimizers.SGD(**outer), local_momentum=local_momentum)
+
+
+def bits(model):
+    return b"".join(weight.tobytes() for weight in model.get_weights())
+
+
+def train(cases, delay, epochs=2, sparse="never"):
+    """The weights, history and bytes sent of each case under one strategy."""
+    import keras
+
+    synchronization = delayed(**delay) if delay else None
+    strategy = harness.strategy(synchronization=synchronization, sparse=tfring.SparseOptions(dense=sparse))
+    x, y = skewed_ids(ROWS, vocabulary=VOCABULARY)
+    results = {}
+    for name in cases:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = embedding_model(optimizers()[name]())
+        before = strategy.bytes_sent()
+        history = model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0).history
+        results[name] = {"weights": model.get_weights(), "history": history, "bytes": strategy.bytes_sent() - before}
+    strategy.close()
+    return results
+
+
+def assert_ranks_equal(results):
+    for other in results[1:]:
+        for name, case in results[0].items():
+            for mine, theirs in zip(case["weights"], other[name]["weights"], strict=True):
+                assert mine.tobytes() == theirs.tobytes(), name
+            assert case["history"] == other[name]["history"], name
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("sparse", ["never", "always"])
+def test_windows_of_one_step_equal_the_ring(n, sparse):
+    ring = workers(n).run(train, ["sgd"], None, 2, sparse)
+    local = workers(n).run(train, ["sgd"], {"every": 1}, 2, sparse)
+    assert_ranks_equal(local)
+    assert relative_error(local[0]["sgd"]["weights"], ring[0]["sgd"]["weights"]) <= 1e-6
+    for name, values in ring[0]["sgd"]["history"].items():
+        np.testing.assert_allclose(local[0]["sgd"]["history"][name], values, rtol=1e-5)
+
+
+class Simulated:
+    """Delayed synchronization of N workers in one process: a model of each, and NumPy's averages."""
+
+    def __init__(self, n, name, every, outer=None, local_momentum="keep"):
+        import keras
+
+        keras.utils.set_random_seed(1)
+        self.models = [embedding_model(optimizers()[name](), "one_hot") for _ in range(n)]
+        self.every, self.local_momentum = every, local_momentum
+        outer = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False, "global_clipnorm": None, **(outer or {})}
+        self.outer = outer
+        for model in self.models:
+            model.optimizer.build(model.trainable_variables)
+        self.norms = []
+
+    def begin(self, weights):
+        for model in self.models:
+            model.set_weights(weights)
+        self.anchor = [np.float64(w) for w in weights]
+        self.velocity = [np.zeros_like(w) for w in self.anchor]
+        self._open()
+
+    def _open(self):
+        self.steps, self.rows = 0, np.zeros(len(self.models))
+
+    def slots(self, model):
+        return [v for v in model.optimizer.variables if "iteration" not in v.path and "learning_rate" not in v.path]
+
+    def step(self, x, y):
+        n = len(self.models)
+        for i, model in enumerate(self.models):
+            share = slice(i * len(x) // n, (i + 1) * len(x) // n)
+            if len(x[share]):
+                model.train_on_batch(x[share], y[share])
+            else:  # a gradient of zeros
+                variables = model.trainable_variables
+                model.optimizer.apply([np.zeros(v.shape, "float32") for v in variables], variables)
+            self.rows[i] += len(x[share])
+        self.steps += 1
+        if self.steps == self.every:
+            self.synchronize()
+
+    def synchronize(self):
+        if not self.steps:
+            return
+        shares = self.rows / self.rows.sum()
+        weights = [model.get_weights() for model in self.models]
+        gradients = [
+            sum(share * (anchor - w[i]) for share, w in zip(shares, weights, strict=True))
+            for i, anchor in enumerate(self.anchor)
+        ]
+        norm = np.sqrt(sum(np.square(g).sum() for g in gradients))
+        self.norms.append(norm)
+        limit = self.outer["global_clipnorm"] or norm
+        gradients = [g * limit / max(norm, limit) for g in gradients]
+        rate, momentum = self.outer["learning_rate"], self.outer["momentum"]
+        for i, gradient in enumerate(gradients):
+            self.velocity[i] = momentum * self.velocity[i] - rate * gradient
+            ahead = momentum * self.velocity[i] - rate * gradient
+            self.anchor[i] = self.anchor[i] + (ahead if self.outer["nesterov"] else self.velocity[i])
+        slots = [[s.numpy() for s in self.slots(model)] for model in self.models]
+        for model in self.models:
+            model.set_weights([np.float32(a) for a in self.anchor])
+            for k, slot in enumerate(self.slots(model)):
+                if self.local_momentum == "average":
+                    slot.assign(sum(share * each[k] for share, each in zip(shares, slots, strict=True)))
+                elif self.local_momentum == "reset":
+                    slot.assign(np.zeros(slot.shape))
+        self._open()
+
+
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+CASES = [
+    ({"every": 4}, ["sgd", "momentum", "adam", "clipped", "decay"]),
+    ({"every": 4, "outer": NESTEROV}, ["momentum", "adam"]),
+    ({"every": 3, "outer": {"learning_rate": 1.0, "global_clipnorm": 0.05}}, ["sgd"]),
+    ({"every": 2, "local_momentum": "average"}, ["momentum", "adam"]),
+    ({"every": 2, "local_momentum": "reset"}, ["momentum"]),
+]
+
+
+def train_cases(cases):
+    return [train(names, delay) for delay, names in cases]
+
+
+@pytest.mark.parametrize(("n", "cases"), [(2, [({"every": 3, "outer": NESTEROV}, ["adam"])]), (3, CASES)])
+def test_windows_equal_a_simulation(n, cases):
+    everyone = workers(n).run(train_cases, cases, timeout=400)
+    [simulated] = workers(1).run(simulate, n, cases, timeout=400)
+    for number, (delay, names) in enumerate(cases):
+        results = [rank[number] for rank in everyone]
+        assert_ranks_equal(results)
+        for name in names:
+            want = simulated[number][name]
+            assert relative_error(results[0][name]["weights"], want["weights"]) <= 2e-5, (delay, name)
+            np.testing.assert_allclose(results[0][name]["history"]["difference_norm"], want["norms"], rtol=1e-4)
+
+
+def simulate(n, cases):
+    import keras
+
+    x, y = skewed_ids(ROWS, vocabulary=VOCABULARY)
+    results = []
+    for delay, names in cases:
+        of_case = {}
+        for name in names:
+            keras.utils.set_random_seed(1)
+            start = embedding_model("sgd").get_weights()
+            simulated = Simulated(n, name, **delay)
+            simulated.begin(start)
+            norms = []
+            for _ in range(2):
+                for begin in range(0, ROWS, BATCH):
+                    simulated.step(x[begin : begin + BATCH], y[begin : begin + BATCH])
+                simulated.synchronize()
+                norms.append(np.mean(simulated.norms))
+                simulated.norms = []
+            of_case[name] = {"weights": simulated.models[0].get_weights(), "norms": norms}
+        results.append(of_case)
+    return results
+
+
+# -- where a window ends early -------------------------------------------------------------------------------------
+
+
+def dense_model(optimizer, **compile_options):
+    import keras
+
+    model = keras.Sequential([
+        keras.Input((4,)),
+        keras.layers.Dense(64, activation="tanh"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(1),
+    ])
+    model.compile(optimizer, "mse", **compile_options)
+    return model
+
+
+def bytes_of_steps(every, accumulate=None):
+    """Bytes of a window's steps, of a model whose weights outnumber all else that is sent."""
+    import keras
+
+    strategy = harness.strategy(synchronization=delayed(every) if every else None)
+    x, y = skewed_rows(24 * 8)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4096), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-4, gradient_accumulation_steps=accumulate), "mse")
+    model.fit(x[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
+    before = strategy.bytes_sent()
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return (strategy.bytes_sent() - before) / 24
+
+
+def test_a_step_sends_a_part_of_the_bytes():
+    """Also where Keras accumulates gradients, which is exact: one exchange an update."""
+    [ring, *_], [eighth, *_], [accumulated, *_] = (
+        workers(2).run(bytes_of_steps, *arguments) for arguments in ((None,), (8,), (None, 8))
+    )
+    assert ring > 4096 * 6 * 4 / 2
+    assert eighth < ring / 8 * 1.2
+    assert accumulated < ring / 8 * 1.2
+
+
+def end_early(folder):
+    """What each way of reading weights in the middle of a window finds."""
+    import keras
+
+    strategy = harness.strategy(synchronization=delayed(100, NESTEROV))
+    folder = pathlib.Path(folder)
+    x, y = skewed_rows(ROWS)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = dense_model(keras.optimizers.SGD(0.01, momentum=0.9))
+    batches = [(x[b : b + BATCH], y[b : b + BATCH]) for b in range(0, 2 * BATCH, BATCH)]
+    rank, n = strategy.rank, strategy.world_size
+
+    def train():
+        for xs, ys in batches:
+            model.train_on_batch(xs[rank::n], ys[rank::n])
+        kernel = strategy.extended.world.all_gather(model.weights[0].numpy(), name="kernels").numpy()
+        assert not np.array_equal(kernel[:4], kernel[4:8])  # a window is open
+
+    def is_synchronized():
+        strategy.assert_equal(model.variables)
+        return bits(model)
+
+    found = {}
+    train()
+    strategy.synchronize(model)
+    found["synchronize"] = is_synchronized()
+    before = strategy.bytes_sent()
+    strategy.synchronize(model)  # no window is open
+    assert strategy.bytes_sent() == before
+    train()
+    found["evaluated"] = np.float64(model.evaluate(x, y, batch_size=BATCH, verbose=0)).tobytes()
+    found["evaluate"] = is_synchronized()
+    train()
+    found["predicted"] = model.predict(x, verbose=0).tobytes()
+    found["predict"] = is_synchronized()
+    train()
+    model.test_on_batch(*batches[0])
+    found["test_on_batch"] = is_synchronized()
+    train()
+    model.predict_on_batch(batches[0][0])
+    found["predict_on_batch"] = is_synchronized()
+    train()
+    tfring.save(model, folder / "all.keras")
+    found["save"] = is_synchronized()
+    train()
+    model.save_weights(folder / f"{rank}.weights.h5")
+    found["save_weights"] = is_synchronized()
+    loaded = keras.models.load_model(folder / "all.keras")  # in one process, of a plain optimizer
+    loaded.load_weights(folder / f"{rank}.weights.h5")
+    assert bits(loaded) == bits(model)
+    assert len(loaded.optimizer.variables) == len(model.optimizer.variables)
+    with zipfile.ZipFile(folder / "all.keras") as file:
+        assert b"_outer" not in file.read("model.weights.h5")
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            found["epoch"] = is_synchronized()
+            found["difference_norm"] = np.float64(logs["difference_norm"]).tobytes()
+
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and rank == n - 1:
+                self.model.stop_training = True
+
+    model.fit(x, y, validation_data=(x, y), callbacks=[Reads()], **options)
+    model.fit(x, y, callbacks=[Stops()], epochs=3, **options)
+    found["stopped"] = is_synchronized()
+    files = keras.callbacks.ModelCheckpoint(str(folder / "checkpoint-{batch}.weights.h5"), save_freq=2)
+    files.save_weights_only = True
+    model.fit(x, y, callbacks=[files], **options)
+    found["checkpoints"] = sorted(path.name for path in folder.glob("checkpoint-*"))
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_window_that_ends_early_is_synchronized(n, tmp_path):
+    first, *others = workers(n).run(end_early, str(tmp_path))
+    for other in others:
+        assert other == first
+    assert first["checkpoints"] == ["checkpoint-2.weights.h5", "checkpoint-4.weights.h5"]
+
+
+def save_on_one_rank(folder):
+    strategy = harness.strategy(synchronization=delayed(100))
+    x, y = skewed_rows(ROWS)
+    with strategy.scope():
+        model = dense_model("sgd")
+
+    import keras
+
+    class Saves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1 and strategy.is_chief:
+                self.model.save_weights(pathlib.Path(folder, "alone.weights.h5"))
+
+    try:
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[Saves()])
+    except tfring.errors.MismatchError as error:
+        return str(error)
+    return None
+
+
+def test_one_rank_that_saves_in_a_window_is_told(tmp_path):
+    for said in workers(2).run(save_on_one_rank, str(tmp_path), timeout=60):
+        assert "rows of a window" in said and "status" in said, said
+
+
+def weights_and_statistics(options):
+    """Ways to run steps: all are the same training."""
+    import keras
+
+    strategy = harness.strategy(synchronization=delayed(3, NESTEROV))
+    x, y = skewed_rows(ROWS)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = dense_model(keras.optimizers.SGD(0.01, momentum=0.9), **options)
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    strategy.assert_equal(model.variables)
+    return model.get_weights()
+
+
+def test_steps_in_a_loop_and_eager_steps_are_the_same():
+    plain, *_ = workers(2).run(weights_and_statistics, {})
+    for options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
+        for weights in workers(2).run(weights_and_statistics, options):
+            assert relative_error(weights, plain) <= 1e-5, options
+
+
+def interrupted(folder, stop_at, local_momentum):
+    """Two epochs with a Backup in the middle of windows; the first try ends behind a step."""
+    import keras
+
+    strategy = harness.strategy(synchronization=delayed(4, NESTEROV, local_momentum))
+    x, y = skewed_rows(ROWS)
+
+    class Stops(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+            if self.seen == stop_at:
+                raise KeyboardInterrupt
+
+    for stops in (True, False):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = dense_model(keras.optimizers.SGD(0.01, momentum=0.9))
+        callbacks = [tfring.callbacks.Backup(folder, every_steps=3), *([Stops()] if stops else [])]
+        try:
+            model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        except KeyboardInterrupt:
+            assert stops and stop_at
+            continue
+        break
+    return bits(model)
+
+
+@pytest.mark.parametrize("local_momentum", ["keep", "average"])
+def test_a_backup_keeps_the_outer_momentum_and_each_workers_own(local_momentum, tmp_path):
+    whole = workers(2).run(interrupted, str(tmp_path / "whole"), None, local_momentum)
+    parts = workers(2).run(interrupted, str(tmp_path / "parts"), 8, local_momentum)
+    assert whole == parts and whole[0] == whole[1]
+
+
+def train_alone():
+    """With one worker an outer optimizer is that of Lookahead; plain averaging changes nothing."""
+    import keras
+
+    x, y = skewed_rows(ROWS)
+    results = {}
+    ways = {"none": None, "plain": delayed(3), "lookahead": delayed(3, {"learning_rate": 0.5})}
+    for name, synchronization in ways.items():
+        strategy = harness.strategy(synchronization=synchronization)
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = dense_model("adam")
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        results[name] = model.get_weights()
+        strategy.close()
+    return results
+
+
+def test_one_worker():
+    [found] = workers(1).run(train_alone)
+    assert relative_error(found["plain"], found["none"]) <= 1e-6
+    assert relative_error(found["lookahead"], found["none"]) > 1e-3
+
+
+# -- what cannot be done is refused --------------------------------------------------------------------------------
+
+
+def refuse(case):
+    import keras
+
+    o = keras.optimizers
+
+    def compiled(optimizer="sgd", model=dense_model, **options):
+        strategy = harness.strategy(synchronization=tfring.Delayed(4))
+        x, y = skewed_rows(8)
+        with strategy.scope():
+            made = model(optimizer, **options)
+        made.fit(x, y, batch_size=4, verbose=0)
+
+    def of_layers(*layers):
+        def model(optimizer, **options):
+            made = keras.Sequential([keras.Input((4,)), *(layer() for layer in layers), keras.layers.Dense(1)])
+            made.compile(optimizer, "mse", **options)
+            return made
+
+        return model
+
+    def gathering(y_true, y_pred):
+        return keras.losses.mean_squared_error(*tfring.gather_for_loss((y_true, y_pred)))
+
+    def contrastive(optimizer):
+        model = of_layers()(optimizer)
+        model.compile(optimizer, gathering)
+        return model
+
+    def own_loop():
+        import tensorflow as tf
+
+        strategy = harness.strategy(synchronization=tfring.Delayed(4))
+        with strategy.scope():
+            optimizer, variable = o.SGD(0.1), keras.Variable([1.0])
+        strategy.run(lambda: optimizer.apply([tf.constant([1.0])], [variable]))
+
+    def of_strategy(**options):
+        harness.strategy(synchronization=tfring.Delayed(4), **options)
+
+    cases = {
+        "every": lambda: tfring.Delayed(0),
+        "local_momentum": lambda: tfring.Delayed(2, local_momentum="drop"),
+        "outer": lambda: tfring.Delayed(2, outer="sgd"),
+        "outer around": lambda: tfring.Delayed(2, outer=o.LossScaleOptimizer(o.SGD())),
+        "outer ema": lambda: tfring.Delayed(2, outer=o.SGD(use_ema=True)),
+        "no Delayed": lambda: harness.strategy(synchronization=8),
+        "mesh": lambda: of_strategy(mesh=tfring.Mesh(model=2)),
+        "shard_optimizer": lambda: of_strategy(shard_optimizer=True),
+        "check_equal": lambda: of_strategy(check_equal=True),
+        "tensorflow": lambda: tfring.RingStrategy(synchronization=tfring.Delayed(4), communication="tensorflow"),
+        "jit_compile": lambda: compiled(jit_compile=True),
+        "SyncBatchNormalization": lambda: compiled(model=of_layers(tfring.SyncBatchNormalization)),
+        "synchronized": lambda: compiled(model=of_layers(lambda: keras.layers.BatchNormalization(synchronized=True))),
+        "ema": lambda: compiled(o.SGD(use_ema=True)),
+        "accumulation": lambda: compiled(o.SGD(gradient_accumulation_steps=2)),
+        "loss scale": lambda: compiled(o.LossScaleOptimizer(o.SGD())),
+        "Ftrl": lambda: compiled(o.Ftrl()),
+        "gather_for_loss": lambda: compiled(model=contrastive),
+        "own loop": own_loop,
+    }
+    if case is None:
+        return list(cases)
+    try:
+        cases[case]()
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+REFUSED = {
+    "every": "`every` is a whole number",
+    "local_momentum": "`local_momentum` is one of",
+    "outer": "`outer` is an optimizer of Keras",
+    "outer around": "`outer` takes one averaged difference",
+    "outer ema": "use_ema",
+    "no Delayed": "`synchronization` is a tfring.Delayed",
+    "mesh": "with mesh=",
+    "shard_optimizer": "with shard_optimizer=True",
+    "check_equal": "with check_equal=True",
+    "tensorflow": 'with communication="tensorflow"',
+    "jit_compile": "Received: jit_compile=True",
+    "SyncBatchNormalization": "Received: SyncBatchNormalization",
+    "synchronized": "Received: BatchNormalization",
+    "ema": "use_ema=True",
+    "accumulation": "gradient_accumulation_steps=2",
+    "loss scale": "an optimizer around others",
+    "Ftrl": "slots from which weights are computed again",
+    "gather_for_loss": "gather_for_loss",
+    "own loop": "a loop of your own",
+}
+
+
+def refuse_all():
+    return {case: refuse(case) for case in refuse(None)}
+
+
+def test_what_it_cannot_do_is_refused_by_name():
+    for said in workers(2).run(refuse_all):
+        assert said.keys() == REFUSED.keys()
+        for case, words in REFUSED.items():
+            assert said[case] is not None, case
+            assert words in said[case], (case, said[case])
+
+
+def other_window(every):
+    strategy = harness.strategy(synchronization=tfring.Delayed(every))
+    x, y = skewed_rows(ROWS)
+    with strategy.scope():
+        model = dense_model("sgd")
+    try:
+        model.fit(x, y, verbose=0)
+    except tfring.errors.MismatchError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_with_other_windows_are_told():
+    for said in workers(2).run(other_window, per_rank=[4, 8]):
+        assert "every of Delayed" in said and "4 on rank 0, 8 on rank 1" in said

@@ -1,0 +1,74 @@
+"""The interface of what stands between optimizers and weights on a worker: servers, or steps of each worker's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class Updater:
+    """Takes the gradients of optimizers in a step, and is told before weights are read.
+
+    Attributes:
+      is_star: whether workers exchange nothing with each other, and each goes on by itself.
+      weighs: whether gradients come times their replica's share of the rows.
+    """
+
+    is_star = False
+    weighs = True
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what has to be the same on all ranks, by name."""
+        return {}
+
+    def check_model(self, model: Any) -> None:
+        """Raises ConfigurationError for a compiled model that cannot be trained so."""
+
+    def on_build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Prepares an optimizer that has made its slots."""
+
+    def apply(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
+    ) -> None:
+        """Updates variables in a step, in a graph or eagerly, in the cross-replica context.
+
+        Args:
+          optimizer: whose update it is.
+          gradients: of this worker, None where there is none.
+          variables: the weights.
+          active: bool scalar, whether this worker has rows; None where it does.
+          apply: Keras' `apply` of this optimizer.
+        """
+        raise NotImplementedError
+
+    def before_lookup(self, variable: Any, ids: Any) -> None:
+        """Makes the rows of a table current that a lookup is about to read."""
+
+    @contextlib.contextmanager
+    def around_pass(self, epoch_iterator: Any, loop: Any, inside: Any) -> Iterator[None]:
+        """Surrounds a pass over batches.
+
+        Args:
+          epoch_iterator: the RingEpochIterator.
+          loop: its Loop; None where nothing is trained or evaluated.
+          inside: the context manager of the pass itself.
+        """
+        with inside:
+            yield
+
+    def claimed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the batches that this worker trains on."""
+        return dataset
+
+    def callbacks(self, callbacks: list) -> list:
+        """Returns the callbacks of `fit`, with others that this needs."""
+        return callbacks
+
+    def before_evaluation(self, model: Any) -> None:
+        """Makes this worker's weights those of the model that is trained; all ranks call it."""
+
+    def before_saving(self, model: Any, keep: bool = True) -> None:
+        """Makes weights and slots what a file holds; all ranks call it. `keep`: this rank writes."""

@@ -1,0 +1,83 @@
+"""Delayed: how RingStrategy synchronizes workers after several steps of their own."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import keras
+
+from tfring.errors import ConfigurationError
+
+LOCAL_MOMENTA = ("keep", "reset", "average")
+
+
+class Delayed:
+    """Has each worker take `every` optimizer steps on its own rows, and then synchronizes the weights.
+
+    In a step a worker updates its weights by the gradient of its share of the batch, and sends nothing for it. After
+    `every` steps (a window) the differences of weights since the last synchronization are averaged over workers, each
+    weighed by the rows it trained in the window, and an outer optimizer applies the average as if it were a gradient:
+
+    ```
+    d_i = weights then - weights of worker i             the same weights on all workers
+    weights = outer(weights then, sum_i rows_i d_i / sum_i rows_i)
+    ```
+
+    So gradients cost one exchange of the weights in a window: 1/`every` of the bytes of dense gradients. A window that
+    ends early, with the epoch, by `evaluate`, `predict`, saving or `RingStrategy.synchronize`, is synchronized there:
+    files hold synchronized weights.
+
+    Args:
+      every: how many steps a window has, from 1.
+      outer: the optimizer of the averaged difference; of it each optimizer of a model gets a copy. Its momentum is that
+        of all workers; `global_clipnorm` clips the averaged difference. Default: `SGD(1.0)`, plain averaging. DiLoCo
+        uses `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
+      local_momentum: what becomes of the slots of a model's optimizer at a synchronization: "keep" (default) leaves
+        each worker its own; "average" gives all their mean by rows, and sends as many bytes more; "reset" makes them
+        zeros, for `keras.optimizers.SGD` alone, as other optimizers count steps since their slots were zeros.
+
+    Raises:
+      ConfigurationError: for arguments out of range.
+
+    Sources: local SGD (Stich, https://arxiv.org/abs/1805.09767), SlowMo (https://arxiv.org/abs/1910.00643), DiLoCo
+    (https://arxiv.org/abs/2311.08105). `docs/servers_and_delay.md` says when to use it.
+
+    >>> Delayed(every=8, outer=keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))
+    Delayed(every=8, outer=SGD, local_momentum='keep')
+    """
+
+    def __init__(
+        self, every: int, *, outer: keras.optimizers.Optimizer | None = None, local_momentum: str = "keep"
+    ):
+        if not isinstance(every, numbers.Integral) or isinstance(every, bool) or every < 1:
+            raise ConfigurationError(f"`every` is a whole number of steps from 1. Received: every={every!r}")
+        if local_momentum not in LOCAL_MOMENTA:
+            raise ConfigurationError(
+                f"`local_momentum` is one of {LOCAL_MOMENTA}. Received: local_momentum={local_momentum!r}"
+            )
+        if outer is not None:
+            _check_outer(outer)
+        self.every: int = int(every)
+        self.local_momentum: str = local_momentum
+        self.outer: Any = keras.optimizers.SGD(1.0) if outer is None else outer
+
+    def __repr__(self) -> str:
+        kind = type(self.outer).__name__
+        return f"Delayed(every={self.every}, outer={kind}, local_momentum={self.local_momentum!r})"
+
+
+def _check_outer(outer: Any) -> None:
+    if not isinstance(outer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            f"`outer` is an optimizer of Keras, such as keras.optimizers.SGD(0.7, momentum=0.9). Received: {outer!r}"
+        )
+    others = ("LossScaleOptimizer", "MultiOptimizer")
+    is_around_others = any(kind.__name__ in others for kind in type(outer).__mro__)
+    used = [name for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor") if getattr(outer, name)]
+    if is_around_others or used:
+        raise ConfigurationError(
+            "`outer` takes one averaged difference a window and updates by it. Received: "
+            f"{type(outer).__name__}{''.join(f' with {name}={getattr(outer, name)!r}' for name in used)}. Use a plain "
+            "optimizer such as SGD."
+        )
