@@ -84,6 +84,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
 API = {
     "Strategy and cluster": (
         "RingStrategy",
+        "Delayed",
         "ParameterServerStrategy",
         "SparseOptions",
         "Mesh",

@@ -50,8 +50,8 @@ class Window:
 
     Attributes:
       anchors: the weights when the window began.
-      num_steps: int64 scalar, the steps taken in it.
-      rows: float64 `[1]`, the rows trained in it.
+      num_steps: int64 scalar, the steps since then.
+      rows: float64 `[1]`, the rows trained since then.
       norms: float64 `[2]`, the sum of the norms of averaged differences, and how many they are.
       tables: the positions of weights whose gradients are sparse.
     """
