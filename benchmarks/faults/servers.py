@@ -146,7 +146,14 @@ def run(scenario: Scenario) -> tuple[str, str, str]:
                 recent = [at for at in worker.batches() if at > now - QUIET_SECONDS]
                 return now - struck > QUIET_SECONDS and len(recent) > 20 and now - recent[-1] < 1.0
 
-            wait_until(lambda: all(goes_on(w) or w.process.poll() is not None for w in others), LIMIT_SECONDS)
+            ended: dict[Process, float] = {}
+
+            def is_settled(worker: Process) -> bool:
+                if worker.process.poll() is not None:
+                    ended.setdefault(worker, time.time() - struck)
+                return worker in ended or goes_on(worker)
+
+            wait_until(lambda: all([is_settled(worker) for worker in others]), LIMIT_SECONDS)
             pauses, told = [], []
             for worker in others:
                 if worker.process.poll() is not None:
@@ -157,14 +164,16 @@ def run(scenario: Scenario) -> tuple[str, str, str]:
                 else:
                     told.append(f"waits, after {time.time() - struck:.0f} s")
             after = f"{max(pauses):.2f} s" if pauses and not told else "they do not"
+            if len(ended) == len(others):
+                after = f"they end, within {max(ended.values()):.1f} s"
             fate = "is gone" if scenario.fault == KILL and len(processes) == 3 else "is struck to the end"
             if scenario.fault == KILL and len(processes) == 4:
                 fate = "started again, from its snapshot"
             elif scenario.fault in (PAUSE, HEALED, SLOW):
-                ended = victim.process.poll() is not None or not wait_until(
+                is_gone = victim.process.poll() is not None or not wait_until(
                     lambda: victim.process.poll() is not None or victim is server or goes_on(victim), 10
                 )
-                fate = f"ends: {victim.error()}" if ended else "goes on"
+                fate = f"ends: {victim.error()}" if is_gone else "goes on"
             return after, "; ".join(dict.fromkeys(told)) or "train on", fate
         finally:
             for process in processes:

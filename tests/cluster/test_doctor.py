@@ -447,3 +447,27 @@ def test_what_is_slow():
     first, second = findings.warnings(found)
     assert "2 workers share 1 CPU." in first.what
     assert "eth0 (1 Gb/s), and has ib0 (100 Gb/s)" in second.what and "TFRING_INTERFACE=ib0" in second.do
+
+
+# ----------------------------------------------------------------------------------------------- parameter servers
+
+
+def test_servers_of_the_launcher_are_examined_too(start):
+    out, err = ended(start([*DOCTOR, "-n", "2", "--servers", "1"]))
+    assert err == ""
+    assert "tfring doctor: 3 ranks, from tfring launch; rank 2 is the parameter server\n" in out
+    assert "6 of 6 ordered pairs" in out
+    assert out.endswith("Ready: 2 workers and 1 parameter server on 1 host can train.\n")
+
+
+def test_a_server_of_tf_config_that_never_came_is_named(start):
+    worker, *servers = addresses_of(3)
+    cluster = {"worker": [worker], "ps": servers}
+    tasks = [{"type": "worker", "index": 0}, {"type": "ps", "index": 1}]
+    first, _ = (
+        start([*DOCTOR, "--json", "--timeout", "5"], TF_CONFIG=json.dumps({"cluster": cluster, "task": task}))
+        for task in tasks
+    )
+    found = document(first, 1)
+    assert found["cluster"]["num_servers"] == 2 and found["cluster"]["addresses"] == [worker, *servers]
+    assert [each["rank"] for each in found["missing"]] == [1] and servers[0] in words(found)

@@ -85,6 +85,11 @@ class Roles:
         """Returns the cluster of the workers alone, for a worker."""
         return Cluster.from_hosts(self.workers, self.index, self.source, self.listen_fd)
 
+    def cluster_of_all(self) -> Cluster:
+        """Returns the cluster of all processes: the workers, then the servers."""
+        rank = self.index + (len(self.workers) if self.is_server else 0)
+        return Cluster.from_hosts((*self.workers, *self.servers), rank, self.source, self.listen_fd)
+
     def pair(self, other: int) -> Cluster:
         """Returns the cluster of a server, rank 0, and a worker, rank 1, of which this process is one.
 

@@ -22,7 +22,8 @@ import threading
 import time
 from typing import Any
 
-from tfring.cluster import Cluster, detect, detection, parse_address, ports, secret
+from tfring.cluster import Cluster, detect, detection, launch_variables, parse_address, ports, secret
+from tfring.cluster.roles import Roles
 from tfring.doctor import findings, host, links, report
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
@@ -66,9 +67,11 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
     os.environ["TFRING_CONNECT_TIMEOUT_SECONDS"] = str(seconds)  # where ranks meet to tell addresses
     rank = 0
     try:
-        said = detection.find(os.environ)
+        roles = Roles.of()
+        said = detection.find(os.environ) if roles is None else roles.cluster_of_all()
         rank = said.rank if said is not None else 0
-        cluster = detect()
+        cluster = detect() if roles is None else _with_servers(roles)
+        num_servers = 0 if roles is None else len(roles.servers)
         listener = Listener.of(cluster) if cluster.world_size > 1 else None
     except TfringError as error:
         if rank != 0:
@@ -79,10 +82,10 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
             assert listener is not None
             return _Answering(cluster, listener, seconds).run()
         if listener is not None:
-            asking = _Asking(cluster, listener, seconds)
+            asking = _Asking(cluster, listener, seconds, num_servers)
             with contextlib.closing(asking):
                 return _report(asking.examine(), as_json, not_ready_code)
-        found = {"facts": {0: host.facts(cluster)}, **_about(cluster)}
+        found = {"facts": {0: host.facts(cluster)}, **_about(cluster, num_servers)}
     return _report(found, as_json, not_ready_code)
 
 
@@ -93,10 +96,17 @@ def not_started(code: int, *, as_json: bool) -> int:
     return _report(found, as_json, 1)
 
 
-def _about(cluster: Cluster) -> dict[str, Any]:
+def _with_servers(roles: Roles) -> Cluster:
+    """Returns the cluster of workers and parameter servers."""
+    launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""))
+    return roles.cluster_of_all()
+
+
+def _about(cluster: Cluster, num_servers: int) -> dict[str, Any]:
     return {
         "source": cluster.source,
         "world_size": cluster.world_size,
+        "num_servers": num_servers,
         "addresses": list(cluster.addresses),
         "problem": None,
     }
@@ -161,10 +171,11 @@ def _object(answer: Any) -> Answer:
 class _Asking:
     """Asks, on rank 0."""
 
-    def __init__(self, cluster: Cluster, listener: Listener, seconds: float) -> None:
+    def __init__(self, cluster: Cluster, listener: Listener, seconds: float, num_servers: int) -> None:
         self._cluster = cluster
         self._listener = listener
         self._seconds = seconds
+        self._num_servers = num_servers
         self._connections: dict[int, wire.Channel] = {}
 
     def close(self) -> None:
@@ -191,7 +202,7 @@ class _Asking:
         connect = {"do": "connect", "ranks": list(range(cluster.world_size))}
         rows = self._ask_all(ranks, connect, links.probe_seconds(cluster.world_size) + _MARGIN_SECONDS)
         found = {
-            **_about(cluster),
+            **_about(cluster, self._num_servers),
             "facts": facts,
             "missing": {rank: rows[0].get(str(rank), {"kind": links.TIMED_OUT}) for rank in missing},
             "clocks": {rank: clock for rank, clock in clocks.items() if clock is not None},

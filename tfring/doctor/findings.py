@@ -30,6 +30,7 @@ def without_cluster(facts: dict[str, Any] | None, problem: str) -> dict[str, Any
     return {
         "source": None,
         "world_size": None,
+        "num_servers": 0,
         "addresses": [],
         "facts": {} if facts is None else {0: facts},
         "problem": problem,

@@ -28,7 +28,7 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
         "verdict": _verdict(found, len(hosts), problems),
         "problems": problems,
         "warnings": warnings,
-        "cluster": {name: found[name] for name in ("source", "world_size", "addresses")},
+        "cluster": {name: found[name] for name in ("source", "world_size", "num_servers", "addresses")},
         "hosts": hosts,
         "missing": [{"rank": rank, **why} for rank, why in found.get("missing", {}).items()],
         "ranks": [
@@ -76,7 +76,12 @@ def _verdict(found: dict[str, Any], num_hosts: int, problems: list[dict[str, Any
         return f"Not ready: {number}, above, each with what to do."
     if found["world_size"] == 1:
         return f"Ready: 1 worker can train, alone ({found['source']})."
-    return f"Ready: {found['world_size']} workers on {num_hosts} host{'s' if num_hosts > 1 else ''} can train."
+    num_servers = found["num_servers"]
+    num_workers = found["world_size"] - num_servers
+    who = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
+    if num_servers:
+        who += f" and {num_servers} parameter server{'s' if num_servers > 1 else ''}"
+    return f"Ready: {who} on {num_hosts} host{'s' if num_hosts > 1 else ''} can train."
 
 
 def _title(document: dict[str, Any]) -> str:
@@ -85,7 +90,12 @@ def _title(document: dict[str, Any]) -> str:
         return "tfring doctor: no cluster could be made out"
     if cluster["world_size"] == 1:
         return f"tfring doctor: this process alone ({cluster['source']})"
-    return f"tfring doctor: {cluster['world_size']} ranks, from {cluster['source']}"
+    title = f"tfring doctor: {cluster['world_size']} ranks, from {cluster['source']}"
+    if cluster["num_servers"]:
+        num_workers = cluster["world_size"] - cluster["num_servers"]
+        servers = findings.ranks_in_words(range(num_workers, cluster["world_size"]))
+        title += f"; {servers} {'are parameter servers' if cluster['num_servers'] > 1 else 'is the parameter server'}"
+    return title
 
 
 def _software(ranks: list[dict[str, Any]]) -> list[str]:

@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=texts.DOCTOR_EXAMPLES,
     )
     _add_options_of_a_job(doctor)
+    doctor.add_argument(
+        "--servers", type=_number, default=0, metavar="S", help="examine S more processes, the parameter servers, too"
+    )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
     doctor.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
@@ -209,7 +212,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
-    code = _run(arguments, command, quiet_codes=(_NOT_READY,))
+    code = _run(arguments, command, quiet_codes=(_NOT_READY,), servers={"num_servers": arguments.servers})
     if code == 0 or 128 < code < _LOST_HOST:  # killed, by Ctrl-C for instance
         return code
     return 1 if code == _NOT_READY else examination.not_started(code, as_json=arguments.json)
