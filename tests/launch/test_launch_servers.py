@@ -108,10 +108,11 @@ print("TOLD", json.dumps({**told, **history}), flush=True)
 
 @pytest.fixture
 def launch(tmp_path):
-    def run(n, servers, options, dies="nobody", program=TRAIN, more=()):
+    def run(n, servers, options, dies="nobody", program=TRAIN, more=(), hosts=None):
         script = tmp_path / "train.py"
         script.write_text(program)
-        command = [sys.executable, "-m", "tfring.launch", "-n", str(n), "--servers", str(servers), *more, str(script)]
+        where = ["-n", str(n)] if hosts is None else ["--hosts", hosts]
+        command = [sys.executable, "-m", "tfring.launch", *where, "--servers", str(servers), *more, str(script)]
         command += [options if isinstance(options, str) else repr(options), dies]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
@@ -168,3 +169,32 @@ def test_a_server_that_is_not_started_again_ends_the_job(launch, tmp_path):
     done = launch(2, 1, {"update": "async", "snapshot_dir": str(tmp_path / "snapshots")}, "server", more=more)
     assert done.returncode == 137, done.stdout + done.stderr
     assert "server 0 failed first: killed by SIGKILL" in done.stderr, done.stderr
+
+
+TWO_HOSTS = "localhost:2,127.0.0.1:1"  # an agent each, as over ssh
+
+
+def test_hosts_take_servers_in_turn(launch):
+    program = """
+import os, tfring
+if "TFRING_SERVER" in os.environ:
+    print("server", os.environ["TFRING_SERVER"], os.getppid(), flush=True)
+strategy = tfring.ParameterServerStrategy(update="async")
+print("rank", strategy.cluster.rank, os.getppid(), os.environ["TFRING_LOCAL_WORLD_SIZE"], flush=True)
+"""
+    done = launch(3, 3, {}, program=program, hosts=TWO_HOSTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = {rank: (agent, size) for rank, agent, size in re.findall(r"rank (\d) (\d+) (\d)", done.stdout)}
+    first, second = ranks["0"][0], ranks["2"][0]
+    assert first != second and ranks == {"0": (first, "2"), "1": (first, "2"), "2": (second, "1")}
+    servers = dict(re.findall(r"^\[server (\d)\] server \1 (\d+)", done.stdout, re.M))
+    assert servers == {"0": first, "1": second, "2": first}, done.stdout
+
+
+@pytest.mark.parametrize(("options", "code"), [({"update": "async"}, 0), ({}, 137)])
+def test_a_worker_that_is_killed_on_another_host(launch, options, code):
+    done = launch(3, 1, options, "worker", hosts=TWO_HOSTS)
+    assert done.returncode == code, done.stdout + done.stderr
+    says = "rank 1 is lost: killed by SIGKILL" if code == 0 else "rank 1 failed first: killed by SIGKILL"
+    assert says in done.stderr, done.stderr
+    assert ("done" in done.stdout.splitlines()) == (code == 0)

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from tfring.cluster import Cluster, ports
+from tfring.cluster import Cluster, launch_variables, ports
 from tfring.errors import ConfigurationError
 from tfring.launch import frames, processes, worker
 from tfring.launch.guard import STOP_SIGNALS, run_guarded
@@ -112,21 +112,29 @@ class _Agent:
         ranks = setup["ranks"]
         # Set for the program, and never seen on a command line. Ours comes from ssh: HOME, PATH and the like.
         environ = {**os.environ, **setup["environ"]}
-        for local_rank, (rank, listener) in enumerate(zip(ranks, self._listeners, strict=True)):
-            cluster = Cluster(
-                rank,
-                len(addresses),
-                local_rank,
-                len(ranks),
-                setup["num_nodes"],
-                tuple(addresses),
-                "tfring launch",
-                listener.fileno(),
-            )
+        workers, servers = addresses[: setup["num_workers"]], addresses[setup["num_workers"] :]
+        here = [rank for rank in ranks if rank < len(workers)]
+        for rank, listener in zip(ranks, self._listeners, strict=True):
+            if rank < len(workers):
+                cluster = Cluster(
+                    rank,
+                    len(workers),
+                    here.index(rank),
+                    len(here),
+                    setup["num_nodes"],
+                    tuple(workers),
+                    launch_variables.SOURCE,
+                    listener.fileno(),
+                )
+                place = launch_variables.write(cluster, servers)
+            else:
+                number = rank - len(workers)
+                cluster = Cluster.from_hosts(servers, number, launch_variables.SOURCE, listener.fileno())
+                place = launch_variables.write_server(cluster, workers)
             command = [sys.executable, *setup["command"]]
             stdin = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             try:
-                started = worker.start(command, cluster, environ, stdin=stdin)
+                started = worker.start(command, cluster, environ, stdin=stdin, place=place)
             except OSError as error:
                 _tell(wire.pack("problem", what=f"could not start rank {rank}: {error}"[:4000]))
                 self._stop()
@@ -159,7 +167,7 @@ class _Agent:
                     self._drain(rank, started)
                     del self._processes[rank]
                     with contextlib.suppress(OSError):
-                        _tell(wire.pack("ended", rank=rank, code=code))
+                        _tell(wire.pack("ended", rank=rank, code=code, said=_said(started)))
 
     def _drain(self, rank: int, started: worker.Started) -> None:
         """Reads what a worker has printed before its end is reported; its children may hold the streams open longer."""
@@ -198,6 +206,16 @@ class _Agent:
 
     def _watch(self, fd: int, on_ready: Any) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)
+
+
+def _said(started: worker.Started) -> str:
+    """Returns what a worker has said of its place."""
+    os.set_blocking(started.taken, False)  # what it has started may hold the other end
+    said = b""
+    with contextlib.suppress(BlockingIOError):
+        said = os.read(started.taken, 16)
+    os.close(started.taken)
+    return said.decode(errors="replace")
 
 
 def _tell(data: bytes) -> None:

@@ -186,11 +186,6 @@ def _launch(arguments: argparse.Namespace) -> int:
             error("a program cannot come from standard input: there is one, and several workers")
         if not arguments.workdir and not os.path.exists(script):
             error(f"no such script: {script!r} (from {os.getcwd()})")
-    if arguments.servers and (arguments.hosts or arguments.hostfile):
-        error(
-            "--servers starts them on this host, beside its workers. Received: --servers with --hosts or --hostfile. "
-            'Elsewhere start each process with TF_CONFIG, with "ps" and "worker" tasks (docs/servers_and_delay.md)'
-        )
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
     try:
@@ -278,9 +273,6 @@ def _run(
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
-    servers = servers or {"num_servers": 0}
-    if hosts and servers["num_servers"]:
-        error("--servers starts them on this host, and an allocation's workers run on its nodes: leave --servers out")
     if not hosts and arguments.n is None:
         error("say how many workers with -n, or where with --hosts or --hostfile")
     if describes_a_cluster:
@@ -313,7 +305,7 @@ def _run(
         return Job(
             command,
             sum(host.num_workers for host in hosts) or arguments.n,
-            **servers,
+            **(servers or {}),
             log_dir=arguments.log_dir,
             environ={**os.environ, **of_all, **variables},
             hosts=hosts,

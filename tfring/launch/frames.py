@@ -1,13 +1,13 @@
 """Messages between a launcher and its agent on another host, over the standard streams of ssh or srun.
 
     launcher                                          agent (agent.py)
-       │ tfring launcher 4 0.1.0 ─────────────────────────► │     a line each: the protocol, and the version to be told;
-       │ ◄──────────────────────────── tfring agent 4 0.1.0 │     another protocol ends the run at once
+       │ tfring launcher 5 0.1.0 ─────────────────────────► │     a line each: the protocol, and the version to be told;
+       │ ◄──────────────────────────── tfring agent 5 0.1.0 │     another protocol ends the run at once
        │ start: ranks, command, environment ──────────────► │     (1) and the secret: all that is on no command line
-       │ ◄─────────────────────── listening: address, ports │     (2) a port for each rank; or: problem
+       │ ◄─────────────────────── listening: address, ports │     (2) a port for each rank, of servers too; or: problem
        │ addresses ───────────────────────────────────────► │     (3) of all ranks; the workers start
        │ ◄──────────────────────────── output: rank, stream │     what they print
-       │ ◄────────────────────────────── ended: rank, code │     as they end
+       │ ◄────────────────────────────── ended: rank, code │     as they end, and what they said of their place
        │ signal: rank, number ────────────────────────────► │     and for rank 0: input, empty at its end
        │ ◄────────────────────────────────────────── taken │     an input, of at most INPUT_MESSAGES on the way
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from tfring._version import __version__
 from tfring.transport import handshake, wire
 
-PROTOCOL = 4  # another number with every change to what is said here
+PROTOCOL = 5  # another number with every change to what is said here
 _GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9})(?: ([0-9A-Za-z.+!-]{1,64}))?\n")
 _MAX_GREETING_BYTES = 128
 REFUSES_LAUNCHER = 76  # EX_PROTOCOL, the exit code of an agent whose launcher is of another protocol
@@ -44,6 +44,7 @@ TO_AGENT = wire.Format(
     {
         "start": {
             "ranks": _RANKS,
+            "num_workers": wire.integer(1, handshake.MAX_RANKS),
             "command": wire.list_of(_WORD, 1 << 20),
             "cwd": _WORD,
             "environ": wire.mapping_of(_WORD, _WORD, 1 << 16),
@@ -62,7 +63,7 @@ TO_LAUNCHER = wire.Format(
         "problem": {"what": wire.REASON},
         "output": {"rank": _RANK, "stream": wire.one_of("out", "err")},
         "taken": {},
-        "ended": {"rank": _RANK, "code": wire.integer(-64, 255)},
+        "ended": {"rank": _RANK, "code": wire.integer(-64, 255), "said": wire.text(16, "[0-9a-z]*")},
     },
     max_json_bytes=_MAX_JSON_BYTES,
     max_data_bytes=_MAX_DATA_BYTES,

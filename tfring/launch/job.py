@@ -88,8 +88,8 @@ class Job:
     Args:
         command: What follows the name of the interpreter: `["train.py", "--epochs", "3"]`.
         num_workers: The world size.
-        num_servers: How many more processes serve parameters, on this host.
-        max_server_restarts: How often each server that keeps snapshots is started again in its place.
+        num_servers: How many more processes serve parameters; of several hosts each takes one in turn.
+        max_server_restarts: How often each server that keeps snapshots is started again in its place, on this host.
         log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
@@ -134,12 +134,14 @@ class Job:
         self.lost_hosts: list[str] = []
         self.asked_to_stop = False  # by a signal, or because no worker is left to ask
         self._hosts: list[RemoteHost] = []
-        for host in hosts:
+        first = 0
+        for number, host in enumerate(hosts):
             assert way is not None
             way.environ[secret.VARIABLE] = self._environ[secret.VARIABLE]  # a file may not be there
             way.environ.setdefault("PYTHONHASHSEED", self._environ["PYTHONHASHSEED"])
-            first = self._hosts[-1].ranks.stop if self._hosts else 0
-            self._hosts.append(RemoteHost(host, range(first, first + host.num_workers), way))
+            servers = range(num_workers + number, num_workers + num_servers, len(hosts))
+            self._hosts.append(RemoteHost(host, [*range(first, first + host.num_workers), *servers], way))
+            first += host.num_workers
         self._selector = selectors.DefaultSelector()
         self._taken: dict[int, int] = {}  # by rank: pipes by which workers here report that they joined the ring
         self._said: dict[int, bytes] = {}  # by rank: what they have reported there
@@ -283,12 +285,14 @@ class Job:
     # ---------------------------------------------------------------------------------------------- elsewhere
 
     def _start_elsewhere(self) -> None:
+        host_of = {rank: host for host in self._hosts for rank in host.ranks}
+        for rank, host in sorted(host_of.items()):
+            send_signal = functools.partial(self._signal_elsewhere, host, rank)
+            server = None if rank < self._num_workers else rank - self._num_workers
+            self._add_worker(rank, None, send_signal, (None, None), self._open_log(rank, server), server)
         for host in self._hosts:
-            for rank in host.ranks:
-                send_signal = functools.partial(self._signal_elsewhere, host, rank)
-                self._add_worker(rank, None, send_signal, (None, None), self._open_log(rank))
             try:
-                host.start(self._command, len(self._hosts))
+                host.start(self._command, len(self._hosts), self._num_workers)
             except OSError as error:
                 raise _CannotStartError(f"{host.name}: {error}") from error
             self._watch_output(host.fd, functools.partial(self._on_host, host))
@@ -319,17 +323,19 @@ class Job:
                 worker = self._workers[message["rank"]]
                 (worker.out if message["stream"] == "out" else worker.err).take(data)
             elif kind == "ended":
+                self._said[message["rank"]] = message["said"].encode()
                 self._on_ended(self._workers[message["rank"]], message["code"])
 
     def _tell_addresses(self) -> None:
         """Once all listen, all start."""
-        addresses = []
+        addresses: dict[int, str] = {}
         for host in self._hosts:
             if host.listening is None:
                 return
-            addresses += [str(Address(host.address, port)) for port in host.listening]
+            for rank, port in zip(host.ranks, host.listening, strict=True):
+                addresses[rank] = str(Address(host.address, port))
         for host in self._hosts:
-            host.tell("addresses", addresses=addresses)
+            host.tell("addresses", addresses=[addresses[rank] for rank in sorted(addresses)])
         if self._restart:
             self._hosts[0].tell("input")  # its end: the first try has read it
         else:
@@ -453,7 +459,8 @@ class Job:
         """Returns whether a server that failed is started again, or is not needed any more."""
         if worker.server is None or _COMES_BACK not in self._hear(worker.rank):
             return False
-        return self._server_restarts.get(worker.rank, 0) < self._max_server_restarts or not self._is_training()
+        restarts = self._server_restarts.get(worker.rank, 0)
+        return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 
     def _end_servers_started_again(self) -> None:
         """Ends those that workers have not come back to, once no worker is left to do so."""

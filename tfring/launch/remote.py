@@ -95,7 +95,7 @@ def srun(host: str, command: str) -> list[str]:
 class RemoteHost:
     """An agent on a host, with the workers it has been given."""
 
-    def __init__(self, host: Host, ranks: range, way: Way) -> None:
+    def __init__(self, host: Host, ranks: Sequence[int], way: Way) -> None:
         self.name = host.name
         self.ranks = ranks
         self.listening: list[int] | None = None
@@ -105,7 +105,7 @@ class RemoteHost:
         self._to_write: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._credit = threading.Semaphore(frames.INPUT_MESSAGES)
 
-    def start(self, command: Sequence[str], num_nodes: int) -> None:
+    def start(self, command: Sequence[str], num_nodes: int, num_workers: int) -> None:
         """Goes there, and says what to run (1)."""
         agent = f"cd -- {shlex.quote(self._way.workdir)} && exec {shlex.quote(self._way.python)} -m tfring.launch.agent"
         connect = self._way.connect(self.name, agent)
@@ -123,6 +123,7 @@ class RemoteHost:
         self.tell(
             "start",
             ranks=list(self.ranks),
+            num_workers=num_workers,
             command=list(command),
             cwd=self._way.workdir,
             environ=self._way.environ,
