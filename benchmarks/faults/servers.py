@@ -170,10 +170,8 @@ def run(scenario: Scenario) -> tuple[str, str, str]:
             if scenario.fault == KILL and len(processes) == 4:
                 fate = "started again, from its snapshot"
             elif scenario.fault in (PAUSE, HEALED, SLOW):
-                is_gone = victim.process.poll() is not None or not wait_until(
-                    lambda: victim.process.poll() is not None or victim is server or goes_on(victim), 10
-                )
-                fate = f"ends: {victim.error()}" if is_gone else "goes on"
+                wait_until(lambda: victim.process.poll() is not None or victim is server or goes_on(victim), 20)
+                fate = "goes on" if victim.process.poll() is None else f"ends: {victim.error()}"
             return after, "; ".join(dict.fromkeys(told)) or "train on", fate
         finally:
             for process in processes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tfring import _keras
+from tfring import _keras, config
 from tfring._keras import held
 from tfring._keras.served import ServerUpdater
 from tfring.cluster import Cluster, launch_variables
@@ -55,7 +55,7 @@ class ParameterServerStrategy(RingStrategy):
         `backup_workers`. Default: None, the loss of a server ends the job.
       snapshot_seconds: from one snapshot to the next, in seconds. Default: 30.
       roles: a `tfring.cluster.roles.Roles`; by default what the environment says.
-      trace: as of RingStrategy.
+      trace: as of RingStrategy; with update="sync" without backup workers, and without rows of the servers.
 
     Raises:
       ConfigurationError: for settings that cannot be honoured.
@@ -93,6 +93,13 @@ class ParameterServerStrategy(RingStrategy):
         }
         _check(settings, None if self.roles is None else len(self.roles.workers))
         is_star = update == "async" or backup_workers > 0
+        trace = config.read("TFRING_TRACE") if trace is None else trace
+        if trace is not None and is_star and self.roles is not None:
+            raise ConfigurationError(
+                "A trace tells of steps that workers take together. Received: "
+                f"trace={os.fspath(trace)!r} with update={update!r}, backup_workers={backup_workers}, where each goes "
+                "on by itself. Leave `trace` and TFRING_TRACE out."
+            )
         self._workers: Cluster | None = None
         if self.roles is not None:
             if self.roles.source == launch_variables.SOURCE:
