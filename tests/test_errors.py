@@ -98,6 +98,12 @@ def test_every_error_is_on_the_page():
     assert len(found) > 150 and not missing, "docs/errors.md lacks:\n" + "\n".join(missing)
 
 
+def test_every_entry_has_a_cure():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    empty = [row for row in rows if not row.strip("|").partition(" | ")[2].strip()]
+    assert not empty, "docs/errors.md says no cure of:\n" + "\n".join(empty)
+
+
 def test_errors_of_the_engine_are_on_the_page():
     page, code = " ".join(entries()), native_text()
     for fragment in NATIVE:
