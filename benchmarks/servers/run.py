@@ -1,4 +1,4 @@
-"""Parameter servers beside the ring: with a slow worker on one host, and on links of 1 Gbit/s between namespaces.
+"""Ring, servers and delayed synchronization: with a slow worker on one host, and on slow links between namespaces.
 
     python benchmarks/servers/run.py [slow] [network] [--steps N] [--write]
 
@@ -30,6 +30,13 @@ WAYS = {
     "servers, async": {"strategy": "servers", "options": {"update": "async"}},
     "servers, async, staleness 4": {"strategy": "servers", "options": {"update": "async", "max_staleness": 4}},
 }
+DELAYED = {
+    "accumulated, 4 batches": {"strategy": "ring", "accumulate": 4},
+    "delayed, k=4": {"strategy": "delayed", "every": 4},
+    "delayed, k=16": {"strategy": "delayed", "every": 16},
+}
+MODELS = {"tables": "a table of 6.4 MB", "dense": "two kernels, 4 MB"}
+RATES = {"1 Gbit/s": 1_000_000_000, "100 Mbit/s": 100_000_000}
 PORT = 12345
 
 
@@ -65,8 +72,8 @@ def slow(steps: int) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, way in WAYS.items():
-        wanted = {**way, "model": "small", "steps": steps, "step_seconds": STEP_SECONDS}
-        alike, one_slow = (on_this_host({**wanted, "slow": factor}, 1) for factor in (1.0, SLOWER))
+        wanted = {**way, "models": ["small"], "steps": steps, "step_seconds": STEP_SECONDS}
+        alike, one_slow = (on_this_host({**wanted, "slow": factor}, 1)["small"] for factor in (1.0, SLOWER))
         rates = alike["rows_a_second"], one_slow["rows_a_second"]
         staleness = f"{one_slow['staleness']:.1f}" if "staleness" in one_slow else ""
         dropped = f"{one_slow['dropped_gradients']:.0f}" if "dropped_gradients" in one_slow else ""
@@ -77,11 +84,11 @@ def slow(steps: int) -> list[str]:
     return lines
 
 
-def over_links(wanted: dict, workers: int, servers: int) -> dict:
-    """On hosts of one process each, whose links take 1 Gbit/s."""
+def over_links(wanted: dict, workers: int, servers: int, rate: int) -> dict:
+    """On hosts of one process each, whose links take `rate` bits a second."""
     with namespaces.hosts(workers + servers) as hosts:
         for host in hosts:
-            host.shape(1_000_000_000)
+            host.shape(rate)
         addresses = [f"{host.ipv4}:{PORT}" for host in hosts]
         cluster = {"worker": addresses[:workers], **({"ps": addresses[workers:]} if servers else {})}
         processes = []
@@ -105,31 +112,34 @@ def over_links(wanted: dict, workers: int, servers: int) -> dict:
 
 
 def network(steps: int) -> list[str]:
-    """Seconds of a step on links of 1 Gbit/s."""
+    """Seconds of a step on slow links."""
     why_not = namespaces.why_not()
     if why_not:
         print(f"network: left out, {why_not}", file=sys.stderr)
         return []
+    steps = -(-steps // 16) * 16  # windows are complete
+    columns = [(kind, rate) for kind in MODELS for rate in RATES]
+    heads = [f"{MODELS[kind]}, {rate}" for kind, rate in columns] + [f"MB sent, {name}" for name in MODELS.values()]
     lines = [
-        "2 workers, each process on a host of its own, links of 1 Gbit/s; milliseconds a batch and worker, and what a "
-        "worker sends.",
+        "2 workers, each process on a host of its own: milliseconds a batch and worker, and MB that a worker sends for "
+        "one.",
         "",
-        "| | a table of 6.4 MB | MB sent | two kernels, 4 MB | MB sent |",
-        "|---|---:|---:|---:|---:|",
+        f"| | {' | '.join(heads)} |",
+        f"|---|{'---:|' * len(heads)}",
     ]
     for name, way, servers in (
         ("ring", WAYS["ring"], 0),
-        ("1 server, sync", WAYS["servers, sync"], 1),
+        *((name, way, 0) for name, way in DELAYED.items()),
         ("2 servers, sync", WAYS["servers, sync"], 2),
         ("2 servers, async", WAYS["servers, async"], 2),
+        ("1 server, sync", WAYS["servers, sync"], 1),
     ):
-        cells = [name]
-        for kind in ("tables", "dense"):
-            told = over_links({**way, "model": kind, "steps": steps}, 2, servers)
-            milliseconds = told["seconds"] * 1e3 / steps
-            cells += [f"{milliseconds:.1f}", f"{told['bytes_a_batch'] / 1e6:.3f}"]
+        wanted = {**way, "models": list(MODELS), "steps": steps}
+        told = {rate: over_links(wanted, 2, servers, bits) for rate, bits in RATES.items()}
+        cells = [name, *(f"{told[rate][kind]['seconds'] * 1e3 / steps:.1f}" for kind, rate in columns)]
+        cells += [f"{told['1 Gbit/s'][kind]['bytes_a_batch'] / 1e6:.3f}" for kind in MODELS]
         lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], file=sys.stderr)
+        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 

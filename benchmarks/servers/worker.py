@@ -1,6 +1,6 @@
 """One process of a contestant: trains and, on worker 0, prints what a step took as a line of JSON.
 
-    python worker.py '{"strategy": "servers", "options": {"update": "async"}, "model": "tables", ...}'
+    python worker.py '{"strategy": "servers", "options": {"update": "async"}, "models": ["tables"], ...}'
 """
 
 from __future__ import annotations
@@ -45,9 +45,18 @@ class Pace(keras.callbacks.Callback):
 
 def main() -> None:
     wanted = json.loads(sys.argv[1])
-    kind = wanted["model"]
-    is_ring = wanted["strategy"] == "ring"
-    strategy = tfring.RingStrategy() if is_ring else tfring.ParameterServerStrategy(**wanted.get("options", {}))
+    if wanted["strategy"] == "servers":
+        strategy = tfring.ParameterServerStrategy(**wanted.get("options", {}))
+    else:
+        is_delayed = wanted["strategy"] == "delayed"
+        strategy = tfring.RingStrategy(synchronization=tfring.Delayed(wanted["every"]) if is_delayed else None)
+    told = {kind: train(strategy, wanted, kind) for kind in wanted["models"]}
+    if strategy.cluster.rank == 0:
+        print("RESULT " + json.dumps(told), flush=True)
+
+
+def train(strategy, wanted: dict, kind: str) -> dict:
+    """Returns what training one of the models took."""
     rank, num_workers = strategy.cluster.rank, strategy.cluster.world_size
     by_turns = "async" in str(wanted.get("options")) or "backup" in str(wanted.get("options"))
     rows = ROWS if by_turns else ROWS * num_workers  # of a batch; a worker computes on as many either way
@@ -57,7 +66,8 @@ def main() -> None:
     y = rng.normal(size=(size, 1)).astype("float32")
     with strategy.scope():
         trained = model(kind)
-        trained.compile(keras.optimizers.SGD(0.01), "mse")
+        optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=wanted.get("accumulate"))
+        trained.compile(optimizer, "mse")
     slow = wanted.get("slow", 1.0) if rank == num_workers - 1 else 1.0
     pace = Pace(wanted.get("step_seconds", 0.0) * slow)
     trained.fit(x[: 2 * rows * num_workers], y[: 2 * rows * num_workers], batch_size=rows, verbose=0, shuffle=False)
@@ -68,8 +78,7 @@ def main() -> None:
     told = {"rows_a_second": size / seconds, "seconds": seconds, "batches": pace.batches}
     told["bytes_a_batch"] = (strategy.bytes_sent() - sent) / max(1, pace.batches)
     told.update({name: values[-1] for name, values in history.items()})
-    if rank == 0:
-        print("RESULT " + json.dumps(told), flush=True)
+    return told
 
 
 main()

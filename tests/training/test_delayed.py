@@ -554,6 +554,19 @@ def test_what_it_cannot_do_is_refused_by_name():
             assert words in said[case], (case, said[case])
 
 
+def refuse_devices():
+    try:
+        harness.strategy(synchronization=tfring.Delayed(4), devices=["CPU:0", "CPU:1"])
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+def test_several_devices_are_refused():
+    [said] = workers(1, logical_cpus=2).run(refuse_devices)
+    assert said is not None and "a worker is one replica" in said
+
+
 def other_window(every):
     strategy = harness.strategy(synchronization=tfring.Delayed(every))
     x, y = skewed_rows(ROWS)

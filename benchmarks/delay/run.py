@@ -1,0 +1,204 @@
+"""Quality of ring, servers and delayed synchronization after as many epochs: MovieLens-100K and digits.
+
+    python benchmarks/delay/run.py [quality] [links] [--write]
+
+`--write` puts the curves into curves.json and *.png, and the tables into README.md. `links` is MovieLens on links of
+100 Mbit/s between network namespaces, as root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster" / "engines")]
+
+import contest  # noqa: E402
+import namespaces  # noqa: E402
+
+WORKERS = 4
+EPOCHS = {"movielens": 6, "digits": 12}
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}  # of DiLoCo
+CLIPPED = {**NESTEROV, "global_clipnorm": 0.5}
+OUTER = {
+    "Nesterov 0.5": {"learning_rate": 1.0, "momentum": 0.5, "nesterov": True},
+    "Nesterov 0.5, rate 0.5": {"learning_rate": 0.5, "momentum": 0.5, "nesterov": True},
+    "Nesterov 0.9, rate 0.1": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
+}
+
+
+def delayed_ways() -> dict[str, dict]:
+    ways: dict[str, dict] = {"ring": {}, "ring, bfloat16": {"compression": "bfloat16"}}
+    for every in (1, 4, 16):
+        ways[f"k={every}, averaging"] = {"every": every}
+        ways[f"k={every}, Nesterov 0.9"] = {"every": every, "outer": NESTEROV}
+        if every > 1:
+            ways[f"k={every}, Nesterov 0.9, clipped"] = {"every": every, "outer": CLIPPED}
+    ways["k=16, averaging, slots averaged"] = {"every": 16, "local_momentum": "average"}
+    ways["k=8, averaging"] = {"every": 8}
+    ways["k=8, Nesterov 0.5"] = {"every": 8, "outer": OUTER["Nesterov 0.5"]}
+    ways["k=4, Nesterov 0.5, rate 0.5"] = {"every": 4, "outer": OUTER["Nesterov 0.5, rate 0.5"]}
+    ways.update((f"k=16, {name}", {"every": 16, "outer": outer}) for name, outer in OUTER.items())
+    return ways
+
+
+SERVERS: dict[str, dict] = {
+    "servers, sync": {"servers": {"update": "sync"}},
+    **{
+        f"async, staleness {bound}": {"servers": {"update": "async", "max_staleness": bound}}
+        for bound in (0, 2, 8, None)
+    },
+    "async, staleness None, one slow": {"servers": {"update": "async"}, "slow": True},
+}
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "TFRING_SEED": "1",
+    }
+
+
+def results_in(output: str) -> list[dict]:
+    return [json.loads(line) for line in re.findall(r"RESULT (.*)", output)]
+
+
+def launch(ways: dict[str, dict], servers: int) -> list[dict]:
+    command = [sys.executable, "-m", "tfring.launch", "-n", str(WORKERS)]
+    command += ["--servers", str(servers)] if servers else []
+    command += [str(HERE / "train.py"), json.dumps({"ways": ways, "epochs": EPOCHS})]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return results_in(done.stdout)
+
+
+def links() -> list[str]:
+    """Rows of MovieLens a second, on two hosts."""
+    why_not = namespaces.why_not()
+    if why_not:
+        print(f"links: left out, {why_not}", file=sys.stderr)
+        return []
+    ways = {"ring": {}, "k=4": {"every": 4}, "k=8": {"every": 8}, "k=16": {"every": 16}}
+    lines = ["2 workers on links of 100 Mbit/s, the fastest of 4 epochs.", ""]
+    lines += ["| | rows a second | over the ring | kB a batch | RMSE |", "|---|---:|---:|---:|---:|"]
+    with namespaces.hosts(2) as hosts:
+        for host in hosts:
+            host.shape(100_000_000)
+        processes = []
+        for number, host in enumerate(hosts):
+            workers = [f"{each.ipv4}:12345" for each in hosts]
+            task = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": number}}
+            asked = json.dumps({"ways": ways, "epochs": {"movielens": 4}})
+            environ = {
+                **environment(),
+                "TF_CONFIG": json.dumps(task),
+                "TFRING_SECRET": "of this benchmark alone",
+                "TF_NUM_INTRAOP_THREADS": "1",
+                "TF_NUM_INTEROP_THREADS": "2",
+            }
+            command = host.command(sys.executable, str(HERE / "train.py"), asked)
+            processes.append(
+                subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        outputs = [process.communicate(timeout=900) for process in processes]
+        assert all(process.returncode == 0 for process in processes), outputs
+    rates: dict[str, float] = {}
+    for told in results_in(outputs[0][0]):
+        rate = rates[told["way"]] = told["num_rows"] / min(told["epoch_seconds"])
+        cells = [told["way"], f"{rate:.0f}", f"{rate / rates['ring']:.2f}", f"{told['bytes_a_step'] / 1e3:.1f}"]
+        cells.append(f"{told['curve'][-1]:.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def quality(write: bool) -> list[str]:
+    """Curves of every way, which are kept as they come."""
+    results: list[dict] = []
+    of_delay = list(delayed_ways().items())
+    launches = [(dict(of_delay[begin : begin + 6]), 0) for begin in range(0, len(of_delay), 6)]
+    launches += [({way: settings}, 1) for way, settings in SERVERS.items()]
+    for ways, servers in launches:
+        results += launch(ways, servers)
+        print("\n".join(table(results)[4:]), file=sys.stderr, flush=True)
+        if write:
+            (HERE / "curves.json").write_text(json.dumps(results, indent=1) + "\n")
+    if write:
+        plot(results)
+    return table(results)
+
+
+def table(results: list[dict]) -> list[str]:
+    of = {(told["way"], told["data"]): told for told in results}
+    lines = [
+        f"{WORKERS} workers, {EPOCHS['movielens']} epochs of MovieLens-100K (AdamW 0.002, batches of 1024 rows) and "
+        f"{EPOCHS['digits']} of digits (SGD 0.02, momentum 0.9, batches of 64); asynchronous workers take batches of a "
+        "quarter of that, each its own. Held-out rows; kB that rank 0 sends a batch.",
+        "",
+        "| | RMSE, last | RMSE, best | kB | accuracy, last | accuracy, best | kB | staleness |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for way in dict.fromkeys(told["way"] for told in results):
+        ratings, images = of[way, "movielens"], of[way, "digits"]
+        sent = [f"{told['bytes_a_step'] / 1e3:.1f}" for told in (ratings, images)]
+        cells = [way, f"{ratings['curve'][-1]:.4f}", f"{min(ratings['curve']):.4f}", sent[0]]
+        cells += [f"{images['curve'][-1]:.3f}", f"{max(images['curve']):.3f}", sent[1]]
+        cells.append(f"{ratings['staleness']:.1f}" if "staleness" in ratings else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def plot(results: list[dict]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = {"movielens": "RMSE of held-out ratings", "digits": "accuracy on held-out images"}
+    for data, label in labels.items():
+        figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
+        for told in (each for each in results if each["data"] == data):
+            is_servers = told["way"].startswith(("servers", "async"))
+            shown = axes if told["way"] == "ring" else [axes[is_servers]]
+            style = dict(color="black", linewidth=2) if told["way"] == "ring" else dict(linewidth=1)
+            for each in shown:
+                each.plot(range(1, len(told["curve"]) + 1), told["curve"], marker=".", label=told["way"], **style)
+        ring = next(t["curve"] for t in results if t["data"] == data and t["way"] == "ring")
+        worst = min(ring) - 0.15 if data == "digits" else max(ring) + 0.05
+        for each, title in zip(axes, ("delayed synchronization", "parameter servers"), strict=True):
+            each.set(xlabel="epoch", ylabel=label, title=title)
+            each.set_ylim(*((worst, 1.0) if data == "digits" else (min(ring) - 0.02, worst)))
+            each.grid(alpha=0.3)
+            each.legend(fontsize=7)
+        figure.savefig(HERE / f"{data}.png", dpi=110)
+        pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["quality", "links"])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    readme = HERE / "README.md"
+    for part in arguments.parts:
+        conditions = contest.conditions(False)
+        lines = quality(arguments.write) if part == "quality" else links()
+        text = "\n".join([*lines, "", conditions])
+        print(text)
+        if arguments.write and lines:
+            mark = f"<!-- {part} -->"
+            before, _, after = readme.read_text().partition(mark)
+            readme.write_text(f"{before}{mark}\n{text}\n{mark}{after.partition(mark)[2]}")
+
+
+if __name__ == "__main__":
+    main()
