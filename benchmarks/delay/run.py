@@ -168,7 +168,7 @@ def plot(results: list[dict]) -> None:
         figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
         for told in (each for each in results if each["data"] == data):
             is_servers = told["way"].startswith(("servers", "async"))
-            shown = axes if told["way"] == "ring" else [axes[is_servers]]
+            shown = axes if told["way"] == "ring" else [axes[int(is_servers)]]
             style = dict(color="black", linewidth=2) if told["way"] == "ring" else dict(linewidth=1)
             for each in shown:
                 each.plot(range(1, len(told["curve"]) + 1), told["curve"], marker=".", label=told["way"], **style)
