@@ -187,6 +187,18 @@ def test_every_row_is_trained_once_though_servers_are_killed(launch, tmp_path, w
         assert one["loss"][1] < one["loss"][0] and one["longest"] < max(20, one["started"]), told
 
 
+def test_a_server_that_is_started_again_is_ended_where_no_worker_is_left(launch, tmp_path):
+    program = BEGIN + """
+strategy = tfring.ParameterServerStrategy(update="async", snapshot_dir=sys.argv[1])
+kill_server(0)
+time.sleep(0.5)
+print("done", flush=True)
+"""
+    done = launch(1, 1, str(tmp_path / "snapshots"), program=program)
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout + done.stderr
+    assert "Its restart 1 of 3" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_server_that_is_not_started_again_ends_the_job(launch, tmp_path):
     more = ["--max-server-restarts", "0"]
     done = launch(2, 1, {"update": "async", "snapshot_dir": str(tmp_path / "snapshots")}, "server", more=more)

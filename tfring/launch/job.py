@@ -457,9 +457,10 @@ class Job:
 
     def _comes_back(self, worker: Worker) -> bool:
         """Returns whether a server that failed is started again, or is not needed any more."""
-        if worker.server is None or _COMES_BACK not in self._hear(worker.rank):
-            return False
         restarts = self._server_restarts.get(worker.rank, 0)
+        keeps_snapshots = restarts > 0 or _COMES_BACK in self._hear(worker.rank)
+        if worker.server is None or not keeps_snapshots:
+            return False
         return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 
     def _end_servers_started_again(self) -> None:

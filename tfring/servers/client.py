@@ -136,6 +136,9 @@ class Client:
         except TfringError as problem:
             self._gone[server] = problem
             raise
+        except RuntimeError as problem:  # this process ends, and starts no more threads
+            self._gone[server] = PeerLostError(f"server {server} has not come back: {problem}")
+            raise self._gone[server] from None
         self._bytes_before[server] += self._connections[server].bytes_sent()
         self._connections[server] = connection
         _log.warning("Server %d is back with worker %d after %.1f s.", server, self.rank, time.monotonic() - began)
