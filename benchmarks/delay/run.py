@@ -165,7 +165,9 @@ def plot(results: list[dict]) -> None:
 
     labels = {"movielens": "RMSE of held-out ratings", "digits": "accuracy on held-out images"}
     for data, label in labels.items():
-        figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained", sharey=True)
+        figure, axes = pyplot.subplots(1, 2, figsize=(12, 5.5), layout="constrained", sharey=True)
+        for each in axes:
+            each.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
         for told in (each for each in results if each["data"] == data):
             is_servers = told["way"].startswith(("servers", "async"))
             shown = axes if told["way"] == "ring" else [axes[int(is_servers)]]
@@ -178,7 +180,7 @@ def plot(results: list[dict]) -> None:
             each.set(xlabel="epoch", ylabel=label, title=title)
             each.set_ylim(*((worst, 1.0) if data == "digits" else (min(ring) - 0.02, worst)))
             each.grid(alpha=0.3)
-            each.legend(fontsize=7)
+            each.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=3)
         figure.savefig(HERE / f"{data}.png", dpi=110)
         pyplot.close(figure)
 
