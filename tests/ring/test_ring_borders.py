@@ -98,6 +98,42 @@ def lonely(cluster, which):
         ring.close()
 
 
+def circle_of_links(cluster):
+    """Rank 2 wants a link to 13, which wants one to 16, which wants one to each: none of the three waits for a call."""
+    ring = ranks.join(cluster, connect_timeout_seconds=60)
+    try:
+        ring.barrier()
+        began = time.monotonic()
+        with pytest.raises(Exception) as caught:
+            if cluster.rank == 2:
+                ring.receive(13, np.float32)
+            else:
+                ring.gather(np.ones((0, 8), np.float32), root=16)
+            ring.barrier(name="the next")
+        time.sleep(0.05)
+        return type(caught.value).__name__, time.monotonic() - began
+    finally:
+        ring.close()
+
+
+def leave_before_a_link(cluster):
+    """Rank 3 sends to rank 8, to which it has no link, and which leaves meanwhile."""
+    ring = ranks.join(cluster, connect_timeout_seconds=60)
+    ring.barrier()
+    began = time.monotonic()
+    try:
+        if cluster.rank == 3:
+            time.sleep(0.5)
+            ring.send(np.ones(1 << 20), 8)
+        elif cluster.rank != 8:
+            time.sleep(2)
+        return "none", "", 0.0
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    finally:
+        ring.close()
+
+
 def test_a_rank_that_wants_a_link_nobody_else_wants():
     with ranks.Group(18) as group:
         for size in (6, 12):  # each start has a limit, and so many processes take long to import what they need
@@ -107,5 +143,12 @@ def test_a_rank_that_wants_a_link_nobody_else_wants():
             group.start(18, lonely, which)
             outcomes = group.outcomes(100)
             assert all(one[0] == "MismatchError" and one[1] < 30 for one in outcomes), outcomes
+        group.start(18, circle_of_links)
+        outcomes = group.outcomes(100)
+        assert all(one[0] == "MismatchError" and one[1] < 30 for one in outcomes), outcomes
+        group.start(18, leave_before_a_link)
+        outcomes = group.outcomes(100)
+        assert outcomes[3][0] == "PeerLostError" and "rank 8 left the ring" in outcomes[3][1], outcomes[3]
+        assert outcomes[3][2] < 10, outcomes[3]
         group.start(18, fuzz_calls.play, 3, 3)
         assert not fuzz_calls.unexpected(group.outcomes(100), limit_seconds=10.0)

@@ -182,7 +182,7 @@ def many_ranks(cluster):
     cluster.addresses = tuple(f"{hosts[rank % 3]}:{port}" for rank, port in enumerate(ports))
     with ranks.join(cluster, connect_timeout_seconds=60) as ring:
         rank, size = ring.rank, ring.world_size
-        linked = len(ring._world.transports)
+        linked = len(ring._world.links.transports)
         assert linked < size - 1
         assert len(ring.transport) == 2
         assert ring.algorithms == [(65536 // size, "bruck"), (None, "two_level")]
@@ -194,7 +194,7 @@ def many_ranks(cluster):
         few = np.full((3, 50), rank + 1.0), np.array([rank, 5, 5])
         rows = [few, (np.ones((200, 8)), np.arange(rank, rank + 200))]
         gathered = [ring.all_reduce_rows(*each, reduction="gather") for each in rows]
-        assert len(ring._world.transports) == linked
+        assert len(ring._world.links.transports) == linked
         far = ring.group([0, 7, 10], "far") if rank in (0, 7, 10) else None
         if far is not None:
             assert far.all_reduce(1) == 3
@@ -202,7 +202,7 @@ def many_ranks(cluster):
             with pytest.raises(ValueError, match="rank 4 is not in group"):
                 ring.group([0, 10], "others").all_to_all(np.ones(2))
         np.testing.assert_array_equal(ring.all_to_all(np.full(size, rank))[0], range(size))
-        assert len(ring._world.transports) == size - 1
+        assert len(ring._world.links.transports) == size - 1
         for each, (values, ids) in zip(rows, gathered, strict=True):
             owned = ring.all_reduce_rows(*each, reduction="owner")
             assert values.tobytes() == owned[0].tobytes() and ids.tobytes() == owned[1].tobytes()

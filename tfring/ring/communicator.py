@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from tfring import config
 from tfring.cluster.address import parse_address
 from tfring.cpus import available_cpus
 from tfring.errors import ConfigurationError, RendezvousError
-from tfring.ring import arrays, library, rendezvous, schedule
+from tfring.ring import arrays, library, schedule
+from tfring.ring.links import Links
 
 _OPENING_GRACE_SECONDS = 10.0
 _WARNING_BYTES = 4096
@@ -88,7 +89,7 @@ class Communicator:
         order = self._layout().order
         position = order.index(self.rank)
         beside = (self.ranks[order[(position + step) % self.world_size]] for step in (1, -1))
-        return tuple(self._world.transports[rank] for rank in beside)
+        return tuple(self._world.links.transports[rank] for rank in beside)
 
     @property
     def algorithms(self) -> list[tuple[int | None, str]]:
@@ -165,12 +166,16 @@ class Communicator:
             opening_timeout_seconds=connect_timeout_seconds + _OPENING_GRACE_SECONDS,
         )
         places = [numbers[host] for host in hosts]
-        world = _World(cluster, name, transport, connect_timeout_seconds, places, hosts, algorithm)
+        world = _World(
+            cluster.rank, places, algorithm, Links(cluster, name, transport, connect_timeout_seconds, hosts)
+        )
         if cluster.world_size > 1:
-            partners = schedule.Layout.of(world.hosts).partners(cluster.rank)
-            links = world.form(partners, None if beside is None else beside.failure)
+            partners = schedule.Layout.of(places).partners(cluster.rank)
+            if len(partners) < cluster.world_size - 1:
+                world.links.serve()
+            links = world.links.form(partners, None if beside is None else beside.failure)
             options.links, options.num_links = links, len(links)
-            options.hosts = (ctypes.c_int32 * len(hosts))(*world.hosts)
+            options.hosts = (ctypes.c_int32 * len(hosts))(*places)
             _log_warnings()
         error = library.Error()
         handle = core.tfring_open(options, error)
@@ -179,7 +184,7 @@ class Communicator:
                 raise RendezvousError(error.message.decode(errors="replace"))
             library.raise_error(error)
         world.handle = handle
-        world.transports.update(world.coming)
+        world.links.opened(handle)
         return cls(handle, name, cluster.rank, cluster.world_size, world, range(cluster.world_size))
 
     def group(self, ranks: Sequence[int], name: str) -> Communicator:
@@ -496,6 +501,8 @@ class Communicator:
         A communicator that nothing refers to any more, and none of its groups, is closed as well. Of a group only
         that is closed, not the communicator it comes from.
         """
+        if self.handle == self._world.handle:
+            self._world.links.close()
         self._close()
 
     def abort(self, failure: BaseException) -> None:
@@ -543,67 +550,19 @@ class Communicator:
         if self.rank < 0:
             return  # the call will be refused
         wanted = {self.ranks[m] for m in members if 0 <= m < self.world_size}
-        self._world.connect(wanted - {self._world.rank}, self.failure)
+        self._world.links.connect(wanted - {self._world.rank}, self.failure)
 
 
 @dataclasses.dataclass
 class _World:
     """State that a communicator shares with its groups."""
 
-    cluster: Any
-    name: str
-    transport: str
-    timeout_seconds: float
+    rank: int
     hosts: list[int]  # [rank]
-    host_names: list[str]
     algorithm: str  # TFRING_ALGORITHM
+    links: Links
     handle: int = 0
     order: int = dataclasses.field(default_factory=lambda: next(_numbers))
-    transports: dict[int, str] = dataclasses.field(default_factory=dict)  # of the links there are
-    coming: dict[int, str] = dataclasses.field(default_factory=dict)  # of those that are being added
-    linking: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held while links are made
-
-    @property
-    def rank(self) -> int:
-        return int(self.cluster.rank)
-
-    def form(
-        self, ranks: Collection[int], broken: Callable[[], BaseException | None] | None = None
-    ) -> ctypes.Array[library.Link]:
-        """Forms links to these ranks, each of which forms one to this rank."""
-        formed = rendezvous.connect(
-            self.cluster,
-            self.name,
-            ranks,
-            transport=self.transport,
-            timeout_seconds=self.timeout_seconds,
-            broken=broken,
-        )
-        self.coming = {rank: link.transport for rank, link in formed.items()}
-        detached = [link.detach(self.host_names[rank].encode()) for rank, link in formed.items()]
-        return (library.Link * len(detached))(*detached)
-
-    def connect(self, ranks: set[int], broken: Callable[[], BaseException | None]) -> None:
-        """Adds a link to each of these ranks that has none."""
-        if ranks <= self.transports.keys():
-            return
-        with self.linking:
-            missing = ranks - set(self.transports)
-            if not missing:
-                return
-            library.core().tfring_want_link(self.handle, min(missing))
-            try:
-                links = self.form(missing, broken)
-            except RendezvousError as gave_up:
-                if (failure := broken()) is not None:  # a disagreement, or a lost rank
-                    raise failure from gave_up
-                raise
-            finally:
-                library.core().tfring_want_link(self.handle, -1)
-            error = library.Error()
-            if library.core().tfring_add_links(self.handle, links, len(links), error):
-                library.raise_error(error)
-            self.transports.update(self.coming)
 
 
 def _num_spins(cluster: Any) -> int:

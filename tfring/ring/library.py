@@ -11,7 +11,7 @@ import signal
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 def _directory() -> pathlib.Path:
@@ -274,8 +274,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_rank": (ctypes.c_int, handle),
         "tfring_world_size": (ctypes.c_int, handle),
         "tfring_group": (ctypes.c_int64, handle, ctypes.POINTER(ctypes.c_int32), size, ctypes.c_char_p, error),
-        "tfring_want_link": (None, handle, ctypes.c_int32),
-        "tfring_add_links": (ctypes.c_int, handle, ctypes.POINTER(Link), size, error),
+        "tfring_add_link": (ctypes.c_int, handle, ctypes.POINTER(Link), error),
         "tfring_all_reduce": (ctypes.c_int, handle, call, tensors, size, error),
         "tfring_reduce": (ctypes.c_int, handle, call, tensors, size, error),
         "tfring_reduce_scatter": (ctypes.c_int, handle, call, tensors, size, error),

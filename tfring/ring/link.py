@@ -59,9 +59,9 @@ class Link:
             self.rank, self.control.detach(), data_fd, *own, self.mailbox_fd, self.doorbell_fd, host
         )
 
-    def send_failure(self, rank: int, why: str) -> None:
+    def send_failure(self, rank: int, code: int, why: str) -> None:
         """Tells the peer, which tells the others, why `rank` gives up, so that no rank waits in vain."""
-        library.core().tfring_send_abort(self.control.fileno(), rank, library.PEER_LOST, why.encode())
+        library.core().tfring_send_abort(self.control.fileno(), rank, code, why.encode())
         self.close()
 
     def close(self) -> None:

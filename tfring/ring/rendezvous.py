@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 
 from tfring.cluster import ports, secret
 from tfring.cluster.address import parse_address
-from tfring.errors import RendezvousError
+from tfring.errors import PeerLostError, RendezvousError
+from tfring.ring import library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
 from tfring.transport import handshake, mailbox, wire
 from tfring.transport.dial import dial, probe
@@ -88,6 +89,52 @@ def connect(
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
+def connect_to(
+    cluster: Any,
+    ring: str,
+    rank: int,
+    *,
+    transport: str,
+    timeout_seconds: float,
+    broken: Callable[[], BaseException | None],
+    is_linked: Callable[[], bool],
+) -> Link | None:
+    """Connects this rank of an open ring with another, which answers by `answer`.
+
+    Args:
+        cluster: As of `connect`.
+        ring: The ring's name.
+        rank: Another rank.
+        transport: "auto", "tcp" or "shm".
+        timeout_seconds: How long to wait.
+        broken: Says why there is no use in waiting; None as long as there is.
+        is_linked: Returns True once that rank has connected with this one.
+
+    Returns:
+        The link; None where that rank came first.
+
+    Raises:
+        PeerLostError: That rank has left the ring.
+        RendezvousError: As `connect`.
+    """
+    _raise_descriptor_limit(_FDS_OF_A_LINK)
+    forming = _Forming(cluster, ring, [rank], transport, timeout_seconds, broken)
+    forming.kind, forming.is_linked = "link", is_linked
+    return forming.run().get(rank)
+
+
+def answer(cluster: Any, ring: str, connection: Connection, *, transport: str) -> Link | None:
+    """Answers `connect_to` of another rank. Returns the link; None where that rank went away.
+
+    Raises:
+        RendezvousError: The two ranks cannot be linked; the other one is told.
+    """
+    _raise_descriptor_limit(_FDS_OF_A_LINK)
+    forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
+    forming.answer(connection)
+    return forming.links.get(connection.hello["rank"])
+
+
 class _Forming:
     """Forms one rank's links of one ring."""
 
@@ -114,7 +161,10 @@ class _Forming:
         self.links: dict[int, Link] = {}  # the connecting thread adds to it as well
         self.connect_error: BaseException | None = None
         self.reasons: dict[int, str] = {}  # why the last attempt to connect failed
-        self.failure = ""  # why this rank gives up
+        self.kind = "ring"
+        self.is_linked: Callable[[], bool] = lambda: False  # by the other rank's doing
+        self.failure = ""  # why this rank gives up,
+        self.code = library.PEER_LOST  # in a number
         self.cancelled = threading.Event()
         self.last_words_seconds = _LAST_WORDS_SECONDS
 
@@ -122,10 +172,10 @@ class _Forming:
         connecting = threading.Thread(target=self._connect_all, name="tfring-connect", daemon=True)
         connecting.start()
         try:
-            while len(self.links) < len(self.peers):
+            while len(self.links) < len(self.peers) and not self.is_linked():
                 if time.monotonic() > self.deadline:
                     raise self._timeout_error()
-                if any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
+                if any(rank not in self.links and not self._dials(rank) for rank in self.peers):
                     self._accept()
                 else:
                     connecting.join(_SLICE_SECONDS)
@@ -133,41 +183,49 @@ class _Forming:
                     raise self.connect_error
                 if self.broken is not None and (failure := self.broken()) is not None:
                     self.last_words_seconds = 0.0  # those on their way learn of it as this rank did
+                    self.code = library.code_of(failure)
+                    if self.kind == "link":
+                        raise RendezvousError(str(failure))
                     raise RendezvousError(f'Ring "{self.ring}" cannot form, for the one beside it broke: {failure}')
                 for link in list(self.links.values()):
                     link.check_still_there(self.ring)
+            self.cancelled.set()
+            connecting.join()
             return self.links
         except BaseException as error:
             self.failure = str(error) or f"rank {self.cluster.rank} was interrupted while the ring formed"
             self.cancelled.set()
             connecting.join()
             for link in self.links.values():
-                link.send_failure(self.cluster.rank, self.failure)
+                link.send_failure(self.cluster.rank, self.code, self.failure)
             self._reject_pending()
             raise
 
     def _reject_pending(self) -> None:
         """Tells the ranks that are on their way to this one why it gives up."""
         deadline = time.monotonic() + self.last_words_seconds
-        while any(rank > self.cluster.rank and rank not in self.links for rank in self.peers):
+        while any(rank not in self.links and not self._dials(rank) for rank in self.peers):
             connection = self.listener.take(self._is_expected, max(0.0, deadline - time.monotonic()))
             if connection is None:
                 return
             with contextlib.suppress(OSError, wire.WireError), connection.channel as channel:
                 channel.send("refused", why=self.failure[: wire.MOST_REASON], final=True)
 
+    def _dials(self, rank: int) -> bool:
+        return rank < self.cluster.rank or self.kind == "link"
+
     # Connecting to the lower ranks, in a thread of its own.
 
     def _connect_all(self) -> None:
         try:
-            for rank in sorted(rank for rank in self.peers if rank < self.cluster.rank):
+            for rank in sorted(filter(self._dials, self.peers)):
                 self._connect_to(rank)
         except BaseException as error:
             self.connect_error = error
 
     def _connect_to(self, rank: int) -> None:
         pauses = iter(_PAUSES_SECONDS)
-        while not self.cancelled.is_set() and time.monotonic() < self.deadline:
+        while not self.cancelled.is_set() and not self.is_linked() and time.monotonic() < self.deadline:
             try:
                 self.links[rank] = self._attempt(rank)
                 return
@@ -179,7 +237,7 @@ class _Forming:
                 self._warn_about_secret(rank, error)
             except handshake.RefusedError as error:
                 if error.final:
-                    raise RendezvousError(str(error)) from None
+                    raise (PeerLostError if self.kind == "link" else RendezvousError)(str(error)) from None
                 self.reasons[rank] = str(error)
             except (OSError, wire.WireError) as error:
                 self._check_descriptors_left(error)
@@ -189,7 +247,7 @@ class _Forming:
     def _attempt(self, rank: int) -> Link:
         session = secrets.token_hex(16)
         channel = self._dial(
-            rank, "ring", ring=self.ring, transport=self.transport, process=_process, session=session
+            rank, self.kind, ring=self.ring, transport=self.transport, process=_process, session=session
         )
         # The answer comes when the other rank asks for this ring; that may take its time.
         link = Link(rank, channel.socket)
@@ -226,7 +284,7 @@ class _Forming:
                 raise
             # The other rank takes this one for connected, so this attempt was the only one.
             self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {rank}: {error}"
-            link.send_failure(self.cluster.rank, self.failure)
+            link.send_failure(self.cluster.rank, self.code, self.failure)
             if isinstance(error, RendezvousError):
                 raise
             raise RendezvousError(self.failure) from error
@@ -251,8 +309,15 @@ class _Forming:
 
     def _accept(self) -> None:
         connection = self.listener.take(self._is_expected, _SLICE_SECONDS)
-        if connection is None:
-            return
+        if connection is not None:
+            self.answer(connection)
+
+    def answer(self, connection: Connection) -> None:
+        """Makes the link that a rank asks for.
+
+        Raises:
+            RendezvousError: There can be none.
+        """
         channel, hello = connection.channel, connection.hello
         link = Link(hello["rank"], channel.socket)
         fds: list[int] = []
@@ -304,10 +369,16 @@ class _Forming:
                 link.data = data.channel.socket
             self.links[link.rank] = link
         except (OSError, wire.WireError) as error:
-            self._check_descriptors_left(error)
-            _log.debug("rank %d connected and went away: %s", link.rank, error)
             wire.close_all(fds)
-            link.close()
+            try:
+                self._check_descriptors_left(error)
+                _log.debug("rank %d connected and went away: %s", link.rank, error)
+            except RendezvousError as failure:
+                with contextlib.suppress(OSError):
+                    channel.send("failed", why=str(failure)[: wire.MOST_REASON])
+                raise
+            finally:
+                link.close()
         except BaseException:
             wire.close_all(fds)
             link.close()

@@ -21,17 +21,19 @@ _WHO = {
     "to": wire.integer(0, MAX_RANKS),  # and of the process it wants
     "seconds": wire.integer(1, MAX_SECONDS),  # how long it waits to be taken
 }
+_LINK = {
+    **_WHO,
+    "ring": wire.text(200),
+    "transport": wire.one_of("auto", "shm", "tcp"),
+    "process": _TOKEN,
+    "session": _TOKEN,
+}
 HELLOS = wire.Format(
     {
         "probe": _WHO,
         "doctor": _WHO,
-        "ring": {
-            **_WHO,
-            "ring": wire.text(200),
-            "transport": wire.one_of("auto", "shm", "tcp"),
-            "process": _TOKEN,
-            "session": _TOKEN,
-        },
+        "ring": _LINK,  # one that forms
+        "link": _LINK,  # one more of a ring that is open
         "data": {**_WHO, "session": _TOKEN},
         "meeting": {
             **_WHO,

@@ -124,13 +124,17 @@ int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, co
   return tfring::keep(std::move(made));
 }
 
-void tfring_want_link(int64_t handle, int32_t rank) {
+int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error) {
   const tfring::Handle found = tfring::find(handle);
-  if (found.world != nullptr) found.world->wants_link(rank);
-}
-
-int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group*) { return world.add_links(links, num_links); });
+  if (found.world != nullptr) return tfring::report(found.world->adopt_link(*link), error);
+  const tfring::ControlFrame goodbye = tfring::make_control(tfring::ControlType::kGoodbye, -1, 0);
+  const ssize_t sent = send(link->control_fd, &goodbye, sizeof(goodbye), MSG_NOSIGNAL | MSG_DONTWAIT);
+  (void)sent;
+  for (int fd : {link->control_fd, link->data_fd, link->own_mailbox_fd, link->own_doorbell_fd,
+                 link->mailbox_fd, link->doorbell_fd}) {
+    tfring::Fd closed(fd);
+  }
+  return tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
 }
 
 void tfring_close(int64_t handle) {

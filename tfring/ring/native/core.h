@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 9
+#define TFRING_ABI_VERSION 10
 #define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
@@ -156,9 +156,9 @@ TFRING_API int64_t tfring_open(const tfring_options* options, tfring_error* erro
 // A handle for some of a group's members, which then count from 0 in this order. Nothing is sent.
 TFRING_API int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, const char* name,
                                 tfring_error* error);
-// Tells the others, while the caller makes links, to which rank the first is wanted; -1 when it has them.
-TFRING_API void tfring_want_link(int64_t handle, int32_t rank);
-TFRING_API int tfring_add_links(int64_t handle, const tfring_link* links, int num_links, tfring_error* error);
+// Adds a link, also while a call is under way in another thread. Takes over its descriptors, also if it
+// fails.
+TFRING_API int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error);
 // Says goodbye to the peers and forgets the handle; of a group only that. Calls still running fail.
 TFRING_API void tfring_close(int64_t handle);
 // Breaks a world on all ranks for a reason outside it, such as the failure of another.

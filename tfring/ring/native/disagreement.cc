@@ -29,17 +29,36 @@ bool World::has_begun(const Link& peer) const {
          counts_[rank] - num_sent_[rank] - num_received_[rank];
 }
 
-// Returns whether the peer is in a call with this rank that is another than the one under way. Both count
-// what they have begun together: collectives, sends and receives each. So collectives of one number have to
-// agree; and where one of the calls is a send or a receive, which need not keep step, neither rank has begun
-// the other's, nor can it.
-bool World::contradicts(const Link& peer) const {
+// Returns how many collectives this rank has begun together with that one.
+uint64_t World::num_collectives(int rank) const {
+  const size_t r = static_cast<size_t>(rank);
+  return counts_[r] - num_sent_[r] - num_received_[r];
+}
+
+// Returns the number of the collective under way among those with that rank; 0 if there is none.
+uint64_t World::asked_number(int rank) const {
+  const bool is_with_it = running_ && takes_part(rank) && !is_pairwise(static_cast<Kind>(header_.kind));
+  return is_with_it ? num_collectives(rank) : 0;
+}
+
+// Returns the peer's call with this rank that is another than the one under way; null if there is none. Both
+// count what they have begun together: collectives, sends and receives each. So collectives of one number
+// have to agree, also one that the peer is through with; and where one of the calls is a send or a receive,
+// which need not keep step, neither rank has begun the other's, nor can it.
+const CallHeader* World::contradiction(const Link& peer) const {
+  const Pong& pong = peer.pong;
+  const uint64_t asked = asked_number(peer.rank);
+  if (asked != 0 && pong.past_number == asked && !agree(header_, pong.past)) return &pong.past;
+  return is_in_another(peer) ? &pong.header : nullptr;
+}
+
+bool World::is_in_another(const Link& peer) const {
   const Pong& pong = peer.pong;
   if (pong.is_with_you == 0) return false;
   const size_t rank = static_cast<size_t>(peer.rank);
   const Kind mine = static_cast<Kind>(header_.kind);
   const Kind theirs = static_cast<Kind>(pong.header.kind);
-  const uint64_t my_number = counts_[rank] - num_sent_[rank] - num_received_[rank];
+  const uint64_t my_number = num_collectives(peer.rank);
   const uint64_t their_number = peer.begun - pong.num_sent - pong.num_received;
   if (!is_pairwise(mine) && !is_pairwise(theirs)) {
     return my_number == their_number && !agree(header_, pong.header);
@@ -52,12 +71,10 @@ bool World::contradicts(const Link& peer) const {
 
 // A peer that has not begun this rank's call is in one of its own, and cannot begin this one before. Ranks
 // that wait so for each other in a row are told from one to the next; a row that comes back to this rank's
-// call never ends. One that is in the same call waits for what this rank waits for. A rank that wants a link
-// to this one waits for it as well, if its call is not the one under way, in which there would be a link by
-// now.
+// call never ends. One that is in the same call waits for what this rank waits for.
 Status World::follow(const Link& peer) {
   const Pong& pong = peer.pong;
-  if (pong.is_running == 0 && pong.num_chain == 0) return {};
+  if (pong.is_running == 0) return {};
   uint32_t length = 0;
   decltype(Pong::chain) chain;
   if (!has_begun(peer)) {
@@ -73,10 +90,7 @@ Status World::follow(const Link& peer) {
   const auto end = chain + length;
   const auto mine = std::find_if(chain, end, [this](const auto& one) { return one.rank == rank_; });
   if (mine == end || mine == chain) return {};
-  const int before = (mine - 1)->rank;
-  const bool waits_for_link = mine->call == kLinking && before >= 0 && before < world_size_ &&
-                              takes_part(before) && link_to(before) == nullptr;
-  if (mine->call != static_cast<uint32_t>(num_calls_) && !waits_for_link) {  // of a call that is over
+  if (mine->call != static_cast<uint32_t>(num_calls_)) {  // of a call that is over
     num_chain_ = 0;
     return {};
   }

@@ -19,7 +19,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 6;
+constexpr uint16_t kProtocolVersion = 7;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -80,16 +80,16 @@ struct ControlFrame {
   int32_t rank;  // who wrote it first
   int32_t reserved;
   // Counts the calls of the two ranks. Of an abort: the first that fails. Of a goodbye: how many the rank has
-  // finished. Of a pong: how many it has begun.
+  // finished. Of a pong: how many it has begun. Of a ping: the number of the collective that the rank is in,
+  // of those with the rank it asks; 0 for none.
   uint64_t sequence;
   char message[1000];  // of an abort: why; of a pong: a Pong
 };
 static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 
 // The state that a rank reports when asked.
-constexpr int kMostWaiting = 16;
+constexpr int kMostWaiting = 8;
 constexpr int kMostChain = 32;
-constexpr uint32_t kLinking = UINT32_MAX;
 struct Pong {
   uint32_t is_running;    // 1: it is in a call of this ring,
   uint32_t is_with_you;   // 1: the call begun last is one with the rank that asks,
@@ -100,9 +100,11 @@ struct Pong {
   uint64_t num_received;    // and the receives from it
   int64_t cpu_nanoseconds;  // that its process has used
   CallHeader header;        // of the call begun last
+  CallHeader past;          // of the collective that the rank that asks is in, by its number,
+  uint64_t past_number;     // where this rank has begun it, else 0
   struct {
     int32_t rank;
-    uint32_t call;  // as above; kLinking: the rank before waits for a link to this one
+    uint32_t call;  // as above
   } chain[kMostChain];
   uint32_t num_waiting;       // the rings of its process in which a collective of all ranks stands still,
   uint32_t all_threads_wait;  // 1: on the last of TensorFlow's threads

@@ -187,7 +187,7 @@ void World::ask(Link* link, int64_t now, double period) {
   if (seconds_between(link->asked, now) < period || link->unanswered >= kMostUnanswered) return;
   link->asked = now;
   ++link->unanswered;
-  send_control(*link, make_control(ControlType::kPing, rank_, 0));
+  send_control(*link, make_control(ControlType::kPing, rank_, asked_number(link->rank)));
 }
 
 void World::answer(Link* link) {
@@ -202,9 +202,13 @@ void World::answer(Link* link) {
   pong.num_received = num_received_[peer];
   pong.cpu_nanoseconds = cpu_nanoseconds();
   pong.header = header_;
-  pong.num_chain = running_ ? num_chain_ : linking_ >= 0 ? 1 : 0;
-  pong.chain[0] = {linking_, kLinking};
-  if (running_) std::copy_n(chain_, num_chain_, pong.chain);
+  for (const Past& past : past_) {
+    if (link->frame.sequence == 0 || past.numbers[peer] != link->frame.sequence) continue;
+    pong.past = past.header;
+    pong.past_number = link->frame.sequence;
+  }
+  pong.num_chain = running_ ? num_chain_ : 0;
+  std::copy_n(chain_, pong.num_chain, pong.chain);
   tell_waiting(&pong);
   std::memcpy(frame.message, &pong, sizeof(pong));
   send_control(*link, frame);
@@ -222,14 +226,19 @@ Status World::lose(const std::string& message) {
 Status World::break_up(const Status& status) {
   if (!failure_.ok()) return failure_;
   failure_ = status;
+  broke_in_call_ = running_;
   for (const auto& link : links_) {
-    if (link == nullptr) continue;
-    const bool current = running_ && takes_part(link->rank);
-    const uint64_t first = common_calls(link->rank) + (current ? 0 : 1);
-    send_control(*link, make_control(ControlType::kAbort, rank_, first, status.code, status.message));
+    if (link != nullptr) pass_on(failure_, *link);
   }
   announce();
   return failure_;
+}
+
+// Tells a peer why, and from which of the calls with it on.
+void World::pass_on(const Status& failure, const Link& link) {
+  const bool current = broke_in_call_ && takes_part(link.rank);
+  const uint64_t first = common_calls(link.rank) + (current ? 0 : 1);
+  send_control(link, make_control(ControlType::kAbort, rank_, first, failure.code, failure.message));
 }
 
 // Wakes a collective.

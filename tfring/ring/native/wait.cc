@@ -214,7 +214,9 @@ Status World::ask_peers(int64_t now, double idle_seconds) {
     if (link == nullptr || !takes_part(rank) || !(needs_all || is_pending(rank))) continue;
     ask(link, now, period);
     if (link->answered <= idle_since_) continue;
-    if (contradicts(*link)) return break_up({Code::kMismatch, disagreement(link->rank, link->pong.header)});
+    if (const CallHeader* theirs = contradiction(*link)) {
+      return break_up({Code::kMismatch, disagreement(link->rank, *theirs)});
+    }
     TFRING_TRY(follow(*link));
   }
   bool for_data = false;

@@ -77,6 +77,7 @@ Status World::connect(const tfring_options& options, Group* all) {
   all->identity = identity_;
   for (int r = 0; r < world_size_; ++r) all->ranks.push_back(r);
   all->member = rank_;
+  for (Past& past : past_) past.numbers.resize(static_cast<size_t>(world_size_));
   all->sequence = UINT64_MAX;  // the opening barrier is collective 0, the user's first 1
   place(all);
   Status status;
@@ -114,26 +115,20 @@ Status World::add_link(const tfring_link& from) {
   return {};
 }
 
-Status World::add_links(const tfring_link* links, int num_links) {
-  const tfring_call call{"links", 0, 0, 0, TFRING_ANY_THREAD, 0, 0, nullptr};
-  TFRING_TRY(enter(call, nullptr));
-  Status status;
-  for (int i = 0; i < num_links; ++i) {
-    const Status added = add_link(links[i]);
-    if (status.ok()) status = added;
-  }
-  leave();
+// May run while a call is under way, which uses none of these links: its own were there when it began.
+Status World::adopt_link(const tfring_link& from) {
+  TFRING_TRY(add_link(from));
   std::lock_guard<std::mutex> lock(control_mutex_);
-  for (int i = 0; i < num_links && status.ok(); ++i) {  // each begins to be asked once it has spoken in turn
-    send_control(*link_to(links[i].rank), make_control(ControlType::kPing, rank_, 0));
+  auto& link = links_[static_cast<size_t>(from.rank)];
+  if (!failure_.ok()) pass_on(failure_, *link);
+  if (released_) {
+    send_control(*link, make_control(ControlType::kGoodbye, rank_, common_calls(from.rank)));
+    link.reset();
+    return {Code::kInvalid, "this communicator is closed"};
   }
+  send_control(*link, make_control(ControlType::kPing, rank_, 0));  // who has spoken is asked from then on
   wake_watcher();
-  return status;
-}
-
-void World::wants_link(int rank) {
-  std::lock_guard<std::mutex> lock(control_mutex_);
-  linking_ = rank;
+  return {};
 }
 
 // Orders the members of a group: those of a host in a row.
@@ -375,6 +370,13 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   header_ = make_header(*group, kind, call, tensors, num_tensors, sequence);
   header_.algorithm = static_cast<uint8_t>(algorithm_);
   if (kind == Kind::kAllReduceRows) header_.op = static_cast<uint8_t>(choose_way(*group, call, header_));
+  if (!is_pairwise(kind)) {
+    Past& past = past_[num_past_++ % past_.size()];
+    past.header = header_;
+    for (int r = 0; r < world_size_; ++r) {
+      past.numbers[static_cast<size_t>(r)] = takes_part(r) ? num_collectives(r) : 0;
+    }
+  }
   if (of_all_) ++state_.begun;
   ++num_calls_;
   num_chain_ = 0;

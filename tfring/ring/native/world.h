@@ -78,6 +78,12 @@ struct Observed {
   int64_t summed = 0;
 };
 
+// A collective that was begun.
+struct Past {
+  CallHeader header{};
+  std::vector<uint64_t> numbers;  // [rank]: its number among the collectives with that rank; 0 without it
+};
+
 // Some of a world's ranks; they share its links, its threads, its failures and its order of calls.
 struct Group {
   std::string name;
@@ -107,10 +113,8 @@ class World final : private Watched {
 
   Status make_group(const Group& parent, const int32_t* members, int num_members, const char* name,
                     std::shared_ptr<Group>* group) const;
-  // Between calls this rank waits for a link to that one, -1 for none.
-  void wants_link(int rank);
-  // Takes over the descriptors.
-  Status add_links(const tfring_link* links, int num_links);
+  // Adds a link to an open world, and takes over its descriptors.
+  Status adopt_link(const tfring_link& link);
 
   Status all_reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
@@ -234,7 +238,10 @@ class World final : private Watched {
 
   // disagreement.cc: all with control_mutex_ held but the last
   bool has_begun(const Link& peer) const;
-  bool contradicts(const Link& peer) const;
+  const CallHeader* contradiction(const Link& peer) const;
+  bool is_in_another(const Link& peer) const;
+  uint64_t num_collectives(int rank) const;
+  uint64_t asked_number(int rank) const;
   Status follow(const Link& peer);
   Status wait_crosswise(const Link& peer, int64_t now);
   std::string disagreement(int rank, const CallHeader& theirs) const;
@@ -257,6 +264,7 @@ class World final : private Watched {
   bool adopt_due_failures();
   Status lose(const std::string& message);
   Status break_up(const Status& status);
+  void pass_on(const Status& failure, const Link& link);
   bool takes_part(int rank) const { return in_call_[static_cast<size_t>(rank)] != 0; }
   uint64_t common_calls(int rank) const { return counts_[static_cast<size_t>(rank)]; }
   std::string here() const;  // all_reduce "x" sum float32[3], collective 17 of ring "world"
@@ -292,6 +300,7 @@ class World final : private Watched {
   std::mutex control_mutex_;
   std::vector<std::unique_ptr<Link>> links_;  // [rank]; null where there is none
   Status failure_;                            // calls fail with it, once it is set
+  bool broke_in_call_ = false;                // it came while a call was under way
   std::atomic<bool> interrupted_{false};      // this rank's doing
   bool told_ = false;                         // the caller knows failure_
   // Numbers of calls that each rank and this one have begun together: the two count alike. A rank that gives
@@ -304,10 +313,11 @@ class World final : private Watched {
   RingState state_;               // for the process's other worlds to read
   uint32_t num_chain_ = 0;        // of this rank's pongs: for whom the call under way waits in the end
   decltype(Pong::chain) chain_{};
-  int linking_ = -1;  // the rank to which a link is wanted
   bool begun_any_ = false;
   bool running_ = false;  // the call begun last is under way
   CallHeader header_{};
+  std::array<Past, 8> past_;  // the collectives begun last
+  size_t num_past_ = 0;
   Fd news_fd_;  // wakes the call under way
 
   // The call in progress.

@@ -1,0 +1,217 @@
+"""The links of one rank in one ring: those it is opened with, and those that a pair of ranks first needs later.
+
+    rank r, in a call that needs a link to rank q         rank q, whatever it computes
+       │ hello, link ───────────────────────────────────────► │     a thread of its process answers
+       │ ◄─────────────────────────────────────────── welcome │     as while a ring forms (rendezvous.py)
+       │                         ...                          │
+    both add the link to the open ring
+
+Where two ranks need each other at the same time, the higher one's attempt counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+from tfring.errors import PeerLostError, RendezvousError
+from tfring.ring import library, rendezvous
+from tfring.ring.link import Link
+from tfring.transport import handshake, wire
+from tfring.transport.listener import Connection, Listener
+
+_SLICE_SECONDS = 0.1  # between looks at what else may have happened
+_OPENING_SECONDS = 10.0
+_NEVER_SECONDS = 1e6
+_NEWS_SECONDS = 1.0  # in which this rank learns what broke the ring, when another has told so instead of a link
+
+_log = logging.getLogger(__name__)
+
+
+class Links:
+    """The links of one rank in one ring.
+
+    Attributes:
+        transports: Of each rank with a link, "shm" or "tcp".
+    """
+
+    def __init__(
+        self, cluster: Any, name: str, transport: str, timeout_seconds: float, host_names: list[str]
+    ) -> None:
+        self.transports: dict[int, str] = {}
+        self._cluster = cluster
+        self._name = name
+        self._transport = transport
+        self._timeout_seconds = timeout_seconds
+        self._host_names = host_names
+        self._handle = 0  # of the open ring
+        self._dialing = -1  # the rank with which this one connects,
+        self._answering = -1  # and the one whose connection it takes
+        self._is_closed = False
+        self._one_thread = threading.Lock()  # held while a thread of the user's connects
+        self._changed = threading.Condition()
+
+    def form(self, ranks: Collection[int], broken: Callable[[], BaseException | None] | None) -> Any:
+        """Forms links to these ranks, each of which forms one to this rank. Returns an array of them."""
+        formed = rendezvous.connect(
+            self._cluster,
+            self._name,
+            ranks,
+            transport=self._transport,
+            timeout_seconds=self._timeout_seconds,
+            broken=broken,
+        )
+        self.transports = {rank: link.transport for rank, link in formed.items()}
+        detached = [link.detach(self._host_names[rank].encode()) for rank, link in formed.items()]
+        return (library.Link * len(detached))(*detached)
+
+    def serve(self) -> None:
+        """Answers ranks that need a link to this one, from now on."""
+        _serve(self._cluster, self._name, self)
+
+    def opened(self, handle: int) -> None:
+        """Adds links to this open ring from now on."""
+        with self._changed:
+            self._handle = handle
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Rejects ranks that need a link to this one, from now on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._answering < 0, _NEWS_SECONDS)  # that rank is told how the ring ended
+
+    def connect(self, ranks: set[int], broken: Callable[[], BaseException | None]) -> None:
+        """Adds a link to each of these ranks that has none.
+
+        Raises:
+            PeerLostError: A rank has left the ring.
+            RendezvousError: A rank cannot be linked; what broke the ring, where that is why.
+        """
+        if ranks <= self.transports.keys():
+            return
+        with self._one_thread:
+            for rank in sorted(ranks - self.transports.keys()):
+                try:
+                    self._connect_to(rank, broken)
+                except (PeerLostError, RendezvousError) as gave_up:
+                    until = time.monotonic() + _NEWS_SECONDS
+                    while (failure := broken()) is None and time.monotonic() < until:
+                        time.sleep(_NEWS_SECONDS / 20)
+                    failure = failure or gave_up  # a disagreement, or a lost rank, if there is one
+                    library.core().tfring_abort(self._handle, library.code_of(failure), str(failure).encode())
+                    raise failure from (None if failure is gave_up else gave_up)
+
+    def _connect_to(self, rank: int, broken: Callable[[], BaseException | None]) -> None:
+        with self._changed:
+            while self._answering == rank:
+                self._changed.wait(_SLICE_SECONDS)
+            if rank in self.transports:
+                return
+            self._dialing = rank
+        try:
+            link = rendezvous.connect_to(
+                self._cluster,
+                self._name,
+                rank,
+                transport=self._transport,
+                timeout_seconds=self._timeout_seconds,
+                broken=broken,
+                is_linked=lambda: rank in self.transports,
+            )
+            if link is not None:
+                self._add(link)
+        finally:
+            with self._changed:
+                self._dialing = -1
+
+    def answer(self, connection: Connection) -> None:
+        """Makes the link that another rank asks for, or tells it why not."""
+        rank = connection.hello["rank"]
+        with self._changed:
+            # The others have opened the ring, and this rank is about to.
+            self._changed.wait_for(lambda: self._handle != 0 or self._is_closed, _OPENING_SECONDS)
+            if self._is_closed or self._handle == 0:
+                _refuse(connection, _has_left(self._cluster.rank, self._name), final=True)
+                return
+            if rank in self.transports or (self._dialing == rank and rank < self._cluster.rank):
+                _refuse(connection, f"rank {self._cluster.rank} connects with rank {rank} itself", final=False)
+                return
+            self._answering = rank
+        try:
+            link = rendezvous.answer(self._cluster, self._name, connection, transport=self._transport)
+            if link is not None:
+                self._add(link)
+        except RendezvousError as error:
+            _log.debug("no link to rank %d: %s", rank, error)
+        finally:
+            with self._changed:
+                self._answering = -1
+                self._changed.notify_all()
+
+    def _add(self, link: Link) -> None:
+        transport = link.transport
+        detached = link.detach(self._host_names[link.rank].encode())
+        error = library.Error()
+        if library.core().tfring_add_link(self._handle, ctypes.byref(detached), error):
+            library.raise_error(error)
+        self.transports[link.rank] = transport
+
+
+# A thread for each listener of this process: by job and ring, whose links it answers for.
+_served: dict[Listener, weakref.WeakValueDictionary[tuple[str, str], Links]] = {}
+_served_lock = threading.Lock()
+
+
+def _serve(cluster: Any, name: str, links: Links) -> None:
+    listener = Listener.of(cluster)
+    with _served_lock:
+        is_first = listener not in _served
+        rings = _served.setdefault(listener, weakref.WeakValueDictionary())
+        rings[handshake.job_id(tuple(cluster.addresses)), name] = links
+    if is_first:
+        threading.Thread(target=_answer_all, args=(listener, rings), name="tfring-links", daemon=True).start()
+
+
+def _answer_all(listener: Listener, rings: weakref.WeakValueDictionary[tuple[str, str], Links]) -> None:
+    while True:
+        connection = listener.take(lambda each: each.kind == "link", _NEVER_SECONDS)
+        if connection is None:
+            continue
+        hello = connection.hello
+        links = rings.get((hello["job"], hello["ring"]))
+        try:
+            if links is None:
+                _refuse(connection, _has_left(hello["to"], hello["ring"]), final=True)
+            else:
+                links.answer(connection)
+        except Exception:
+            _log.exception("rank %d asked for a link to this one", hello["rank"])
+            connection.channel.close()
+        del links
+
+
+def _has_left(rank: int, ring: str) -> str:
+    return f'rank {rank} left the ring "{ring}" (its script ended?) before another rank needed a link to it'
+
+
+def _refuse(connection: Connection, why: str, *, final: bool) -> None:
+    with contextlib.suppress(OSError, wire.WireError), connection.channel as channel:
+        channel.send("refused", why=why, final=final)
+
+
+def _forget_in_child() -> None:
+    global _served_lock
+    _served.clear()
+    _served_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
