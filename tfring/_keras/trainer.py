@@ -54,7 +54,7 @@ class RingTrainer(TensorFlowTrainer):
 
     `keras.Model` derives from it in the place of Keras' TensorFlowTrainer. So a method that a user's class overrides
     comes first and reaches this one by `super()`, as it would reach Keras', and no model's class changes: names,
-    `isinstance`, pickling, `clone_model` and files are those of plain Keras (docs/architecture.md, decision 20).
+    `isinstance`, pickling, `clone_model` and files are those of plain Keras (docs/decisions/0021).
 
     `compile` is not here: Keras compares a class's `compile` with its own to find out whether a user overrides it.
     """

@@ -35,6 +35,15 @@ uint64_t World::num_collectives(int rank) const {
   return counts_[r] - num_sent_[r] - num_received_[r];
 }
 
+// Keeps the collective that begins, for the ranks that ask of it once it is over.
+void World::remember() {
+  Past& past = past_[num_past_++ % past_.size()];
+  past.header = header_;
+  for (int r = 0; r < world_size_; ++r) {
+    past.numbers[static_cast<size_t>(r)] = takes_part(r) ? num_collectives(r) : 0;
+  }
+}
+
 // Returns the number of the collective under way among those with that rank; 0 if there is none.
 uint64_t World::asked_number(int rank) const {
   const bool is_with_it = running_ && takes_part(rank) && !is_pairwise(static_cast<Kind>(header_.kind));

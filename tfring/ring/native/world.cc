@@ -370,13 +370,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
   header_ = make_header(*group, kind, call, tensors, num_tensors, sequence);
   header_.algorithm = static_cast<uint8_t>(algorithm_);
   if (kind == Kind::kAllReduceRows) header_.op = static_cast<uint8_t>(choose_way(*group, call, header_));
-  if (!is_pairwise(kind)) {
-    Past& past = past_[num_past_++ % past_.size()];
-    past.header = header_;
-    for (int r = 0; r < world_size_; ++r) {
-      past.numbers[static_cast<size_t>(r)] = takes_part(r) ? num_collectives(r) : 0;
-    }
-  }
+  if (!is_pairwise(kind)) remember();
   if (of_all_) ++state_.begun;
   ++num_calls_;
   num_chain_ = 0;

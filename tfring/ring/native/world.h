@@ -241,6 +241,7 @@ class World final : private Watched {
   const CallHeader* contradiction(const Link& peer) const;
   bool is_in_another(const Link& peer) const;
   uint64_t num_collectives(int rank) const;
+  void remember();
   uint64_t asked_number(int rank) const;
   Status follow(const Link& peer);
   Status wait_crosswise(const Link& peer, int64_t now);
