@@ -53,7 +53,7 @@ def test_a_limit_of_descriptors_is_raised_or_named():
     with ranks.Group(3) as group:
         group.start(3, with_few_descriptors, 4, True)
         assert group.outcomes() == [3.0] * 3
-        group.start(3, with_few_descriptors, 4, False)
+        group.start(3, with_few_descriptors, 2, False)  # too few for two links, even of TCP
         failed = group.outcomes()
     assert all(one.kind == "RendezvousError" for one in failed), failed
     assert "Rank 1 has no file descriptors left" in failed[1].message, failed[1]
