@@ -21,6 +21,7 @@ ERRORS = {
     "NativeLibraryError",
     "UnsupportedTensorFlowError",
 }
+ARGUMENT_ERRORS = {"ValueError", "TypeError"}
 VARIABLE = r"\b[A-Z]+_[A-Z_]+(?=[ ,])(?!=)"  # its name is interpolated
 WORDS = 4  # of a message, that the page has together
 
@@ -40,14 +41,17 @@ def literal(node: ast.expr) -> str:
         return node.value
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return literal(node.left) + literal(node.right)
     return "{}"
 
 
 def raised(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the line and the text of each error of `ERRORS` that is made."""
+    """Yields the line and the text of each error of `ERRORS` that is made, and of `ARGUMENT_ERRORS` with "Received"."""
     for node in ast.walk(ast.parse(text)):
         is_call = isinstance(node, ast.Call) and bool(node.args)
-        if is_call and getattr(node.func, "id", getattr(node.func, "attr", "")) in ERRORS:
+        name = getattr(node.func, "id", getattr(node.func, "attr", "")) if is_call else ""
+        if name in ERRORS or (name in ARGUMENT_ERRORS and " Received" in literal(node.args[0])):
             yield node.lineno, literal(node.args[0])
 
 
