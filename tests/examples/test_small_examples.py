@@ -1,4 +1,4 @@
-"""Small examples: a loop of one's own, TFRecords with augmentation, text; two workers train as one process."""
+"""Small examples: a loop of one's own, TFRecords with augmentation, text, fine-tuning; two workers as one process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from harness import workers
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import custom_loop
+import fine_tuning
 import text_transformer
 import tfrecords
 from supervised_contrastive import digits
@@ -50,3 +51,18 @@ def test_text_transformer():
         assert history["loss"] == pytest.approx(alone["loss"], rel=1e-3)
         assert history["val_accuracy"] == pytest.approx(alone["val_accuracy"], abs=0.02)
     assert alone["val_accuracy"][-1] > 0.7
+
+
+def fine_tuned():
+    histories, before, after = fine_tuning.train(harness.strategy(), 2)
+    return histories, [(a == b).all() for a, b in zip(before, after, strict=True)], [float(a.sum()) for a in after]
+
+
+def test_fine_tuning():
+    [(alone, kept, sums)] = workers(1).run(fine_tuned)
+    assert all(kept) and len(kept) == 6
+    for histories, others_kept, others_sums in workers(2).run(fine_tuned):
+        assert all(others_kept) and others_sums == pytest.approx(sums, rel=1e-4)
+        for history, expected in zip(histories, alone, strict=True):
+            assert history["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert alone[2]["val_accuracy"][-1] > 0.8
