@@ -299,6 +299,23 @@ def test_every_batch_is_trained_by_one_worker(options):
         assert set(histograms["staleness"]) <= {0, 1}
 
 
+def one_batch(strategy):
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    with strategy.scope():
+        model = embedding_model(by_turns())
+        model.compile(by_turns(), "mse")
+    start = model.get_weights()
+    model.fit(x[:10], y[:10], batch_size=10, epochs=3, shuffle=False, verbose=0)
+    return start, model.get_weights()
+
+
+def test_workers_without_a_batch_have_the_weights_of_all():
+    results = run(3, 2, one_batch, update="async", timeout=100)
+    for start, weights in results:
+        assert relative_error(weights, results[0][1]) == 0
+        assert relative_error(weights, start) > 0
+
+
 def test_a_bound_of_0_equals_one_process_on_all_workers_batches():
     results = run(2, 2, train_by_turns, 10, update="async", max_staleness=0)
     assert_every_row_once(results, 10)

@@ -204,6 +204,8 @@ class ServerUpdater(Updater):
             self._claims = None
             self.client.known["is_training"] = False
             if self.is_star:
+                for group in self._groups.values():
+                    group.create()  # of a worker without a batch; where it is worker 0, others wait for its values
                 self.client.ask_all("end", [{}] * self.client.num_servers)
                 self._aggregate(model)
                 for group in self._groups.values():
@@ -393,8 +395,7 @@ class _Group:
     def push(self, rows, learning_rate, *inputs):
         """Runs in Python in each step: the gradients to all servers, and what comes back, in full arrays."""
         with self._updater._lock:
-            if not self.is_created:
-                self._create()
+            self.create()
             self.is_fresh = False
             head = {"group": self._number}
             if rows >= 0:
@@ -465,8 +466,10 @@ class _Group:
 
     # -- values and slots --------------------------------------------------------------------------------------------
 
-    def _create(self) -> None:
-        """Has the servers make the shards and the optimizer; worker 0's values are those of all."""
+    def create(self) -> None:
+        """Has the servers make the shards and the optimizer, once; worker 0's values are those of all."""
+        if self.is_created:
+            return
         head = {"group": self._number, "description": self._description}
         is_first = self._client.rank == 0
         arrays = [self._shards_of(s) if is_first else [] for s in range(self._client.num_servers)]
