@@ -14,7 +14,7 @@ import tempfile
 import numpy as np
 
 LARGE_BYTES = 16 << 20  # smaller values are held, as ever
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20
 
 
 def allocate(shape, dtype) -> np.ndarray:
