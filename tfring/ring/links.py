@@ -150,7 +150,7 @@ class Links:
             link = rendezvous.answer(self._cluster, self._name, connection, transport=self._transport)
             if link is not None:
                 self._add(link)
-        except RendezvousError as error:
+        except (RendezvousError, ValueError) as error:  # ValueError: the ring was closed meanwhile, as the peer is told
             _log.debug("no link to rank %d: %s", rank, error)
         finally:
             with self._changed:
