@@ -41,6 +41,8 @@ def test_what_was_cut_is_left_out(snapshots, tmp_path):
     posts.write_bytes(posts.read_bytes()[:-1])
     _, found = snapshots.read("job")
     assert [head["name"] for head, _ in found] == ["a"]
+    snapshots.post({"name": "c"}, [np.ones(100)])
+    assert [head["name"] for head, _ in snapshots.read("job")[1]] == ["a", "c"]
     snapshot.write_bytes(snapshot.read_bytes()[:-100])
     assert snapshots.read("job") is None
 

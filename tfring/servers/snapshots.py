@@ -92,4 +92,6 @@ class Snapshots:
             # A copy begins at an address that arrays of any dtype can begin at.
             found.append(messages.unpack(content[position + 8 : position + 8 + length].copy()))
             position += 8 + length
+        if position < content.size:  # cut, and what is posted next would be read as the rest of it
+            os.truncate(self._posts, position)
         return found
