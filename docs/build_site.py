@@ -29,6 +29,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"What is equal": "docs/exactness.md"},
             {"Migration": "docs/migration.md"},
             {"Features": "docs/features.md"},
+            {"The Keras family": "docs/family.md"},
             {"Examples": "examples/README.md"},
         ]
     },
