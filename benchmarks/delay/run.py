@@ -1,8 +1,9 @@
 """Quality of ring, servers and delayed synchronization after as many epochs: MovieLens-100K and digits.
 
-    python benchmarks/delay/run.py [quality] [links] [--write]
+    python benchmarks/delay/run.py [quality] [links] [--only WORDS] [--write]
 
-`--write` puts the curves into curves.json and *.png, and the tables into README.md. `links` is MovieLens on links of
+`--write` puts the curves into curves.json and *.png, and the tables into README.md. `--only` trains the ways whose name
+begins so, and takes the others from curves.json. `links` is MovieLens on links of
 100 Mbit/s between network namespaces, as root.
 """
 
@@ -36,7 +37,10 @@ OUTER = {
 
 
 def delayed_ways() -> dict[str, dict]:
-    ways: dict[str, dict] = {"ring": {}, "ring, bfloat16": {"compression": "bfloat16"}}
+    ways: dict[str, dict] = {"ring": {}}
+    for compression in ("bfloat16", "float16"):
+        ways[f"ring, {compression}"] = {"compression": compression}
+        ways[f"ring, {compression}, error feedback"] = {"compression": compression, "error_feedback": True}
     for every in (1, 4, 16):
         ways[f"k={every}, averaging"] = {"every": every}
         ways[f"k={every}, Nesterov 0.9"] = {"every": every, "outer": NESTEROV}
@@ -123,14 +127,17 @@ def links() -> list[str]:
     return lines
 
 
-def quality(write: bool) -> list[str]:
+def quality(write: bool, only: str) -> list[str]:
     """Curves of every way, which are kept as they come."""
     results: list[dict] = []
-    of_delay = list(delayed_ways().items())
+    if only:
+        results = [told for told in json.loads((HERE / "curves.json").read_text()) if not told["way"].startswith(only)]
+    of_delay = [(way, settings) for way, settings in delayed_ways().items() if way.startswith(only)]
     launches = [(dict(of_delay[begin : begin + 6]), 0) for begin in range(0, len(of_delay), 6)]
-    launches += [({way: settings}, 1) for way, settings in SERVERS.items()]
+    launches += [({way: settings}, 1) for way, settings in SERVERS.items() if way.startswith(only)]
+    order = [*delayed_ways(), *SERVERS]
     for ways, servers in launches:
-        results += launch(ways, servers)
+        results = sorted(results + launch(ways, servers), key=lambda told: order.index(told["way"]))
         print("\n".join(table(results)[4:]), file=sys.stderr, flush=True)
         if write:
             (HERE / "curves.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -190,12 +197,13 @@ def plot(results: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=["quality", "links"])
+    parser.add_argument("--only", default="")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     readme = HERE / "README.md"
     for part in arguments.parts:
         conditions = contest.conditions(False)
-        lines = quality(arguments.write) if part == "quality" else links()
+        lines = quality(arguments.write, arguments.only) if part == "quality" else links()
         text = "\n".join([*lines, "", conditions])
         print(text)
         if arguments.write and lines:

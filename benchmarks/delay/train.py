@@ -89,7 +89,7 @@ def strategy_of(way: dict):
     if "servers" in way:
         return tfring.ParameterServerStrategy(**way["servers"])
     if "every" not in way:
-        return tfring.RingStrategy(compression=way.get("compression"))
+        return tfring.RingStrategy(**way)
     outer = keras.optimizers.SGD(**way["outer"]) if "outer" in way else None
     delayed = tfring.Delayed(way["every"], outer=outer, local_momentum=way.get("local_momentum", "keep"))
     return tfring.RingStrategy(synchronization=delayed)

@@ -41,6 +41,7 @@ from tfring._keras.optimizer_class import join_ring
 from tfring._keras.optimizer_slots import OptimizerSlots
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.overrides import ReducedForOverrides
+from tfring._keras.residuals import refuse
 from tfring._keras.sharding import axis_of, cut_of, gradient_is_complete, piece_of
 from tfring._keras.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
@@ -239,7 +240,10 @@ class RingOptimizer(OptimizerSlots):
         cuts = {i: cut_of(shards.shard(variables[i])) for i in chosen} if shards else {}
         sharded = [i for i in chosen if cuts.get(i)]
         by_rows = [i for i in chosen if tables.update_of(variables[i]) == "rows"]
-        reduce([i for i in chosen if i not in sharded and i not in by_rows], ops.sum_over_workers)
+        others = [i for i in chosen if i not in sharded and i not in by_rows]
+        residuals = self._tfring_residuals
+        kept = None if residuals is None else residuals.of([variables[i] for i in others])
+        reduce(others, ops.sum_over_workers, residuals=kept)
         reduce(by_rows, ops.sum_over_workers, keep_sparse=True)
         reduce(
             sharded,
@@ -304,6 +308,8 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
     _delegates = True
 
     def build(self, variables: Sequence[Any]) -> None:
+        if self._ring is not None and self._ring.error_feedback:
+            refuse(self, "a scale that changes from step to step")
         self._take_along()
         super().build(variables)
 

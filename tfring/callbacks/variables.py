@@ -18,6 +18,7 @@ from tfring import blocks, equality
 from tfring._keras import large, slots, stages
 from tfring._keras.callbacks import all_variables
 from tfring._keras.optimizers import optimizers_of
+from tfring._keras.residuals import residuals_of
 from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, whole_shape
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
@@ -26,7 +27,8 @@ from tfring.errors import ConfigurationError
 
 def variables_of(model) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
-    each_once = {id(v): v for v in [*all_variables(model), *metrics_variables_of(model)]}.values()
+    found = [*all_variables(model), *residuals_of(model), *metrics_variables_of(model)]
+    each_once = {id(v): v for v in found}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
 
@@ -55,7 +57,8 @@ def build_optimizers(strategy, model, descriptions: Sequence[list[int] | None]) 
 
 
 def _accumulators_of(model) -> set[int]:
-    return {id(v) for o in optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
+    accumulated = [v for o in optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])]
+    return {id(v) for v in [*accumulated, *residuals_of(model)]}
 
 
 def _is_read_as_sum(variable: keras.Variable) -> bool:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfring.reduction.buckets import plan_buckets
 from tfring.reduction.cuts import Cut
+from tfring.reduction.feedback import all_reduce_with_feedback
 from tfring.ring.collectives import zeros_unless
 
 BUCKET_BYTES = 32 << 20  # within a host, where adding and copying take the processors that would compute meanwhile
@@ -41,6 +42,7 @@ def reduce_dense(
     active: tf.Tensor | None = None,
     buckets: BucketSizes,
     compression: str | None = None,
+    residuals: Sequence[Sequence[tf.Variable]] | None = None,
 ) -> list[tf.Tensor]:
     """Sums each tensor over all ranks.
 
@@ -51,14 +53,22 @@ def reduce_dense(
       active: bool scalar; where False this rank adds zeros, whatever its tensors hold (NaN included).
       buckets: how large they get.
       compression: what float32 travels as, see `Communicator.all_reduce`.
+      residuals: for each tensor the variables that take its rounding errors into the next call, see
+        `all_reduce_with_feedback`. Default: errors are dropped.
 
     Returns:
       The sums, in the order and with the shapes of `tensors`.
     """
 
-    def reduce(tensors, name, dtype):
-        return collectives.all_reduce(
-            tensors, name=name, active=active, compression=compression if dtype == "float32" else None
+    def reduce(indices, name, dtype):
+        of_bucket = [tensors[i] for i in indices]
+        if compression is None or dtype != "float32":
+            return collectives.all_reduce(of_bucket, name=name, active=active)
+        if residuals is None:
+            return collectives.all_reduce(of_bucket, name=name, active=active, compression=compression)
+        kept = [residuals[i] for i in indices]
+        return all_reduce_with_feedback(
+            collectives, of_bucket, kept, name=name, active=active, compression=compression
         )
 
     return _in_buckets(reduce, tensors, [t.shape for t in tensors], name, buckets)
@@ -75,8 +85,8 @@ def reduce_scatter_dense(
 ) -> list[tf.Tensor]:
     """Sums over all ranks and returns this rank's shards, as `cuts` describe; the rest is as of `reduce_dense`."""
 
-    def reduce_scatter(tensors, name, dtype):
-        return collectives.reduce_scatter(zeros_unless(active, tensors), name=name)
+    def reduce_scatter(indices, name, dtype):
+        return collectives.reduce_scatter(zeros_unless(active, [lined_up[i] for i in indices]), name=name)
 
     lined_up = [tf.reshape(t, cut.lined_up) for t, cut in zip(tensors, cuts, strict=True)]
     return _in_buckets(reduce_scatter, lined_up, [cut.shape for cut in cuts], name, buckets)
@@ -92,21 +102,21 @@ def all_gather_dense(
 ) -> list[tf.Tensor]:
     """Gathers the full tensors, on every rank, of which this rank has these shards."""
 
-    def all_gather(shards, name, dtype):
-        return collectives.all_gather(shards, name=name)
+    def all_gather(indices, name, dtype):
+        return collectives.all_gather([shards[i] for i in indices], name=name)
 
     gathered = _in_buckets(all_gather, shards, [cut.shape for cut in cuts], name, buckets)
     return [tf.reshape(whole, cut.shape) for whole, cut in zip(gathered, cuts, strict=True)]
 
 
 def _in_buckets(collective, tensors, shapes, name, buckets):
-    """Calls `collective(tensors, name, dtype)` on buckets, grouped by `shapes`, alike on all ranks."""
+    """Calls `collective(indices, name, dtype)` on buckets, grouped by `shapes`, alike on all ranks."""
     # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
     sizes = [tf.TensorShape(shape).num_elements() or 0 for shape in shapes]
     num_bytes = [size * t.dtype.size for size, t in zip(sizes, tensors, strict=True)]
     results: list[tf.Tensor] = [None] * len(tensors)
     for number, bucket in enumerate(plan_buckets(num_bytes, [t.dtype.name for t in tensors], *buckets)):
-        of_bucket = collective([tensors[i] for i in bucket.indices], f"{name}/bucket_{number}", bucket.dtype)
+        of_bucket = collective(bucket.indices, f"{name}/bucket_{number}", bucket.dtype)
         for i, result in zip(bucket.indices, of_bucket, strict=True):
             results[i] = result
     return results

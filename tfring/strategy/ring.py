@@ -54,6 +54,10 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Their sums are made in float32 and each number is rounded twice (see `Communicator.all_reduce`), so the result
         no longer equals one process to float32's accuracy; all replicas still hold the same bits. Where float16 is too
         narrow (above 65504), gradients become infinite. It pays on slow networks. Default: None, float32.
+      error_feedback: whether what the rounding of compression cuts off is added to the gradients of the next step, so
+        that no gradient is lost, only late (https://arxiv.org/abs/1901.09847, for the rounding of sums
+        https://arxiv.org/abs/1905.05957). Each worker keeps float32 residuals of the size of the weights. Default:
+        False.
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
       shard_optimizer: whether each worker updates its share of every weight and keeps the optimizer's slots of that
         share alone (ZeRO stage 1, https://arxiv.org/abs/1910.02054): gradients are reduced and scattered, weights
@@ -94,6 +98,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         sparse: SparseOptions | None = None,
         bucket_bytes: int | None = None,
         compression: str | None = None,
+        error_feedback: bool = False,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         synchronization: Delayed | None = None,
@@ -123,6 +128,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                 "Gradients travel as they are where they are reduced and scattered. Received: "
                 f"shard_optimizer={shard_optimizer!r} with compression={compression!r}. Leave out one of them."
             )
+        if error_feedback and (compression is None or synchronization is not None):
+            raise ConfigurationError(
+                "`error_feedback` carries the rounding of compressed gradients into the next step. Received: "
+                f"error_feedback={error_feedback!r} with compression={compression!r}, "
+                f"synchronization={synchronization!r}. Set `compression`, and leave `synchronization` out."
+            )
         if cluster is not None and cluster_resolver is not None:
             raise ConfigurationError(
                 "`cluster` and `cluster_resolver` say the same thing: pass one of them. Received: "
@@ -137,7 +148,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                 f"`mesh` is a tfring.Mesh, such as tfring.Mesh(model=2), or None. Received: mesh={mesh!r}"
             )
         mesh = (mesh or Mesh()).of(cluster.world_size)
-        _check_mesh(mesh, communication, shard_optimizer, devices)
+        _check_mesh(mesh, communication, shard_optimizer, error_feedback, devices)
         check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
         if synchronization is not None:
             _check_delayed(synchronization, mesh, communication, shard_optimizer, check_equal)
@@ -163,6 +174,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
         self.shard_optimizer = bool(shard_optimizer)
+        self.error_feedback = bool(error_feedback)
         self.check_equal = check_equal
         if synchronization is not None:
             if len(extended.worker_devices) > 1:
@@ -325,12 +337,13 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             channel.close()
 
 
-def _check_mesh(mesh: Mesh, communication: str, shard_optimizer: bool, devices) -> None:
+def _check_mesh(mesh: Mesh, communication: str, shard_optimizer: bool, error_feedback: bool, devices) -> None:
     if mesh.is_data_only:
         return
     others = {
         'communication="tensorflow"': communication == "tensorflow",
         "shard_optimizer=True": bool(shard_optimizer),
+        "error_feedback=True": bool(error_feedback),
         f"devices={devices}": devices is not None and len(devices) > 1,
     }
     for given, is_given in others.items():
