@@ -40,6 +40,7 @@ def install() -> None:
         )
     from tfring._keras import (
         adoption,
+        bases,
         batch_shapes,
         callbacks,
         collectives,
@@ -56,7 +57,6 @@ def install() -> None:
         saving,
         seam,
         served,
-        sharding,
         slots,
         state,
         trainer,
@@ -71,7 +71,7 @@ def install() -> None:
         inlining,
         input_gradients,
         adoption,
-        sharding,
+        bases,
         slots,
         state,
         randomness,

@@ -18,10 +18,9 @@ import keras
 import tensorflow as tf
 
 from tfring._keras import fused, ring_optimizer, tables
-from tfring._keras.optimizer_class import join_ring, leave_ring, register
+from tfring._keras.optimizer_class import join_ring, register
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.ring_optimizer import RingOptimizer
-from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 
@@ -67,35 +66,25 @@ def ring_of_variable(variable: Any) -> Any:
     return ring_of(value.distribute_strategy) if isinstance(value, tf.distribute.DistributedValues) else None
 
 
-def install() -> None:
-    from keras.src.backend.tensorflow.optimizer import TFOptimizer
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
+def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Returns True for an optimizer of one process that updates a table of `tfring.layers`.
 
+    Raises:
+      ConfigurationError: a variable was made in a scope, and the optimizer was not.
+    """
+    if any(ring_of_variable(v) is not None for v in variables):
+        raise _not_of_scope(optimizer, "to be applied to variables made in the scope")
+    return any(tables.update_of(v) or tables.sums_ids(v) for v in variables)
+
+
+def install() -> None:
+    """Notes which classes stand behind which of Keras' optimizers."""
     register(keras.optimizers.Optimizer, RingOptimizer)
     register(keras.optimizers.LossScaleOptimizer, ring_optimizer.RingLossScaleOptimizer)
     register(keras.optimizers.Adam, fused.RingAdam)
     register(keras.optimizers.Adagrad, fused.RingAdagrad)
     if hasattr(keras.optimizers, "MultiOptimizer"):
         register(keras.optimizers.MultiOptimizer, ring_optimizer.RingMultiOptimizer)
-
-    @seam(TFOptimizer, "__init__")
-    def init(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        if ring_of(self._distribution_strategy) is not None:
-            join_ring(self)
-        else:
-            leave_ring(self)  # one made by `type(optimizer)(...)` of a ring's
-
-    @seam(BaseOptimizer, "build")
-    def build(original, self, variables):
-        if isinstance(self, RingOptimizer):
-            return original(self, variables)
-        if any(ring_of_variable(v) is not None for v in variables):
-            raise _not_of_scope(self, "to be applied to variables made in the scope")
-        if any(tables.update_of(v) or tables.sums_ids(v) for v in variables):
-            join_ring(self)
-            return RingOptimizer.build(self, variables)
-        return original(self, variables)
 
 
 def _not_of_scope(optimizer: Any, what: str) -> ConfigurationError:

@@ -55,7 +55,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
             # Not that of TFEpochIterator, which distributes the dataset as `tf.distribute` does.
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
             self._distribute_strategy = strategy
-            given = self.data_adapter.get_tf_dataset()
+            given = inputs.dataset_of(self.data_adapter)
             dataset = data.undistributed(given)
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
             was_distributed = isinstance(given, tf.distribute.DistributedDataset)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from keras.src import tree
+from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, py_dataset_adapter
 
 from tfring import _tf, config, seeding
 from tfring._keras.seam import seam
@@ -58,24 +60,16 @@ def shuffling_by(seed: int | None) -> Iterator[None]:
         _local.seed = before
 
 
-def install() -> None:
-    """Gives shuffles the seeds of which ranks agree."""
-    from keras.src.trainers.data_adapters import array_data_adapter
-
-    @seam(array_data_adapter.ArrayDataAdapter, "get_tf_dataset")
-    def array_dataset(original, self):
-        seed = getattr(_local, "seed", None)
-        if seed is None or not self._shuffle:
-            return original(self)
-        return shuffled_arrays(self, seed)
-
-    install_seeds()
+def dataset_of(adapter: Any) -> tf.data.Dataset:
+    """Returns the dataset of Keras' data adapter, inside `shuffling_by` with arrays in the order of its seed."""
+    seed = getattr(_local, "seed", None)
+    if seed is None or not isinstance(adapter, array_data_adapter.ArrayDataAdapter) or not adapter._shuffle:
+        return adapter.get_tf_dataset()
+    return shuffled_arrays(adapter, seed)
 
 
 def agreed_order(dataset: Any, strategy: Any) -> Any:
     """Returns a PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
-    from keras.src.trainers.data_adapters import py_dataset_adapter
-
     class AgreedOrder(py_dataset_adapter.PyDataset):
         def __init__(self):
             super().__init__(
@@ -129,9 +123,6 @@ def dataset_before_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
     """Returns the dataset of `ArrayDataAdapter(shuffle=True)`, in an order drawn from `seed`, another each epoch."""
-    from keras.src import tree
-    from keras.src.trainers.data_adapters import array_slicing
-
     num_samples, batch_size = adapter._num_samples, adapter._batch_size
     arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     arrays = tree.lists_to_tuples(arrays)
@@ -168,7 +159,7 @@ def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
-def install_seeds() -> None:
+def install() -> None:
     """Gives unseeded `tf.data` transformations a seed that all ranks share."""
 
     @seam(_tf.data_random_seed, "get_seed")

@@ -23,7 +23,11 @@ import threading
 import warnings
 import weakref
 
+import keras
 import tensorflow as tf
+from keras.src.layers.layer import Layer
+from keras.src.losses import loss as loss_module
+from keras.src.trainers.compile_utils import CompileLoss
 
 from tfring import step
 from tfring._keras import graphs
@@ -36,27 +40,8 @@ _warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each stra
 
 
 def install():
-    import keras
-    from keras.src.layers.layer import Layer
-    from keras.src.losses import loss as loss_module
-    from keras.src.trainers import compile_utils
-
-    _replace_scaling(loss_module)
-    _replace_reductions(loss_module)
-
-    @seam(compile_utils.CompileLoss, "__init__")
-    def init(original, self, loss, *args, **kwargs):
-        original(self, loss, *args, **kwargs)
-        if current_ring() is not None:
-            _warn_of_comparisons(keras.losses, loss)
-
-    @seam(compile_utils.CompileLoss, "call")
-    def compile_loss(original, self, *args, **kwargs):
-        loss = original(self, *args, **kwargs)
-        for _, function, _, _ in self._flat_losses:
-            if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
-                _warn_of_scalar(function)
-        return per_row_as_sum(loss)
+    _replace_scaling()
+    _replace_reductions()
 
     @seam(Layer, "_get_regularization_losses")
     def regularization_losses(original, self):
@@ -73,10 +58,28 @@ def install():
         Layer.activity_regularizer = _SummedRegularizer()
 
 
+class RingCompileLoss(CompileLoss):
+    """Divides a vector of losses, whose elements are added up, by the share of the replica."""
+
+    @classmethod
+    def adopt(cls, model) -> None:
+        """Makes the loss of a model that was just compiled a ring's, and warns of losses that compare rows."""
+        if model._compile_loss is not None:
+            model._compile_loss.__class__ = cls
+            _warn_of_comparisons(keras.losses, model.loss)
+
+    def call(self, *args, **kwargs):
+        loss = super().call(*args, **kwargs)
+        for _, function, _, _ in self._flat_losses:
+            if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
+                _warn_of_scalar(function)
+        return per_row_as_sum(loss)
+
+
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-def _replace_scaling(loss_module):
+def _replace_scaling():
     @seam(loss_module, "scale_loss_for_distribution")
     def scale(original, value):
         return value if step.weighing() else original(value)
@@ -148,7 +151,7 @@ class _SummedRegularizer:
 # -- reduction ---------------------------------------------------------------------------------------------------------
 
 
-def _replace_reductions(loss_module):
+def _replace_reductions():
     @seam(loss_module.Loss, "__call__")
     def call(original, self, *args, **kwargs):
         before = getattr(_local, "loss", None)

@@ -17,7 +17,7 @@ from tfring import step
 from tfring._keras import graphs
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division, warn_once
-from tfring._keras.seam import seam
+from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.losses import gather_for_loss
 
@@ -64,9 +64,12 @@ def install():
                 set_keras_mask(y_pred, mask)
         return original(self, y_true, y_pred, sample_weight)
 
+    if version_of_keras() >= (3, 14):
+        return
+
     @seam(python_utils, "pythonify_logs")
     def logs_of_step(original, logs):
-        """In an eager step, Keras 3.8 makes Python numbers of results: which metric they are of would be lost."""
+        """In an eager step, Keras before 3.14 makes Python numbers of results: which metric they are of is lost."""
         if step.current() is None:
             return original(logs)
         flat: dict = {}

@@ -15,7 +15,6 @@ Left alone, each rank would log and keep its own rows, and callbacks decide diff
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import warnings
 import weakref
@@ -35,23 +34,9 @@ _warned: weakref.WeakSet = weakref.WeakSet()  # strategies beside which a model 
 def install():
     from keras.src.layers.layer import Layer
 
-    @seam(Layer, "__new__")
-    def new(original, cls, *args, **kwargs):
-        layer, strategy = original(cls, *args, **kwargs), current_ring()
-        if strategy is not None:
-            build = layer.build
-
-            @functools.wraps(build)
-            def build_in_scope(*args, **kwargs):
-                with _scope_of(layer):
-                    return build(*args, **kwargs)
-
-            vars(layer).update(build=build_in_scope, _tfring_made_in=strategy)
-        return layer
-
     @seam(Layer, "_maybe_build")  # where Keras traces a layer that has no `build`, and makes the variables in it later
     def maybe_build(original, self, *args, **kwargs):
-        with contextlib.nullcontext() if self.built else _scope_of(self):
+        with contextlib.nullcontext() if self.built else scope_of(self):
             return original(self, *args, **kwargs)
 
     @seam(tf.compat.v1, "reset_default_graph")
@@ -61,7 +46,7 @@ def install():
             original()
 
 
-def _scope_of(layer):
+def scope_of(layer) -> contextlib.AbstractContextManager:
     """The scope in which a layer was made, where it is not open."""
     strategy = vars(layer).get("_tfring_made_in")
     return contextlib.nullcontext() if strategy is None or tf.distribute.has_strategy() else strategy.scope()

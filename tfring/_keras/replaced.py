@@ -1,6 +1,6 @@
 """The functions of Keras and TensorFlow that are replaced: each once, with its parameters and the reason.
 
-What a class can say by deriving from Keras' own does so: RingTrainer, RingOptimizer and RingEpochIterator. These
+What a class can say by deriving from Keras' own does so (bases.py, trainer.py, ring_optimizer.py, epochs.py). These
 functions belong to classes and modules that Keras chooses itself. A replacement acts on objects of a RingStrategy and
 calls the original for all others. The first RingStrategy warns where Keras has changed one.
 """
@@ -28,7 +28,6 @@ class Function(NamedTuple):
     formerly: str | None = None
 
 
-_VARIABLE = "keras.src.backend.tensorflow.core.Variable"
 _LAYER = "keras.src.layers.layer.Layer"
 _LOSS = "keras.src.losses.loss"
 _FILES = "keras.src.saving.saving_lib"
@@ -47,7 +46,6 @@ REPLACED = {
     "keras.src.layers.rnn.rnn.RNN._create_state_variables": Function(
         "self, batch_size", "makes the state of stateful layers for a replica's rows"
     ),
-    f"{_LAYER}.__new__": Function("cls, *args, **kwargs", "notes in which scope a layer is made, and builds it there"),
     f"{_LAYER}._maybe_build": Function("self, call_spec", "builds a layer without `build` in the scope it was made in"),
     f"{_LAYER}.add_weight": Function(
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
@@ -64,17 +62,6 @@ REPLACED = {
         "", "keeps an open scope through `keras.backend.clear_session()`"
     ),
     # variables
-    f"{_VARIABLE}._direct_assign": Function("self, value", "aggregates what replicas write in a step"),
-    f"{_VARIABLE}.assign": Function("self, value", "cuts a full value for a sharded variable"),
-    f"{_VARIABLE}.assign_add": Function("self, value", "notes that a write adds"),
-    f"{_VARIABLE}.assign_sub": Function("self, value", "the same"),
-    f"{_VARIABLE}._deferred_initialize": Function("self", "makes a sharded variable's initial value by blocks"),
-    f"{_VARIABLE}._initialize": Function(
-        "self, value", "makes the state of metrics ON_READ, as later versions do", before=(3, 10)
-    ),
-    f"{_VARIABLE}.__array__": Function("self, dtype", "gives the full value of a sharded weight to files"),
-    f"{_VARIABLE}.__float__": Function("self", "converts a distributed variable to a number"),
-    f"{_VARIABLE}.__int__": Function("self", "the same"),
     "tensorflow.python.distribute.values._on_write_update_replica": Function(
         "var, update_fn, value, **kwargs", "aggregates `tf.Variable`s that replicas write without an aggregation"
     ),
@@ -83,12 +70,6 @@ REPLACED = {
     ),
     "keras.src.random.seed_generator.SeedGenerator.next": Function("self, ordered", "draws otherwise on each replica"),
     # optimizers
-    "keras.src.backend.tensorflow.optimizer.TFOptimizer.__init__": Function(
-        "self, *args, **kwargs", "makes an optimizer of the scope a RingOptimizer"
-    ),
-    "keras.src.optimizers.base_optimizer.BaseOptimizer.build": Function(
-        "self, variables", "makes one of sharded tables a RingOptimizer, and rejects one made outside"
-    ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
     f"{_SWAP}._tf_swap_variables": Function("self, optimizer", "swaps averages of shards"),
     f"{_SWAP}._tf_finalize_ema_values": Function("self, optimizer", "the same"),
@@ -101,15 +82,7 @@ REPLACED = {
     f"{_LOSS}.apply_mask": Function(
         "sample_weight, mask, dtype, reduction", "divides by the unmasked elements of all replicas"
     ),
-    f"{_LOSS}.reduce_values": Function(
-        "values, sample_weight, reduction", "divides by the weights of all replicas"
-    ),
-    "keras.src.trainers.compile_utils.CompileLoss.__init__": Function(
-        "self, loss, loss_weights, reduction, output_names", "warns of losses that compare rows"
-    ),
-    "keras.src.trainers.compile_utils.CompileLoss.call": Function(
-        "self, y_true, y_pred, sample_weight", "divides a vector, whose elements are added up, by the share"
-    ),
+    f"{_LOSS}.reduce_values": Function("values, sample_weight, reduction", "divides by the weights of all replicas"),
     "tensorflow._api.v2.nn.compute_average_loss": Function(
         "per_example_loss, sample_weight, global_batch_size", "divides by the rows of all replicas"
     ),
@@ -132,7 +105,9 @@ REPLACED = {
         "marks the state of a metric, of which each replica has its own",
         before=(3, 10),
     ),
-    "keras.src.utils.python_utils.pythonify_logs": Function("logs", "keeps the tensors of an eager step"),
+    "keras.src.utils.python_utils.pythonify_logs": Function(
+        "logs", "keeps the tensors of an eager step", before=(3, 14)
+    ),
     # steps
     f"{_CONTEXT}.all_reduce": Function("self, reduce_op, value, options", "reduces over all ranks in a step"),
     f"{_CONTEXT}.all_gather": Function("self, value, axis, options", "gathers from all ranks in a step"),
@@ -142,9 +117,6 @@ REPLACED = {
     # data
     "keras.src.backend.tensorflow.trainer.TFEpochIterator.__new__": Function(
         "*args, **kwargs", "makes a RingEpochIterator for models of a RingStrategy"
-    ),
-    "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter.get_tf_dataset": Function(
-        "self", "shuffles arrays by the seed that ranks share"
     ),
     "tensorflow.python.data.util.random_seed.get_seed": Function(
         "seed", "gives unseeded transformations of `tf.data` the seed that ranks share"
@@ -182,8 +154,5 @@ REPLACED = {
     f"{_HDF5}._legacy_weights": Function("layer", "rejects sharded weights, which files of that format do not take"),
     f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
         "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
-    ),
-    "keras.src.backend.tensorflow.layer.TFLayer._trackable_children": Function(
-        "self, save_type, **kwargs", "rejects sharded weights, which TensorFlow would write as they are"
     ),
 }

@@ -12,6 +12,7 @@ from tfring._keras.replaced import REPLACED
 from tfring.recognition import ring_of
 
 installed: dict[str, Callable] = {}  # the originals, by their names in `REPLACED`
+extended: dict[type, type] = {}  # classes of ours that Keras' derive from, with Keras' classes in whose place they are
 
 
 def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
@@ -34,6 +35,13 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
     return install
 
 
+def extend(cls: type, base: type) -> None:
+    """Has a class of Keras derive from `base` in the place of the class that `base` derives from."""
+    [replaced] = base.__bases__
+    cls.__bases__ = tuple(base if each is replaced else each for each in cls.__bases__)
+    extended[base] = replaced
+
+
 def parameters(function: Callable) -> str:
     """Returns the names of a function's parameters as `REPLACED` has them.
 
@@ -44,10 +52,22 @@ def parameters(function: Callable) -> str:
     return ", ".join(stars.get(p.kind, "") + p.name for p in inspect.signature(function).parameters.values())
 
 
+def overridden(base: type) -> dict[str, Callable]:
+    """Returns the methods by which a class of `extended` overrides some of Keras'."""
+    theirs = extended[base]
+    return {name: f for name, f in vars(base).items() if inspect.isfunction(f) and hasattr(theirs, name)}
+
+
 def changed() -> list[str]:
-    """Returns the functions that have other parameters than the table expects."""
+    """Returns the functions of Keras that have other parameters than replacements and overriding methods expect."""
     expected = {key: (REPLACED[key].parameters, REPLACED[key].formerly) for key in installed}
-    return [key for key, original in installed.items() if parameters(original) not in expected[key]]
+    functions = [key for key, original in installed.items() if parameters(original) not in expected[key]]
+    methods = [(base, name, parameters(method)) for base in extended for name, method in overridden(base).items()]
+    return functions + [
+        f"{extended[base].__module__}.{extended[base].__qualname__}.{name}"
+        for base, name, taken in methods
+        if "*args" not in taken and taken != parameters(getattr(extended[base], name))
+    ]
 
 
 def version_of_keras() -> tuple[int, int]:

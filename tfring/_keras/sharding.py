@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import large, stores
-from tfring._keras.seam import seam
 from tfring.cluster.mesh import axes_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -205,23 +203,3 @@ def held_of(value: Any) -> tf.Tensor:
 
     value = value.value if isinstance(value, keras.Variable) else value
     return tf.convert_to_tensor(values_of(value)[0])
-
-
-def install() -> None:
-    from keras.src.backend.tensorflow import core
-
-    @seam(core.Variable, "_deferred_initialize")
-    def deferred_initialize(original, self):
-        if cut_of(self) is None:
-            return original(self)
-        with tf.distribute.get_strategy().extended.variables_of_worker():
-            return original(self)
-
-    @seam(core.Variable, "assign")
-    def assign(original, self, value):
-        cut = cut_of(self)
-        if isinstance(value, stores.Stored):
-            if cut is not None and value.shape == cut.shape == cut.lined_up:
-                return large.write_shard(self, cut, self._tfring_rank, value)
-            value = np.asarray(value)
-        return original(self, piece_of(self, value))

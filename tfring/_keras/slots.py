@@ -51,6 +51,11 @@ def whole_pieces(model: Any, keep: bool = True) -> Iterator[None]:
             _gathered.clear()
 
 
+def gathered(variable: Any) -> np.ndarray | None:
+    """Returns the full value of which a variable holds a shard, while a model is saved; else None."""
+    return _gathered.get(id(variable))
+
+
 def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
     """Returns the full value of which a variable holds a shard, or an empty array where this rank does not `keep` it.
 
@@ -120,15 +125,8 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
 
 def install() -> None:
     import keras
-    from keras.src.backend.tensorflow import core
-    from keras.src.backend.tensorflow import layer as tensorflow_layer
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
-
-    @seam(core.Variable, "__array__")  # which files write of a layer's weight
-    def array_of_variable(original, self, *args, **kwargs):
-        found = _gathered.get(id(self))
-        return original(self, *args, **kwargs) if found is None else found
 
     entry = getattr(saving_lib, "H5Entry", saving_lib.H5IOStore)  # of Keras 3.8, and of newer ones
 
@@ -173,13 +171,6 @@ def install() -> None:
         if any(cut_of(v) is not None for v in variables):
             optimizer = _Weights([v if cut_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
-
-    @seam(tensorflow_layer.TFLayer, "_trackable_children")
-    def trackable_children(original, self, save_type="checkpoint", **kwargs):
-        pieces = [v for v in self.weights if cut_of(v) is not None]
-        if pieces:
-            raise refusal_to_write("weight", pieces, self, save_type)
-        return original(self, save_type, **kwargs)
 
     @seam(keras.callbacks.SwapEMAWeights, "_tf_swap_variables")
     def swap_variables(original, self, optimizer):

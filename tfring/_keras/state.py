@@ -25,11 +25,14 @@ without rows, whose statistics are NaN, has no weight. Eagerly nothing tells how
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfring import _tf, step
@@ -41,6 +44,7 @@ from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of
 
 _local = threading.local()
+_KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
 
 
 class Written(NamedTuple):
@@ -52,42 +56,8 @@ class Written(NamedTuple):
 
 
 def install():
-    import keras
-    from keras.src.backend.tensorflow import core
-
-    if "synchronization" not in inspect.signature(keras.Variable.__init__).parameters:
-        _sum_metrics_when_read(keras.metrics.Metric, core.Variable)
-
-    for name in ("assign_add", "assign_sub"):
-        seam(core.Variable, name)(_adding)
-
-    def as_number(original, self):
-        if isinstance(self._value, tf.distribute.DistributedValues):  # which is no number to Python
-            return getattr(self.numpy(), original.__name__)()
-        return original(self)
-
-    seam(core.Variable, "__float__")(as_number)
-    seam(core.Variable, "__int__")(as_number)
-
-    @seam(core.Variable, "_direct_assign")
-    def direct_assign(original, self, value):
-        running = step.weighing()  # in a custom loop TensorFlow's rules hold
-        if running is None and _reset(self._value, value):
-            return None
-        if running is None or current_ring() is None or tf.distribute.get_replica_context() is None:
-            return original(self, value)
-        if step.is_written_alike(self) or step.is_kept_by_replica(self):
-            _local.is_by_tensorflow = True
-            try:
-                return original(self, value)
-            finally:
-                _local.is_by_tensorflow = False
-        _refuse_outside(self)
-        if not _write_own(running, self, value, getattr(_local, "adding", None) is self):
-            # The row that a replica without rows was given does not count.
-            own = own_copy(self._value)
-            value = tf.cast(_once_a_batch(running, self, value), own.dtype)
-            return original(self, tf.where(running.active, value, own))
+    if not _KNOWS_SYNCHRONIZATION:
+        _sum_metrics_when_read(keras.metrics.Metric)
 
     @seam(_tf.distribute_values, "_on_write_update_replica")
     def update_in_replica(original, variable, update, value, **kwargs):
@@ -103,6 +73,45 @@ def install():
         if variable.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
             value = running.weigh(value) * tf.cast(variable.distribute_strategy.num_replicas_in_sync, variable.dtype)
         return original(variable, update, running.zero_if_empty(value), **kwargs)
+
+
+def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
+    """Writes a variable of Keras, in a step of a ring by what it becomes when replicas write it.
+
+    Args:
+      variable: a variable of Keras.
+      value: to write.
+      assign: Keras' own writing.
+    """
+    running = step.weighing()  # in a custom loop TensorFlow's rules hold
+    if running is None and _reset(variable._value, value):
+        return
+    if running is None or current_ring() is None or tf.distribute.get_replica_context() is None:
+        assign(value)
+    elif step.is_written_alike(variable) or step.is_kept_by_replica(variable):
+        _local.is_by_tensorflow = True
+        try:
+            assign(value)
+        finally:
+            _local.is_by_tensorflow = False
+    else:
+        _refuse_outside(variable)
+        if not _write_own(running, variable, value, getattr(_local, "adding", None) is variable):
+            # The row that a replica without rows was given does not count.
+            own = own_copy(variable._value)
+            value = tf.cast(_once_a_batch(running, variable, value), own.dtype)
+            assign(tf.where(running.active, value, own))
+
+
+@contextlib.contextmanager
+def adding_to(variable: Any) -> Iterator[None]:
+    """Notes that what is written to a variable of Keras in here adds to it."""
+    before = getattr(_local, "adding", None)
+    _local.adding = variable
+    try:
+        yield
+    finally:
+        _local.adding = before
 
 
 def _reset(variable: Any, value: Any) -> bool:
@@ -168,39 +177,30 @@ def held_by(variable):
     return variable if isinstance(variable, tf.distribute.DistributedValues) else variable._value
 
 
-def _adding(original, self, value):
-    before = getattr(_local, "adding", None)
-    _local.adding = self
-    try:
-        return original(self, value)
-    finally:
-        _local.adding = before
-
-
-def _sum_metrics_when_read(metric, keras_variable):
+def _sum_metrics_when_read(metric):
     """Keras before 3.10 sums `total + value` over replicas at each write, so earlier batches count again and again."""
-    making_metric = threading.local()
 
     @seam(metric, "add_variable")
     def add_variable(original, self, *args, **kwargs):
-        making_metric.now = True
+        _local.makes_metric = True
         try:
             variable = original(self, *args, **kwargs)
         finally:
-            making_metric.now = False
+            _local.makes_metric = False
         variable._tfring_of_metric = type(self)  # also for one that Keras initializes later
         return variable
+
+
+def synchronization_of(variable: Any) -> contextlib.AbstractContextManager:
+    """Has the state of a metric be summed when it is read, where this Keras knows no `synchronization`."""
+    of_metric = getattr(_local, "makes_metric", False) or getattr(variable, "_tfring_of_metric", False)
+    if _KNOWS_SYNCHRONIZATION or not of_metric or current_ring() is None:
+        return contextlib.nullcontext()
 
     def creator(next_creator, **kwargs):
         return next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
 
-    @seam(keras_variable, "_initialize")
-    def initialize(original, self, value):
-        of_metric = getattr(making_metric, "now", False) or getattr(self, "_tfring_of_metric", False)
-        if not of_metric or current_ring() is None:
-            return original(self, value)
-        with tf.variable_creator_scope(creator):
-            return original(self, value)
+    return tf.variable_creator_scope(creator)
 
 
 def _refuse_outside(variable):
@@ -292,8 +292,6 @@ def _adds_up_rows(variable) -> bool:
 
     Keras' `Sum` adds what it is given, which may be one number for the rows.
     """
-    import keras
-
     of_metric = getattr(variable, "_tfring_of_metric", None) or object
     updating = [c for c in of_metric.__mro__ if "update_state" in vars(c)]
     by_user = (keras.metrics.Metric, keras.metrics.Sum)

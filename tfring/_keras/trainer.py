@@ -32,21 +32,19 @@ from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.adoption import adopt_optimizers
 from tfring._keras.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
-from tfring._keras.losses import additional_loss
+from tfring._keras.losses import RingCompileLoss, additional_loss
 from tfring._keras.metrics import state_of_all, values_of_results
 from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
-from tfring._keras.seam import entered, ring_of_model, seam
+from tfring._keras.seam import entered, extend, ring_of_model, seam
 from tfring.ring import failures
 
 
 def install() -> None:
     """Makes RingTrainer what `keras.Model`, and so every model there is or will be, derives from."""
-    first, *others = keras.Model.__bases__
-    if first is not RingTrainer:
-        keras.Model.__bases__ = (RingTrainer, *others)
-        seam(base_trainer.Trainer, "compile")(_compile)
+    extend(keras.Model, RingTrainer)
+    seam(base_trainer.Trainer, "compile")(_compile)
 
 
 class RingTrainer(TensorFlowTrainer):
@@ -146,6 +144,7 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         return
     with strategy.scope():
         original(self, *args, **kwargs)
+        RingCompileLoss.adopt(self)
     adopt_optimizers(self, strategy)
     refuse_astray(self)
     if strategy.updater is not None:
@@ -382,9 +381,7 @@ class StepFunction:
                 )
                 return i + 1, told.has_batch, outputs, shares
 
-            _, _, outputs, shares = tf.while_loop(
-                more, another, (1, True, outputs, told.shares), parallel_iterations=1
-            )
+            _, _, outputs, shares = tf.while_loop(more, another, (1, True, outputs, told.shares), parallel_iterations=1)
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
     def _on_batch_body(self, batch):

@@ -1,0 +1,123 @@
+"""Classes that Keras' own derive from in the place of Keras' bases for TensorFlow (docs/decisions/0021).
+
+```
+keras.Variable ─► RingVariable ─► Variable of Keras' TensorFlow backend
+keras.Layer ─► RingLayer ─► TFLayer
+keras.Optimizer ─► OptimizerOfScope ─► TFOptimizer
+keras.Model ─► RingTrainer (trainer.py) ─► TensorFlowTrainer
+```
+
+So methods of a user's class come first and reach these by `super()`. They act on objects of a RingStrategy and of
+sharded layers alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import core
+from keras.src.backend.tensorflow.layer import TFLayer
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+
+from tfring._keras import adoption, large, outside, sharding, slots, state, stores
+from tfring._keras.optimizer_class import join_ring, leave_ring
+from tfring._keras.ring_optimizer import RingOptimizer
+from tfring._keras.seam import extend
+from tfring.recognition import current_ring, ring_of
+
+
+def install() -> None:
+    extend(keras.Variable, RingVariable)
+    extend(keras.layers.Layer, RingLayer)
+    extend(keras.optimizers.Optimizer, OptimizerOfScope)
+
+
+class RingVariable(core.Variable):
+    """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard."""
+
+    def assign(self, value):
+        cut = sharding.cut_of(self)
+        if isinstance(value, stores.Stored):
+            if cut is not None and value.shape == cut.shape == cut.lined_up:
+                return large.write_shard(self, cut, self._tfring_rank, value)
+            value = np.asarray(value)
+        return super().assign(sharding.piece_of(self, value))
+
+    def assign_add(self, value):
+        with state.adding_to(self):
+            return super().assign_add(value)
+
+    def assign_sub(self, value):
+        with state.adding_to(self):
+            return super().assign_sub(value)
+
+    def _direct_assign(self, value):
+        state.write(self, value, super()._direct_assign)
+
+    def _initialize(self, value):
+        with state.synchronization_of(self):
+            super()._initialize(value)
+
+    def _deferred_initialize(self):
+        if sharding.cut_of(self) is None:
+            return super()._deferred_initialize()
+        with tf.distribute.get_strategy().extended.variables_of_worker():
+            return super()._deferred_initialize()
+
+    def __array__(self, *args, **kwargs):
+        """Returns what files hold of a layer's weight."""
+        found = slots.gathered(self)
+        return super().__array__(*args, **kwargs) if found is None else found
+
+    def __float__(self):
+        return float(self.numpy()) if self._is_distributed() else super().__float__()
+
+    def __int__(self):
+        return int(self.numpy()) if self._is_distributed() else super().__int__()
+
+    def _is_distributed(self) -> bool:
+        return isinstance(self._value, tf.distribute.DistributedValues)  # which is no number to Python
+
+
+class RingLayer(TFLayer):
+    """Builds a layer in the scope it was made in; TensorFlow does not write the shards of one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        layer, strategy = super().__new__(cls, *args, **kwargs), current_ring()
+        if strategy is not None:
+            build = layer.build  # type: ignore[attr-defined]
+
+            @functools.wraps(build)
+            def build_in_scope(*args, **kwargs):
+                with outside.scope_of(layer):
+                    return build(*args, **kwargs)
+
+            vars(layer).update(build=build_in_scope, _tfring_made_in=strategy)
+        return layer
+
+    def _trackable_children(self, save_type="checkpoint", **kwargs):
+        pieces = [v for v in self.weights if sharding.cut_of(v) is not None]
+        if pieces:
+            raise slots.refusal_to_write("weight", pieces, self, save_type)
+        return super()._trackable_children(save_type, **kwargs)
+
+
+class OptimizerOfScope(TFOptimizer):
+    """Makes an optimizer of the scope, or of sharded tables, a RingOptimizer; rejects one made outside."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if ring_of(self._distribution_strategy) is not None:
+            join_ring(self)
+        else:
+            leave_ring(self)  # one made by `type(optimizer)(...)` of a ring's
+
+    def build(self, variables):
+        if isinstance(self, RingOptimizer) or not adoption.belongs_to_ring(self, variables):
+            return super().build(variables)
+        join_ring(self)
+        return RingOptimizer.build(self, variables)
