@@ -22,11 +22,11 @@ ROWS = {
     6: ("launch", "doctor", "bench", "report", "notebook"),
     5: ("layers", "callbacks", "parallel", "functions", "schedules"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
-    3: ("cross_device_ops",),
+    3: ("cross_device_ops", "step"),
     2: ("reduction",),
     1: ("ring", "servers"),
     0: (
-        *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "downloads", "errors", "step"),
+        *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "downloads", "errors"),
         *("recognition", "_requirements", "_tf", "_build", "_version"),
     ),
 }

@@ -1,7 +1,7 @@
 """Large arrays, a block of rows at a time: no rank holds in memory all of a sharded value.
 
 A full value is assembled in a file without a name, in the folder for temporary files, and copied from there into the
-file that is written (`_keras/stores.py`, `callbacks/files.py`).
+file that is written (`_keras/sharding/stores.py`, `callbacks/files.py`).
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def initial():
     """Tables as they are made, equal to those of a layer each; with smaller limits some are drawn in blocks."""
     import keras
 
-    from tfring._keras import tables
+    from tfring._keras.sharding import tables
 
     def draw(name):
         return keras.initializers.VarianceScaling(mode="fan_out", seed=SIZES[name][0])

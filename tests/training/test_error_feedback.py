@@ -56,7 +56,7 @@ def linear_model(strategy, optimizer, units=1):
 
 def residuals(strategy, model):
     """The sum of the residuals of all workers."""
-    found = [v.numpy() for v in tfring._keras.residuals.residuals_of(model)]
+    found = [v.numpy() for v in tfring._keras.optimizers.residuals.residuals_of(model)]
     return [np.asarray(strategy.extended.world.all_reduce([r], name="residuals")[0]) for r in found]
 
 
@@ -196,7 +196,7 @@ def interrupted(folder, stop_at, epochs):
             fit_constant(strategy, model, SMALL["bfloat16"], 5, epochs=epochs, callbacks=callbacks)
         except KeyboardInterrupt:
             assert stops
-    own = tfring._keras.residuals.residuals_of(model)[0].numpy()
+    own = tfring._keras.optimizers.residuals.residuals_of(model)[0].numpy()
     return model.get_weights()[0], own, residuals(strategy, model)[0]
 
 

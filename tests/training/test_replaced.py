@@ -7,9 +7,9 @@ import pytest
 
 import tfring._keras
 from tfring import layers
-from tfring._keras import stages
 from tfring._keras.replaced import REPLACED
 from tfring._keras.seam import extended, installed, overridden, parameters, seam, version_of_keras
+from tfring._keras.sharding import stages
 
 pytestmark = pytest.mark.oldest
 

@@ -64,7 +64,7 @@ def run(num_workers, num_servers, work, *args, timeout=400, **options):
 
 def small_pieces():
     """Has tables be cut and pulled by rows that are as small as those of the tests."""
-    from tfring._keras import served
+    from tfring._keras.optimizers import served
 
     served.ROWS_BYTES = 1
     served.SPLIT_BYTES = 1 << 10

@@ -362,7 +362,7 @@ def initial(seeds):
     """Tables as they are made, on all ranks; small ones and, with smaller limits, ones that are drawn in blocks."""
     import keras
 
-    from tfring._keras import tables
+    from tfring._keras.sharding import tables
 
     tables_made = []
     limits = tables.WHOLE_ELEMENTS, tables.BLOCK_ELEMENTS

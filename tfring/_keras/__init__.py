@@ -39,7 +39,6 @@ def install() -> None:
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
     from tfring._keras import (
-        adoption,
         bases,
         batch_shapes,
         callbacks,
@@ -56,11 +55,11 @@ def install() -> None:
         randomness,
         saving,
         seam,
-        served,
-        slots,
         state,
         trainer,
     )
+    from tfring._keras.optimizers import adoption, served
+    from tfring._keras.sharding import slots
 
     # Each function is replaced once, so that their order is of no importance.
     for module in (

@@ -23,10 +23,12 @@ from keras.src.backend.tensorflow import core
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
-from tfring._keras import adoption, large, outside, sharding, slots, state, stores
-from tfring._keras.optimizer_class import join_ring, leave_ring
-from tfring._keras.ring_optimizer import RingOptimizer
+from tfring._keras import outside, sharding, state
+from tfring._keras.optimizers import adoption
+from tfring._keras.optimizers.optimizer_class import join_ring, leave_ring
+from tfring._keras.optimizers.ring_optimizer import RingOptimizer
 from tfring._keras.seam import extend
+from tfring._keras.sharding import large, slots, stores
 from tfring.recognition import current_ring, ring_of
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 from keras.src import utils
 
-from tfring._keras import configuration, loop, place, slots
+from tfring._keras import configuration, loop, place
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import cut_of
+from tfring._keras.sharding import cut_of, slots
 from tfring.errors import ConfigurationError
 
 _OF_PREDICT = ("on_predict_begin", "on_predict_batch_begin", "on_predict_batch_end")

@@ -16,10 +16,11 @@ from keras.src.trainers.data_adapters import (
 )
 
 from tfring import data
-from tfring._keras import inputs, place, predict, trace
+from tfring._keras import inputs, place, predict
 from tfring._keras.loop import Loop
 from tfring._keras.seam import seam
 from tfring.recognition import ring_of
+from tfring.step import trace
 
 
 def install() -> None:

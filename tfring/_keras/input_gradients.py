@@ -10,9 +10,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import graphs
 from tfring._keras.seam import seam
 from tfring.recognition import current_ring
+from tfring.step import graphs
 
 
 def install():

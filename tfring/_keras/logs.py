@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras import graphs
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
 from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
+from tfring.step import graphs
 from tfring.step import weighing as step_under_way
 
 _ALL_ROWS = object()  # in place of a source: aggregated within the step

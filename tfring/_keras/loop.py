@@ -17,8 +17,8 @@ import contextlib
 import tensorflow as tf
 
 from tfring import _tf
-from tfring._keras import status
 from tfring._keras.seam import entry_under_way, ring_of_model
+from tfring.step import status
 
 _UNREAD = "_tfring_unread"  # of a model, while logs of its batches are reduced behind the loop alone
 _MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a program's own that calls this one

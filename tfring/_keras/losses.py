@@ -30,10 +30,10 @@ from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfring import step
-from tfring._keras import graphs
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring
+from tfring.step import graphs
 
 _local = threading.local()
 _warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the losses warned of

@@ -14,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import graphs
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division, warn_once
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.losses import gather_for_loss
+from tfring.step import graphs
 
 
 def install():

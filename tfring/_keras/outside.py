@@ -21,9 +21,9 @@ import weakref
 
 import tensorflow as tf
 
-from tfring._keras.adoption import SCOPE, adopt_variables, is_of, ring_of_variable
 from tfring._keras.layers import all_layers
 from tfring._keras.metrics import metrics_of
+from tfring._keras.optimizers.adoption import SCOPE, adopt_variables, is_of, ring_of_variable
 from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of_process

@@ -17,10 +17,11 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
 from tfring import _tf, data
-from tfring._keras import batch_shapes, configuration, status, trace
-from tfring._keras.functions import between_collectives, graph_function, to_tensor, without_optionals
+from tfring._keras import batch_shapes, configuration
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
+from tfring.step import status, trace
+from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
 _under_way: list[PredictFunction] = []  # of loops of `predict` on several workers, innermost last
 

@@ -14,9 +14,9 @@ import pathlib
 import tensorflow as tf
 
 from tfring import _tf
-from tfring._keras import aside, printing, slots
+from tfring._keras import aside, printing
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import cut_of
+from tfring._keras.sharding import cut_of, slots
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of_process
 

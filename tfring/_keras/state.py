@@ -36,12 +36,12 @@ import keras
 import tensorflow as tf
 
 from tfring import _tf, step
-from tfring._keras import graphs
 from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of
+from tfring.step import graphs
 
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters

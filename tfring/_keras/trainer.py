@@ -27,18 +27,19 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers import trainer as base_trainer
 
 from tfring import _tf, data, step
-from tfring._keras import agreement, batch_shapes, calls, loop, outside, place, state, status, trace
+from tfring._keras import agreement, batch_shapes, calls, loop, outside, place, state
 from tfring._keras import callbacks as ring_callbacks
-from tfring._keras.adoption import adopt_optimizers
-from tfring._keras.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
 from tfring._keras.logs import Logs
 from tfring._keras.losses import RingCompileLoss, additional_loss
 from tfring._keras.metrics import state_of_all, values_of_results
+from tfring._keras.optimizers.adoption import adopt_optimizers
 from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, extend, ring_of_model, seam
 from tfring.ring import failures
+from tfring.step import status, trace
+from tfring.step.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
 
 
 def install() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfring._keras import finite
 from tfring._keras.callbacks import all_variables
 from tfring._keras.seam import ring_of_model
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError, NotFiniteError
+from tfring.step import finite
 
 
 class CheckFinite(keras.callbacks.Callback):

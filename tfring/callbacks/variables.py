@@ -15,11 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import blocks, equality
-from tfring._keras import large, slots, stages
 from tfring._keras.callbacks import all_variables
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.residuals import residuals_of
-from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, whole_shape
+from tfring._keras.optimizers.residuals import residuals_of
+from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, large, slots, stages, whole_shape
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError

@@ -21,8 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras import large, slots, stores, tables
-from tfring._keras.sharding import Division, check_axis, cut_of
+from tfring._keras.sharding import Division, check_axis, cut_of, large, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers import embedding_configs

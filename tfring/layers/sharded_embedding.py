@@ -6,9 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras import slots, stores, tables
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import Division, check_axis, cut_of
+from tfring._keras.sharding import Division, check_axis, cut_of, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number

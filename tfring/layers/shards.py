@@ -6,8 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import slots, stores
-from tfring._keras.sharding import Division, InitialPiece, cut_of
+from tfring._keras.sharding import Division, InitialPiece, cut_of, slots, stores
 from tfring.errors import ConfigurationError
 from tfring.reduction.cuts import cut_along
 

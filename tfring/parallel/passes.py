@@ -23,11 +23,11 @@ import keras
 import tensorflow as tf
 
 from tfring import data, step
-from tfring._keras import randomness, stages
+from tfring._keras import randomness
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import metrics_of
-from tfring._keras.sharding import gradient_is_complete
+from tfring._keras.sharding import gradient_is_complete, stages
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.parallel.stages import Crossing, Cut

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfring._keras import stages
 from tfring._keras.layers import all_layers
 from tfring._keras.seam import ring_of_model
-from tfring._keras.sharding import axis_of
+from tfring._keras.sharding import axis_of, stages
 from tfring.cluster.mesh import axes_of
 from tfring.errors import ConfigurationError
 from tfring.parallel.passes import Passes

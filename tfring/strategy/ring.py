@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfring import _keras, equality
 from tfring import config as settings
-from tfring._keras.local_steps import LocalSteps
+from tfring._keras.optimizers.local_steps import LocalSteps
 from tfring._keras.sharding import axis_of, gradient_is_complete
 from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from tfring import _keras, config
-from tfring._keras import held
-from tfring._keras.served import ServerUpdater
+from tfring._keras.optimizers.served import ServerUpdater
+from tfring._keras.sharding import held
 from tfring.cluster import Cluster, launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfring._keras.ring_optimizer import RingOptimizer
+from tfring._keras.optimizers.ring_optimizer import RingOptimizer
 from tfring.cross_device_ops import values_of
 from tfring.ring import library
 

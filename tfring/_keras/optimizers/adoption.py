@@ -17,10 +17,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfring._keras import fused, ring_optimizer, tables
-from tfring._keras.optimizer_class import join_ring, register
-from tfring._keras.optimizers import optimizers_of
-from tfring._keras.ring_optimizer import RingOptimizer
+from tfring._keras.optimizers import fused, optimizers_of, ring_optimizer
+from tfring._keras.optimizers.optimizer_class import join_ring, register
+from tfring._keras.optimizers.ring_optimizer import RingOptimizer
+from tfring._keras.sharding import tables
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 

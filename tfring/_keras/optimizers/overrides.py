@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfring import step
 from tfring._keras.sharding import gradient_is_complete
-from tfring._keras.shards import is_value
+from tfring._keras.sharding.shards import is_value
 
 
 class ReducedForOverrides:

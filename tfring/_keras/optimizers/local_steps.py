@@ -25,13 +25,12 @@ import keras
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import tables
 from tfring._keras.layers import all_layers
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.ring_optimizer import Update
-from tfring._keras.sharding import axis_of
-from tfring._keras.shards import is_value
-from tfring._keras.updater import Updater
+from tfring._keras.optimizers.ring_optimizer import Update
+from tfring._keras.optimizers.updater import Updater
+from tfring._keras.sharding import axis_of, tables
+from tfring._keras.sharding.shards import is_value
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives

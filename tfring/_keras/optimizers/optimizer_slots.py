@@ -8,10 +8,9 @@ from typing import Any
 
 import keras
 
-from tfring._keras import slots, stores, tables
-from tfring._keras.residuals import Residuals
-from tfring._keras.sharding import axis_of, cut_of, mark, piece_of
-from tfring._keras.shards import Shards, refuse_unless_element_wise, shards_of
+from tfring._keras.optimizers.residuals import Residuals
+from tfring._keras.sharding import axis_of, cut_of, mark, piece_of, slots, stores, tables
+from tfring._keras.sharding.shards import Shards, refuse_unless_element_wise, shards_of
 from tfring.recognition import ring_of
 
 _ACCUMULATOR = "gradient_accumulator"  # of each worker's own gradients, which are full

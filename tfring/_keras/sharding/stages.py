@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfring._keras.seam import seam
 from tfring._keras.sharding import axis_of, cut_of, mark, whole_shape
-from tfring._keras.tables import update_of
+from tfring._keras.sharding.tables import update_of
 from tfring.cluster.mesh import axes_of
 from tfring.errors import ConfigurationError
 from tfring.reduction.owned import Owned

@@ -35,17 +35,17 @@ import keras
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import clipping, finite, tables
 from tfring._keras.losses import per_row_as_sum
-from tfring._keras.optimizer_class import join_ring
-from tfring._keras.optimizer_slots import OptimizerSlots
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.overrides import ReducedForOverrides
-from tfring._keras.residuals import refuse
-from tfring._keras.sharding import axis_of, cut_of, gradient_is_complete, piece_of
-from tfring._keras.shards import Shards, is_value, shards_of
+from tfring._keras.optimizers.optimizer_class import join_ring
+from tfring._keras.optimizers.optimizer_slots import OptimizerSlots
+from tfring._keras.optimizers.overrides import ReducedForOverrides
+from tfring._keras.optimizers.residuals import refuse
+from tfring._keras.sharding import axis_of, cut_of, gradient_is_complete, piece_of, tables
+from tfring._keras.sharding.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
+from tfring.step import clipping, finite
 
 
 @dataclasses.dataclass

@@ -22,12 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import held, tables
 from tfring._keras.metrics import metrics_of
+from tfring._keras.optimizers.updater import Updater
 from tfring._keras.seam import seam
-from tfring._keras.sharding import axis_of
-from tfring._keras.shards import is_element_wise
-from tfring._keras.updater import Updater
+from tfring._keras.sharding import axis_of, held, tables
+from tfring._keras.sharding.shards import is_element_wise
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of

@@ -17,11 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import blocks
-from tfring._keras import large, stores
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, piece_of, whole_shape
-from tfring._keras.shards import shards_of
+from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, large, piece_of, stores, whole_shape
+from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 
 _gathered: dict[int, np.ndarray] = {}  # whole values while a model is saved, by the identity of the variable
