@@ -1,4 +1,4 @@
-"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `tfring bench`, `tfring report`."""
+"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `bench`, `report` and `completion`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, secret, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import remote, texts
+from tfring.launch import completion, remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
@@ -161,6 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print one JSON document (docs/report.md)")
     report.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="write one Chrome trace of all ranks")
     report.add_argument("--plot", metavar="FILE", help="draw a few steps of all ranks, such as steps.png")
+    completion_of = command(
+        "completion",
+        _completion,
+        help="print what makes a shell complete this command",
+        description=texts.COMPLETION_HELP,
+        epilog=texts.COMPLETION_EXAMPLES,
+    )
+    completion_of.add_argument("shell", choices=completion.SHELLS, help="the shell")
     return parser
 
 
@@ -227,6 +235,11 @@ def _report(arguments: argparse.Namespace) -> int:
     from tfring.report import run
 
     return run.run(arguments.folder, arguments.json, arguments.trace, arguments.plot)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    print(completion.script(_parser(), arguments.shell), end="")
+    return 0
 
 
 def _is_a_rank() -> bool:

@@ -119,3 +119,11 @@ examples:
   TFRING_TRACE=traces tfring launch -n 2 train.py && tfring report traces
   tfring report traces --trace trace.json       then open trace.json in https://ui.perfetto.dev
 """
+COMPLETION_HELP = """\
+Prints what makes a shell complete commands, options and files of tfring. Give it to the shell where it starts.
+"""
+COMPLETION_EXAMPLES = """\
+examples:
+  echo 'eval "$(tfring completion bash)"' >> ~/.bashrc
+  echo 'eval "$(tfring completion zsh)"' >> ~/.zshrc       (behind compinit)
+"""
