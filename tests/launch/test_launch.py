@@ -17,7 +17,7 @@ import time
 import pytest
 
 import tfring
-from tfring.launch import frames
+from tfring.launch import exit_codes, frames
 
 LAUNCH = [sys.executable, "-m", "tfring.launch"]
 TIMEOUT = 60
@@ -1050,7 +1050,7 @@ def test_a_launcher_of_another_tfring(says, received):
     with subprocess.Popen(command, **pipes) as agent:
         os.write(agent.stdin.fileno(), says)
         try:
-            assert agent.wait(TIMEOUT) == frames.REFUSES_LAUNCHER
+            assert agent.wait(TIMEOUT) == exit_codes.REFUSES_LAUNCHER
         finally:
             agent.kill()
         assert agent.stdout.read() == frames.greeting("agent")

@@ -21,7 +21,7 @@ from typing import Any
 
 from tfring.cluster import Cluster, launch_variables, ports
 from tfring.errors import ConfigurationError
-from tfring.launch import frames, processes, worker
+from tfring.launch import exit_codes, frames, processes, worker
 from tfring.launch.guard import STOP_SIGNALS, run_guarded
 from tfring.transport import wire
 
@@ -64,7 +64,7 @@ class _Agent:
                     self._signal(signal.SIGKILL)
         except frames.OtherProtocolError as error:
             print(f"tfring launch, on {socket.gethostname()}: {error}", file=sys.stderr)
-            return frames.REFUSES_LAUNCHER
+            return exit_codes.REFUSES_LAUNCHER
         finally:
             processes.end_descendants()
         return 0

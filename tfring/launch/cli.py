@@ -15,7 +15,7 @@ from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, secret, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import completion, remote, texts
+from tfring.launch import completion, exit_codes, remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
@@ -23,7 +23,6 @@ from tfring.launch.restarts import Limits, Restarts
 
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _BENCH_FAILED = 2  # rank 0 has said why
-_LOST_HOST = 255
 _NO_RESTARTS = Limits(max_restarts=0)
 # Of Horovod, mpirun and torchrun.
 _OPTIONS_OF_OTHERS = ("-np", "--np", "--num-proc", "-H", "--nproc-per-node", "--nproc_per_node", "--nnodes")
@@ -186,10 +185,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             del command[0]
         script = command[0] if command else ""
         if script.endswith(".ipynb"):
-            error(
-                f"a notebook is no program: {script!r}. Make one of it:\n"
-                f"  jupyter nbconvert --to script {script}"
-            )
+            error(f"a notebook is no program: {script!r}. Make one of it:\n  jupyter nbconvert --to script {script}")
         if script == "-":
             error("a program cannot come from standard input: there is one, and several workers")
         if not arguments.workdir and not os.path.exists(script):
@@ -216,7 +212,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
     code = _run(arguments, command, quiet_codes=(_NOT_READY,), servers={"num_servers": arguments.servers})
-    if code == 0 or 128 < code < _LOST_HOST:  # killed, by Ctrl-C for instance
+    if code == 0 or 128 < code < exit_codes.LOST_HOST:  # killed, by Ctrl-C for instance
         return code
     return 1 if code == _NOT_READY else examination.not_started(code, as_json=arguments.json)
 
@@ -354,7 +350,7 @@ class _Parser(argparse.ArgumentParser):
     """Prints what is wrong and how to get help, instead of the full usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+        self.exit(exit_codes.WRONG_OPTIONS, f"{self.prog}: {message}\nSee {self.prog} --help\n")
 
 
 def _number(text: str) -> int:

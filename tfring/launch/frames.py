@@ -29,8 +29,6 @@ from tfring.transport import handshake, wire
 PROTOCOL = 5  # another number with every change to what is said here
 _GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9})(?: ([0-9A-Za-z.+!-]{1,64}))?\n")
 _MAX_GREETING_BYTES = 128
-REFUSES_LAUNCHER = 76  # EX_PROTOCOL, the exit code of an agent whose launcher is of another protocol
-ENDS_AT_GREETING = 70  # EX_SOFTWARE, that of an agent of protocol 1 or 2, which knows no greeting
 _PROTOCOL_2 = b"TFRING\x00"
 
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command

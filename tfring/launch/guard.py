@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from tfring.launch import processes
+from tfring.launch import exit_codes, processes
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -56,7 +56,7 @@ def run_guarded(job: Callable[[int], int]) -> int:
 
 
 def _exit_with(job: Callable[[int], int], parent_gone: int) -> None:
-    code = 70  # EX_SOFTWARE
+    code = exit_codes.INTERNAL_FAULT
     try:
         os.setsid()  # away from the terminal: its Ctrl-C goes to the parent, which passes it on once
         processes.adopt_orphans()

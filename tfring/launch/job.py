@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from tfring.cluster import Address, Cluster, launch_variables, secret
-from tfring.launch import frames, processes
+from tfring.launch import exit_codes, frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
 from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_graph
@@ -39,8 +39,6 @@ _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynch
 
 _COMES_BACK = b"s"  # what a server has said that goes on from a snapshot, once it is started again
 
-_CANNOT_START = 71  # EX_OSERR
-_LOST_HOST = 255  # the exit code of a worker whose host is lost; ssh's own too
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
 _BACKLOG = 128  # connections that wait for a worker
@@ -185,7 +183,7 @@ class Job:
         except BrokenPipeError:  # `tfring launch ... | head`
             self._stop_code = 128 + signal.SIGPIPE
         except _CannotStartError as error:
-            self._stop_code = _CANNOT_START
+            self._stop_code = exit_codes.CANNOT_START
             self._say(str(error) + self._sequel(self))
         finally:
             processes.end_descendants()
@@ -250,9 +248,7 @@ class Job:
         stdin = None if rank == 0 and not self._restart else subprocess.DEVNULL
         write = launch_variables.write if server is None else launch_variables.write_server
         command = [sys.executable, *self._command]
-        process, out, err, taken = start(
-            command, cluster, self._environ, stdin=stdin, place=write(cluster, others)
-        )
+        process, out, err, taken = start(command, cluster, self._environ, stdin=stdin, place=write(cluster, others))
         send_signal = functools.partial(processes.send_signal, process.pid, to_group=True)
         self._add_worker(rank, process.pid, send_signal, (out, err), log, server)
         self._taken[rank] = taken
@@ -348,7 +344,7 @@ class Job:
         left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
         if left:
             self.lost_hosts.append(host.name)
-        if code == frames.ENDS_AT_GREETING and not host.has_greeted and self._stop_code is None:
+        if code == exit_codes.ENDS_AT_GREETING and not host.has_greeted and self._stop_code is None:
             older = frames.OtherProtocolError("agent", "an older tfring (it ended at the launcher's first words)")
             raise _CannotStartError(f"{host.name}: {older}")
         if host.listening is None and self._stop_code is None:
@@ -356,7 +352,7 @@ class Job:
         if left and self._stop_code is None:
             self._say(f"lost {host.name}: {text}.")
         for worker in left:
-            self._on_ended(worker, _LOST_HOST)
+            self._on_ended(worker, exit_codes.LOST_HOST)
 
     def _signal_elsewhere(self, host: RemoteHost, rank: int, signum: int) -> None:
         host.tell("signal", rank=rank, number=signum)
