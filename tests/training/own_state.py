@@ -596,6 +596,23 @@ def warned():
                 self.sums.assign(0.9 * self.sums + 0.1 * tf.matmul(codes, x, transpose_a=True))
             return x
 
+    class Moments(keras.layers.Layer):
+        """As BayesFlow's Standardize: Welford's sums of squares, merged with a batch's."""
+
+        def build(self, shape):
+            self.mean = self.add_weight(shape=(4,), initializer="zeros", trainable=False, name="mean")
+            self.squares = self.add_weight(shape=(4,), initializer="zeros", trainable=False, name="squares")
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+        def call(self, x, training=False):
+            if training:
+                count, mean, squares = ops.cast(ops.shape(x)[0], "float32"), ops.mean(x, 0), ops.var(x, 0)
+                total, apart = self.count + count, mean - self.mean
+                self.squares.assign(self.squares + count * squares + apart**2 * (self.count * count / total))
+                self.mean.assign(0.9 * self.mean + 0.1 * mean)
+                self.count.assign(total)
+            return x
+
     class Adds(keras.layers.Layer):
         def __init__(self, kind):
             super().__init__(name=kind)
@@ -619,6 +636,7 @@ def warned():
         "root": (make(metrics=[lambda: Root(name="root")]), "'root' was given a product, ratio, root"),
         "own root": (make(metrics=[OwnRoot]), "was added to a metric: 'own_root/total'"),
         "codes": (make(Codes), "/sums' has no aggregation"),
+        "moments": (make(Moments), "was added to a layer's state: 'moments/squares'"),
         "balance": (make(lambda: Adds("balance")), "'balance' added a loss that is no mean over rows, but a product"),
         "summed": (make(lambda: Adds("summed")), "'summed' added a loss that is no mean over rows, but a sum"),
         "plain": (make(lambda: Adds("plain"), metrics=[keras.metrics.MeanAbsoluteError]), None),

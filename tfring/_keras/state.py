@@ -239,8 +239,11 @@ def _rule(running, variable, value, adding) -> str | None:
         raise _rows_put_in(variable)
     if adding and last == "add" and graphs.is_count(graphs.increment_of(here, value)):
         return "increments"
-    if graphs.kind_of(value, running.share) == "sum":
+    kind = graphs.kind_of(value, running.share)
+    if kind == "sum":
         _warn_of_sum(variable, adding)
+    if kind == "other" and graphs.is_accumulated(here, value):  # numbers of rows add up, so what goes with them is off
+        _warn_of_formula(variable, "was added to a layer's state")
     return "mean"
 
 
@@ -354,7 +357,7 @@ def _warn_of_formula(variable, how) -> None:
         variable,
         f"A product, ratio, root or the like of means over a replica's rows {how}: {_name(variable)!r}. That of the "
         "whole batch does not follow from those of the replicas; their mean, weighted by rows, is taken. Keep sums and "
-        "compute in `result`, or compute it from the rows of all replicas, which tfring.gather_for_loss gives.",
+        "compute where they are read, or compute it from the rows of all replicas, which tfring.gather_for_loss gives.",
     )
 
 
