@@ -28,10 +28,15 @@ EQUAL = 1e-4  # of a figure, relative to the largest of its array
 
 
 class Program(NamedTuple):
-    """A file with_NAME.py: the package of its row, and what to install if that is something else."""
+    """A file with_NAME.py: its row's package, and where something else is installed or has the version, that.
+
+    `why` tells by whose doing its figures are not those of one process.
+    """
 
     package: str
     requirements: tuple[str, ...] = ()
+    version_of: str = ""
+    why: str = ""
 
 
 PROGRAMS = {
@@ -40,6 +45,15 @@ PROGRAMS = {
     "keras_hub": Program("keras-hub"),
     "optuna": Program("optuna"),
     "tensorboard": Program("tensorboard", ("tensorboard-plugin-profile",)),
+    "scikeras": Program("scikeras"),
+    "mlflow": Program("mlflow"),
+    "wandb": Program("wandb"),
+    "tf_data_service": Program("tf.data service", ("tensorflow-cpu",), version_of="tensorflow-cpu"),
+    "absl": Program("absl-py"),
+    "aeon": Program("aeon"),
+    "stardist": Program("stardist", why="its loss is a ratio: a mean over the batch divided by the mean of its mask"),
+    "keras_tcn": Program("keras-tcn"),
+    "bayesflow": Program("bayesflow"),
 }
 
 
@@ -117,7 +131,7 @@ def row_of(name: str, base: Base) -> str:
     if done.returncode:
         return row(program.package, "", base.keras, tried, f"not installed: {reason_of_pip(done.stderr)}")
     result = compare(name, python, base.folder / "runs" / name)
-    return row(program.package, version(python, program.package), base.keras, tried, result)
+    return row(program.package, version(python, program.version_of or program.package), base.keras, tried, result)
 
 
 def compare(name: str, python: pathlib.Path, folder: pathlib.Path) -> str:
@@ -137,8 +151,10 @@ def compare(name: str, python: pathlib.Path, folder: pathlib.Path) -> str:
     ranks, process = (float(word) for word in run(command, RUN_SECONDS).stdout.split())
     if ranks:
         return f"the ranks differ by {ranks:.0e}"
-    equal = "equal to one process" if process <= EQUAL else "both ranks alike; from one process"
-    return f"{equal} within {process:.0e}" if process <= EQUAL else f"{equal} {process:.0e} apart"
+    if process <= EQUAL:
+        return f"equal to one process within {process:.0e}"
+    why = PROGRAMS[name].why or "not explained"
+    return f"trains, both ranks alike; {process:.0e} from one process: {why}"
 
 
 def row(*cells: str) -> str:
