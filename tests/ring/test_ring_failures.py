@@ -198,6 +198,7 @@ def fail_beside_collectives(cluster):
         return y
 
     seen = []
+    outer = ranks.join(cluster, name=f"{cluster.ring} outer")
     for program in (plain, in_a_branch, in_a_loop, in_a_function, in_a_receive):
         with ranks.join(cluster, name=f"{cluster.ring} {program.__name__}", timeout_seconds=600) as ring:
             function = tf.function(program, autograph=False)
@@ -207,14 +208,17 @@ def fail_beside_collectives(cluster):
             start = time.monotonic()
             try:
                 if cluster.rank == 0:
-                    time.sleep(6)
+                    outer.barrier(name="rank 1 has failed")
                     ring.barrier(name="late")
                 else:
                     function(ring, tf.ones(3), tf.constant(2.0))
                 seen.append((program.__name__, "nothing", "", 0.0))
             except Exception as error:
                 seen.append((program.__name__, type(error).__name__, str(error), time.monotonic() - start))
-            time.sleep(0 if cluster.rank == 0 else 10)  # not known from a ring that is left
+            if cluster.rank == 1:
+                outer.barrier(name="rank 1 has failed")
+            outer.barrier(name="rank 0 was told")  # which it is not by a ring that is left
+    outer.close()
     return seen
 
 
