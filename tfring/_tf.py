@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -73,13 +74,13 @@ class DatasetStep(NamedTuple):
     arguments: dict
 
 
-def dataset_step(dataset) -> DatasetStep:
+def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
     """The last step of a pipeline; of kind "other" where it is none that tfring can make again on other rows.
 
     A dataset has no public way to say what it was made by.
     """
 
-    def scalar(name):
+    def scalar(name: str) -> Any:
         return getattr(dataset, name).numpy().item()
 
     match type(dataset):
@@ -111,12 +112,12 @@ def dataset_step(dataset) -> DatasetStep:
     return DatasetStep(kind, dataset._input_dataset, arguments)
 
 
-def datasets_before(dataset) -> list:
+def datasets_before(dataset: tf.data.Dataset) -> list:
     """The datasets that a dataset was made from; there is no public way up a pipeline."""
     return dataset._inputs()
 
 
-def static_batch_size(dataset) -> int | None:
+def static_batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the size of a `batch` or `padded_batch` that drops the remainder, where that is a dataset's last step."""
     if not getattr(dataset, "_drop_remainder", False):
         return None
@@ -125,7 +126,7 @@ def static_batch_size(dataset) -> int | None:
     return int(size) if drops and size is not None else None
 
 
-def graphs_of(dataset) -> list:
+def graphs_of(dataset: tf.data.Dataset) -> list:
     """The graphs of the functions that the last step of a pipeline calls."""
     return [function.function.graph for function in dataset._functions()]
 
@@ -136,32 +137,32 @@ def is_stateful(op: str) -> bool:
     return definition is None or definition.is_stateful
 
 
-def seeds_of(dataset) -> list[int]:
+def seeds_of(dataset: tf.data.Dataset) -> list[int]:
     """Returns the seeds of the shuffles in a pipeline."""
     seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
     mine = [int(seed) for seed in seeds if isinstance(seed, framework_ops.EagerTensor)]
     return mine + [seed for before in datasets_before(dataset) for seed in seeds_of(before)]
 
 
-def call_map_function(function, element):
+def call_map_function(function: Any, element: Any) -> Any:
     """Calls the function that a map was traced to, without tracing again; `element` as the map's input has it."""
     flat = _structure.to_tensor_list(function._input_structure, element)
     return _structure.from_compatible_tensor_list(function.output_structure, list(function.function(*flat)))
 
 
-def packed(spec, element):
+def packed(spec: Any, element: Any) -> Any:
     """Returns an element of this spec as one scalar variant, so that elements of many shapes make a batch."""
     return tf.raw_ops.OptionalFromValue(components=_structure.to_tensor_list(spec, element))
 
 
-def unpacked(spec, variant):
+def unpacked(spec: Any, variant: Any) -> Any:
     """Returns the element of which `packed` made a variant."""
     types, shapes = _structure.get_flat_tensor_types(spec), _structure.get_flat_tensor_shapes(spec)
     flat = tf.raw_ops.OptionalGetValue(optional=variant, output_types=types, output_shapes=shapes)
     return _structure.from_compatible_tensor_list(spec, list(flat))
 
 
-def shuffled_like(like, dataset):
+def shuffled_like(like: Any, dataset: tf.data.Dataset) -> Any:
     """`dataset` in the order that the shuffle `like` gives to its input: its seeds cannot be handed to `shuffle`."""
     variant = shuffle_op.gen_dataset_ops.shuffle_dataset_v3(
         dataset._variant_tensor,
@@ -180,19 +181,27 @@ def shuffled_like(like, dataset):
 # -- distributed datasets; only a strategy of TensorFlow's own can make them -------------------------------------------
 
 
-def workers_of_one_iterator(extended):
+def workers_of_one_iterator(extended: Any) -> Any:
     """InputWorkers by which one iterator serves all replicas of this worker."""
     return input_lib.InputWorkers([(extended._worker_device, extended.worker_devices[:1])])
 
 
-def workers_by_options(extended, options):
+def workers_by_options(extended: Any, options: Any) -> Any:
     """InputWorkers as TensorFlow itself makes them."""
     return extended._input_workers_with_options(options)
 
 
 def distributed_dataset(
-    dataset, input_workers, strategy, options, cardinality: int, *, one_value_a_worker: bool, then=None, then_spec=None
-):
+    dataset: tf.data.Dataset,
+    input_workers: Any,
+    strategy: Any,
+    options: Any,
+    cardinality: int,
+    *,
+    one_value_a_worker: bool,
+    then: Any = None,
+    then_spec: Any = None,
+) -> Any:
     """Returns a worker's dataset as a `tf.distribute.DistributedDataset`.
 
     Args:
@@ -227,7 +236,7 @@ def distributed_dataset(
 class _DatasetAndThen(input_lib.DistributedDataset):
     """A distributed dataset, and what is computed of each element when it is drawn."""
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         iterator = super().__iter__()
         return _IteratorAndThen(
             self.then,
@@ -244,18 +253,18 @@ class _DatasetAndThen(input_lib.DistributedDataset):
 class _IteratorAndThenSpec(input_lib.DistributedIteratorSpec):
     """The spec of an iterator and of what is computed of its elements."""
 
-    def __init__(self, then, *args, **kwargs):
+    def __init__(self, then: Callable, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._then = then
 
-    def _serialize(self):
+    def _serialize(self) -> tuple:
         return (*super()._serialize(), repr(self._then))
 
     @property
-    def value_type(self):
+    def value_type(self) -> Any:
         return _IteratorAndThen
 
-    def _from_components(self, components):
+    def _from_components(self, components: Any) -> Any:
         return _IteratorAndThen(
             self._then,
             input_workers=self._input_workers,
@@ -271,12 +280,12 @@ class _IteratorAndThenSpec(input_lib.DistributedIteratorSpec):
 class _IteratorAndThen(input_lib.DistributedIterator):
     """A distributed iterator of a worker that yields `then(element, is_drawn)`."""
 
-    def __init__(self, then, **kwargs):
+    def __init__(self, then: Callable, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.then = then
 
     @property
-    def _type_spec(self):
+    def _type_spec(self) -> Any:
         return _IteratorAndThenSpec(
             self.then,
             self._input_workers,
@@ -287,12 +296,12 @@ class _IteratorAndThen(input_lib.DistributedIterator):
             self._enable_get_next_as_optional,
         )
 
-    def get_next(self, name=None):
+    def get_next(self, name: str | None = None) -> Any:
         """Returns what is computed of the next element, or raises OutOfRangeError."""
         [element] = next_or_error(self)
         return self.of(element, True)
 
-    def of(self, element, is_drawn):
+    def of(self, element: Any, is_drawn: Any) -> Any:
         """Returns what is computed of an element, in a graph."""
         with tf.device(self._input_workers.worker_devices[0]):
             if not tf.executing_eagerly():
@@ -306,13 +315,13 @@ class _IteratorAndThen(input_lib.DistributedIterator):
 _functions: dict = {}  # of `then`, for iterators that are drawn from eagerly, by what it is and the element's spec
 
 
-def _function_of(then, spec):
+def _function_of(then: Callable, spec: Any) -> Any:
     """Returns a function of an element's tensors and of whether it is drawn, traced once for equal arguments."""
     key = (then, tuple(tf.nest.flatten(spec)), repr(tf.nest.map_structure(lambda _: None, spec)))
     if key not in _functions:
         specs = [tf.TensorSpec(s.shape, s.dtype) for s in tf.nest.flatten(spec, expand_composites=True)]
 
-        def of_tensors(*tensors):
+        def of_tensors(*tensors: Any) -> Any:
             *flat, is_drawn = tensors
             return then(tf.nest.pack_sequence_as(spec, flat, expand_composites=True), is_drawn)
 
@@ -321,12 +330,12 @@ def _function_of(then, spec):
     return _functions[key]
 
 
-def set_cardinality(distributed, cardinality: int) -> None:
+def set_cardinality(distributed: Any, cardinality: int) -> None:
     """Sets the number of batches that a distributed dataset reports."""
     distributed._cardinality = cardinality
 
 
-def next_or_dummy(iterator):
+def next_or_dummy(iterator: Any) -> tuple:
     """`(elements, have_value)` of a worker's iterator, and whether each is one, or zeros at its end.
 
     Where no shape is static but the last dimensions, zeros have no rows; TensorFlow's own forget static first ones.
@@ -340,8 +349,8 @@ def next_or_dummy(iterator):
     return elements, have_value
 
 
-def _zeros(spec):
-    def zeros(spec):
+def _zeros(spec: Any) -> Any:
+    def zeros(spec: Any) -> Any:
         if isinstance(spec, tf.OptionalSpec):
             return tf.experimental.Optional.empty(spec._element_spec)
         if not isinstance(spec, tf.TensorSpec) or spec.dtype in (tf.variant, tf.resource):
@@ -351,17 +360,17 @@ def _zeros(spec):
     return tf.nest.map_structure(zeros, spec)
 
 
-def draw(iterator) -> None:
+def draw(iterator: Any) -> None:
     """Throws away the next element of this worker's iterator, without a word where there is none."""
     iterator._iterators[0].get_next_as_optional_list()
 
 
-def next_or_error(iterator) -> list:
+def next_or_error(iterator: Any) -> list:
     """The elements of a worker's iterator; at its end it raises OutOfRangeError."""
     return iterator._iterators[0].get_next_as_list()
 
 
-def next_of_worker(iterator):
+def next_of_worker(iterator: Any) -> Any:
     """Returns the next element of this worker's iterator as `next(iterator)` does, which asks the other workers first.
 
     At the end of this worker's data it raises OutOfRangeError.
@@ -371,14 +380,14 @@ def next_of_worker(iterator):
     return input_lib._create_per_replica(next_or_error(iterator), iterator._strategy)
 
 
-def element_spec(distributed):
+def element_spec(distributed: Any) -> Any:
     """Returns what a distributed dataset holds; its `element_spec` forgets sizes of constants and dies of Optionals."""
     if isinstance(distributed, _DatasetAndThen):
         return distributed.then_spec
     return getattr(distributed, "_element_spec", None) or distributed.element_spec
 
 
-def spec_of_a_replica(spec):
+def spec_of_a_replica(spec: Any) -> Any:
     """Returns the spec of each replica's value of a `PerReplicaSpec`; any other spec as it is."""
     return spec._value_specs[0] if isinstance(spec, distribute_values.PerReplicaSpec) else spec
 
@@ -388,12 +397,12 @@ def spec_of_a_replica(spec):
 PolymorphicFunction = type(tf.function(lambda: None))  # what `tf.function` makes; the public type is an interface
 
 
-def is_compiled_by_xla(function) -> bool:
+def is_compiled_by_xla(function: Any) -> bool:
     """Returns True if a `tf.function` is compiled as a whole."""
     return bool(function._jit_compile)
 
 
-def call_unwrapped(function, args, kwargs):
+def call_unwrapped(function: Any, args: Any, kwargs: Any) -> Any:
     """Calls what a `tf.function` traces, by AutoGraph where it asks for it, in the graph that is being built."""
     python_function = function.python_function
     status = _ag_ctx.Status.DISABLED
@@ -409,7 +418,7 @@ def call_unwrapped(function, args, kwargs):
 
 
 @contextlib.contextmanager
-def cross_replica_context(strategy):
+def cross_replica_context(strategy: Any) -> Iterator[None]:
     """In here this thread is in the cross-replica context, which TensorFlow enters by `merge_call` alone."""
     distribute_lib._push_per_thread_mode(distribute_lib._CrossReplicaThreadMode(strategy))
     try:
@@ -418,7 +427,7 @@ def cross_replica_context(strategy):
         distribute_lib._pop_per_thread_mode()
 
 
-def variable_of_replicas(handle):
+def variable_of_replicas(handle: Any) -> Any:
     """The distributed variable of whose copies a handle is one; None where it is of none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
@@ -433,12 +442,12 @@ def eager_context_address() -> int:
     return pointer_of(context._handle, None)
 
 
-def is_watched(tensors) -> bool:
+def is_watched(tensors: Sequence[Any]) -> bool:
     """Returns True if a gradient tape that records watches one of these tensors, or what it comes from."""
     return bool(_record.should_record_backprop(list(tensors)))
 
 
-def recorded_behind(tensor, *others):
+def recorded_behind(tensor: tf.Tensor, *others: Any) -> Any:
     """Returns a tensor that a tape takes for a function of `others`, too; no gradient flows back to those.
 
     So it asks for the gradient of what made `others` behind that of what uses the result.
@@ -450,33 +459,33 @@ def recorded_behind(tensor, *others):
     return result
 
 
-def stop_recording():
+def stop_recording() -> Any:
     """Returns a context in which no gradient tape of this thread records; tapes have it for themselves alone."""
     return _record.stop_recording()
 
 
-def is_function_graph(graph) -> bool:
+def is_function_graph(graph: Any) -> bool:
     """Returns True for the graph of a function, a branch or the body of a loop."""
     return isinstance(graph, _func_graph.FuncGraph)
 
 
-def is_branch_or_body(graph) -> bool:
+def is_branch_or_body(graph: Any) -> bool:
     """Returns True for the graph of a branch of `tf.cond` or of a body of `tf.while_loop`, but not of a gradient."""
     return type(graph) in (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)
 
 
-def captured_from_around(tensor):
+def captured_from_around(tensor: tf.Tensor) -> Any:
     """Returns an eager tensor as the gradient of a branch or a loop may take it: by way of the graphs around."""
     return _captured(tensor, framework_ops.get_default_graph())
 
 
-def _captured(tensor, graph):
+def _captured(tensor: tf.Tensor, graph: Any) -> Any:
     if not isinstance(graph, (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)):
         return graph.capture(tensor) if is_function_graph(graph) else tensor
     return graph.capture(_captured(tensor, graph.outer_graph))
 
 
-def set_aggregation(variable, aggregation) -> None:
+def set_aggregation(variable: Any, aggregation: Any) -> None:
     """Changes how the copies of a variable become one; TensorFlow has it said when the variable is made."""
     variable._aggregation = aggregation
 

@@ -10,6 +10,8 @@ import contextlib
 import math
 import os
 import tempfile
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,7 @@ LARGE_BYTES = 16 << 20  # smaller values are held, as ever
 BLOCK_BYTES = 1 << 20
 
 
-def allocate(shape, dtype) -> np.ndarray:
+def allocate(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """Allocates an array for a full value; memory-mapped above `LARGE_BYTES`, in a file that is freed with the array.
 
     Where the folder for temporary files has no room for it, in memory: writing to a file that the disk has no room for
@@ -32,12 +34,12 @@ def allocate(shape, dtype) -> np.ndarray:
     return np.empty(shape, dtype)
 
 
-def rows_of_a_block(array, num_ranks: int = 1) -> int:
+def rows_of_a_block(array: Any, num_ranks: int = 1) -> int:
     """Returns the rows of a block of an array, or of what has its `shape` and `dtype`; of each of several ranks."""
     return max(1, BLOCK_BYTES // num_ranks // max(1, array.dtype.itemsize * math.prod(array.shape[1:])))
 
 
-def read_rows(begin: int, count: int, parts) -> np.ndarray:
+def read_rows(begin: int, count: int, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Returns `count` rows, from row `begin` on, of arrays that together stand for one with all of their rows."""
     found = []
     for part in parts:
@@ -46,7 +48,7 @@ def read_rows(begin: int, count: int, parts) -> np.ndarray:
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def write_rows(rows: np.ndarray, begin: int, parts) -> None:
+def write_rows(rows: np.ndarray, begin: int, parts: Sequence[np.ndarray]) -> None:
     """Writes rows into arrays that stand for one with all of their rows, from row `begin` on."""
     for part in parts:
         target = part[begin : begin + len(rows)]

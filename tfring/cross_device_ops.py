@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,7 +12,7 @@ from tfring import _tf
 from tfring.reduction.cuts import Cut
 from tfring.reduction.dense import BucketSizes, all_gather_dense, reduce_dense, reduce_scatter_dense
 from tfring.reduction.sparse import SparseOptions, goes_dense, reduce_sparse
-from tfring.ring.collectives import zeros_unless
+from tfring.ring.collectives import Collectives, zeros_unless
 
 
 class RingAllReduce(tf.distribute.CrossDeviceOps):
@@ -36,12 +37,12 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
     def __init__(
         self,
-        collectives,
+        collectives: Collectives,
         devices: Sequence[str] = ("",),
         sparse: SparseOptions | None = None,
         buckets: BucketSizes | None = None,
         compression: str | None = None,
-    ):
+    ) -> None:
         super().__init__()
         self._collectives = collectives
         self._devices = tuple(devices)
@@ -49,16 +50,16 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         self._buckets = buckets or BucketSizes()
         self._compression = compression
 
-    def over(self, collectives) -> RingAllReduce:
+    def over(self, collectives: Collectives) -> RingAllReduce:
         """Returns the same over other collectives, for IndexedSlices of any number of rows."""
         sparse = dataclasses.replace(self._sparse, batch_size=None)
         return RingAllReduce(collectives, self._devices, sparse, self._buckets, self._compression)
 
     @property
-    def _num_between_graph_workers(self):
+    def _num_between_graph_workers(self) -> int:
         return self._collectives.world_size
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> Any:
         return self  # a connection has no copy
 
     # -- what tfring's own callers use: one value a worker --------------------------------------------------------
@@ -85,10 +86,10 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """
         world_size = self._collectives.world_size
 
-        def stays_sparse(i):
+        def stays_sparse(i: int) -> bool:
             return keep_sparse or not goes_dense(values[i], self._sparse, world_size)
 
-        def all_reduce(tensors, positions):
+        def all_reduce(tensors: Sequence[tf.Tensor], positions: Sequence[int]) -> list[tf.Tensor]:
             return reduce_dense(
                 self._collectives,
                 tensors,
@@ -125,10 +126,10 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """
         rank, world_size = self._collectives.rank, self._collectives.world_size
 
-        def stays_sparse(i):
+        def stays_sparse(i: int) -> bool:
             return cuts[i].by_rows and not goes_dense(values[i], self._sparse, world_size)
 
-        def reduce_scatter(tensors, positions):
+        def reduce_scatter(tensors: Sequence[tf.Tensor], positions: Sequence[int]) -> list[tf.Tensor]:
             return reduce_scatter_dense(
                 self._collectives,
                 tensors,
@@ -144,7 +145,9 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             for value, cut in zip(sums, cuts, strict=True)
         ]
 
-    def _reduce(self, values, stays_sparse, reduce, name, value_names, active):
+    def _reduce(
+        self, values: Any, stays_sparse: Callable, reduce: Callable, name: str, value_names: Any, active: Any
+    ) -> Any:
         """Sums IndexedSlices for which `stays_sparse(i)`; `reduce(tensors, positions)` reduces the others."""
         results: list = [None] * len(values)
         sparse = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices) and stays_sparse(i)]
@@ -166,7 +169,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Gathers the full tensors of which each worker has a shard, as `cuts` describe."""
         return all_gather_dense(self._collectives, shards, cuts, name=name, buckets=self._buckets)
 
-    def sum_on_worker(self, per_replica, active=None):
+    def sum_on_worker(self, per_replica: Any, active: Any = None) -> Any:
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
 
         Args:
@@ -185,7 +188,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
     # -- tf.distribute.CrossDeviceOps ------------------------------------------------------------------------------
 
-    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+    def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list:
         del options  # timeouts and packs belong to the engine
         _tf.mark_as_unsaveable()
         values = [values_of(value) for value, _ in value_destination_pairs]
@@ -201,10 +204,10 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             for value, (_, destinations) in zip(reduced, value_destination_pairs, strict=True)
         ]
 
-    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
-    def broadcast_implementation(self, tensor, destinations):
+    def broadcast_implementation(self, tensor: tf.Tensor, destinations: Any) -> Any:
         if isinstance(destinations, tf.distribute.DistributedValues):
             placed = [v.device for v in destinations.values]
             if len(placed) == len(self._devices) and not all(placed):  # arguments of a function are not placed yet
@@ -212,7 +215,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
                 return _tf.distribute_utils.regroup(copies, wrap_class=_tf.distribute_values.Mirrored)
         return _tf.simple_broadcast(tensor, destinations, always_mirrored=True)
 
-    def _gather_implementation(self, per_replica_value, destinations, axis, options):
+    def _gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: Any) -> Any:
         del options
         _tf.mark_as_unsaveable()
         local = tf.concat(values_of(per_replica_value), axis)
@@ -235,19 +238,19 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         return tf.transpose(self._collectives.all_gather(tf.transpose(tensor, front), name=name), back)
 
 
-def values_of(value) -> list:
+def values_of(value: Any) -> list:
     """Returns the values of the replicas of this worker."""
     return list(value.values) if isinstance(value, tf.distribute.DistributedValues) else [value]
 
 
-def _mask(active, value):
+def _mask(active: Any, value: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         num_rows = tf.where(active, tf.size(value.indices), 0)
         return tf.IndexedSlices(value.values[:num_rows], value.indices[:num_rows], value.dense_shape)
     return zeros_unless(active, [value])[0]
 
 
-def _rows_of_shard(value, cut, rank):
+def _rows_of_shard(value: Any, cut: Any, rank: int) -> Any:
     """Returns the rows of IndexedSlices in this rank's shard, with indices counted from its first row."""
     begin, end = cut.bounds[rank]
     inside = tf.logical_and(value.indices >= begin, value.indices < end)
@@ -256,7 +259,7 @@ def _rows_of_shard(value, cut, rank):
     return tf.IndexedSlices(tf.boolean_mask(value.values, inside), indices, shape)
 
 
-def _divide(value, count):
+def _divide(value: Any, count: Any) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
     return value / tf.cast(count, value.dtype) if value.dtype.is_floating else value / count

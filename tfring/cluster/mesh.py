@@ -50,7 +50,7 @@ class Mesh:
     model: int = 1
     pipeline: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             is_open = axis == "data" and size is None

@@ -338,7 +338,7 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
 class _Elsewhere(argparse.Action):
     """Says what an option of Horovod, mpirun or torchrun is called here."""
 
-    def __call__(self, parser, namespace, value, option=None):
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         if option == "-H":
             here = f"hosts, with the number of workers on each: --hosts {value or 'host1:4,host2:4'}"
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfring.reduction.buckets import plan_buckets
 from tfring.reduction.cuts import Cut
 from tfring.reduction.feedback import all_reduce_with_feedback
-from tfring.ring.collectives import zeros_unless
+from tfring.ring.collectives import Collectives, zeros_unless
 
 BUCKET_BYTES = 32 << 20  # within a host, where adding and copying take the processors that would compute meanwhile
 NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES = 8 << 20, 1 << 20  # else; benchmarks/training has figures
@@ -35,7 +35,7 @@ class BucketSizes(NamedTuple):
 
 
 def reduce_dense(
-    collectives,
+    collectives: Collectives,
     tensors: Sequence[tf.Tensor],
     *,
     name: str,
@@ -60,7 +60,7 @@ def reduce_dense(
       The sums, in the order and with the shapes of `tensors`.
     """
 
-    def reduce(indices, name, dtype):
+    def reduce(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         of_bucket = [tensors[i] for i in indices]
         if compression is None or dtype != "float32":
             return collectives.all_reduce(of_bucket, name=name, active=active)
@@ -75,7 +75,7 @@ def reduce_dense(
 
 
 def reduce_scatter_dense(
-    collectives,
+    collectives: Collectives,
     tensors: Sequence[tf.Tensor],
     cuts: Sequence[Cut],
     *,
@@ -85,7 +85,7 @@ def reduce_scatter_dense(
 ) -> list[tf.Tensor]:
     """Sums over all ranks and returns this rank's shards, as `cuts` describe; the rest is as of `reduce_dense`."""
 
-    def reduce_scatter(indices, name, dtype):
+    def reduce_scatter(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         return collectives.reduce_scatter(zeros_unless(active, [lined_up[i] for i in indices]), name=name)
 
     lined_up = [tf.reshape(t, cut.lined_up) for t, cut in zip(tensors, cuts, strict=True)]
@@ -93,7 +93,7 @@ def reduce_scatter_dense(
 
 
 def all_gather_dense(
-    collectives,
+    collectives: Collectives,
     shards: Sequence[tf.Tensor],
     cuts: Sequence[Cut],
     *,
@@ -102,14 +102,20 @@ def all_gather_dense(
 ) -> list[tf.Tensor]:
     """Gathers the full tensors, on every rank, of which this rank has these shards."""
 
-    def all_gather(indices, name, dtype):
+    def all_gather(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         return collectives.all_gather([shards[i] for i in indices], name=name)
 
     gathered = _in_buckets(all_gather, shards, [cut.shape for cut in cuts], name, buckets)
     return [tf.reshape(whole, cut.shape) for whole, cut in zip(gathered, cuts, strict=True)]
 
 
-def _in_buckets(collective, tensors, shapes, name, buckets):
+def _in_buckets(
+    collective: Callable,
+    tensors: Sequence[tf.Tensor],
+    shapes: Sequence[tf.TensorShape],
+    name: str,
+    buckets: BucketSizes,
+) -> list[tf.Tensor]:
     """Calls `collective(indices, name, dtype)` on buckets, grouped by `shapes`, alike on all ranks."""
     # A shape that is not static counts as 0 bytes: it joins a bucket and the native code measures it.
     sizes = [tf.TensorShape(shape).num_elements() or 0 for shape in shapes]

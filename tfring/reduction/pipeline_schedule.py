@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfring.errors import ConfigurationError
 
@@ -92,7 +92,7 @@ class Schedule:
             return [dict(_UNITS) for _ in self.tasks]
         return [{FORWARD: forward, BACKWARD: backward} for forward, backward in durations]
 
-    def _ready(self, begun, lasts, stage: int, task: Task) -> float | None:
+    def _ready(self, begun: Any, lasts: Any, stage: int, task: Task) -> float | None:
         """Returns the time at which a task's inputs are there; None while they are not."""
         waits_for = stage - 1 if task.kind == FORWARD else stage + 1
         if task.kind == BACKWARD and Task(FORWARD, task.microbatch) not in begun[stage]:

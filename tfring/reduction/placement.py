@@ -80,7 +80,7 @@ class Placement:
     kind: str = "interleaved"
     tables: tuple[tuple[int, int | None], ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert self.kind in BY_ROWS and (self.kind == "interleaved" or not self.tables)
         assert not self.tables or sum(rows for rows, _ in self.tables) == self.shape[0]
 

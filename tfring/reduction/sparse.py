@@ -23,10 +23,11 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from tfring.ring.collectives import sum_duplicates
+from tfring.ring.collectives import Collectives, sum_duplicates
 from tfring.ring.library import row_sums_number
 
 PADDING_INDEX = -1
@@ -66,7 +67,7 @@ class SparseOptions:
     dense: str = "auto"
     reduction: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, size in (("batch_size", self.batch_size), ("ids_per_example", self.ids_per_example)):
             is_open = name == "batch_size" and size is None
             if not is_open and not (isinstance(size, numbers.Integral) and size >= 1):
@@ -154,7 +155,7 @@ def goes_dense(gradient: tf.IndexedSlices, options: SparseOptions, world_size: i
 
 
 def reduce_sparse(
-    collectives,
+    collectives: Collectives,
     gradients: Sequence[tf.IndexedSlices],
     variable_names: Sequence[str],
     options: SparseOptions,
@@ -189,7 +190,15 @@ def reduce_sparse(
     ]
 
 
-def _reduce_rows(collectives, gradients, variable_names, options, *, name, active):
+def _reduce_rows(
+    collectives: Collectives,
+    gradients: Sequence[tf.IndexedSlices],
+    variable_names: Sequence[str],
+    options: SparseOptions,
+    *,
+    name: str,
+    active: tf.Tensor | None,
+) -> list[tf.IndexedSlices]:
     reduced, num_rows = collectives.sum_rows(
         [gradient.values for gradient in gradients],
         [gradient.indices for gradient in gradients],
@@ -207,7 +216,15 @@ def _reduce_rows(collectives, gradients, variable_names, options, *, name, activ
     return reduced
 
 
-def _reduce_padded(collectives, gradients, variable_names, options, *, name, active):
+def _reduce_padded(
+    collectives: Collectives,
+    gradients: Sequence[tf.IndexedSlices],
+    variable_names: Sequence[str],
+    options: SparseOptions,
+    *,
+    name: str,
+    active: tf.Tensor | None,
+) -> list[tf.IndexedSlices]:
     rows = [sum_duplicates(gradient.values, gradient.indices, active) for gradient in gradients]
     num_rows = [tf.size(ids, out_type=tf.int64) for _, ids in rows]
     tables = [_table_size(gradient)[0] for gradient in gradients]
@@ -238,7 +255,9 @@ def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
     return (shape[0] if shape.rank else None), row_bytes
 
 
-def _agreed_capacities(collectives, capacities, num_rows, name):
+def _agreed_capacities(
+    collectives: Collectives, capacities: Sequence[int | None], num_rows: Sequence[tf.Tensor], name: str
+) -> Sequence[Any]:
     """Fills in what no option says."""
     if None not in capacities:
         return capacities
@@ -252,7 +271,7 @@ def _agreed_capacities(collectives, capacities, num_rows, name):
     return chosen
 
 
-def _check_capacity(num_rows, capacity, variable_name, options):
+def _check_capacity(num_rows: tf.Tensor, capacity: int, variable_name: str, options: SparseOptions) -> Any:
     tf.debugging.assert_less_equal(
         num_rows,
         tf.constant(capacity, tf.int64),

@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tfring.errors import ConfigurationError
 from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
@@ -180,19 +181,19 @@ def plan_stages(
         )
     places = [0, *cuts, len(layers)]
 
-    def seconds_of(stage, begin, end) -> float:
+    def seconds_of(stage: int, begin: int, end: int) -> float:
         fits = memory_bytes is None or costs.bytes(stage, begin, end) <= memory_bytes
         return costs.seconds(stage, begin, end) if fits else math.inf
 
-    def slowest(before, stage, begin, end):
+    def slowest(before: Sequence[float], stage: int, begin: int, end: int) -> tuple[float, ...]:
         return (max(before[0], seconds_of(stage, begin, end)),)
 
-    def fewest_bytes(before, stage, begin, end):
+    def fewest_bytes(before: Sequence[float], stage: int, begin: int, end: int) -> tuple[float, ...]:
         into = costs.layers[begin].crossing_bytes if stage else 0
         seconds = max(before[1], seconds_of(stage, begin, end))
         return before[0] + into if seconds <= limit else math.inf, seconds
 
-    def largest(before, stage, begin, end):
+    def largest(before: Sequence[float], stage: int, begin: int, end: int) -> tuple[float, ...]:
         return (max(before[0], costs.bytes(stage, begin, end)),)
 
     (seconds,), _ = _least(slowest, (0.0,), num_stages, places)
@@ -212,8 +213,8 @@ def plan_stages(
 class _Costs:
     """The costs of stages, each of `layers[begin:end]`."""
 
-    def __init__(self, layers: tuple[LayerCost, ...], schedule: Schedule, recompute: bool):
-        def summed(values) -> list:
+    def __init__(self, layers: tuple[LayerCost, ...], schedule: Schedule, recompute: bool) -> None:
+        def summed(values: Iterable[Any]) -> list[Any]:
             return list(itertools.accumulate(values, initial=0))
 
         self.layers = layers

@@ -67,7 +67,7 @@ class TablePlan:
     world_size: int
     tables: tuple[PlannedTable, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for table in self.tables:
             if table.owner not in (range(self.world_size) if table.kind == "whole" else (None,)):
                 raise ConfigurationError(

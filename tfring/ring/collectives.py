@@ -112,7 +112,7 @@ class Collectives(abc.ABC):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def reduce_scatter(self, tensor: tf.Tensor | Sequence[tf.Tensor], op: str = "sum", *, name: str) -> Any:
+    def reduce_scatter(self, tensor: tf.Tensor | Sequence[tf.Tensor], op: str = "sum", *, name: str) -> tf.Tensor:
         """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`).
 
         A list of one dtype gives a list.
@@ -130,7 +130,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(
-        self, tensor: tf.Tensor | Sequence[tf.Tensor], counts: Any = None, *, name: str
+        self, tensor: tf.Tensor | Sequence[tf.Tensor], counts: tf.Tensor | None = None, *, name: str
     ) -> tuple[Any, Any]:
         """Sends some rows of every rank to every rank.
 
@@ -173,7 +173,7 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def receive(
-        self, source: int, dtype: tf.DType, shape: Sequence[int | None] | None = None, *, anchor=0.0, name: str
+        self, source: int, dtype: tf.DType, shape: Sequence[int | None] | None = None, *, anchor: Any = 0.0, name: str
     ) -> tf.Tensor:
         """Receives the tensor that rank `source` sends; see `tfring.ring.ops.receive`.
 
@@ -224,16 +224,32 @@ class LocalCollectives(Collectives):
     rank = 0
     world_size = 1
 
-    def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
+    def all_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        op: str = "sum",
+        *,
+        name: str,
+        active: tf.Tensor | None = None,
+        compression: str | None = None,
+    ) -> list[tf.Tensor]:
         return zeros_unless(active, tensors)
 
-    def largest(self, numbers, *, name):
+    def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
         return list(numbers)
 
-    def all_gather(self, tensor, *, name):
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return tf.nest.map_structure(tf.identity, tensor)
 
-    def sum_rows(self, values, indices, *, name, active=None, reduction="auto"):
+    def sum_rows(
+        self,
+        values: Sequence[tf.Tensor],
+        indices: Sequence[tf.Tensor],
+        *,
+        name: str,
+        active: tf.Tensor | None = None,
+        reduction: str = "auto",
+    ) -> Any:
         # What is on a GPU stays there, and training alone does not need the compiled ring.
         if library.OPS.exists() and not tf.config.list_logical_devices("GPU"):
             from tfring.ring import ops
@@ -242,57 +258,59 @@ class LocalCollectives(Collectives):
         pairs = [sum_duplicates(v, i, active) for v, i in zip(values, indices, strict=True)]
         return pairs, tf.stack([tf.size(ids, tf.int64) for _, ids in pairs])
 
-    def reduce_scatter(self, tensor, op="sum", *, name):
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
         return tf.nest.map_structure(tf.identity, tensor)
 
-    def broadcast(self, tensors, root=0, *, name):
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
         return [tf.identity(t) for t in tensors]
 
-    def reduce(self, tensors, root=0, op="sum", *, name):
+    def reduce(self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str) -> list[tf.Tensor]:
         return [tf.identity(t) for t in tensors]
 
-    def all_to_all(self, tensor, counts=None, *, name):
+    def all_to_all(
+        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         if isinstance(tensor, Sequence):
             return [tf.identity(each) for each in tensor], [tf.shape(each, tf.int64)[:1] for each in tensor]
         return tf.identity(tensor), tf.shape(tensor, tf.int64)[:1]
 
-    def gather(self, tensor, root=0, *, name):
+    def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
         return tf.identity(tensor)
 
-    def scatter(self, tensor, counts=None, root=0, *, name):
+    def scatter(self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str) -> tf.Tensor:
         return tf.identity(tensor)
 
-    def group(self, ranks, name):
+    def group(self, ranks: Sequence[int], name: str) -> Collectives:
         if list(ranks) != [0]:
             raise ValueError(f"a group has one or more different ranks from 0 to 0. Received: {list(ranks)}")
         return self
 
-    def send(self, tensor, to, *, name):
+    def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
         raise ValueError(f'send "{name}": the peer is another rank, and there is none. Received: to={to}')
 
-    def receive(self, source, dtype, shape=None, *, anchor=0.0, name):
+    def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
         raise ValueError(f'receive "{name}": the peer is another rank, and there is none. Received: source={source}')
 
-    def barrier(self, *, name):
+    def barrier(self, *, name: str) -> None:
         pass
 
-    def call_in_order(self, function, *args):
+    def call_in_order(self, function: Callable, *args: Any) -> Any:
         return function(*args)
 
-    def bytes_sent(self):
+    def bytes_sent(self) -> int:
         return 0
 
-    def seconds_waited(self):
+    def seconds_waited(self) -> float:
         return 0.0
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
 class RingCollectives(Collectives):
     """The compiled ring (`tfring/ring/native`)."""
 
-    def __init__(self, communicator):
+    def __init__(self, communicator: Any) -> None:
         from tfring.ring import ops
 
         self._ops = ops
@@ -300,73 +318,91 @@ class RingCollectives(Collectives):
         self.rank = communicator.rank
         self.world_size = communicator.world_size
 
-    def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
+    def all_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        op: str = "sum",
+        *,
+        name: str,
+        active: tf.Tensor | None = None,
+        compression: str | None = None,
+    ) -> list[tf.Tensor]:
         if self.marks_ready:
             self._ops.mark(f"{READY} {name}", after=tensors)
         return self._ops.all_reduce(
             self.communicator, list(tensors), op, name=name, active=active, compression=compression
         )
 
-    def largest(self, numbers, *, name):
+    def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
         # From NumPy: a tenth of what an operation of TensorFlow's takes.
         return self.communicator.all_reduce(np.array(numbers, np.int64), "max", name=name).tolist()
 
-    def all_gather(self, tensor, *, name):
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         return self._ops.all_gather(self.communicator, tensor, name=name)
 
-    def sum_rows(self, values, indices, *, name, active=None, reduction="auto"):
+    def sum_rows(
+        self,
+        values: Sequence[tf.Tensor],
+        indices: Sequence[tf.Tensor],
+        *,
+        name: str,
+        active: tf.Tensor | None = None,
+        reduction: str = "auto",
+    ) -> Any:
         if self.marks_ready:
             self._ops.mark(f"{READY} {name}", after=[*values, *indices])
         return self._ops.sum_rows(
             self.communicator, values, indices, name=name, active=active, reduction=reduction
         )
 
-    def reduce_scatter(self, tensor, op="sum", *, name):
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
         if self.marks_ready:
             self._ops.mark(f"{READY} {name}", after=tf.nest.flatten(tensor))
         return self._ops.reduce_scatter(self.communicator, tensor, op, name=name)
 
-    def broadcast(self, tensors, root=0, *, name):
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
         return self._ops.broadcast(self.communicator, list(tensors), root, name=name)
 
-    def reduce(self, tensors, root=0, op="sum", *, name):
+    def reduce(self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str) -> list[tf.Tensor]:
         return self._ops.reduce(self.communicator, list(tensors), root, op, name=name)
 
-    def all_to_all(self, tensor, counts=None, *, name):
+    def all_to_all(
+        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         return self._ops.all_to_all(self.communicator, tensor, counts, name=name)
 
-    def gather(self, tensor, root=0, *, name):
+    def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
         return self._ops.gather(self.communicator, tensor, root, name=name)
 
-    def scatter(self, tensor, counts=None, root=0, *, name):
+    def scatter(self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str) -> tf.Tensor:
         return self._ops.scatter(self.communicator, tensor, counts, root, name=name)
 
-    def group(self, ranks, name):
+    def group(self, ranks: Sequence[int], name: str) -> Collectives:
         return RingCollectives(self.communicator.group(ranks, name))
 
-    def call_in_order(self, function, *args):
+    def call_in_order(self, function: Callable, *args: Any) -> Any:
         return self._ops.call_in_order(self.communicator, function, *args)
 
-    def send(self, tensor, to, *, name):
+    def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
         return self._ops.send(self.communicator, tensor, to, name=name)
 
-    def receive(self, source, dtype, shape=None, *, anchor=0.0, name):
+    def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
         return self._ops.receive(self.communicator, source, dtype, shape, anchor=anchor, name=name)
 
-    def barrier(self, *, name):
+    def barrier(self, *, name: str) -> None:
         self._ops.barrier(self.communicator, name=name)
 
-    def bytes_sent(self):
+    def bytes_sent(self) -> int:
         return self.communicator.statistics()["bytes_sent"]
 
-    def seconds_waited(self):
+    def seconds_waited(self) -> float:
         return self.communicator.statistics()["seconds_waited"]
 
-    def failure(self):
+    def failure(self) -> BaseException | None:
         return self.communicator.failure()
 
-    def abort(self, failure):
+    def abort(self, failure: BaseException) -> None:
         self.communicator.abort(failure)
 
-    def close(self):
+    def close(self) -> None:
         self.communicator.close()

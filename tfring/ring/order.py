@@ -55,7 +55,7 @@ class Place:
         before: float32 scalar to take as an input.
     """
 
-    def __init__(self, line: Line, inputs: Sequence[Any]):
+    def __init__(self, line: Line, inputs: Sequence[Any]) -> None:
         self._records = True
         if tf.executing_eagerly():
             self._chain = _eager if _tf.is_watched(inputs) else _Chain()

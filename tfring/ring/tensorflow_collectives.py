@@ -7,6 +7,7 @@ NCCL and for machines where the ring could not be compiled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,7 +29,7 @@ class TensorFlowCollectives(Collectives):
 
     needs_fixed_shapes = True
 
-    def __init__(self, rank: int, world_size: int, device: str, options, keys):
+    def __init__(self, rank: int, world_size: int, device: str, options: Any, keys: Any) -> None:
         self.rank = rank
         self.world_size = world_size
         self._device = device
@@ -40,7 +41,7 @@ class TensorFlowCollectives(Collectives):
         with tf.init_scope(), tf.device("CPU:0"):
             self._count = _tf.ResourceVariable(0, dtype=tf.int32, trainable=False)
 
-    def _arguments(self):
+    def _arguments(self) -> dict:
         # The key counts collectives as they run. TensorFlow's own counts them as functions are traced or called
         # (`capture_call_time_value`), which fails for a tf.function called inside a loop, and ranks whose shares
         # differ in size may trace another number of times.
@@ -57,17 +58,25 @@ class TensorFlowCollectives(Collectives):
             "ordering_token": self._token.handle,
         }
 
-    def _all_reduce(self, tensor, op):
+    def _all_reduce(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
         with tf.device(self._device):
             return _tf.collective_ops.all_reduce_v2(
                 tensor, merge_op=_MERGE_OPS[op], final_op="Id", **self._arguments()
             )
 
-    def _all_gather(self, tensor):
+    def _all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         with tf.device(self._device):
             return _tf.collective_ops.all_gather_v2(tensor, **self._arguments())
 
-    def all_reduce(self, tensors, op="sum", *, name, active=None, compression=None):
+    def all_reduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        op: str = "sum",
+        *,
+        name: str,
+        active: tf.Tensor | None = None,
+        compression: str | None = None,
+    ) -> list[tf.Tensor]:
         assert compression is None  # RingStrategy refuses it
         dtype = tensors[0].dtype
         if op != "sum" and (dtype == tf.uint64 or dtype.is_complex):
@@ -83,7 +92,7 @@ class TensorFlowCollectives(Collectives):
             result.set_shape(t.shape)
         return [_from_wire(r, dtype) for r in results]
 
-    def all_gather(self, tensor, *, name):
+    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         if isinstance(tensor, Sequence):
             return [self.all_gather(each, name=name) for each in tensor]
         # Another first dimension on each rank: gather the lengths, pad to the longest, cut the padding.
@@ -98,34 +107,38 @@ class TensorFlowCollectives(Collectives):
         result.set_shape([None, *tensor.shape[1:]])
         return _from_wire(result, dtype)
 
-    def gather_equal(self, tensor, *, name):
+    def gather_equal(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         gathered = self._all_gather(tensor)
         gathered.set_shape([self.world_size * tensor.shape[0], *tensor.shape[1:]])
         return gathered
 
-    def gather_rows(self, values, indices, *, name):
+    def gather_rows(
+        self, values: Sequence[tf.Tensor], indices: Sequence[tf.Tensor], *, name: str
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         return [(self._all_gather(v), self._all_gather(i)) for v, i in zip(values, indices, strict=True)]
 
-    def reduce_scatter(self, tensor, op="sum", *, name):
+    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
         tensors = tensor if isinstance(tensor, Sequence) else [tensor]
         bounds = [chunk_bounds(each.shape[0], self.world_size)[self.rank] for each in tensors]
         reduced = self.all_reduce(tensors, op, name=name)
         chunks = [each[begin:end] for each, (begin, end) in zip(reduced, bounds, strict=True)]
         return chunks if tensors is tensor else chunks[0]
 
-    def broadcast(self, tensors, root=0, *, name):
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
         mine = tf.constant(self.rank == root)
         results = []
         for t in tensors:  # zeros from everyone else: x + 0 is x, bit for bit but for the sign of zero
             results += self.all_reduce([t], name=name, active=mine)
         return results
 
-    def reduce(self, tensors, root=0, op="sum", *, name):
+    def reduce(self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str) -> list[tf.Tensor]:
         self._check_rank("root", root)
         reduced = self.all_reduce(tensors, op, name=name)
         return reduced if self.rank == root else [tf.zeros_like(each) for each in reduced]
 
-    def all_to_all(self, tensor, counts=None, *, name):
+    def all_to_all(
+        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         if isinstance(tensor, Sequence):
             everyones = [None] * len(tensor) if counts is None else counts
             pairs = [self.all_to_all(each, n, name=name) for each, n in zip(tensor, everyones, strict=True)]
@@ -141,13 +154,13 @@ class TensorFlowCollectives(Collectives):
             counts = tf.identity(counts)
 
         @tf.custom_gradient
-        def exchange(tensor):
+        def exchange(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             rows, received = self._exchange(tensor, counts)
             return (rows, received), lambda gradient, _: self._exchange(gradient, received)[0]
 
         return exchange(tensor)
 
-    def _exchange(self, tensor, counts):
+    def _exchange(self, tensor: tf.Tensor, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # The runtime exchanges blocks of one size: pad to the largest of any rank, cut the padding.
         everyones = tf.reshape(self._all_gather(counts), [self.world_size, self.world_size])
         received = everyones[:, self.rank]
@@ -162,38 +175,38 @@ class TensorFlowCollectives(Collectives):
         blocks = tf.cast(tf.ensure_shape(blocks, [self.world_size, None, *tensor.shape[1:]]), tensor.dtype)
         return _from_wire(tf.boolean_mask(blocks, place < received[:, None]), dtype), received
 
-    def gather(self, tensor, root=0, *, name):
+    def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
         self._check_rank("root", root)
         rows = tf.shape(tensor, tf.int64)[0]
         return self.all_to_all(tensor, rows * tf.one_hot(root, self.world_size, dtype=tf.int64), name=name)[0]
 
-    def scatter(self, tensor, counts=None, root=0, *, name):
+    def scatter(self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str) -> tf.Tensor:
         self._check_rank("root", root)
         if self.rank != root:
             tensor, counts = tensor[:0], None
         return self.all_to_all(tensor, counts, name=name)[0]
 
-    def group(self, ranks, name):
+    def group(self, ranks: Sequence[int], name: str) -> Collectives:
         raise _not_here(f'group "{name}"', "its collectives are of all workers")
 
-    def send(self, tensor, to, *, name):
+    def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
         raise _not_here(f'send "{name}"', "it passes nothing between two workers alone")
 
-    def receive(self, source, dtype, shape=None, *, anchor=0.0, name):
+    def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
         raise _not_here(f'receive "{name}"', "it passes nothing between two workers alone")
 
-    def _check_rank(self, what, rank):
+    def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{what} runs from 0 to {self.world_size - 1}. Received: {what}={rank}")
 
-    def barrier(self, *, name):
+    def barrier(self, *, name: str) -> None:
         self._all_reduce(tf.zeros([1], tf.int32), "sum")
 
-    def close(self):
+    def close(self) -> None:
         pass  # TensorFlow's runtime cannot be left
 
 
-def _not_here(what, why):
+def _not_here(what: str, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"{what} is not supported by TensorFlow's collective runtime: {why}. Use the compiled ring, "
         'RingStrategy(communication="ring").'
@@ -210,7 +223,7 @@ _CARRIED_AS = {
 }
 
 
-def _to_wire(tensor):
+def _to_wire(tensor: tf.Tensor) -> tf.Tensor:
     wire = _CARRIED_AS.get(tensor.dtype)
     if wire is None:
         return tensor
@@ -218,14 +231,14 @@ def _to_wire(tensor):
     return tf.bitcast(tensor, wire) if same_bits else tf.cast(tensor, wire)
 
 
-def _from_wire(tensor, dtype):
+def _from_wire(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if tensor.dtype == dtype:
         return tensor
     same_bits = dtype.is_complex or dtype == tf.uint64
     return tf.bitcast(tensor, dtype) if same_bits else tf.cast(tensor, dtype)
 
 
-def _pad(tensor, num_rows):
+def _pad(tensor: tf.Tensor, num_rows: Any) -> tf.Tensor:
     missing = num_rows - tf.shape(tensor)[0]
     paddings = tf.concat([[[0, missing]], tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)], 0)
     padded = tf.pad(tensor, paddings)

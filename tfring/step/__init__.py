@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -44,7 +45,7 @@ class Step:
         microbatches: int = 1,
         part: tf.Tensor | None = None,
         is_static: bool = False,
-    ):
+    ) -> None:
         self.share = share
         self.active = active
         self.num_rows: Any = None  # of the replica's element, where it was counted
@@ -57,22 +58,22 @@ class Step:
         self.reads: Any = None
         self.applying: Any = None
 
-    def weigh(self, value):
+    def weigh(self, value: Any) -> Any:
         """Returns `value` times the share, where it is known; zero from a replica without rows, whatever it holds."""
         return self._by_share(tf.math.multiply_no_nan, value)
 
-    def unweigh(self, value):
+    def unweigh(self, value: Any) -> Any:
         """Returns `value` divided by the share, where it is known; zero in a replica without rows."""
         return self._by_share(tf.math.divide_no_nan, value)
 
-    def zero_if_empty(self, value):
+    def zero_if_empty(self, value: Any) -> Any:
         """Returns `value`, or zeros in a replica without rows, which computes on a padding row."""
         if self.active is None:
             return value
         value = tf.convert_to_tensor(value)
         return tf.where(self.active, value, tf.zeros_like(value))
 
-    def drop_if_empty(self, value, axis: int = 0):
+    def drop_if_empty(self, value: Any, axis: int = 0) -> Any:
         """Returns `value`, or none of its entries along `axis` in a replica without rows."""
         if self.active is None:
             return value
@@ -88,7 +89,7 @@ class Step:
                 f"num_microbatches={self.microbatches}. Make the Pipeline with num_microbatches=1, or use another loss."
             )
 
-    def _by_share(self, operation, value):
+    def _by_share(self, operation: Callable, value: Any) -> Any:
         if value is None or self.share is None:
             return value
         if isinstance(value, tf.IndexedSlices):
@@ -109,7 +110,7 @@ def weighing() -> Step | None:
 
 
 @contextlib.contextmanager
-def running(step: Step):
+def running(step: Step) -> Iterator[Step]:
     """Makes `step` the current one of this thread."""
     before = current()
     _local.step = step
@@ -119,21 +120,21 @@ def running(step: Step):
         _local.step = before
 
 
-def written_alike(variable) -> None:
+def written_alike(variable: Any) -> None:
     """Marks a Keras variable that every replica writes with the same value: it needs no reduction."""
     variable._tfring_written_alike = True
 
 
-def is_written_alike(variable) -> bool:
+def is_written_alike(variable: Any) -> bool:
     """Returns True if `written_alike` marked this variable."""
     return getattr(variable, "_tfring_written_alike", False)
 
 
-def keep_by_replica(variable) -> None:
+def keep_by_replica(variable: Any) -> None:
     """Marks a variable whose value on each replica belongs to that replica's rows: it is not averaged."""
     variable._tfring_kept_by_replica = True
 
 
-def is_kept_by_replica(variable) -> bool:
+def is_kept_by_replica(variable: Any) -> bool:
     """Returns True if `keep_by_replica` marked this variable."""
     return getattr(variable, "_tfring_kept_by_replica", False)

@@ -25,7 +25,7 @@ class Watch:
         whose gradient was not finite first; -1 where all were.
     """
 
-    def __init__(self, strategy: Any):
+    def __init__(self, strategy: Any) -> None:
         self.names: list[str] = []
         self.notes = []
         for device in strategy.extended.worker_devices:

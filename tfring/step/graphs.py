@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
@@ -10,12 +12,12 @@ _PASSES = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeez
 _LARGER, _SMALLER = ("Greater", "GreaterEqual"), ("Less", "LessEqual")
 
 
-def is_symbolic(value) -> bool:
+def is_symbolic(value: Any) -> bool:
     """Returns True if `value` is a tensor of a graph."""
     return tf.is_tensor(value) and hasattr(value, "graph") and hasattr(value, "op")
 
 
-def outermost(tensor):
+def outermost(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor that functions around this one captured: of `tf.cond`, `tf.while_loop`."""
     while is_symbolic(tensor) and tensor.op.type == "Placeholder":
         captures = getattr(tensor.graph, "captures", ())
@@ -26,7 +28,7 @@ def outermost(tensor):
     return tensor
 
 
-def _passed_on(tensor, kinds=_PASSES):
+def _passed_on(tensor: tf.Tensor, kinds: Any = _PASSES) -> Any:
     """The tensor that reaches this one through operations that leave its numbers as they are."""
     tensor = outermost(tensor)
     while is_symbolic(tensor) and tensor.op.type in kinds:
@@ -34,12 +36,12 @@ def _passed_on(tensor, kinds=_PASSES):
     return tensor
 
 
-def handles_of(variable) -> set:
+def handles_of(variable: Any) -> set:
     """The identities of the handles of a variable's copies."""
     return {id(copy.handle) for copy in values_of(variable)}
 
 
-def is_read(tensor, variable) -> bool:
+def is_read(tensor: tf.Tensor, variable: Any) -> bool:
     """Returns True if a tensor is the value of a variable, or was when it was read."""
     tensor = _passed_on(tensor)
     if not is_symbolic(tensor) or tensor.op.type != "ReadVariableOp":
@@ -47,12 +49,12 @@ def is_read(tensor, variable) -> bool:
     return id(outermost(tensor.op.inputs[0])) in handles_of(variable)
 
 
-def read_of(tensor):
+def read_of(tensor: tf.Tensor) -> tf.Operation:
     """The operation that read a variable, where `is_read`."""
     return _passed_on(tensor).op
 
 
-def is_same_everywhere(variable, value) -> bool:
+def is_same_everywhere(variable: Any, value: Any) -> bool:
     """Returns True if a value was computed from constants and the variable alone."""
     todo, seen = [value], set()
     while todo:
@@ -69,7 +71,7 @@ def is_same_everywhere(variable, value) -> bool:
     return True
 
 
-def last_step(variable, value) -> str:
+def last_step(variable: Any, value: Any) -> str:
     """The last operation on a variable and something else: "max", "min", "add", or "" for any other."""
     last = _passed_on(value)
     if not is_symbolic(last):
@@ -82,13 +84,13 @@ def last_step(variable, value) -> str:
     return {"Maximum": "max", "Minimum": "min", "AddV2": "add", "Add": "add", "Sub": "add"}.get(op.type, "")
 
 
-def _choice(variable, op) -> str:
+def _choice(variable: Any, op: tf.Operation) -> str:
     """Returns "max" or "min" for `where(x > variable, x, variable)` and its like, else ""."""
     condition, chosen, other = map(_passed_on, op.inputs)
     if not is_symbolic(condition) or condition.op.type not in (*_LARGER, *_SMALLER):
         return ""
 
-    def same(a, b):
+    def same(a: Any, b: Any) -> Any:
         return a is b or (is_read(a, variable) and is_read(b, variable))
 
     left, right = map(_passed_on, condition.op.inputs)
@@ -102,7 +104,7 @@ def _choice(variable, op) -> str:
     return ""
 
 
-def puts_rows_in(value) -> bool:
+def puts_rows_in(value: Any) -> bool:
     """Returns True if a value is a queue or a memory: its last operation appends rows to others or replaces them."""
     last = _passed_on(value, (*_PASSES, "StridedSlice", "Slice", "Transpose"))
     if not is_symbolic(last):
@@ -110,7 +112,7 @@ def puts_rows_in(value) -> bool:
     return last.op.type in ("ConcatV2", "TensorScatterUpdate") or last.op.type.startswith("ResourceScatter")
 
 
-def is_count(increment) -> bool:
+def is_count(increment: Any) -> bool:
     """Returns True if a float is made of integers, booleans or one-hot rows: a number of rows."""
     tensor = increment
     while is_symbolic(tensor) and tensor.op.type in (*_PASSES, "Sum"):
@@ -120,13 +122,13 @@ def is_count(increment) -> bool:
     return is_symbolic(tensor) and tensor.op.type == "OneHot"
 
 
-def increment_of(variable, value):
+def increment_of(variable: Any, value: Any) -> Any:
     """Returns what was added to a variable, where `last_step` is "add"."""
     op = _passed_on(value).op
     return next((t for t in op.inputs if not is_read(t, variable)), op.inputs[-1])
 
 
-def is_accumulated(variable, value) -> bool:
+def is_accumulated(variable: Any, value: Any) -> bool:
     """Returns True if a value is the variable and something added to it, in one or several steps."""
     todo = [value]
     while todo:
@@ -138,12 +140,12 @@ def is_accumulated(variable, value) -> bool:
     return False
 
 
-def is_difference(value) -> bool:
+def is_difference(value: Any) -> bool:
     """Returns True if the last operation, where `last_step` is "add", subtracts what `increment_of` returns."""
     return _passed_on(value).op.type == "Sub"
 
 
-def kind_of(value, share=None) -> str:
+def kind_of(value: Any, share: tf.Tensor | None = None) -> str:
     """Tells what a value that has no rows is of the rows of a batch.
 
     Args:
@@ -158,7 +160,7 @@ def kind_of(value, share=None) -> str:
     passes = (*_PASSES, "Neg", "BroadcastTo")
     share = _passed_on(share, passes)
 
-    def kind(tensor) -> str:
+    def kind(tensor: tf.Tensor) -> str:
         tensor = _passed_on(tensor, passes)
         if tensor is share:
             return "share"
@@ -197,7 +199,7 @@ def kind_of(value, share=None) -> str:
     return {"count": "sum", "share": "sum"}.get(found, found)
 
 
-def is_mean_of_rows(value, share=None) -> bool:
+def is_mean_of_rows(value: Any, share: tf.Tensor | None = None) -> bool:
     """Returns True if a number is linear in means over the rows of a batch, and in what depends on no row."""
     return kind_of(value, share) in ("mean", "constant")
 
@@ -227,7 +229,7 @@ def _kind_of_ratio(one: str, other: str) -> str:
     return "mean" if one in ("sum", "count") and other in ("count", "share") else "other"
 
 
-def _adds_rows(op) -> bool:
+def _adds_rows(op: tf.Operation) -> bool:
     """Returns True if an operation, whose result has no rows, adds up values of rows."""
     inputs = [t for t in op.inputs if t.shape.rank]
     match op.type:
@@ -240,16 +242,16 @@ def _adds_rows(op) -> bool:
     return False
 
 
-def _has_rows(tensor) -> bool:
+def _has_rows(tensor: tf.Tensor) -> bool:
     return bool(tensor.shape.rank) and tensor.shape[0] is None
 
 
-def _is_over_rows(op) -> bool:
+def _is_over_rows(op: tf.Operation) -> bool:
     axes = tf.get_static_value(op.inputs[1])
     return axes is not None and bool({0, -op.inputs[0].shape.rank} & set(axes.reshape(-1).tolist()))
 
 
-def _is_shape_of_rows(tensor) -> bool:
+def _is_shape_of_rows(tensor: tf.Tensor) -> bool:
     """Returns True if a number was computed from a shape that has rows."""
     todo = [tensor]
     while todo:
@@ -269,11 +271,11 @@ class StateReads:
       is_state: tells whether a handle is that of such a variable.
     """
 
-    def __init__(self, is_state):
+    def __init__(self, is_state: Any) -> None:
         self._is_state = is_state
         self._known: dict = {}  # by the identity of an operation, it and whether it depends on such state
 
-    def any_in(self, value) -> bool:
+    def any_in(self, value: Any) -> bool:
         """Returns True if a value was computed from such state."""
         todo = [outermost(value)]
         while todo:
@@ -289,12 +291,12 @@ class StateReads:
                 self._known[id(tensor.op)] = tensor.op, any(map(self._is_known, inputs))
         return self._is_known(outermost(value))
 
-    def _is_known(self, tensor) -> bool:
+    def _is_known(self, tensor: tf.Tensor) -> bool:
         if is_symbolic(tensor):
             return self._known[id(tensor.op)][1]
         return tensor.dtype == tf.resource and self._is_state(tensor)
 
-    def kind(self, variable, value) -> str:
+    def kind(self, variable: Any, value: Any) -> str:
         """Tells how a value depends on the variable it is written to.
 
         Returns:
@@ -326,7 +328,7 @@ class StateReads:
         return ""
 
 
-def _is_constant(tensor) -> bool:
+def _is_constant(tensor: tf.Tensor) -> bool:
     """Returns True if a value comes from constants and from variables that all replicas share."""
     todo, seen = [tensor], set()
     while todo:

@@ -8,7 +8,8 @@ or because the epoch has had its steps: it meets the others wherever they are (`
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -60,7 +61,7 @@ class Status(NamedTuple):
     rows: tf.Tensor
 
 
-def before_step(strategy, rows, has_batch, fingerprint=None) -> Status:
+def before_step(strategy: Any, rows: Any, has_batch: Any, fingerprint: Any = None) -> Status:
     """Tells the others what this rank has drawn: one collective.
 
     Args:
@@ -112,12 +113,12 @@ class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
 
     __module__, __qualname__ = "tfring.errors", "MismatchError"  # as a traceback shows it: what programs catch it by
 
-    def __init__(self, message):
+    def __init__(self, message: str) -> None:
         tf.errors.InvalidArgumentError.__init__(self, None, None, message)
 
 
 @contextlib.contextmanager
-def named():
+def named() -> Iterator[None]:
     """Raises what a check in a step has found as its one sentence.
 
     Raises:
@@ -136,7 +137,7 @@ def named():
     raise DifferentDataError(sentence)
 
 
-def behind_loop(strategy, stop: bool) -> tuple[bool, bool]:
+def behind_loop(strategy: Any, stop: bool) -> tuple[bool, bool]:
     """Tells the others that this rank has left Keras' loop over batches: one eager collective.
 
     Args:
@@ -156,7 +157,7 @@ def behind_loop(strategy, stop: bool) -> tuple[bool, bool]:
     return bool(flags[_STOPS]), bool(flags[_BEGINS])
 
 
-def compare_passes(strategy, num_batches: int, fingerprint: int) -> None:
+def compare_passes(strategy: Any, num_batches: int, fingerprint: int) -> None:
     """Compares whole passes over data, of ranks that did not tell each other of each batch: one eager collective.
 
     Args:
@@ -175,7 +176,7 @@ def compare_passes(strategy, num_batches: int, fingerprint: int) -> None:
         raise DifferentDataError(_OTHER_BATCHES)
 
 
-def _told(strategy, prints, has_batch, rows):
+def _told(strategy: Any, prints: Any, has_batch: Any, rows: Any) -> Any:
     """Returns the largest of each number over all ranks, of which this one begins a step."""
     before = strategy.extended.control.rank * rows.shape[0]
     after = strategy.num_replicas_in_sync - before - rows.shape[0]

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import tensorflow as tf
 
 from tfring.ring import trace
 
 
-def _recorder(strategy):
+def _recorder(strategy: Any) -> Any:
     return getattr(strategy, "trace", None)
 
 
-def _control(strategy):
+def _control(strategy: Any) -> Any:
     return getattr(strategy.extended.world, "communicator", None)  # none where there is one worker
 
 
-def begin_loop(strategy):
+def begin_loop(strategy: Any) -> None:
     """Tells a trace that a pass over batches begins."""
     recorder = _recorder(strategy)
     if recorder is not None:
         recorder.new_loop()
 
 
-def entry(strategy):
+def entry(strategy: Any) -> Any:
     """Around `fit`, `evaluate` or `predict`."""
     recorder = _recorder(strategy)
     return contextlib.nullcontext() if recorder is None else recorder.entry(_control(strategy))
 
 
-def step(strategy, kind):
+def step(strategy: Any, kind: str) -> Any:
     """Around a call of a step function; `kind` is "train", "test" or "predict"."""
     recorder = _recorder(strategy)
     return contextlib.nullcontext() if recorder is None else recorder.step(kind)
 
 
-def next_batch(strategy, draw):
+def next_batch(strategy: Any, draw: Any) -> Any:
     """`draw()`, which makes the ops that wait for the next batch, between two marks."""
     recorder = _recorder(strategy)
     if recorder is None:
