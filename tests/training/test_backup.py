@@ -220,7 +220,7 @@ def test_two_replicas_a_worker(tmp_path):
     assert_same_end(whole, resumed, names)
 
 
-@pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(("then", "now"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_on_another_number_of_workers(tmp_path, then, now):
     names = ["no randomness", "accumulation without randomness"]
     whole = workers(now).run(train, names, str(tmp_path), "whole")[0]

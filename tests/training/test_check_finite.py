@@ -56,7 +56,7 @@ def programs():
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("logical_cpus", [1, 2])
+@pytest.mark.parametrize("logical_cpus", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_first_variable_and_replica_are_named(logical_cpus):
     results = workers(2, logical_cpus=logical_cpus).run(programs)
     assert results[0] == results[1]

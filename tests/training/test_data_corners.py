@@ -150,10 +150,9 @@ def train(names):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_as_one_process(n):
-    names = [
-        "anchors", "anchors, drop_remainder", "anchors, an input", "lookup", "to_number, mapped",
-        "generator of None", "bfloat16",
-    ]
+    names = ["anchors", "lookup", "generator of None"]  # cut unevenly among three
+    if n == 2:
+        names += ["anchors, drop_remainder", "anchors, an input", "to_number, mapped", "bfloat16"]
     assert_equal(workers(n).run(train, names, timeout=400))
 
 
@@ -351,7 +350,7 @@ def one_after_another(names):
 @pytest.mark.parametrize("n", [2, 3])
 def test_shuffled_datasets_go_on_as_in_one_process(n):
     names = itertools.product(("rows", "batches", "mapped", "unknown length"), (False, True))
-    some = [("rows", False), ("mapped", False), ("unknown length", True)]
+    some = [("rows", False), ("unknown length", True)]
     assert_equal(workers(n).run(one_after_another, list(names) if n == 2 else some, timeout=400))
 
 
@@ -422,7 +421,7 @@ def random_maps():
     return results, messages
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_random_maps_before_anything_train_each_row_once(n):
     results = workers(n).run(random_maps)
     for name in results[0][0]:

@@ -178,7 +178,10 @@ def train_cases(cases):
     return [train(names, delay) for delay, names in cases]
 
 
-@pytest.mark.parametrize(("n", "cases"), [(2, [({"every": 3, "outer": NESTEROV}, ["adam"])]), (3, CASES)])
+THREE = [({"every": 3, "outer": NESTEROV}, ["adam"]), ({"every": 2, "local_momentum": "average"}, ["momentum"])]
+
+
+@pytest.mark.parametrize(("n", "cases"), [(2, CASES), (3, THREE)])
 def test_windows_equal_a_simulation(n, cases):
     everyone = workers(n).run(train_cases, cases, timeout=400)
     [simulated] = workers(1).run(simulate, n, cases, timeout=400)

@@ -265,7 +265,7 @@ def test_one_rank_stops_all_where_one_process_stops():
 
 def test_some_and_all_ranks_stop():
     check_courses(workers(3).run(courses, FEW, [0, 2], timeout=300))
-    check_courses(workers(3).run(courses, FEW, [0, 1, 2], timeout=300))
+    check_courses(workers(3).run(courses, FEW[:2], [0, 1, 2], timeout=300))
 
 
 @pytest.mark.long
