@@ -1,0 +1,49 @@
+"""Retrieval, ranking and a search of hyperparameters, by packages of the Keras family; two workers as one process."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import harness
+import pytest
+from harness import workers
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+import movielens_data
+from supervised_contrastive import digits
+
+
+def retrieved():
+    import retrieval
+
+    return retrieval.train(harness.strategy(), movielens_data.load(max_ratings=40_000), 3)
+
+
+def test_retrieval():
+    pytest.importorskip("keras_rs")
+    movielens_data.fetch()
+    [alone] = workers(1).run(retrieved)
+    for figures in workers(2).run(retrieved):
+        assert figures["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert figures["rmse"] == pytest.approx(alone["rmse"], rel=1e-3)
+        assert figures["recall"] == pytest.approx(alone["recall"], abs=5e-3)
+    assert alone["loss"][-1] < alone["loss"][0] and alone["rmse"] < 1.1
+    assert alone["recall"] > 0.1  # movies at random: 0.03
+
+
+def searched(folder):
+    import tuner
+
+    return tuner.search(harness.strategy(), digits(), folder, trials=3, epochs=2)
+
+
+def test_tuner(tmp_path):
+    pytest.importorskip("keras_tuner")
+    [(alone, weights)] = workers(1).run(searched, str(tmp_path / "alone"))
+    for trials, others in workers(2).run(searched, str(tmp_path / "two")):
+        for (values, score), (expected, score_alone) in zip(trials, alone, strict=True):
+            assert values == pytest.approx(expected) and score == pytest.approx(score_alone, abs=0.01)
+        for weight, expected in zip(others, weights, strict=True):
+            assert weight == pytest.approx(expected, abs=1e-3)
+    assert len(alone) == 3 and max(score for _, score in alone) > 0.8
