@@ -206,6 +206,17 @@ def test_a_server_that_is_not_started_again_ends_the_job(launch, tmp_path):
     assert "server 0 failed first: killed by SIGKILL" in done.stderr, done.stderr
 
 
+def test_a_server_whose_program_has_other_settings(launch):
+    program = """
+import os, tfring
+tfring.ParameterServerStrategy(update="async" if "TFRING_SERVER" in os.environ else "sync")
+"""
+    done = launch(2, 1, {}, program=program)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "All processes of a job make their strategy with the same settings. Received: " in done.stderr, done.stderr
+    assert "'update': 'sync'" in done.stderr and "'update': 'async'" in done.stderr, done.stderr
+
+
 TWO_HOSTS = "localhost:2,127.0.0.1:1"  # an agent each, as over ssh
 
 
