@@ -1,4 +1,4 @@
-"""`tfring.notebook.run` on two processes: results, output, failures, what goes along, and the cells of the example."""
+"""`tfring.notebook.run` on two processes: results, output, failures, what goes along; the example, in a kernel too."""
 
 from __future__ import annotations
 
@@ -82,7 +82,11 @@ def test_an_interrupt_ends_the_workers(tmp_path):
     text += "    os.rename(f'pid-{tfring.rank()}.tmp', f'pid-{tfring.rank()}')\n    time.sleep(600)\n\nrun(work)"
     (tmp_path / "program.py").write_text(text)
     program = subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     from test_launch import assert_gone, pids
@@ -139,3 +143,18 @@ def test_the_example(tmp_path):
     done = execute(tmp_path, "\n\n".join(cells))
     assert "Epoch 3/3" in done.stdout and "loss" in done.stdout and (tmp_path / "notebook_model.keras").exists()
     assert "tfring: 2 workers on 1 host" in done.stdout  # the workers' standard error is shown, too
+
+
+def test_the_example_in_a_kernel(tmp_path):
+    """Executes the cells in a Jupyter kernel; what the workers print is the output of the cell that runs them."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    _, _, two, alone = [
+        "".join(output.get("text", "") for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+    assert "tfring: 2 workers on 1 host" in two and "Epoch 3/3" in two and "2 workers" not in alone
+    assert "accuracy 0." in alone and (tmp_path / "notebook_model.keras").exists()
