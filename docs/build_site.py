@@ -86,6 +86,7 @@ API = {
     "Strategy and cluster": (
         "RingStrategy",
         "Delayed",
+        "OneStepLate",
         "ParameterServerStrategy",
         "SparseOptions",
         "Mesh",

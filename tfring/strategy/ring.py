@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfring import _keras, equality
 from tfring import config as settings
+from tfring._keras.optimizers.late_gradients import LateGradients
 from tfring._keras.optimizers.local_steps import LocalSteps
 from tfring._keras.sharding import axis_of, gradient_is_complete
 from tfring.cluster import Cluster, Mesh, detect, detection
@@ -23,6 +24,7 @@ from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
 from tfring.strategy.delayed import Delayed
 from tfring.strategy.extended import RingExtended
+from tfring.strategy.late import OneStepLate
 from tfring.strategy.lines import RunLines
 
 _COMMUNICATIONS = ("ring", "tensorflow")
@@ -65,7 +67,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Lamb, Muon), and for classes of your own that say so by the attribute `element_wise = True`. All workers
         take part in saving; see `docs/saving.md`. Default: False.
       synchronization: a `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
-        averaged; for slow networks, and not equal to one process. Default: None, gradients are reduced in every step.
+        averaged; or a `tfring.OneStepLate`: gradients are exchanged behind the computation of the next step. For slow
+        networks, and not equal to one process. Default: None, gradients are reduced in every step.
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
         `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
       trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
@@ -101,7 +104,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         error_feedback: bool = False,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         shard_optimizer: bool = False,
-        synchronization: Delayed | None = None,
+        synchronization: Delayed | OneStepLate | None = None,
         check_equal: bool | None = None,
         trace: str | os.PathLike | None = None,
     ):
@@ -179,10 +182,11 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         if synchronization is not None:
             if len(extended.worker_devices) > 1:
                 raise ConfigurationError(
-                    "With synchronization=Delayed(...) a worker is one replica. Received: "
+                    f"With synchronization={type(synchronization).__name__}(...) a worker is one replica. Received: "
                     f"devices={extended.worker_devices}. Start a worker for each, as `tfring launch` does."
                 )
-            self.updater = LocalSteps(self, synchronization)
+            is_late = isinstance(synchronization, OneStepLate)
+            self.updater = LateGradients(self, synchronization) if is_late else LocalSteps(self, synchronization)
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(self)
@@ -289,11 +293,11 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.seconds_waited()
 
     def synchronize(self, model: Any) -> None:
-        """Averages what workers have trained by themselves since the last synchronization; every rank calls it.
+        """Exchanges and applies what workers hold back with `synchronization=...`; every rank calls it.
 
         For reading weights between two batches (`get_weights`, a call of the model, a checkpoint of TensorFlow's) with
-        `synchronization=Delayed(...)`. At the end of an epoch, and in `evaluate`, `predict` and saving, it is done.
-        Without Delayed, and between two windows, it does nothing.
+        `synchronization=Delayed(...)` or `OneStepLate(...)`. At the end of an epoch, and in `evaluate`, `predict` and
+        saving, it is done. Without them, and where nothing is held back, it does nothing.
 
         Args:
           model: a Keras model of this strategy.
@@ -355,22 +359,23 @@ def _check_mesh(mesh: Mesh, communication: str, shard_optimizer: bool, error_fee
 
 
 def _check_delayed(delayed: Any, mesh: Mesh, communication: str, shard_optimizer: bool, check_equal: Any) -> None:
-    if not isinstance(delayed, Delayed):
+    if not isinstance(delayed, (Delayed, OneStepLate)):
         raise ConfigurationError(
-            "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), or None. Received: "
-            f"synchronization={delayed!r}"
+            "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), a tfring.OneStepLate, or None. "
+            f"Received: synchronization={delayed!r}"
         )
     others = {
         f"mesh={mesh}": not mesh.is_data_only,
         'communication="tensorflow"': communication == "tensorflow",
         "shard_optimizer=True": bool(shard_optimizer),
-        "check_equal=True": bool(check_equal),
+        "check_equal=True": bool(check_equal) and isinstance(delayed, Delayed),
     }
     for given, is_given in others.items():
         if is_given:
             raise ConfigurationError(
-                "With synchronization=Delayed(...) each worker is a replica that holds all weights and slots, which "
-                f"differ between synchronizations. Received: {delayed} with {given}. Leave out one of them."
+                f"With synchronization={type(delayed).__name__}(...) each worker is a replica that holds all weights "
+                "and slots, which differ in windows of Delayed, and the ring exchanges what it holds back. Received: "
+                f"{delayed} with {given}. Leave out one."
             )
 
 

@@ -16,22 +16,17 @@ Of a table (a variable whose gradient is sparse) the rows that differ from the a
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfring import step
 from tfring._keras.layers import all_layers
 from tfring._keras.optimizers import optimizers_of
+from tfring._keras.optimizers.outstanding import Outstanding, assign, read, zeros
 from tfring._keras.optimizers.ring_optimizer import Update
-from tfring._keras.optimizers.updater import Updater
-from tfring._keras.sharding import axis_of, tables
-from tfring._keras.sharding.shards import is_value
-from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
 
@@ -60,10 +55,10 @@ class Window:
         self.outer = outer
         self.tables: set[int] = set()
         with strategy.extended.variables_of_worker():
-            self.anchors = [_zeros(v.shape, v.dtype, "anchor") for v in self.variables]
-            self.num_steps = _zeros((), "int64", "steps_of_window")
-            self.rows = _zeros((1,), "float64", "rows_of_window")
-            self.norms = _zeros((2,), "float64", "norms")
+            self.anchors = [zeros(v.shape, v.dtype, "anchor") for v in self.variables]
+            self.num_steps = zeros((), "int64", "steps_of_window")
+            self.rows = zeros((1,), "float64", "rows_of_window")
+            self.norms = zeros((2,), "float64", "norms")
         for anchor, variable in zip(self.anchors, self.variables, strict=True):
             anchor._path = variable.path  # after which slots are named
         outer.build(self.anchors)
@@ -73,15 +68,15 @@ class Window:
 
         def take() -> tf.Tensor:
             for anchor, variable in zip(self.anchors, self.variables, strict=True):
-                _assign(anchor, _read(variable))
+                assign(anchor, read(variable))
             return tf.zeros([])
 
-        tf.cond(tf.equal(_read(self.num_steps), 0), take, lambda: tf.zeros([]))
+        tf.cond(tf.equal(read(self.num_steps), 0), take, lambda: tf.zeros([]))
 
     def difference(self, position: int, share: tf.Tensor) -> Any:
         """Returns how far a weight has gone from its anchor, times this worker's share of the rows."""
-        anchor = _read(self.anchors[position])
-        difference = anchor - _read(self.variables[position])
+        anchor = read(self.anchors[position])
+        difference = anchor - read(self.variables[position])
         if position not in self.tables:
             return difference * tf.cast(share, difference.dtype)
         others = list(range(1, difference.shape.rank))
@@ -92,15 +87,15 @@ class Window:
     def end(self, norm: tf.Tensor) -> None:
         """Gives the weights the anchor's values, and notes the norm of the averaged difference."""
         for anchor, variable in zip(self.anchors, self.variables, strict=True):
-            _assign(variable, _read(anchor))
+            assign(variable, read(anchor))
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
-        _assign(self.norms, _read(self.norms) + tf.stack([tf.cast(norm, tf.float64), 1.0]))
-        _assign(self.num_steps, tf.constant(0, tf.int64))
-        _assign(self.rows, tf.zeros([1], tf.float64))
+        assign(self.norms, read(self.norms) + tf.stack([tf.cast(norm, tf.float64), 1.0]))
+        assign(self.num_steps, tf.constant(0, tf.int64))
+        assign(self.rows, tf.zeros([1], tf.float64))
 
 
-class LocalSteps(Updater):
+class LocalSteps(Outstanding):
     """Updates each worker's weights by its own gradients, and synchronizes them at the end of a window.
 
     Args:
@@ -111,15 +106,14 @@ class LocalSteps(Updater):
     weighs = False
 
     def __init__(self, strategy: Any, delayed: Any):
-        self._strategy = strategy
-        self._delayed = delayed
+        super().__init__(strategy, delayed)
         self._outers: weakref.WeakSet = weakref.WeakSet()
         ops = strategy.extended.gradient_ops
         self._on_worker = ops.over(LocalCollectives())
         self._over_workers = ops.over(strategy.extended.gradients)
 
     def settings(self) -> dict[str, Any]:
-        return {"every of Delayed": self._delayed.every, "local_momentum of Delayed": self._delayed.local_momentum}
+        return {"every of Delayed": self._asked.every, "local_momentum of Delayed": self._asked.local_momentum}
 
     # -- optimizers and models -------------------------------------------------------------------------------------
 
@@ -138,44 +132,26 @@ class LocalSteps(Updater):
         if optimizer in self._outers or optimizer._tfring_window is not None:
             return
         self._check_optimizer(optimizer, variables)
-        with self._strategy.scope():
-            outer = type(self._delayed.outer).from_config(self._delayed.outer.get_config())
+        with self.strategy.scope():
+            outer = type(self._asked.outer).from_config(self._asked.outer.get_config())
             self._outers.add(outer)
-            window = Window(self._strategy, variables, outer)
+            window = Window(self.strategy, variables, outer)
         object.__setattr__(optimizer, "_tfring_outer", outer)  # where `optimizers_of` finds it
         object.__setattr__(optimizer, "_tfring_window", window)
 
-    def _check_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        kind = type(optimizer)
-        problem = next((f"{n}={getattr(optimizer, n)!r}" for n in _NOT_WITH if getattr(optimizer, n, None)), None)
-        if optimizer._delegates:
-            problem = "an optimizer around others"
-        elif any(base.__name__ in _WEIGHTS_IN_SLOTS for base in kind.__mro__):
-            problem = "slots from which weights are computed again"
-        elif self._delayed.local_momentum == "reset" and not isinstance(optimizer, keras.optimizers.SGD):
-            problem = "local_momentum='reset', which is for SGD alone"
-        for variable in variables:
-            if axis_of(variable) or tables.update_of(variable) or is_value(variable):
-                problem = f"the variable {variable.path!r}, which is sharded or no plain weight"
-        if problem:
-            raise ConfigurationError(
-                "With synchronization=Delayed(...) each worker holds full weights, and its own optimizer updates them "
-                f"in every step. Received: {kind.__name__} {optimizer.name!r} with {problem}. Leave it out, or train "
-                "without Delayed."
-            )
+    def _problem_of(self, optimizer: Any, variables: Sequence[Any]) -> str | None:
+        if any(base.__name__ in _WEIGHTS_IN_SLOTS for base in type(optimizer).__mro__):
+            return "slots from which weights are computed again"
+        if self._asked.local_momentum == "reset" and not isinstance(optimizer, keras.optimizers.SGD):
+            return "local_momentum='reset', which is for SGD alone"
+        return super()._problem_of(optimizer, variables)
 
     # -- in a step -------------------------------------------------------------------------------------------------
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
     ) -> None:
-        running = step.current()
-        if running is None or (self._strategy.num_replicas_in_sync > 1 and running.share is None):
-            raise ConfigurationError(
-                "With synchronization=Delayed(...) models are trained by Keras' steps, which know the rows of each "
-                f"worker. Received: apply of {type(optimizer).__name__} {optimizer.name!r} in a loop of your own. Use "
-                "`fit` or `train_on_batch`, or train without Delayed."
-            )
+        running = self._running_step(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
         window = optimizer._tfring_window
@@ -194,55 +170,36 @@ class LocalSteps(Updater):
         apply(gradients, variables)
         rows = tf.cast(1 if running.num_rows is None else running.num_rows, tf.float64)
         rows = rows if active is None else tf.where(active, rows, tf.zeros_like(rows))
-        _assign(window.rows, _read(window.rows) + rows)
-        _assign(window.num_steps, _read(window.num_steps) + 1)
+        assign(window.rows, read(window.rows) + rows)
+        assign(window.num_steps, read(window.num_steps) + 1)
 
         def synchronize() -> tf.Tensor:
             self._synchronize(optimizer)
             return tf.zeros([])
 
-        tf.cond(_read(window.num_steps) >= self._delayed.every, synchronize, lambda: tf.zeros([]))
+        tf.cond(read(window.num_steps) >= self._asked.every, synchronize, lambda: tf.zeros([]))
 
     def _synchronize(self, optimizer: Any) -> None:
         """Ends the window of an optimizer on all workers, in a graph or eagerly."""
         window, outer = optimizer._tfring_window, optimizer._tfring_outer
         # On the channel on which other ranks tell their status, if this one alone should come here.
-        [total] = self._strategy.extended.control_ops.sum_over_workers([_read(window.rows)], name="rows of a window")
-        share = tf.math.divide_no_nan(_read(window.rows), total)[0]
+        [total] = self.strategy.extended.control_ops.sum_over_workers([read(window.rows)], name="rows of a window")
+        share = tf.math.divide_no_nan(read(window.rows), total)[0]
         differences = [window.difference(i, share) for i in range(len(window.variables))]
-        slots = _slots_of(optimizer) if self._delayed.local_momentum == "average" else []
-        values = [*differences, *(_read(s) * tf.cast(share, _read(s).dtype) for s in slots)]
+        slots = _slots_of(optimizer) if self._asked.local_momentum == "average" else []
+        values = [*differences, *(read(s) * tf.cast(share, read(s).dtype) for s in slots)]
         names = [v.path for v in [*window.variables, *slots]]
         sums = self._over_workers.sum_over_workers(values, name="differences of weights", value_names=names)
         averages = [tf.convert_to_tensor(each) for each in sums[: len(differences)]]
         for slot, average in zip(slots, sums[len(differences) :], strict=True):
-            _assign(slot, average)
-        if self._delayed.local_momentum == "reset":
+            assign(slot, average)
+        if self._asked.local_momentum == "reset":
             for slot in _slots_of(optimizer):
-                _assign(slot, tf.zeros_like(_read(slot)))
+                assign(slot, tf.zeros_like(read(slot)))
         squares = [tf.reduce_sum(tf.square(tf.cast(each, tf.float32))) for each in averages]
         with outer._updating(Update(is_reduced=True)):
             outer.apply(averages, window.anchors)
         window.end(tf.sqrt(tf.add_n(squares)))
-
-    # -- where weights are read ------------------------------------------------------------------------------------
-
-    def before_evaluation(self, model: Any) -> None:
-        for optimizer in optimizers_of(model):
-            window = getattr(optimizer, "_tfring_window", None)
-            if window is not None and int(_read(window.num_steps)) > 0:
-                with self._strategy.scope():
-                    self._synchronize(optimizer)
-
-    def before_saving(self, model: Any, keep: bool = True) -> None:
-        self.before_evaluation(model)
-
-    @contextlib.contextmanager
-    def around_pass(self, epoch_iterator: Any, loop: Any, inside: Any) -> Iterator[None]:
-        with inside:
-            yield
-        if loop is not None and loop.kind == "train":
-            self.before_evaluation(loop.model)
 
     def callbacks(self, callbacks: list) -> list:
         """Returns the callbacks of `fit`, before them one that adds the norm of averaged differences to the logs."""
@@ -266,29 +223,13 @@ class _NormLogs(keras.callbacks.Callback):
         for optimizer in optimizers_of(self.model):
             window = getattr(optimizer, "_tfring_window", None)
             if window is not None:
-                norm, number = _read(window.norms).numpy().tolist()
+                norm, number = read(window.norms).numpy().tolist()
                 total, count = total + norm, count + number
-                _assign(window.norms, tf.zeros([2], tf.float64))
+                assign(window.norms, tf.zeros([2], tf.float64))
         return total, count
-
-
-_NOT_WITH = ("use_ema", "gradient_accumulation_steps")
 
 
 def _slots_of(optimizer: Any) -> list[Any]:
     """Returns the float variables of an optimizer but the learning rate."""
     rate = getattr(optimizer, "_learning_rate", None)
-    return [v for v in optimizer.variables if v is not rate and _read(v).dtype.is_floating]
-
-
-def _zeros(shape: Any, dtype: Any, name: str) -> Any:
-    return keras.Variable("zeros", shape=shape, dtype=dtype, trainable=False, name=name)
-
-
-def _read(variable: Any) -> Any:
-    return values_of(variable.value)[0]
-
-
-def _assign(variable: Any, value: Any) -> None:
-    for component in values_of(variable.value):
-        component.assign(value)
+    return [v for v in optimizer.variables if v is not rate and read(v).dtype.is_floating]
