@@ -142,6 +142,10 @@ API = {
 }
 
 
+# Drawings and output of a hundred columns fit a page on a screen of 1,280 points.
+STYLE = ".md-grid { max-width: 72rem; } .md-typeset pre > code { font-size: 0.6rem; }"
+
+
 def main() -> int:
     folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "site").resolve()
     with tempfile.TemporaryDirectory() as name:
@@ -151,6 +155,7 @@ def main() -> int:
             for target in linked_files(page):
                 copy(target, sources)
         (sources / "docs" / "api.md").write_text(api_page())
+        (sources / "site.css").write_text(STYLE)
         configuration = pathlib.Path(name, "mkdocs.yml")  # JSON is YAML
         configuration.write_text(json.dumps(settings(sources, folder)))
         command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file", str(configuration)]
@@ -215,6 +220,7 @@ def settings(sources: pathlib.Path, folder: pathlib.Path) -> dict:
             "features": ["navigation.sections", "navigation.top", "content.code.copy", "search.highlight"],
             "palette": {"primary": "indigo"},
         },
+        "extra_css": ["site.css"],
         "plugins": [
             "search",
             {"mkdocstrings": {"handlers": {"python": {"paths": [str(ROOT)], "options": options}}}},
