@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfring.cluster import Cluster, detect
@@ -56,7 +58,9 @@ class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         address = self.cluster_spec().task_address(task_type, task_id)
         return f"{layer}://{address}" if layer else address
 
-    def num_accelerators(self, task_type=None, task_id=None, config_proto=None) -> dict[str, int]:
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
         """This worker's GPUs, as every worker has the same number; TensorFlow is not started for it."""
         gpus = tf.config.list_physical_devices("GPU")
         return {"GPU": sum(len(tf.config.get_logical_device_configuration(gpu) or [gpu]) for gpu in gpus)}

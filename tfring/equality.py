@@ -6,10 +6,14 @@ A variable becomes one 64-bit digest on each replica; the digests of all variabl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _ADVICE = (
     "Something changed a variable on some replicas only: a callback or a custom step that assigns what its own rank "
@@ -29,7 +33,7 @@ def digest(value: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(octets), tf.int64)[0]
 
 
-def assert_equal(strategy, variables: Sequence, names: Sequence[str], is_sharded: Sequence[bool]) -> None:
+def assert_equal(strategy: RingStrategy, variables: Sequence, names: Sequence[str], is_sharded: Sequence[bool]) -> None:
     """Compares mirrored variables of TensorFlow on all replicas; others are passed over.
 
     `is_sharded` says of each whether ranks along other axes than "data" hold other shards: it is compared along "data".

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -10,6 +11,9 @@ from tfring import step
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring
+
+if TYPE_CHECKING:
+    from tfring.strategy.extended import RingExtended
 
 
 def gather_for_loss(tensors: Any) -> Any:
@@ -58,7 +62,7 @@ def gather_for_loss(tensors: Any) -> Any:
     return tf.nest.pack_sequence_as(tensors, flat)
 
 
-def _checked(tensor):
+def _checked(tensor: Any) -> tf.Tensor | None:
     if tensor is None:
         return None
     if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
@@ -72,20 +76,20 @@ def _checked(tensor):
     return tensor
 
 
-def _gather(extended, tensors):
+def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     running = step.current() or step.Step()
     running.gathered = True
     control, control_ops = extended.control, extended.control_ops
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     tensors = [running.drop_if_empty(t) for t in tensors]
 
-    def all_counts(counts):
+    def all_counts(counts: Any) -> tf.Tensor:
         return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")
 
-    def all_rows(values):
+    def all_rows(values: Any) -> tf.Tensor:
         return control_ops.gather_over_workers(tf.concat(values_of(values), 0), 0, name="gather_for_loss")
 
-    def total(gradients):
+    def total(gradients: Any) -> tf.Tensor:
         [summed] = control.all_reduce([tf.add_n(values_of(gradients))], name="gather_for_loss/gradient")
         return summed
 
@@ -93,13 +97,13 @@ def _gather(extended, tensors):
 
     # One collective in each tf.custom_gradient: it ties its outputs together, and an order that Grappler sees through
     # such a tie is lost once the tie is taken apart.
-    def gathered(tensor, counts):
+    def gathered(tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         if not tensor.dtype.is_floating:
             return tf.identity(extended.cross_replica(all_rows, tensor))
 
         @tf.custom_gradient
-        def with_gradient(x):
-            def gradient(upstream):
+        def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 everyone = extended.cross_replica(total, running.weigh(upstream))
                 begin = tf.reduce_sum(counts[:replica])
                 mine = running.unweigh(everyone[begin : begin + counts[replica]])

@@ -6,10 +6,12 @@ The hooks by which TensorFlow calls a strategy are private methods and attribute
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -23,6 +25,11 @@ from tfring.reduction.dense import BucketSizes
 from tfring.ring import trace
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
 
+if TYPE_CHECKING:
+    from tfring.cluster import Mesh
+    from tfring.reduction.sparse import SparseOptions
+    from tfring.strategy.ring import RingStrategy
+
 _running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
 _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
 
@@ -32,18 +39,18 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def __init__(
         self,
-        container_strategy,
-        cluster,
-        mesh,
+        container_strategy: RingStrategy,
+        cluster: Cluster,
+        mesh: Mesh,
         *,
-        cluster_resolver,
-        communication,
-        devices,
-        sparse,
-        bucket_bytes,
-        compression,
-        communication_options,
-    ):
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+        communication: str,
+        devices: Sequence[str] | None,
+        sparse: SparseOptions,
+        bucket_bytes: int | None,
+        compression: str | None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None,
+    ) -> None:
         # Not super().__init__: it starts TensorFlow's own cluster and makes its own cross-device ops.
         _tf.StrategyExtendedV1.__init__(self, container_strategy)
         # TensorFlow's server binds the port itself.
@@ -78,7 +85,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._cross_device_ops = self._host_cross_device_ops = self.control_ops
         self.gradient_ops = RingAllReduce(self.gradients, self.worker_devices, sparse, buckets, compression)
 
-    def start_trace(self, folder):
+    def start_trace(self, folder: str | os.PathLike) -> trace.Recorder:
         """Starts the trace of this rank into a folder; see `tfring.ring.trace`."""
         communicator = getattr(self.world, "communicator", None)
         recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, communicator)
@@ -125,7 +132,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
-    def _initialize_ring_worker(self):
+    def _initialize_ring_worker(self) -> None:
         """Initializes a plain local TensorFlow runtime; the ring carries all data between processes."""
         self._num_workers = self.mesh.size_along("data")  # a replica is all the workers of one share of the rows
         self._id_in_cluster = self.mesh.coordinate("data", self.cluster.rank)
@@ -140,7 +147,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._rpc_layer = None
         self._local_or_standalone_client_mode = True
 
-    def _initialize_tensorflow_worker(self):
+    def _initialize_tensorflow_worker(self) -> None:
         """Connects TensorFlow's collective runtime, once a process: it cannot be left again."""
         global _tensorflow_runtime
         if _tensorflow_runtime:
@@ -165,7 +172,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             ) from error
         _tensorflow_runtime = (self.cluster.addresses, self._make_tensorflow_collectives())
 
-    def _initialize_local_devices(self, cluster_resolver, worker_device):
+    def _initialize_local_devices(
+        self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
         gpus = [f"GPU:{i}" for i in range(len(tf.config.list_logical_devices("GPU")))]
         devices = list(self._requested_devices or gpus or ["CPU:0"])
         names = []
@@ -181,7 +190,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             )
         return tuple(names), names[0].rpartition("/device:")[2].partition(":")[0]
 
-    def _make_tensorflow_collectives(self):
+    def _make_tensorflow_collectives(self) -> Collectives:
         from tfring.ring.tensorflow_collectives import TensorFlowCollectives
 
         return TensorFlowCollectives(
@@ -197,16 +206,16 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         """Returns True if the replicas of this worker are on CPUs."""
         return self._local_device_type == "CPU"
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingExtended:
         return self
 
     # -- contexts --------------------------------------------------------------------------------------------------
 
-    def _use_merge_call(self):
+    def _use_merge_call(self) -> bool:
         # In the cross-replica context there is nothing to merge: optimizers then update variables at once.
         return not _tf.distribute_lib.in_cross_replica_context()
 
-    def cross_replica(self, fn, *args):
+    def cross_replica(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Runs `fn(*args)` in the cross-replica context, from a replica.
 
         With one replica a worker this needs no `merge_call`, so that it works inside `tf.cond` too.
@@ -224,11 +233,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     # -- reduction -------------------------------------------------------------------------------------------------
 
-    def _get_cross_device_ops(self, value):
+    def _get_cross_device_ops(self, value: Any) -> RingAllReduce:
         return self._cross_device_ops
 
     @tf.autograph.experimental.do_not_convert
-    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+    def _replica_ctx_all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, options: Any = None) -> Any:
         if len(self.worker_devices) > 1:
             return _tf.distribute_lib.StrategyExtendedV2._replica_ctx_all_reduce(
                 self, reduce_op, value, options
@@ -238,17 +247,17 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         reduced = self._cross_device_ops.batch_reduce_implementation(reduce_op, pairs, options)
         return tf.nest.pack_sequence_as(value, [values_of(r)[0] for r in reduced])
 
-    def _reduce_to(self, reduce_op, value, destinations, options):
+    def _reduce_to(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, destinations: Any, options: Any) -> Any:
         return super()._reduce_to(reduce_op, self._of_each_replica(value), destinations, options)
 
-    def all_reduce_gradients(self, gradients):
+    def all_reduce_gradients(self, gradients: Any) -> Any:
         """See `RingStrategy.all_reduce_gradients`."""
         if self._container_strategy().num_replicas_in_sync == 1:
             return gradients
         running = step.current() or step.Step()
         flat = [running.weigh(g) for g in tf.nest.flatten(gradients)]
 
-        def on_worker(active, *gradients):
+        def on_worker(active: Any, *gradients: Any) -> list[Any]:
             active = None if active is None else values_of(active)
             summed = [self.gradient_ops.sum_on_worker(g, active) for g in gradients]
             return self.gradient_ops.sum_over_workers(summed, name="gradients")
@@ -260,23 +269,25 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             flat[i] = tf.nest.map_structure(tf.identity, _like(flat[i], total), expand_composites=True)
         return tf.nest.pack_sequence_as(gradients, flat)
 
-    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    def _batch_reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp | str, value_destination_pairs: Any, options: Any
+    ) -> Any:
         pairs = [(self._of_each_replica(value), to) for value, to in self._placed(value_destination_pairs)]
         return super()._batch_reduce_to(reduce_op, pairs, options)
 
-    def _gather_to_implementation(self, value, destinations, axis, options):
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         return super()._gather_to_implementation(self._of_each_replica(value), destinations, axis, options)
 
-    def _batch_gather_to(self, value_destination_pairs, axis, options=None):
+    def _batch_gather_to(self, value_destination_pairs: Any, axis: int, options: Any = None) -> Any:
         pairs = [(self._of_each_replica(value), to) for value, to in self._placed(value_destination_pairs)]
         return super()._batch_gather_to(pairs, axis, options)
 
-    def _placed(self, value_destination_pairs):
+    def _placed(self, value_destination_pairs: Any) -> list[tuple[Any, Any]]:
         """Gives a device to the values without one: the argument of a function is not placed yet."""
         here = self.worker_devices[0]
         return [(value, here if isinstance(to, str) and not to else to) for value, to in value_destination_pairs]
 
-    def _of_each_replica(self, value):
+    def _of_each_replica(self, value: Any) -> Any:
         """Returns one value a replica of what replicas hand to a merge.
 
         Where all hand over the very same tensor, TensorFlow makes one value of it, and would count it once a worker.
@@ -290,7 +301,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     # -- variables -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def variables_of_worker(self):
+    def variables_of_worker(self) -> Iterator[None]:
         """Enters a scope in which variables are this worker's own: those of others may have other shapes."""
         self._of_worker = True
         try:
@@ -298,7 +309,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         finally:
             self._of_worker = False
 
-    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
+    ) -> Callable[[], tf.Tensor]:
         if replica_id != 0:  # the other replicas of a worker copy its first
             return super()._get_variable_creator_initial_value(
                 replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
@@ -306,7 +319,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         of_worker = self._of_worker
 
-        def initial_value_fn():
+        def initial_value_fn() -> tf.Tensor:
             with tf.device(device):
                 value = kwargs["initial_value"]
                 if callable(value):
@@ -323,23 +336,25 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     # -- datasets --------------------------------------------------------------------------------------------------
 
-    def _experimental_distribute_dataset(self, dataset, options):
+    def _experimental_distribute_dataset(self, dataset: Any, options: tf.distribute.InputOptions | None) -> Any:
         per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
         if data.is_sliced(dataset) and not (options and options.experimental_replication_mode == per_replica):
             return data.distribute(self._container_strategy(), dataset, options)
         return self._with_agreed_cardinality(super()._experimental_distribute_dataset(dataset, options))
 
-    def _distribute_datasets_from_function(self, dataset_fn, options):
+    def _distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., Any], options: tf.distribute.InputOptions | None
+    ) -> Any:
         return self._with_agreed_cardinality(super()._distribute_datasets_from_function(dataset_fn, options))
 
-    def _with_agreed_cardinality(self, distributed):
+    def _with_agreed_cardinality(self, distributed: Any) -> Any:
         cardinality = data.agreed_cardinality(self.world, int(distributed.cardinality))
         _tf.set_cardinality(distributed, cardinality)
         return distributed
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def _call_for_each_replica(self, fn, args, kwargs):
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._container_strategy().warn_of_another_cluster()
         if step.current() is not None or self.is_alone:
             return self._run_replicas(fn, args, kwargs)
@@ -352,7 +367,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 )
             return around_all(*args, **kwargs)
 
-        def with_step(*args, **kwargs):
+        def with_step(*args: Any, **kwargs: Any) -> Any:
             # A custom loop: what it divides by is its own affair, but a replica without rows adds nothing.
             rows = data.num_rows((args, kwargs))
             active = None if rows is None else tf.convert_to_tensor(rows > 0)
@@ -361,7 +376,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         return self._run_replicas(with_step, args, kwargs)
 
-    def _run_replicas(self, fn, args, kwargs):
+    def _run_replicas(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Each replica has a thread of its own; this one runs what they merge.
         before = getattr(_running, "replicas", False)
         _running.replicas = True
@@ -370,7 +385,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         finally:
             _running.replicas = before
 
-    def run_step(self, fn, inputs, shares):
+    def run_step(self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor) -> tuple[Any, list]:
         """Runs `fn(inputs)` on each replica with its share of the batch.
 
         Args:
@@ -386,7 +401,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         alone = self.is_alone
         written: list = []
 
-        def replica_fn(element, share):
+        def replica_fn(element: Any, share: tf.Tensor) -> Any:
             is_static = isinstance(data.num_rows(element), int)
             if not alone:
                 element, _ = data.one_row_at_least(element)
@@ -407,10 +422,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
 
 @contextlib.contextmanager
-def _without_naming_another_strategy():
+def _without_naming_another_strategy() -> Iterator[None]:
     """While it lasts, TensorFlow does not log that MirroredStrategy is used, which reads as if tfring were not."""
 
-    def names_no_other(record):
+    def names_no_other(record: logging.LogRecord) -> bool:
         return "Using MirroredStrategy" not in record.getMessage()
 
     logger = tf.get_logger()
@@ -430,7 +445,7 @@ def _in_a_branch(replicas: int) -> str:
     )
 
 
-def _like(gradient, total):
+def _like(gradient: Any, total: Any) -> Any:
     """Returns a reduced gradient as IndexedSlices if it was one: the ring may have turned it dense."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
         return total

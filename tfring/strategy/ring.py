@@ -5,7 +5,8 @@ from __future__ import annotations
 import numbers
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -195,12 +196,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         self.lines = RunLines(self)
 
     @tf.autograph.experimental.do_not_convert
-    def scope(self):
+    def scope(self) -> AbstractContextManager[Any]:
         """As `tf.distribute.Strategy.scope`."""
         self.warn_of_another_cluster()
         return super().scope()
 
-    def warn_of_another_cluster(self):
+    def warn_of_another_cluster(self) -> None:
         """Once, where the environment says another cluster than when the strategy was made from it."""
         changed = self._found and self._found.changed(os.environ)
         if changed:
@@ -238,7 +239,13 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         return self.extended.mesh
 
     @tf.autograph.experimental.do_not_convert
-    def run(self, fn, args=(), kwargs=None, options=None):
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> Any:
         """Runs `fn` on each replica, as `tf.distribute.Strategy.run`.
 
         Where a collective fails, it raises tfring's error, unless TensorFlow runs it later, in a `tf.function` around
@@ -247,7 +254,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         with failures.reraise_as_tfring_error(self.extended.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
-    def reduce(self, reduce_op, value, axis):
+    def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | None) -> Any:
         """As `tf.distribute.Strategy.reduce`; scalars reduce over axis 0 too, and structures are accepted.
 
         Keras asks for both (keras #20585).
@@ -256,7 +263,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
         return super().reduce(reduce_op, value, axis)
 
-    def all_reduce_gradients(self, gradients):
+    def all_reduce_gradients(self, gradients: Any) -> Any:
         """Reduces the gradients of all replicas to those of the whole batch; every replica calls it.
 
         For what a `train_step` does itself between tape and optimizer, such as `tf.clip_by_global_norm`. In a step of
@@ -341,7 +348,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             channel.close()
 
 
-def _check_mesh(mesh: Mesh, communication: str, shard_optimizer: bool, error_feedback: bool, devices) -> None:
+def _check_mesh(
+    mesh: Mesh, communication: str, shard_optimizer: bool, error_feedback: bool, devices: Sequence[str] | None
+) -> None:
     if mesh.is_data_only:
         return
     others = {
@@ -379,7 +388,7 @@ def _check_delayed(delayed: Any, mesh: Mesh, communication: str, shard_optimizer
             )
 
 
-def _cluster_of(resolver) -> Cluster:
+def _cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:
     if isinstance(resolver, ClusterResolver):
         return resolver.cluster
     spec = resolver.cluster_spec().as_dict()
