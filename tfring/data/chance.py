@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from tfring import _tf
@@ -10,7 +13,7 @@ _RANDOM = ("Random", "TruncatedNormal", "Multinomial", "SampleDistorted", "State
 _NO_CHANCE = ("Assert", "Print", "Lookup", "TensorArray", "NoOp")  # stateful, but alike on every rank
 
 
-def reached_by_chance(dataset) -> list[bool]:
+def reached_by_chance(dataset: tf.data.Dataset) -> list[bool]:
     """Returns for each component whether ranks may hold other values of the same rows.
 
     They may behind a `map` that draws random numbers, calls Python or reads a variable, in those of its outputs which
@@ -37,7 +40,7 @@ def reached_by_chance(dataset) -> list[bool]:
     return reached
 
 
-def _combined(before, count) -> list[bool]:
+def _combined(before: Sequence[list[bool]], count: int) -> list[bool]:
     """Combines what is known of a step's datasets: side by side, one after another, or otherwise."""
     joined = [reached for of in before for reached in of]
     if len(joined) == count:
@@ -48,7 +51,7 @@ def _combined(before, count) -> list[bool]:
     return [any(joined)] * count
 
 
-def _takes_rows(graph, inputs) -> bool:
+def _takes_rows(graph: Any, inputs: Sequence[tf.data.Dataset]) -> bool:
     """Returns whether a function is given the elements of a step's only input."""
     if len(inputs) != 1:
         return False
@@ -61,7 +64,7 @@ def _takes_rows(graph, inputs) -> bool:
     )
 
 
-def _outputs_reached(graph, inputs, is_source) -> list[bool]:
+def _outputs_reached(graph: Any, inputs: Sequence[bool], is_source: Callable[[Any, dict], bool]) -> list[bool]:
     """Returns for each output of a function whether it depends on such inputs, or on an operation that is a source."""
     reached = {id(tensor) for tensor, is_reached in zip(graph.inputs, inputs, strict=False) if is_reached}
     library = _library(graph)
@@ -71,11 +74,11 @@ def _outputs_reached(graph, inputs, is_source) -> list[bool]:
     return [id(tensor) in reached for tensor in graph.outputs]
 
 
-def _library(graph) -> dict:
+def _library(graph: Any) -> dict:
     return {function.signature.name: function for function in graph.as_graph_def().library.function}
 
 
-def _is_chance(node, library) -> bool:
+def _is_chance(node: Any, library: dict) -> bool:
     """Returns whether an operation may give other values on each rank; by what is in the functions that it calls."""
     called = _called(node)
     if called:
@@ -83,7 +86,7 @@ def _is_chance(node, library) -> bool:
     return _tf.is_stateful(node.op) and not node.op.startswith(_NO_CHANCE)
 
 
-def _is_random(node, library) -> bool:
+def _is_random(node: Any, library: dict) -> bool:
     """Returns whether an operation draws random numbers. Python, which makes rows in generators, does not count."""
     called = _called(node)
     if called:
@@ -91,6 +94,6 @@ def _is_random(node, library) -> bool:
     return node.op.startswith(_RANDOM) and not node.op.endswith("Dataset")
 
 
-def _called(node) -> list[str]:
+def _called(node: Any) -> list[str]:
     values = node.attr.values()
     return [v.func.name for v in values if v.func.name] + [f.name for v in values for f in v.list.func]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfring import _tf
@@ -34,7 +36,7 @@ def constants_of(dataset: tf.data.Dataset) -> list[bool]:
     return [count is not None and count >= 0 and count not in sizes for count in counts]
 
 
-def _static_rows(spec):
+def _static_rows(spec: Any) -> int | None:
     """Returns the first dimension, None where it is not static, -1 where there is none."""
     shape = getattr(spec, "shape", None)
     if shape is None or shape == ():
@@ -43,7 +45,7 @@ def _static_rows(spec):
     return shape[0] if shape.rank else None if shape.rank is None else -1
 
 
-def _static_batch_sizes(dataset) -> set[int]:
+def _static_batch_sizes(dataset: tf.data.Dataset) -> set[int]:
     sizes = set().union(*map(_static_batch_sizes, _tf.datasets_before(dataset)))
     size = _tf.static_batch_size(dataset)
     return sizes if size is None else {*sizes, size}

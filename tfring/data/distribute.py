@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -11,6 +12,10 @@ from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
 from tfring.data.shares import Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
+
+if TYPE_CHECKING:
+    from tfring.ring.collectives import Collectives
+    from tfring.strategy.ring import RingStrategy
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)
@@ -27,7 +32,9 @@ def is_sliced(dataset: tf.data.Dataset) -> bool:
     return isinstance(dataset, tf.data.Dataset) and _policy(dataset) in _SLICED_POLICIES
 
 
-def distribute(strategy, dataset: tf.data.Dataset, options=None):
+def distribute(
+    strategy: RingStrategy, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+) -> tf.distribute.DistributedDataset:
     """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
     extended = strategy.extended
     cardinality = agreed_cardinality(extended.world, int(dataset.cardinality()))
@@ -41,12 +48,14 @@ def distribute(strategy, dataset: tf.data.Dataset, options=None):
     return distributed
 
 
-def undistributed(dataset):
+def undistributed(dataset: Any) -> Any:
     """Returns what `distribute` has distributed: Keras' steps compare what ranks draw. Anything else as it is."""
     return getattr(dataset, "_tfring_dataset", dataset) if not isinstance(dataset, tf.data.Dataset) else dataset
 
 
-def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
+def distribute_for_keras(
+    strategy: RingStrategy, dataset: tf.data.Dataset, *, ahead: int = 2
+) -> tf.distribute.DistributedDataset:
     """Distributes any dataset for Keras' steps of `tfring._keras`: of `Shares`, but for policies FILE and HINT.
 
     What is made of a dataset is kept with it for the next call.
@@ -70,7 +79,7 @@ def distribute_for_keras(strategy, dataset: tf.data.Dataset, *, ahead: int = 2):
 class _Kept:
     """The parts into which a dataset is taken for Keras' steps."""
 
-    def __init__(self, strategy, dataset: tf.data.Dataset, ahead: int) -> None:
+    def __init__(self, strategy: RingStrategy, dataset: tf.data.Dataset, ahead: int) -> None:
         self.strategy, self.ahead = strategy, ahead
         self._cardinality = int(dataset.cardinality())
         self._seeds: int | None = None
@@ -90,7 +99,7 @@ class _Kept:
         workers = _tf.workers_of_one_iterator(extended)
         self._distributed = _distributed(drawn, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, self._cardinality)
 
-    def distributed(self):
+    def distributed(self) -> tf.distribute.DistributedDataset:
         """Returns the distributed dataset, once ranks agree on its length and on seeds."""
         collectives = self.strategy.extended.world
         if not self.strategy.extended.is_alone:
@@ -99,7 +108,7 @@ class _Kept:
         return self._distributed
 
 
-def agreed_cardinality(collectives, cardinality: int) -> int:
+def agreed_cardinality(collectives: Collectives, cardinality: int) -> int:
     """Keras takes as many steps as the dataset says: the longest of any rank, unknown where one is unknown."""
     if not tf.executing_eagerly() or collectives.world_size == 1:
         return cardinality
@@ -108,7 +117,7 @@ def agreed_cardinality(collectives, cardinality: int) -> int:
     return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
 
 
-def _digest_of_seeds(collectives, dataset: tf.data.Dataset) -> int | None:
+def _digest_of_seeds(collectives: Collectives, dataset: tf.data.Dataset) -> int | None:
     """Returns a digest of the seeds of shuffles if random numbers reach all that ranks would compare of rows."""
     if not tf.executing_eagerly() or collectives.world_size == 1 or not all(reached_by_chance(dataset)):
         return None
@@ -116,7 +125,7 @@ def _digest_of_seeds(collectives, dataset: tf.data.Dataset) -> int | None:
     return int.from_bytes(hashlib.blake2b(repr(seeds).encode(), digest_size=7).digest(), "little")
 
 
-def _compare_seeds(collectives, digest: int | None) -> None:
+def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
     """Compares what `_digest_of_seeds` returned.
 
     Raises:
@@ -134,7 +143,7 @@ def _compare_seeds(collectives, digest: int | None) -> None:
         )
 
 
-def _untuned(dataset):
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Without TensorFlow's tuner, unless the user wants it: each iterator it has tuned may take long to end.
 
     Its thread misses the wake-up at the iterator's end and sleeps on to its next round, which is as far away as the
@@ -149,17 +158,23 @@ def _untuned(dataset):
     return dataset.with_options(options)
 
 
-def _policy(dataset):
+def _policy(dataset: tf.data.Dataset) -> tf.data.experimental.AutoShardPolicy:
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def _place(strategy) -> tuple[int, int, int]:
+def _place(strategy: RingStrategy) -> tuple[int, int, int]:
     """Returns this worker's number among those whose rows differ, replicas a worker, and the number of such workers."""
     extended = strategy.extended
     return extended.control.rank, len(extended.worker_devices), extended.control.world_size
 
 
-def _distributed(drawn, input_workers, strategy, options, cardinality: int):
+def _distributed(
+    drawn: tf.data.Dataset | Drawn,
+    input_workers: Any,
+    strategy: RingStrategy,
+    options: tf.distribute.InputOptions | None,
+    cardinality: int,
+) -> tf.distribute.DistributedDataset:
     dataset = drawn.dataset if isinstance(drawn, Drawn) else drawn
     if not strategy.extended.is_alone:
         dataset = _untuned(dataset)

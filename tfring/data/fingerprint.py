@@ -5,6 +5,7 @@ Of a long row a bounded part is looked at: its length, its first and last bytes,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ _END_BYTES, _PIECES, _PIECE_BYTES = 1024, 8, 64  # of a string: at either end, a
 _ROW_BYTES = 16384  # of a row of numbers: a quarter at either end, and half of it spread between
 
 
-def of_batch(element: Any, left_out=None) -> tf.Tensor:
+def of_batch(element: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
     """Returns an int64 scalar above 0 of every row of a batch and of their number.
 
     Args:
@@ -28,7 +29,7 @@ def of_batch(element: Any, left_out=None) -> tf.Tensor:
     return _positive(_of_components(total, element, left_out))
 
 
-def of_row(row: Any, left_out=None) -> tf.Tensor:
+def of_row(row: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
     """Returns an int64 scalar of a row of any shape, for `of_digests`."""
     return _of_components(tf.constant(0, tf.int64), row, left_out)
 
@@ -38,7 +39,7 @@ def of_digests(digests: tf.Tensor) -> tf.Tensor:
     return _positive(_in_order(digests) + tf.size(digests, tf.int64))
 
 
-def _of_components(total, element, left_out):
+def _of_components(total: tf.Tensor, element: Any, left_out: Sequence[bool] | None) -> tf.Tensor:
     for number, component in enumerate(_compared(element, left_out)):
         if not isinstance(component, tf.Tensor) or component.dtype in (tf.variant, tf.resource):
             continue
@@ -46,28 +47,28 @@ def _of_components(total, element, left_out):
     return total
 
 
-def _positive(total):
+def _positive(total: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_or(tf.bitwise.bitwise_and(total, tf.int64.max), 1)
 
 
-def _compared(element, left_out):
+def _compared(element: Any, left_out: Sequence[bool] | None) -> list[Any]:
     components = tf.nest.flatten(element)
     left_out = [False] * len(components) if left_out is None else left_out
     compared = [c for c, left in zip(components, left_out, strict=True) if not left]
     return tf.nest.flatten(compared, expand_composites=True)
 
 
-def _mixed(total, digest, number):
+def _mixed(total: tf.Tensor, digest: tf.Tensor, number: int) -> tf.Tensor:
     """Returns another number for other numbers, and for another order; products are taken modulo 2**64."""
     return total * 6364136223846793005 + (2 * number + 1) * digest
 
 
-def _in_order(prints):
+def _in_order(prints: tf.Tensor) -> tf.Tensor:
     """Returns an int64 scalar of int64 numbers and of their order."""
     return tf.reduce_sum(prints * (2 * tf.range(tf.size(prints, tf.int64)) + 1))
 
 
-def _digest(tensor):
+def _digest(tensor: tf.Tensor) -> tf.Tensor:
     """Returns an int64 scalar of a tensor's bytes, row by row."""
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.uint8)
@@ -79,7 +80,7 @@ def _digest(tensor):
     return _in_order(tf.bitcast(tf.fingerprint(strings), tf.int64) + lengths)
 
 
-def _of_strings(strings):
+def _of_strings(strings: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns a bounded part of each string, and the lengths of long ones; of paths the last two names."""
     strings = tf.reshape(strings, [-1])
     lengths = tf.strings.length(strings)
@@ -96,7 +97,7 @@ def _of_strings(strings):
     return short + parts, tf.cast(tf.where(is_long, lengths, 0), tf.int64)
 
 
-def _of_numbers(tensor):
+def _of_numbers(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a bounded part of each row, if the size of a row is static."""
     size = tensor.shape[1:].num_elements()
     most, end = _ROW_BYTES // tensor.dtype.size, _ROW_BYTES // 4 // tensor.dtype.size

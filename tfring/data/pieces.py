@@ -6,6 +6,8 @@ a step, so that all workers together take B.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfring import _tf
@@ -27,13 +29,13 @@ def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) 
     constants = constants_of(dataset)
 
     @tf.autograph.experimental.do_not_convert
-    def cut(*components):
+    def cut(*components: Any) -> tf.data.Dataset:
         batch = with_equal_rows(forget_rows(as_element(components, dataset.element_spec), constants))
         rows = tf.cast(num_rows(batch), tf.int64)
         steps = tf.minimum(rows, world_size)  # none without rows
 
         @tf.autograph.experimental.do_not_convert
-        def part(i):
+        def part(i: tf.Tensor) -> Shares:
             own = slice_rows(batch, *bounds(rows, i, steps))
             cuts = [bounds(num_rows(own), replica, replicas_per_worker) for replica in range(replicas_per_worker)]
             parts, counts = cut_rows(own, cuts)
@@ -45,7 +47,7 @@ def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) 
     return shares.prefetch(2), _number_of_steps(dataset, world_size)
 
 
-def _number_of_steps(dataset, world_size):
+def _number_of_steps(dataset: tf.data.Dataset, world_size: int) -> int:
     """Returns the number of steps of all batches, where batches and rows can be counted."""
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         return tf.data.INFINITE_CARDINALITY

@@ -12,6 +12,7 @@ is the source: every rank draws all of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Da
     [[0, 10], [20, 30], [40]]
     """
 
-    def apply(dataset):
+    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         batched = dataset.batch(batch_size, drop_remainder)
         batched._tfring_share = True
         return batched
@@ -154,7 +155,7 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     """
     key = (place, pipeline.whole)
 
-    def kept(like, make):
+    def kept(like: tf.data.Dataset, make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
         """Makes it once for each dataset of the user: what a shuffle or a cache holds is there in the next epoch."""
         made = like.__dict__.setdefault("_tfring_made", {})
         if key not in made:
@@ -164,10 +165,10 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     above, below = _maps_last(pipeline.rows)
     dataset = pipeline.source
     for like in above:
-        dataset = kept(like, lambda like=like, dataset=dataset: _again(like, dataset))
+        dataset = kept(like, functools.partial(_again, like, dataset))
     dataset = kept(pipeline.batch, lambda: _batched(dataset, below, pipeline, place))
     for like in pipeline.batches:
-        dataset = kept(like, lambda like=like, dataset=dataset: _again_beside(like, dataset))
+        dataset = kept(like, functools.partial(_again_beside, like, dataset))
     return dataset
 
 
@@ -191,7 +192,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
     if packed and maps:
         # Rows of many shapes make no batch; one variant and a digest of each do.
         @tf.autograph.experimental.do_not_convert
-        def pack(*components):
+        def pack(*components: Any) -> tuple[tf.Tensor, tf.Tensor]:
             row = as_element(components, spec)
             return _tf.packed(spec, row), fingerprint.of_row(row, left_out)
 
@@ -200,7 +201,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
     num_drawn = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
 
     @tf.autograph.experimental.do_not_convert
-    def wanted(*components):
+    def wanted(*components: Any) -> tuple[tf.Tensor, Any]:
         batch = as_element(components, batches.element_spec)
         if packed and maps:
             variants, digests = batch
@@ -229,7 +230,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
     if packed:
 
         @tf.autograph.experimental.do_not_convert
-        def unpack(about, variant):
+        def unpack(about: tf.Tensor, variant: tf.Tensor) -> tuple[tf.Tensor, Any]:
             return about, _tf.unpacked(spec, variant)
 
         dataset = dataset.map(unpack)
@@ -275,7 +276,7 @@ def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Da
     function, parallel = arguments["function"], arguments["num_parallel_calls"]
 
     @tf.autograph.experimental.do_not_convert
-    def mapped(about, element):
+    def mapped(about: tf.Tensor, element: Any) -> tuple[tf.Tensor, Any]:
         return about, _tf.call_map_function(function, element)
 
     # In order even if the user allows another: ranks hold the rows of a batch at the same time.

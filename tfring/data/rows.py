@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 
-def num_rows(element) -> tf.Tensor | int | None:
+def num_rows(element: Any) -> tf.Tensor | int | None:
     """Returns the rows of a batch, the first dimension of its components; None where it has none.
 
     Where some components say their first dimension before they are drawn and others do not, those that do are
@@ -17,13 +20,13 @@ def num_rows(element) -> tf.Tensor | int | None:
     return drawn if drawn is not None else max(counts, key=counts.count, default=None)
 
 
-def static_rows(component) -> int | None:
+def static_rows(component: Any) -> int | None:
     """Returns the first dimension of a component of a batch; None where it is not static, or there is none."""
     count = _count(component)
     return count if isinstance(count, int) else None
 
 
-def _count(component):
+def _count(component: Any) -> tf.Tensor | int | None:
     if isinstance(component, (tf.RaggedTensor, tf.SparseTensor)):
         if component.shape.rank and component.shape[0] is not None:
             return component.shape[0]
@@ -38,14 +41,14 @@ def _count(component):
     return shape[0]
 
 
-def slice_rows(element, begin, end):
+def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> Any:
     """Rows `begin` to `end` of every component: tensors, ragged and sparse tensors.
 
     A component that has another first dimension, known before it is drawn, is a constant beside the rows: whole.
     """
     rows = num_rows(element)
 
-    def cut(component):
+    def cut(component: Any) -> Any:
         count = _count(component)
         if isinstance(count, int) and (tf.is_tensor(rows) or count != rows):
             return component
@@ -61,7 +64,7 @@ def slice_rows(element, begin, end):
     return tf.nest.map_structure(cut, element)
 
 
-def with_equal_rows(element):
+def with_equal_rows(element: Any) -> Any:
     """Returns the element, whose components are checked to have as many rows when it is drawn."""
     counts = [count for count in map(_count, tf.nest.flatten(element)) if tf.is_tensor(count)]
     checks = [
@@ -84,10 +87,10 @@ def with_equal_rows(element):
         )
 
 
-def spec_of_any_rows(spec, constants):
+def spec_of_any_rows(spec: Any, constants: Sequence[bool]) -> Any:
     """Returns the spec of an element with any number of rows; `constants` has a bool for each component."""
 
-    def any_rows(component, constant):
+    def any_rows(component: Any, constant: bool) -> Any:
         shape = getattr(component, "shape", None)
         if constant or shape is None or not shape.rank:
             return component
@@ -103,7 +106,7 @@ def spec_of_any_rows(spec, constants):
     return tf.nest.pack_sequence_as(spec, list(map(any_rows, tf.nest.flatten(spec), constants)))
 
 
-def forget_rows(element, constants):
+def forget_rows(element: Any, constants: Sequence[bool]) -> Any:
     """Returns the element whose rows are counted when it is drawn, so that the constants are told from them.
 
     Args:
@@ -111,7 +114,7 @@ def forget_rows(element, constants):
       constants: a bool for each component, whether it is a constant beside the rows.
     """
 
-    def forget(component, constant):
+    def forget(component: Any, constant: bool) -> Any:
         if constant or not isinstance(component, tf.Tensor) or not component.shape.rank:
             return component
         return tf.raw_ops.PlaceholderWithDefault(input=component, shape=[None, *component.shape[1:]])
@@ -119,7 +122,7 @@ def forget_rows(element, constants):
     return tf.nest.pack_sequence_as(element, list(map(forget, tf.nest.flatten(element), constants)))
 
 
-def _with_inner_shape(sparse, shape):
+def _with_inner_shape(sparse: tf.SparseTensor, shape: tf.TensorShape) -> tf.SparseTensor:
     """A sparse tensor whose dimensions after the first are as static as those of `shape`."""
     if shape.rank is None:
         return sparse
@@ -128,12 +131,12 @@ def _with_inner_shape(sparse, shape):
     return tf.SparseTensor(sparse.indices, sparse.values, dense_shape)
 
 
-def bounds(rows, replica, num_replicas):
+def bounds(rows: Any, replica: Any, num_replicas: Any) -> tuple[Any, Any]:
     """The first row of a replica's share and the one after its last."""
     return replica * rows // num_replicas, (replica + 1) * rows // num_replicas
 
 
-def cut_rows(element, cuts):
+def cut_rows(element: Any, cuts: Sequence[tuple[Any, Any]]) -> tuple[tuple, tuple[tf.Tensor, ...]]:
     """Returns `(parts, rows)`: what lies in each cut `(begin, end)` of a batch, and how many rows that are.
 
     A part has one row at least: where a cut has none, a real row from beside it, which `rows` does not count.
@@ -147,7 +150,7 @@ def cut_rows(element, cuts):
     return tuple(parts), tuple(tf.cast(end - begin, tf.int64) for begin, end in cuts)
 
 
-def split_rows(element, num_parts: int) -> list:
+def split_rows(element: Any, num_parts: int) -> list:
     """Cuts a batch into `num_parts` consecutive parts whose sizes differ by at most one row."""
     rows = num_rows(element)
     if rows is None:
@@ -155,7 +158,7 @@ def split_rows(element, num_parts: int) -> list:
     return [slice_rows(element, *bounds(rows, part, num_parts)) for part in range(num_parts)]
 
 
-def one_row_at_least(element):
+def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
     """`(element, has_rows)`: a batch without rows gets one of zeros, for what cannot work on none.
 
     Convolutions of oneDNN and shapes with a -1 beside `tf.shape(x)[0]` fail where there are no rows. What a step makes
@@ -180,22 +183,23 @@ def one_row_at_least(element):
     return tf.nest.pack_sequence_as(element, components), has_rows
 
 
-def _has_rows_to_give(component) -> bool:
-    if isinstance(_count(component), int) and _count(component) > 0:  # a constant beside the rows
+def _has_rows_to_give(component: Any) -> bool:
+    count = _count(component)
+    if isinstance(count, int) and count > 0:  # a constant beside the rows
         return False
     if isinstance(component, tf.Tensor):
         return component.dtype != tf.variant and component.shape.rank != 0
     return isinstance(component, (tf.RaggedTensor, tf.SparseTensor))
 
 
-def _filled(component):
+def _filled(component: Any) -> Any:
     if not isinstance(component, tf.Tensor):
         return _row_of_zeros(component)
     # A constant beside the rows stays whole, also where its size is not static.
     return tf.cond(tf.size(component) > 0, lambda: tf.identity(component), lambda: _row_of_zeros(component))
 
 
-def _row_of_zeros(component):
+def _row_of_zeros(component: Any) -> Any:
     if isinstance(component, tf.RaggedTensor):  # a row without values
         splits = tf.zeros([2], component.row_splits.dtype)
         return tf.RaggedTensor.from_row_splits(component.values, splits, validate=False)

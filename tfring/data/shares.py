@@ -106,7 +106,7 @@ class Drawn(NamedTuple):
         spec = self.dataset.element_spec
 
         @tf.autograph.experimental.do_not_convert
-        def cut(*components):
+        def cut(*components: Any) -> Shares:
             return self.cut(pipeline.as_element(components, spec))
 
         return self.dataset.map(cut)
@@ -159,14 +159,15 @@ def single_shares(
     drawn = draw(dataset, rank, replicas_per_worker, world_size)
     shares = drawn.shares().prefetch(2)
 
-    def own(part, rows):  # without a row that does not count; elements of one dataset may have different rows
+    def own(part: Any, rows: tf.Tensor) -> Any:
+        # Without a row that does not count; elements of one dataset may have different rows.
         return slice_rows(forget_rows(part, drawn.cut.constants), 0, rows)
 
     if replicas_per_worker == 1:
         return shares.map(lambda s: own(s.parts[0], s.rows[0]))
 
     @tf.autograph.experimental.do_not_convert
-    def elements(s):
+    def elements(s: Shares) -> tf.data.Dataset:
         parts = map(own, s.parts, s.rows)
         concatenate: Callable = tf.data.Dataset.concatenate
         return functools.reduce(concatenate, map(tf.data.Dataset.from_tensors, parts))
