@@ -196,6 +196,22 @@ def test_a_checkpoint_is_whole_on_every_rank(tmp_path):
     assert workers(3).run(checkpoint_used_at_once, str(tmp_path)) == [(3, True)] * 3
 
 
+def export_without_a_ring(folder):
+    """Exports a model of no strategy, as one that was loaded, in a process that has no other to print for."""
+    import keras
+    import tensorflow as tf
+
+    strategy()
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.export(folder, verbose=False)
+    exported, x = tf.saved_model.load(folder), np.ones((2, 4), "float32")
+    return relative_error([exported.serve(x)], [model(x)])
+
+
+def test_a_model_of_no_strategy_is_exported(tmp_path):
+    assert workers(1).run(export_without_a_ring, str(tmp_path / "exported"))[0] < 1e-5
+
+
 # -- variables of every dtype ------------------------------------------------------------------------------------------
 
 DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",

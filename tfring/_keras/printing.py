@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import cut_of, whole_shape
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 _local = threading.local()
 
 
 @contextlib.contextmanager
-def on_rank_0(strategy):
-    """In here Keras prints on rank 0 of `strategy` only."""
+def on_rank_0(strategy: RingStrategy | None) -> Iterator[None]:
+    """In here Keras prints on rank 0 of `strategy` only; with None as it does without a strategy."""
     before = getattr(_local, "silent", False)
     _local.silent = before or _is_silent(strategy)
     try:
@@ -26,7 +30,7 @@ def on_rank_0(strategy):
 
 
 @contextlib.contextmanager
-def replaced(text: str, other: str):
+def replaced(text: str, other: str) -> Iterator[None]:
     """In here Keras prints `other` for `text`: a path for the one beside it."""
     before = getattr(_local, "replaced", ())
     _local.replaced = (*before, (text, other))
@@ -36,8 +40,8 @@ def replaced(text: str, other: str):
         _local.replaced = before
 
 
-def _is_silent(strategy) -> bool:
-    return not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
+def _is_silent(strategy: RingStrategy | None) -> bool:
+    return strategy is not None and not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
 
 
 class _Whole(NamedTuple):
@@ -47,12 +51,12 @@ class _Whole(NamedTuple):
     dtype: str
 
 
-def install():
+def install() -> None:
     import keras
     from keras.src.utils import io_utils, summary_utils
 
     @seam(io_utils, "print_msg")
-    def print_msg(original, message, *args, **kwargs):
+    def print_msg(original: Callable[..., Any], message: Any, *args: Any, **kwargs: Any) -> None:
         for text, other in getattr(_local, "replaced", ()):
             message = str(message).replace(text, other)
         if not getattr(_local, "silent", False):
@@ -61,14 +65,14 @@ def install():
     for name in ("count_params", "weight_memory_size"):
 
         @seam(summary_utils, name)
-        def count_whole(original, weights):
+        def count_whole(original: Callable[..., Any], weights: Iterable[Any]) -> Any:
             """Counts whole weights, also where this worker has a shard of them."""
             return original([v if cut_of(v) is None else _Whole(whole_shape(v), v.dtype) for v in weights])
 
     signature = inspect.signature(keras.Model.summary)
 
     @seam(keras.Model, "summary")
-    def summary(original, self, *args, **kwargs):
+    def summary(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         strategy = ring_of_model(self)
         has_printer = signature.bind(self, *args, **kwargs).arguments.get("print_fn") is not None
         if strategy is None or has_printer or not _is_silent(strategy):
