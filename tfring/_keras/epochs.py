@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +27,9 @@ def install() -> None:
     """Has Keras make a RingEpochIterator where it makes an iterator for a RingStrategy."""
 
     @seam(trainer.TFEpochIterator, "__new__")
-    def choose(original, cls, distribute_strategy=None, *args, **kwargs):
+    def choose(
+        original: Callable[..., Any], cls: type, distribute_strategy: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         is_ring = cls is trainer.TFEpochIterator and ring_of(distribute_strategy) is not None
         return original(RingEpochIterator if is_ring else cls)
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -71,7 +71,7 @@ def dataset_of(adapter: Any) -> tf.data.Dataset:
 def agreed_order(dataset: Any, strategy: Any) -> Any:
     """Returns a PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
     class AgreedOrder(py_dataset_adapter.PyDataset):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__(
                 workers=dataset.workers,
                 use_multiprocessing=dataset.use_multiprocessing,
@@ -80,31 +80,31 @@ def agreed_order(dataset: Any, strategy: Any) -> Any:
             self._order = None
 
         @property
-        def num_batches(self):
+        def num_batches(self) -> int | None:
             return dataset.num_batches
 
-        def __len__(self):
+        def __len__(self) -> int:
             return len(dataset)
 
-        def __getitem__(self, index):
+        def __getitem__(self, index: int) -> Any:
             return dataset[index if self._order is None else self._order[index]]
 
-        def on_epoch_begin(self):
+        def on_epoch_begin(self) -> None:
             if not self._drawn_ahead:
                 self._shuffle()
             dataset.on_epoch_begin()
 
-        def on_epoch_end(self):  # Keras calls it before the first epoch, too
+        def on_epoch_end(self) -> None:  # Keras calls it before the first epoch, too
             dataset.on_epoch_end()
             if self._drawn_ahead:
                 self._shuffle()
 
         @property
-        def _drawn_ahead(self):
+        def _drawn_ahead(self) -> bool:
             """True if threads or processes ask for batches before an epoch begins."""
             return dataset.workers > 1 or dataset.use_multiprocessing
 
-        def _shuffle(self):
+        def _shuffle(self) -> None:
             if dataset.num_batches is not None:
                 order = list(range(dataset.num_batches))
                 random.shuffle(order)
@@ -127,18 +127,18 @@ def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
     arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     arrays = tree.lists_to_tuples(arrays)
 
-    def batch_order(seed):
+    def batch_order(seed: tf.Tensor) -> tf.Tensor:
         indices = tf.range(num_samples, dtype=tf.int64)
         if adapter._shuffle == "batch":  # Keras' meaning: the rows of a batch change places, batches do not
             return indices
         return tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, 0]))
 
-    def batches(indices):
+    def batches(indices: tf.Tensor) -> tf.data.Dataset:
         begins = tf.data.Dataset.range(0, num_samples, batch_size)
         return begins.map(lambda begin: indices[begin : begin + batch_size])
 
-    def take(indices, data):
-        def take_one(x):
+    def take(indices: tf.Tensor, data: Any) -> Any:
+        def take_one(x: Any) -> Any:
             if isinstance(x, array_slicing.TensorflowSparseWrapper):
                 return array_slicing.slice_tensorflow_sparse_wrapper(x, indices)
             if isinstance(x, (list, tuple, dict)):
@@ -163,7 +163,7 @@ def install() -> None:
     """Gives unseeded `tf.data` transformations a seed that all ranks share."""
 
     @seam(_tf.data_random_seed, "get_seed")
-    def get_seed(original, seed):
+    def get_seed(original: Callable[..., Any], seed: int | None) -> Any:
         agreed = getattr(_local, "seed", None)
         if agreed is not None and seed == agreed:  # whatever global seed this rank may have
             return tf.constant(agreed, tf.int64), tf.constant(agreed >> 31, tf.int64)
