@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring._keras import calls, configuration
 from tfring.errors import MismatchError
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _ARGUMENTS = ("x", "y", "sample_weight", "validation_data")
 _SETTINGS = (
@@ -67,7 +70,7 @@ def check_call(
     return check_equal(strategy, f"model.{name}", arguments, settings, numbers)
 
 
-def check_model(strategy, model, caller: str, graph=None) -> None:
+def check_model(strategy: RingStrategy, model: Any, caller: str, graph: Any = None) -> None:
     """Compares models and how they were compiled over all ranks, once before their first step, in one collective.
 
     Args:
@@ -121,7 +124,7 @@ def check_equal(
     ranks = [json.loads(texts[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
     # From here on every rank knows the same, and raises.
 
-    def of(rank, name):
+    def of(rank: int, name: str) -> list:
         return ranks[rank].get(name, ["nothing", None])
 
     names = dict.fromkeys(name for items in ranks for name in items)
@@ -135,7 +138,7 @@ def check_equal(
     )
 
 
-def _described(name, value):
+def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
     """`(name, [text, digest])` of each array in a structure."""
     if isinstance(value, dict):
         for key in value:
@@ -157,11 +160,11 @@ def _described(name, value):
                 yield f"{what} of {name}", [*item, True]
 
 
-def _is_array(value):
+def _is_array(value: Any) -> bool:
     return (hasattr(value, "shape") and hasattr(value, "dtype")) or hasattr(value, "iloc")
 
 
-def _dense_parts(value):
+def _dense_parts(value: Any) -> list:
     if isinstance(value, tf.__internal__.CompositeTensor):
         return tf.nest.flatten(value, expand_composites=True)
     if hasattr(value, "tocoo"):  # of SciPy
@@ -170,12 +173,12 @@ def _dense_parts(value):
     return [value]
 
 
-def _digest(array) -> str:
+def _digest(array: np.ndarray) -> str:
     if array.dtype.hasobject or array.nbytes <= _WHOLE_BYTES or not array.flags.c_contiguous:
         return configuration.digest(array)
     result = hashlib.blake2b(digest_size=8)
     flat = array.reshape(-1).view(np.uint8)
     blocks = _WHOLE_BYTES // _BLOCK_BYTES
     for begin in np.linspace(0, flat.size - _BLOCK_BYTES, blocks, dtype=np.int64):
-        result.update(flat[begin : begin + _BLOCK_BYTES])
+        result.update(flat[begin : begin + _BLOCK_BYTES].data)
     return result.hexdigest()

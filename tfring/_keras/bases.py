@@ -14,6 +14,7 @@ sharded layers alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -41,7 +42,7 @@ def install() -> None:
 class RingVariable(core.Variable):
     """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard."""
 
-    def assign(self, value):
+    def assign(self, value: Any) -> Any:
         cut = sharding.cut_of(self)
         if isinstance(value, stores.Stored):
             if cut is not None and value.shape == cut.shape == cut.lined_up:
@@ -49,36 +50,36 @@ class RingVariable(core.Variable):
             value = np.asarray(value)
         return super().assign(sharding.piece_of(self, value))
 
-    def assign_add(self, value):
+    def assign_add(self, value: Any) -> Any:
         with state.adding_to(self):
             return super().assign_add(value)
 
-    def assign_sub(self, value):
+    def assign_sub(self, value: Any) -> Any:
         with state.adding_to(self):
             return super().assign_sub(value)
 
-    def _direct_assign(self, value):
+    def _direct_assign(self, value: Any) -> None:
         state.write(self, value, super()._direct_assign)
 
-    def _initialize(self, value):
+    def _initialize(self, value: Any) -> None:
         with state.synchronization_of(self):
             super()._initialize(value)
 
-    def _deferred_initialize(self):
+    def _deferred_initialize(self) -> None:
         if sharding.cut_of(self) is None:
             return super()._deferred_initialize()
         with tf.distribute.get_strategy().extended.variables_of_worker():
             return super()._deferred_initialize()
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Returns what files hold of a layer's weight."""
         found = slots.gathered(self)
         return super().__array__(*args, **kwargs) if found is None else found
 
-    def __float__(self):
+    def __float__(self) -> float:
         return float(self.numpy()) if self._is_distributed() else super().__float__()
 
-    def __int__(self):
+    def __int__(self) -> int:
         return int(self.numpy()) if self._is_distributed() else super().__int__()
 
     def _is_distributed(self) -> bool:
@@ -88,20 +89,20 @@ class RingVariable(core.Variable):
 class RingLayer(TFLayer):
     """Builds a layer in the scope it was made in; TensorFlow does not write the shards of one."""
 
-    def __new__(cls, *args: Any, **kwargs: Any):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer, strategy = super().__new__(cls, *args, **kwargs), current_ring()
         if strategy is not None:
             build = layer.build  # type: ignore[attr-defined]
 
             @functools.wraps(build)
-            def build_in_scope(*args, **kwargs):
+            def build_in_scope(*args: Any, **kwargs: Any) -> Any:
                 with outside.scope_of(layer):
                     return build(*args, **kwargs)
 
             vars(layer).update(build=build_in_scope, _tfring_made_in=strategy)
         return layer
 
-    def _trackable_children(self, save_type="checkpoint", **kwargs):
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         pieces = [v for v in self.weights if sharding.cut_of(v) is not None]
         if pieces:
             raise slots.refusal_to_write("weight", pieces, self, save_type)
@@ -111,14 +112,14 @@ class RingLayer(TFLayer):
 class OptimizerOfScope(TFOptimizer):
     """Makes an optimizer of the scope, or of sharded tables, a RingOptimizer; rejects one made outside."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if ring_of(self._distribution_strategy) is not None:
             join_ring(self)
         else:
             leave_ring(self)  # one made by `type(optimizer)(...)` of a ring's
 
-    def build(self, variables):
+    def build(self, variables: Sequence[Any]) -> None:
         if isinstance(self, RingOptimizer) or not adoption.belongs_to_ring(self, variables):
             return super().build(variables)
         join_ring(self)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -15,21 +17,24 @@ from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError, TfringError
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 _OF_NONE = re.compile(r"NoneType|of \(None,|\(None\)|None values not supported|got None|None for argument")
 
 
-def install():
+def install() -> None:
     import keras
     from keras.src import tree
 
     @seam(keras.layers.RNN, "_create_state_variables")
-    def create_state_variables(original, self, batch_size):
+    def create_state_variables(original: Callable[..., Any], self: Any, batch_size: Any) -> None:
         original(self, batch_size)
         for variable in tree.flatten(self.states):
             step.keep_by_replica(variable)
 
 
-def check(model, strategy, batch_size: int | None) -> None:
+def check(model: Any, strategy: RingStrategy, batch_size: int | None) -> None:
     """Refuses batches whose shares do not fit the model's fixed number of rows.
 
     Args:
@@ -53,7 +58,7 @@ def check(model, strategy, batch_size: int | None) -> None:
     )
 
 
-def fixed(model) -> set[int]:
+def fixed(model: Any) -> set[int]:
     """Returns the static numbers of rows of a model's inputs.
 
     Of a Sequential model Keras notes that of a first batch, as if it had been given, and writes it to files. Only
@@ -70,7 +75,7 @@ def fixed(model) -> set[int]:
 
 
 @contextlib.contextmanager
-def static_rows_explained(given):
+def static_rows_explained(given: Any) -> Iterator[None]:
     """While it lasts, an error of a step that takes a static number of rows, as one process has, says what to write.
 
     Args:
@@ -93,7 +98,7 @@ def static_rows_explained(given):
         ) from error
 
 
-def _static_rows(given) -> int | None:
+def _static_rows(given: Any) -> int | None:
     """Returns the rows of every batch of a dataset, where they are static."""
     if not isinstance(given, tf.data.Dataset):
         return None

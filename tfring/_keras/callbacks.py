@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,6 +22,9 @@ from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import cut_of, slots
 from tfring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _OF_PREDICT = ("on_predict_begin", "on_predict_batch_begin", "on_predict_batch_end")
 _LOWEST = int(np.iinfo(np.int64).min)
@@ -40,7 +43,7 @@ class RunsLast:
     def wants(self) -> int:
         return 0
 
-    def around_fit(self, model) -> contextlib.AbstractContextManager:
+    def around_fit(self, model: Any) -> contextlib.AbstractContextManager:
         """Entered before `fit` makes its first iterator, and left when it ends, however it ends."""
         return contextlib.nullcontext()
 
@@ -48,16 +51,16 @@ class RunsLast:
 class _SaveNothing:
     """Stands for the model while ModelCheckpoint of another rank than 0 decides what it would save."""
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self._model = model
 
-    def save(self, *args, **kwargs):
+    def save(self, *args: Any, **kwargs: Any) -> None:
         with slots.whole_pieces(self._model, keep=False):
             pass
 
     save_weights = save
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
@@ -79,7 +82,7 @@ def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         self._model = model
 
 
-def for_rank(callbacks, model, strategy) -> list:
+def for_rank(callbacks: Sequence[Any], model: Any, strategy: RingStrategy) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
     sharded = "shard_optimizer=True" if strategy.shard_optimizer else ""
     sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if cut_of(v) is not None), "")
@@ -185,7 +188,7 @@ def arranged(name: str, callbacks: Any, model: Any, strategy: Any, needed: Needs
 
 
 @contextlib.contextmanager
-def around(name, callbacks, model):
+def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
     """While `fit`, `evaluate` or `predict` runs with these callbacks."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.unread_logs(model))
@@ -197,19 +200,19 @@ def around(name, callbacks, model):
         yield
 
 
-def _is_own(callback, *methods) -> bool:
+def _is_own(callback: Any, *methods: str) -> bool:
     """Returns True if a callback has more in these methods than Keras' base class."""
     return not all(utils.is_default(getattr(callback, method)) for method in methods)
 
 
-def _watches_begin(callback, kind: str) -> bool:
+def _watches_begin(callback: Any, kind: str) -> bool:
     """Returns True if a callback does something before each batch; those of Keras only count batches."""
     if type(callback) is keras.callbacks.TensorBoard:
         return False
     return _is_own(callback, f"on_{kind}_batch_begin", *(["on_batch_begin"] if kind == "train" else []))
 
 
-def _reads_logs(callback, kind: str) -> bool:
+def _reads_logs(callback: Any, kind: str) -> bool:
     """Returns True if a callback may read the logs of a batch."""
     if not _is_own(callback, f"on_{kind}_batch_end", *(["on_batch_end"] if kind == "train" else [])):
         return False
@@ -325,25 +328,25 @@ class Agreement(keras.callbacks.Callback):
             self.model.stop_predicting = bool(stop)
 
 
-def _own_rate(optimizer) -> float | None:
+def _own_rate(optimizer: Any) -> float | None:
     """The learning rate as the optimizer holds it; None where a schedule computes it."""
     rate = getattr(optimizer, "_learning_rate", None)
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
 
 
-def _restored(callback) -> bool:
+def _restored(callback: Any) -> bool:
     """Returns True if this rank's callbacks restored the model before training: BackupAndRestore found a backup."""
     return bool(getattr(callback.model, "_initial_epoch", None))
 
 
-def all_variables(model) -> list:
+def all_variables(model: Any) -> list:
     """Returns the variables of a model and of the optimizers it holds, those of its own first, each once."""
     optimizers = [model.optimizer] if model.optimizer is not None else []
     variables = [*model.variables, *(v for o in [*optimizers, *optimizers_of(model)] for v in o.variables)]
     return list({id(v): v for v in variables}.values())
 
 
-def broadcast_variables(strategy, model) -> None:
+def broadcast_variables(strategy: RingStrategy, model: Any) -> None:
     """Gives every rank rank 0's weights and optimizer state."""
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

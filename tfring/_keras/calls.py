@@ -7,11 +7,16 @@ import os
 import pathlib
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring import _tf
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 CALL = "the call"  # its name among what ranks compare
 _RULE = (
@@ -39,7 +44,7 @@ def disagreement(call_of_0: str, rank: int, other_call: str) -> MismatchError:
 
 
 @contextlib.contextmanager
-def told(strategy, caller: str, arguments: dict):
+def told(strategy: RingStrategy, caller: str, arguments: dict) -> Iterator[None]:
     """In here a failure of the ring, or of ranks that differ, also tells this rank's call; the innermost does.
 
     Args:
@@ -57,7 +62,7 @@ def told(strategy, caller: str, arguments: dict):
         raise
 
 
-def _sentences(strategy, caller, arguments, message):
+def _sentences(strategy: RingStrategy, caller: str, arguments: dict, message: str) -> Iterator[str]:
     yield f"Rank {strategy.cluster.rank} was in {described(caller)}"
     if message.startswith(("The ranks drew", "The data of one rank")):
         for name, value in arguments.items():
@@ -68,14 +73,14 @@ def _sentences(strategy, caller, arguments, message):
         yield f" {_RULE}"
 
 
-def _add(error, sentences) -> None:
+def _add(error: Exception, sentences: Iterable[str]) -> None:
     text = f"{error}{'' if str(error).endswith('.') else '.'} {''.join(sentences)}"
     error.args = (text,)
     if isinstance(error, tf.errors.OpError):
         error._message = text  # as its initialiser sets it; `message` reads it
 
 
-def _steps(dataset) -> str:
+def _steps(dataset: tf.data.Dataset) -> str:
     """The steps of a pipeline, as far as it is a row of them: "from_tensor_slices.shuffle.batch"."""
     names: list[str] = []
     while True:

@@ -8,6 +8,9 @@ A replica without rows computes on a row that does not count, so what it hands i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from tfring import step
@@ -15,14 +18,20 @@ from tfring._keras.seam import seam
 from tfring.recognition import ring_of
 
 
-def install():
+def install() -> None:
     @seam(tf.distribute.ReplicaContext, "all_reduce")
-    def all_reduce(original, self, reduce_op, value, options=None):
+    def all_reduce(
+        original: Callable[..., Any],
+        self: Any,
+        reduce_op: tf.distribute.ReduceOp | str,
+        value: Any,
+        options: Any = None,
+    ) -> Any:
         return _weighed(self, value, step.Step.zero_if_empty, lambda value: original(self, reduce_op, value, options))
 
     @seam(tf.distribute.ReplicaContext, "all_gather")
-    def all_gather(original, self, value, axis, options=None):
-        def rows(running, value):
+    def all_gather(original: Callable[..., Any], self: Any, value: Any, axis: int, options: Any = None) -> Any:
+        def rows(running: step.Step, value: Any) -> Any:
             value = tf.convert_to_tensor(value)
             if value.dtype.is_integer and value.shape == [1]:  # a size: the gradient of all_gather gathers those
                 return value
@@ -31,13 +40,18 @@ def install():
         return _weighed(self, value, rows, lambda value: original(self, value, axis, options))
 
 
-def _weighed(context, value, mask, collective):
+def _weighed(
+    context: tf.distribute.ReplicaContext,
+    value: Any,
+    mask: Callable[[step.Step, Any], Any],
+    collective: Callable[[Any], Any],
+) -> Any:
     """Returns `collective(value)`; a replica without rows hands in what `mask(step, value)` leaves of its value."""
     running = step.weighing()
     if running is None or ring_of(context.strategy) is None:
         return collective(value)
 
-    def own(value):
+    def own(value: Any) -> Any:
         return value if isinstance(value, tf.IndexedSlices) else mask(running, value)
 
     value = _backward(running.unweigh, tf.nest.map_structure(own, value))
@@ -50,10 +64,10 @@ def _weighed(context, value, mask, collective):
     )
 
 
-def _backward(operation, values):
+def _backward(operation: Callable[[Any], Any], values: Any) -> Any:
     """The same values; their gradients go through `operation`."""
 
-    def pass_on(value):
+    def pass_on(value: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
             return value
         value = tf.convert_to_tensor(value)
@@ -62,9 +76,9 @@ def _backward(operation, values):
     return tf.nest.map_structure(pass_on, values)
 
 
-def _with_gradient(operation, value):
+def _with_gradient(operation: Callable[[Any], Any], value: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
-    def same(value):
+    def same(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
         return tf.identity(value), operation
 
     return same(value)

@@ -12,6 +12,8 @@ import json
 import os
 import re
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,7 +32,7 @@ _COMPARED_NUMBERS = tuple(dtype.as_datatype_enum for dtype in _COMPARED)
 _graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # what was found in those of datasets
 
 
-def of_compile(model) -> dict:
+def of_compile(model: Any) -> dict:
     """Describes the loss, metrics and optimizers of a compiled model; learning rates are rank 0's on all ranks."""
     import keras
 
@@ -50,7 +52,7 @@ def of_compile(model) -> dict:
     return items
 
 
-def of_model(model) -> dict:
+def of_model(model: Any) -> dict:
     """Describes the layers of a model, their settings, tables and vocabularies, what each is called on, and weights."""
     layers = all_layers(model)
     operations = [op for layer in layers for op in getattr(layer, "_operations", ())]
@@ -74,7 +76,7 @@ def of_model(model) -> dict:
     return items
 
 
-def of_graph(graph) -> dict:
+def of_graph(graph: Any) -> dict:
     """Describes the constants of a graph that hold several fractions: what Python drew while it was traced.
 
     Whole numbers are left out, among which are each rank's bounds and seeds, and texts, which are names.
@@ -95,7 +97,7 @@ def of_graph(graph) -> dict:
     }
 
 
-def of_dataset(dataset, *, with_constants: bool) -> dict:
+def of_dataset(dataset: tf.data.Dataset, *, with_constants: bool) -> dict:
     """Describes the tables, and the constants, that functions of a `tf.data` pipeline hold."""
     items: dict = {}
     todo = [dataset]
@@ -111,19 +113,19 @@ def of_dataset(dataset, *, with_constants: bool) -> dict:
     return items
 
 
-def item(value) -> list:
+def item(value: Any) -> list:
     """Describes a setting: numbers, texts, arrays, Keras' objects by their configuration, in any structure."""
     plain = _plain(value)
     text = json.dumps(plain)
     return [text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "...", text]
 
 
-def number(value) -> int:
+def number(value: Any) -> int:
     """Returns an integer of 56 bits that is the same for what JSON writes alike."""
     return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=7).digest(), "little")
 
 
-def digest(array) -> str:
+def digest(array: np.ndarray) -> str:
     """Returns a short text that is the same for arrays with the same bits."""
     result = hashlib.blake2b(digest_size=8)
     if array.dtype.hasobject:
@@ -137,7 +139,7 @@ def digest(array) -> str:
 class _Names(dict):
     """Names by layers and operations; of those that end in a number the order of these numbers is kept."""
 
-    def __init__(self, operations):
+    def __init__(self, operations: Iterable[Any]) -> None:
         super().__init__()
         groups: dict = {}
         for op in dict.fromkeys(operations):
@@ -150,16 +152,16 @@ class _Names(dict):
                 place = distinct.index(number)
                 self[op] = f"{base}_{place}" if place else base
 
-    def __missing__(self, op):
+    def __missing__(self, op: Any) -> str:
         return type(op).__name__
 
 
-def _calls(layer, names):
+def _calls(layer: Any, names: _Names) -> Iterator[tuple[str, list]]:
     """`(name, inputs of each call)` of the operations of a functional model, and what it takes and returns."""
     if not hasattr(layer, "_operations"):
         return
 
-    def origins(tensors):
+    def origins(tensors: Sequence[Any]) -> list:
         return [[names[t._keras_history.operation], t._keras_history.tensor_index] for t in tensors]
 
     own = set(layer._nodes)  # their keys
@@ -170,7 +172,7 @@ def _calls(layer, names):
     yield f"what {names[layer]} returns", origins(layer.outputs)
 
 
-def _settings(layer):
+def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
     """`(name, value)` of a layer: configuration of one of Keras', and texts in lists and dicts that are attributes."""
     import keras
 
@@ -189,7 +191,7 @@ def _settings(layer):
         yield name, texts
 
 
-def _config(thing) -> dict:
+def _config(thing: Any) -> dict:
     try:
         config = dict(thing.get_config())
     except Exception:  # a user's own may raise whatever it likes
@@ -203,7 +205,7 @@ def _without_numbers(config: dict) -> dict:
     return {**config, "name": re.sub(r"_\d+$", "", name)} if isinstance(name, str) else config
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """Returns what JSON can hold of a setting; types in place of what may show an address."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -223,7 +225,7 @@ def _plain(value):
     return getattr(value, "__qualname__", type(value).__name__)
 
 
-def _tables(layer):
+def _tables(layer: Any) -> Iterator[tuple[str, str, str]]:
     """`(what, text, digest)` of vocabularies and tables that are attributes of a layer."""
     if hasattr(layer, "get_vocabulary"):
         words = np.asarray([str(word) for word in layer.get_vocabulary(include_special_tokens=False)])
@@ -234,7 +236,7 @@ def _tables(layer):
             yield (name, *_exported(*value.export()))
 
 
-def _tables_of(graph) -> dict:
+def _tables_of(graph: Any) -> dict:
     """Describes the tables that a graph looks things up in, as far as it does so itself."""
     items: dict = {}
     for op in graph.get_operations():
@@ -247,14 +249,14 @@ def _tables_of(graph) -> dict:
     return items
 
 
-def _exported(keys, values):
+def _exported(keys: tf.Tensor, values: tf.Tensor) -> tuple[str, str]:
     """`(text, digest)` of a table, whose entries come in no order."""
     order = np.argsort(values.numpy(), kind="stable") if values.dtype != tf.string else np.argsort(keys.numpy())
     keys, values = keys.numpy()[order], values.numpy()[order]
     return f"{len(keys)} entries, {_beginning(keys)}", digest(keys) + digest(values)
 
 
-def _may_differ(node) -> bool:
+def _may_differ(node: Any) -> bool:
     """Returns True if a node holds several values of a compared kind; where all are one, TensorFlow keeps one."""
     tensor = node.attr["value"].tensor
     if node.op != "Const" or tensor.dtype not in _COMPARED_NUMBERS:
@@ -264,6 +266,6 @@ def _may_differ(node) -> bool:
     )
 
 
-def _beginning(array) -> str:
+def _beginning(array: np.ndarray) -> str:
     values = [v.decode(errors="replace") if isinstance(v, bytes) else v for v in array.ravel()[:3].tolist()]
     return "beginning with " + ", ".join(f"{v:.6g}" if isinstance(v, float) else repr(v) for v in values)

@@ -6,6 +6,9 @@ traced once and called from other steps' graphs, too, which would know of nothin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from tfring import _tf, step
@@ -14,9 +17,9 @@ from tfring._keras.seam import seam
 _OF_LIBRARIES = ("tensorflow.", "keras.", "tfring.")  # which write nothing, or know of steps
 
 
-def install():
+def install() -> None:
     @seam(_tf.PolymorphicFunction, "__call__")
-    def call(original, self, *args, **kwargs):
+    def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         running = step.current()
         if running is None or running.active is None or not _is_of_user(self):
             return original(self, *args, **kwargs)
@@ -25,19 +28,19 @@ def install():
         return _tf.call_unwrapped(self, _as_declared(self, args), kwargs)
 
 
-def _is_of_user(function) -> bool:
+def _is_of_user(function: Any) -> bool:
     if type(function) is not _tf.PolymorphicFunction or _tf.is_compiled_by_xla(function):
         return False
     return not (function.python_function.__module__ or "").startswith(_OF_LIBRARIES)
 
 
-def _as_declared(function, args) -> list:
+def _as_declared(function: Any, args: Sequence[Any]) -> list:
     """Arguments as the tensors that an `input_signature` asks for."""
     signature = function.input_signature
     if signature is None or len(signature) < len(args):
         return list(args)
 
-    def tensor(spec, value):
+    def tensor(spec: Any, value: Any) -> Any:
         return tf.convert_to_tensor(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
 
     return [tf.nest.map_structure(tensor, spec, arg) for spec, arg in zip(signature, args, strict=False)]

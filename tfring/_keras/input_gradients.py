@@ -7,6 +7,9 @@ The gradient of a sum over rows, or of a value a row, is that of one process as 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from tfring import step
@@ -15,9 +18,9 @@ from tfring.recognition import current_ring
 from tfring.step import graphs
 
 
-def install():
+def install() -> None:
     @seam(tf.GradientTape, "gradient")
-    def gradient(original, self, target, sources, *args, **kwargs):
+    def gradient(original: Callable[..., Any], self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = original(self, target, sources, *args, **kwargs)
         running = step.weighing()
         if running is None or tf.executing_eagerly() or not isinstance(target, tf.Tensor) or target.shape.rank != 0:
@@ -32,5 +35,5 @@ def install():
         return tf.nest.pack_sequence_as(gradients, weighed)
 
 
-def _has_rows(source) -> bool:
+def _has_rows(source: Any) -> bool:
     return isinstance(source, tf.Tensor) and bool(source.shape.rank) and source.shape[0] is None

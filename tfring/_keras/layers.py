@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 from keras.src.utils import naming
 
@@ -24,7 +27,7 @@ def save_under_name_of(cls: type, other: type) -> None:
     if not _saved_as:
 
         @seam(naming, "to_snake_case")
-        def to_snake_case(original, name):
+        def to_snake_case(original: Callable[..., Any], name: str) -> str:
             return original(_saved_as.get(name, name))
 
     _saved_as[cls.__name__] = other.__name__

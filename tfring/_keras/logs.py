@@ -14,7 +14,8 @@ results that are formulas, such as AUC and F1, in one more.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +26,10 @@ from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
 from tfring.step import graphs
 from tfring.step import weighing as step_under_way
+
+if TYPE_CHECKING:
+    from tfring._keras.state import Written
+    from tfring.strategy.ring import RingStrategy
 
 _ALL_ROWS = object()  # in place of a source: aggregated within the step
 
@@ -43,7 +48,7 @@ class Logs:
       strategy: its RingStrategy.
     """
 
-    def __init__(self, model, strategy):
+    def __init__(self, model: Any, strategy: RingStrategy) -> None:
         self._model = model
         self._strategy = strategy
         # Of the values the step returned, when it was last traced or run:
@@ -51,7 +56,13 @@ class Logs:
         self._variables: list = []  # those that were returned as such
         self._numbers: list[int] = []  # the positions of those that become one number of all replicas'
 
-    def of_step(self, run, step, rows, static: bool):
+    def of_step(
+        self,
+        run: Callable[..., tuple[Any, list[Written]]],
+        step: Callable[[Any], Any],
+        rows: Sequence[Any],
+        static: bool,
+    ) -> tuple[Any, list[Written]]:
         """Runs a step on each replica; in what it returned, values for each row are those of all rows.
 
         Args:
@@ -62,7 +73,7 @@ class Logs:
         """
         results = Results(self._model)
 
-        def noting(element):
+        def noting(element: Any) -> Any:
             outputs = step(element)
             self._sources = results.sources(outputs)
             self._variables = [leaf if _is_variable(leaf) else None for leaf in tf.nest.flatten(outputs)]
@@ -77,7 +88,7 @@ class Logs:
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
         return outputs, written
 
-    def _note_variables(self, outputs, written):
+    def _note_variables(self, outputs: Any, written: Sequence[Written]) -> None:
         """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""
         variables: dict = {}
         for w in written:
@@ -94,13 +105,13 @@ class Logs:
             if found is not None:
                 self._sources[i] = Holder(found[-1].variable)
 
-    def read(self, written) -> bool:
+    def read(self, written: Sequence[Written]) -> bool:
         """Returns True if the values that the step returned are computed from variables that it wrote."""
         variables = {id(w.variable) for w in written}
         of_metrics = {id(v) for s in self._sources if isinstance(s, Source) for v in s.metric.variables}
         return bool(variables & of_metrics) or any(isinstance(s, Holder) for s in self._sources)
 
-    def _with_all_rows(self, outputs, rows, static):
+    def _with_all_rows(self, outputs: Any, rows: Sequence[Any], static: bool) -> Any:
         if any(n is None for n in rows):
             return outputs
         leaves = tf.nest.flatten(outputs)
@@ -111,14 +122,14 @@ class Logs:
                 self._sources[i] = _ALL_ROWS
         return tf.nest.pack_sequence_as(outputs, leaves)
 
-    def _of_all_rows(self, values, rows):
+    def _of_all_rows(self, values: Sequence[tf.Tensor], rows: Any) -> tf.Tensor:
         """All rows in order; but the mean by rows of what has the same size everywhere, and it is not that of rows."""
         sizes = [tf.stack([tf.shape(v)[0], tf.cast(n, tf.int32)]) for v, n in zip(values, rows, strict=True)]
         everyone = self._strategy.extended.control.gather_equal(tf.stack(sizes), name="sizes of logs")
         together = self._strategy.extended.control_ops.gather_over_workers(tf.concat(values, 0), 0, name="logs")
         sizes, rows = everyone[:, 0], everyone[:, 1]
 
-        def mean():
+        def mean() -> tf.Tensor:
             each = tf.reshape(together, tf.concat([[tf.size(sizes), sizes[0]], tf.shape(together)[1:]], 0))
             weights = tf.cast(rows, tf.float64) / tf.cast(tf.reduce_sum(rows), tf.float64)
             return _common_or_mean(each, weights)
@@ -126,7 +137,7 @@ class Logs:
         alike = tf.reduce_all(sizes == sizes[0])
         return tf.cond(tf.reduce_all(sizes == rows) | ~alike, lambda: together, mean)
 
-    def together(self, outputs, shares) -> tuple:
+    def together(self, outputs: Any, shares: tf.Tensor) -> tuple:
         """The logs of a batch.
 
         Args:
@@ -149,7 +160,7 @@ class Logs:
         state = self._local_state([self._sources[i].metric for i in results])
         packed = self._packed([leaves[i] for i in self._numbers], shares)
 
-        def finish(totals):
+        def finish(totals: Sequence[tf.Tensor]) -> Any:
             numbers = dict(zip(packed, totals, strict=False))
             everywhere = [(v, total) for (v, _), total in zip(state, totals[len(packed) :], strict=True)]
             values = results_from(everywhere, [self._sources[i] for i in results])
@@ -161,12 +172,12 @@ class Logs:
 
         return [*packed.values(), *(value for _, value in state)], finish
 
-    def _local_state(self, metrics) -> list[tuple]:
+    def _local_state(self, metrics: Sequence[Any]) -> list[tuple]:
         variables = {id(v): v for metric in metrics for v in metric.variables}
         state = [(v, local_state(self._strategy, v)) for v in variables.values()]
         return [(v, value) for v, value in state if value is not None]
 
-    def _same_bits(self, values, state):
+    def _same_bits(self, values: Sequence[Any], state: Sequence[tuple[Any, tf.Tensor]]) -> Sequence[Any]:
         """Returns rank 0's values where a result is a formula: TensorFlow orders a graph's operations on each rank."""
         inputs = {id(total) for _, total in state}
         formulas = [i for i, value in enumerate(values) if _is_number(value) and _is_formula(value, inputs)]
@@ -179,7 +190,7 @@ class Logs:
             values[i] = tf.reshape(tf.cast(part, values[i].dtype), values[i].shape)
         return values
 
-    def _packed(self, numbers, shares) -> dict:
+    def _packed(self, numbers: Sequence[Sequence[tf.Tensor]], shares: tf.Tensor) -> dict:
         """Returns by dtype `[replicas, 1 + numbers]`: each share and its numbers, 0 for those of other workers."""
         replicas = len(self._strategy.extended.worker_devices)
         before = self._strategy.extended.control.rank * replicas
@@ -193,7 +204,7 @@ class Logs:
         return {dtype: tf.pad(tf.concat(c, 1), [[before, after], [0, 0]]) for dtype, c in columns.items()}
 
 
-def _unpacked(packed, likes) -> list[tf.Tensor]:
+def _unpacked(packed: dict, likes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The logs from what `_packed` made, summed over workers; dtypes and shapes are those of `likes`."""
     place = dict.fromkeys(packed, 1)
     logs = []
@@ -207,7 +218,7 @@ def _unpacked(packed, likes) -> list[tf.Tensor]:
     return logs
 
 
-def _common_or_mean(each, weights):
+def _common_or_mean(each: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     """Returns the mean of `each[replica]`; where all replicas with a weight have the same, that bit for bit."""
     shape = tf.concat([tf.shape(weights), tf.ones_like(tf.shape(each)[1:])], 0)
     weights = tf.reshape(weights, shape)
@@ -220,20 +231,20 @@ def _common_or_mean(each, weights):
     return tf.where(same, first, tf.cast(mean, each.dtype))
 
 
-def _sent_as(dtype):
+def _sent_as(dtype: tf.DType) -> tf.DType:
     """A dtype that crosses workers and holds every value of `dtype` (of int64, those up to 2^53)."""
     if dtype in (tf.float32, tf.float64):
         return dtype
     return tf.float32 if dtype.is_floating else tf.float64
 
 
-def _is_number(value) -> bool:
+def _is_number(value: Any) -> bool:
     if not tf.is_tensor(value) or not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined():
         return False
     return value.dtype.is_floating or value.dtype.is_integer or value.dtype == tf.bool
 
 
-def _is_formula(value, inputs) -> bool:
+def _is_formula(value: tf.Tensor, inputs: set[int]) -> bool:
     """Returns True if a value of a graph takes more than one operation on two values to compute from `inputs`."""
     if tf.executing_eagerly():
         return False  # in the order they are written
@@ -248,13 +259,13 @@ def _is_formula(value, inputs) -> bool:
     return operations > 1
 
 
-def _is_variable(value) -> bool:
+def _is_variable(value: Any) -> bool:
     import keras
 
     return isinstance(value, (keras.Variable, tf.Variable))
 
 
-def _is_read_behind(value, writes) -> bool:
+def _is_read_behind(value: Any, writes: Sequence[Written]) -> bool:
     """Returns True if a value was read from a replica's copy of a variable behind the operation that wrote it last."""
     if not graphs.is_read(value, held_by(writes[0].variable)):
         return False
@@ -265,14 +276,14 @@ def _is_read_behind(value, writes) -> bool:
     return not by or order.get(read.name, 0) > order.get(by[-1].name, -1)
 
 
-def _may_be_rows(value, static: bool) -> bool:
+def _may_be_rows(value: Any, static: bool) -> bool:
     """Returns True if a value may have an entry a row: of a dynamic size, or any where the number of rows is static."""
     if not isinstance(value, tf.Tensor) or value.dtype == tf.string or not value.shape.rank:
         return False
     return static or value.shape[0] is None
 
 
-def _counted(value, static):
+def _counted(value: Any, static: bool) -> Any:
     """A value for each row without the row that does not count."""
     running = step_under_way()
     if running is None or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
@@ -280,7 +291,7 @@ def _counted(value, static):
     return running.drop_if_empty(value)
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """Values of Python and NumPy, and variables such as a learning rate, as tensors."""
     import keras
 

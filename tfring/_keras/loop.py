@@ -13,6 +13,8 @@ validation and before callbacks see the epoch's end. The batch that was not trai
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,12 +28,12 @@ _MADE = "_tfring_{}_function"  # of a model; its `train_function` may be a progr
 KINDS = ("train", "test")
 
 
-def made(model, kind: str, step_function) -> None:
+def made(model: Any, kind: str, step_function: Any) -> None:
     """A model has this StepFunction from now on."""
     vars(model)[_MADE.format(kind)] = step_function
 
 
-def bind(epoch_iterator, model) -> None:
+def bind(epoch_iterator: Any, model: Any) -> None:
     """Has the loop over an EpochIterator of `fit` or `evaluate` end on all ranks at once."""
     is_validation = epoch_iterator is getattr(model, "_eval_epoch_iterator", None)
     kind = "train" if entry_under_way("fit") and not is_validation else "test"
@@ -39,7 +41,7 @@ def bind(epoch_iterator, model) -> None:
 
 
 @contextlib.contextmanager
-def unread_logs(model):
+def unread_logs(model: Any) -> Iterator[None]:
     """In here `leave_unread` may be called; afterwards all is as it was."""
     before = vars(model).pop(_UNREAD, None)
     try:
@@ -50,12 +52,12 @@ def unread_logs(model):
             vars(model)[_UNREAD] = before
 
 
-def leave_unread(model, kinds) -> None:
+def leave_unread(model: Any, kinds: Iterable[str]) -> None:
     """Marks kinds of which no rank reads the logs of single batches; all ranks call it alike."""
     vars(model)[_UNREAD] = vars(model).get(_UNREAD, frozenset()) | set(kinds)
 
 
-def are_unread(model, kind: str) -> bool:
+def are_unread(model: Any, kind: str) -> bool:
     """Returns True if `leave_unread` was called."""
     return kind in vars(model).get(_UNREAD, ())
 
@@ -68,16 +70,16 @@ class Loop:
       kind: "train" or "test".
     """
 
-    def __init__(self, model, kind):
+    def __init__(self, model: Any, kind: str) -> None:
         self.model = model
         self.kind = kind
         self._flag = {"train": "stop_training", "test": "stop_evaluating"}[kind]
 
     @property
-    def step_function(self):
+    def step_function(self) -> Any:
         return vars(self.model).get(_MADE.format(self.kind))  # a callback may have it made again
 
-    def on_exit(self):
+    def on_exit(self) -> None:
         """Agrees with the other ranks on the end of the loop, once Keras has left it without an error."""
         strategy = ring_of_model(self.model)
         if strategy.extended.is_alone:
@@ -88,11 +90,11 @@ class Loop:
         if others_drew and self.step_function.iterator is not None:
             _tf.draw(self.step_function.iterator)
 
-    def mark_stopped(self):
+    def mark_stopped(self) -> None:
         setattr(self.model, self._flag, True)
 
     @contextlib.contextmanager
-    def on_all_ranks(self, keras_loop):
+    def on_all_ranks(self, keras_loop: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         """Ends Keras' loop on all ranks at once.
 
         Args:

@@ -22,6 +22,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -39,17 +41,17 @@ _local = threading.local()
 _warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the losses warned of
 
 
-def install():
+def install() -> None:
     _replace_scaling()
     _replace_reductions()
 
     @seam(Layer, "_get_regularization_losses")
-    def regularization_losses(original, self):
+    def regularization_losses(original: Callable[..., Any], self: Any) -> list:
         losses = original(self)
         return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
 
     @seam(Layer, "add_loss")
-    def add_loss(original, self, loss):
+    def add_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
         for value in loss if isinstance(loss, (list, tuple)) else [loss]:
             _warn_of_added(self, value)
         return original(self, loss)
@@ -62,13 +64,13 @@ class RingCompileLoss(CompileLoss):
     """Divides a vector of losses, whose elements are added up, by the share of the replica."""
 
     @classmethod
-    def adopt(cls, model) -> None:
+    def adopt(cls, model: Any) -> None:
         """Makes the loss of a model that was just compiled a ring's, and warns of losses that compare rows."""
         if model._compile_loss is not None:
             model._compile_loss.__class__ = cls
             _warn_of_comparisons(keras.losses, model.loss)
 
-    def call(self, *args, **kwargs):
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().call(*args, **kwargs)
         for _, function, _, _ in self._flat_losses:
             if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
@@ -79,13 +81,13 @@ class RingCompileLoss(CompileLoss):
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
-def _replace_scaling():
+def _replace_scaling() -> None:
     @seam(loss_module, "scale_loss_for_distribution")
-    def scale(original, value):
+    def scale(original: Callable[..., Any], value: Any) -> Any:
         return value if step.weighing() else original(value)
 
     @seam(loss_module, "unscale_loss_for_distribution")
-    def unscale(original, value):
+    def unscale(original: Callable[..., Any], value: Any) -> Any:
         running = step.weighing()
         if running is None:
             return original(value)
@@ -93,7 +95,9 @@ def _replace_scaling():
         return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
 
     @seam(tf.nn, "compute_average_loss")
-    def average(original, per_example_loss, sample_weight=None, global_batch_size=None):
+    def average(
+        original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    ) -> Any:
         loss = original(per_example_loss, sample_weight, global_batch_size)
         running = step.weighing()
         if running is None:
@@ -103,12 +107,12 @@ def _replace_scaling():
         return loss * current_ring().num_replicas_in_sync
 
     @seam(tf.nn, "scale_regularization_loss")
-    def regularization(original, regularization_loss):
+    def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
         loss = original(regularization_loss)
         return loss * current_ring().num_replicas_in_sync if step.weighing() else loss
 
 
-def per_row_as_sum(loss):
+def per_row_as_sum(loss: Any) -> Any:
     """Makes a vector, whose elements the tape adds up, one whose mean over replicas is the sum; a scalar stays."""
     running = step.weighing()
     if running is None or loss is None or before_division(loss) is not loss:
@@ -121,12 +125,12 @@ def per_row_as_sum(loss):
     return divided
 
 
-def before_division(loss):
+def before_division(loss: Any) -> Any:
     """A loss as logs show it."""
     return getattr(loss, "_tfring_before_division", loss)
 
 
-def additional_loss(total, loss):
+def additional_loss(total: Any, loss: Any) -> Any:
     """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
     running = step.weighing()
     return running.unweigh(total) if running and len(loss.shape) else total
@@ -135,7 +139,7 @@ def additional_loss(total, loss):
 class _SummedRegularizer:
     """In place of the attribute `Layer.activity_regularizer`: within a step what it gives is divided by the share."""
 
-    def __get__(self, layer, owner=None):
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
         if layer is None:
             return self
         regularizer = layer.__dict__.get("activity_regularizer")
@@ -144,16 +148,16 @@ class _SummedRegularizer:
             return regularizer
         return lambda activity: running.unweigh(tf.reduce_sum(regularizer(activity)))
 
-    def __set__(self, layer, regularizer):
+    def __set__(self, layer: Any, regularizer: Any) -> None:
         layer.__dict__["activity_regularizer"] = regularizer
 
 
 # -- reduction ---------------------------------------------------------------------------------------------------------
 
 
-def _replace_reductions():
+def _replace_reductions() -> None:
     @seam(loss_module.Loss, "__call__")
-    def call(original, self, *args, **kwargs):
+    def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         before = getattr(_local, "loss", None)
         _local.loss = self
         try:
@@ -162,7 +166,9 @@ def _replace_reductions():
             _local.loss = before
 
     @seam(loss_module, "apply_mask")
-    def apply_mask(original, sample_weight, mask, dtype, reduction):
+    def apply_mask(
+        original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
+    ) -> Any:
         weight = original(sample_weight, mask, dtype, reduction)
         running = step.weighing()
         if running is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
@@ -173,7 +179,12 @@ def _replace_reductions():
         return weight * tf.cast(factor, weight.dtype)
 
     @seam(loss_module, "reduce_values")
-    def reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
+    def reduce_values(
+        original: Callable[..., Any],
+        values: Any,
+        sample_weight: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+    ) -> Any:
         running = step.current()
         if running is None or reduction in (None, "none"):
             return original(values, sample_weight, reduction)
@@ -190,12 +201,12 @@ def _replace_reductions():
         return running.unweigh(loss) if reduction == "sum" else loss
 
 
-def _over_replicas(running, value, name):
+def _over_replicas(running: step.Step, value: tf.Tensor, name: str) -> tf.Tensor:
     """The sum of a scalar over all replicas, without a gradient."""
     running.refuse_in_parts(f"a mean by the {name} of a batch")
     extended = current_ring().extended
 
-    def on_worker(values):
+    def on_worker(values: Any) -> tf.Tensor:
         [total] = extended.control.all_reduce([tf.add_n(values_of(values))], name=name)
         return total
 
@@ -205,7 +216,7 @@ def _over_replicas(running, value, name):
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
-def _warn_of_comparisons(losses, compiled):
+def _warn_of_comparisons(losses: Any, compiled: Any) -> None:
     """Warns of Keras' own losses that are no sums over rows, as far as `compile` shows them."""
     for loss in tf.nest.flatten(compiled):
         given = loss.lower() if isinstance(loss, str) else getattr(loss, "fn", loss)
@@ -220,7 +231,7 @@ def _warn_of_comparisons(losses, compiled):
         )
 
 
-def _warn_of_scalar(loss):
+def _warn_of_scalar(loss: Any) -> None:
     running = step.weighing()
     if running is None or running.gathered:
         return
@@ -233,7 +244,7 @@ def _warn_of_scalar(loss):
     )
 
 
-def _warn_of_added(layer, loss):
+def _warn_of_added(layer: Any, loss: Any) -> None:
     """Warns of what a layer adds that is no mean over rows, as far as the graph tells."""
     running = step.weighing()
     if running is None or running.gathered or running.is_static or not graphs.is_symbolic(loss) or loss.shape.rank:
@@ -253,7 +264,7 @@ def _warn_of_added(layer, loss):
         )
 
 
-def warn_once(loss, message):
+def warn_once(loss: Any, message: str) -> None:
     """Warns, once a strategy of each loss, layer or metric, on its first rank."""
     strategy = current_ring()
     warned = _warned.setdefault(strategy, {})

@@ -7,8 +7,8 @@ which of the values it returned are results, and they are computed again from th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,21 +21,24 @@ from tfring.cross_device_ops import values_of
 from tfring.losses import gather_for_loss
 from tfring.step import graphs
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
-def install():
+
+def install() -> None:
     import keras
     from keras.src.backend import get_keras_mask, set_keras_mask
     from keras.src.utils import python_utils
 
     @seam(keras.metrics.Mean, "update_state")
-    def mean_of_scalars(original, self, values, sample_weight=None):
+    def mean_of_scalars(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
         """A scalar that a replica computed counts by its share, so that all replicas count as one batch."""
         running, values = step.weighing(), before_division(values)
         if running is None:
             return original(self, values, sample_weight=sample_weight)
         return original(self, *weighed(running, self, values, sample_weight))
 
-    def weighed(running, metric, values, weight) -> tuple:
+    def weighed(running: step.Step, metric: Any, values: Any, weight: Any) -> tuple:
         if tf.is_tensor(values) and not isinstance(values, tf.Tensor):  # ragged and sparse ones
             return values, weight
         masked = get_keras_mask(values) is not None
@@ -52,7 +55,9 @@ def install():
         return tf.where(running.active, mean, tf.zeros_like(mean)), weight
 
     @seam(keras.metrics.MeanMetricWrapper, "update_state")
-    def of_all_rows(original, self, y_true, y_pred, sample_weight=None):
+    def of_all_rows(
+        original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+    ) -> Any:
         """A function that returns one number gets the rows of all replicas: a ratio of sums is no mean of ratios."""
         running = step.weighing()
         if running is None or running.microbatches > 1 or not _are_rows(y_true, y_pred):
@@ -68,7 +73,7 @@ def install():
         return
 
     @seam(python_utils, "pythonify_logs")
-    def logs_of_step(original, logs):
+    def logs_of_step(original: Callable[..., Any], logs: dict | None) -> Any:
         """In an eager step, Keras before 3.14 makes Python numbers of results: which metric they are of is lost."""
         if step.current() is None:
             return original(logs)
@@ -86,11 +91,11 @@ def values_of_results(results: dict) -> dict:
     return {**results, **{name: tf.convert_to_tensor(v.value) for name, v in variables.items()}}
 
 
-def _rank(value) -> int | None:
+def _rank(value: Any) -> int | None:
     return value.shape.rank if isinstance(value, tf.Tensor) else np.ndim(value)
 
 
-def _is_constant(running, weight) -> bool:
+def _is_constant(running: step.Step, weight: Any) -> bool:
     """Returns True if a weight is the same number on all replicas; an integer may be a replica's number of rows."""
     if not isinstance(weight, tf.Tensor):
         if isinstance(weight, (int, np.integer)):
@@ -102,7 +107,7 @@ def _is_constant(running, weight) -> bool:
     return graphs.kind_of(weight, running.share) == "constant"
 
 
-def _warn_of_formula(running, metric, value) -> None:
+def _warn_of_formula(running: step.Step, metric: Any, value: Any) -> None:
     """Warns once of a Mean that is fed with what follows from no mean of the replicas'."""
     if running.is_static or running.gathered or getattr(metric, "_tfring_of_losses", False):
         return
@@ -118,11 +123,11 @@ def _warn_of_formula(running, metric, value) -> None:
     )
 
 
-def _are_rows(*values) -> bool:
+def _are_rows(*values: Any) -> bool:
     return all(isinstance(v, tf.Tensor) and v.shape.rank and v.dtype != tf.string for v in values)
 
 
-def _gathered(running, values) -> list:
+def _gathered(running: step.Step, values: Sequence[Any]) -> list:
     """The rows of all replicas, without gradients."""
     before = running.gathered
     try:
@@ -131,11 +136,11 @@ def _gathered(running, values) -> list:
         running.gathered = before
 
 
-def metrics_of(model) -> list:
+def metrics_of(model: Any) -> list:
     """Every metric that a model, its layers and its other metrics hold, each once."""
     found: dict = {}
 
-    def add(metrics):
+    def add(metrics: Iterable[Any]) -> None:
         for metric in metrics:
             if metric is not None and id(metric) not in found:
                 found[id(metric)] = metric
@@ -161,7 +166,7 @@ class Source(NamedTuple):
 class Results:
     """Notes what the metrics of a model return from `result` while a step is traced or run."""
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self._metrics = metrics_of(model)
         of_losses = [] if model._compile_loss is None else model._compile_loss.metrics
         for metric in (model._loss_tracker, *of_losses):  # losses are warned of by themselves
@@ -170,7 +175,7 @@ class Results:
         self._found: dict = {}
 
     @contextlib.contextmanager
-    def noted(self):
+    def noted(self) -> Iterator[None]:
         """While it lasts, results are noted."""
         try:
             for metric in self._metrics:
@@ -180,8 +185,8 @@ class Results:
             for metric in self._metrics:
                 vars(metric).pop("result", None)
 
-    def _noting(self, metric, result):
-        def noting():
+    def _noting(self, metric: Any, result: Callable[[], Any]) -> Callable[[], Any]:
+        def noting() -> Any:
             value = result()
             for position, leaf in enumerate(tf.nest.flatten(value)):
                 # A metric made of others may hand on their results: the first that returned one computes it.
@@ -190,12 +195,12 @@ class Results:
 
         return noting
 
-    def sources(self, outputs) -> list[Source | None]:
+    def sources(self, outputs: Any) -> list[Source | None]:
         """For each value of `outputs` the metric whose result it is, if it is one."""
         return [self._found.get(id(leaf), (None, None))[1] for leaf in tf.nest.flatten(outputs)]
 
 
-def local_state(strategy, variable) -> tf.Tensor | None:
+def local_state(strategy: RingStrategy, variable: Any) -> tf.Tensor | None:
     """Returns what this worker adds to a metric's variable over all replicas; None where all hold the same already."""
     value = variable.value
     if not isinstance(value, tf.distribute.DistributedValues):

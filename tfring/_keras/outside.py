@@ -18,6 +18,8 @@ import contextlib
 import itertools
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -28,31 +30,34 @@ from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of_process
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 _warned: weakref.WeakSet = weakref.WeakSet()  # strategies beside which a model has trained alone
 
 
-def install():
+def install() -> None:
     from keras.src.layers.layer import Layer
 
     @seam(Layer, "_maybe_build")  # where Keras traces a layer that has no `build`, and makes the variables in it later
-    def maybe_build(original, self, *args, **kwargs):
+    def maybe_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.nullcontext() if self.built else scope_of(self):
             return original(self, *args, **kwargs)
 
     @seam(tf.compat.v1, "reset_default_graph")
-    def reset_default_graph(original):
+    def reset_default_graph(original: Callable[..., Any]) -> None:
         # `keras.backend.clear_session()` calls it. An open scope is noted in the graph, which is empty anyway.
         if current_ring() is None:
             original()
 
 
-def scope_of(layer) -> contextlib.AbstractContextManager:
+def scope_of(layer: Any) -> contextlib.AbstractContextManager:
     """The scope in which a layer was made, where it is not open."""
     strategy = vars(layer).get("_tfring_made_in")
     return contextlib.nullcontext() if strategy is None or tf.distribute.has_strategy() else strategy.scope()
 
 
-def take_in_model(model) -> None:
+def take_in_model(model: Any) -> None:
     """Makes a model that was composed outside the scope its strategy's, where a layer of it was made inside."""
     if getattr(model, "_distribute_strategy", None) is not None:
         return
@@ -62,7 +67,7 @@ def take_in_model(model) -> None:
         model._distribute_strategy = rings[0]
 
 
-def warn_of_model(model) -> None:
+def warn_of_model(model: Any) -> None:
     """Warns once a strategy of a model that trains on this worker alone, while others train theirs."""
     strategy = ring_of_process()
     if strategy is None or strategy in _warned or getattr(model, "_distribute_strategy", None) is not None:
@@ -76,7 +81,7 @@ def warn_of_model(model) -> None:
     )
 
 
-def take_in_metrics(model, strategy) -> None:
+def take_in_metrics(model: Any, strategy: RingStrategy) -> None:
     """Makes metrics that a model holds its strategy's."""
     for metric in metrics_of(model):
         for variable in metric._variables:
@@ -85,7 +90,7 @@ def take_in_metrics(model, strategy) -> None:
         adopt_variables(metric._variables, strategy)
 
 
-def refuse_weights(model, strategy) -> None:
+def refuse_weights(model: Any, strategy: RingStrategy) -> None:
     """Raises ConfigurationError where weights that train were made outside the scope, and names their layers."""
     outside = {id(v) for v in model.trainable_variables if not is_of(v, strategy)}
     if not outside or model.optimizer is None:
@@ -99,7 +104,7 @@ def refuse_weights(model, strategy) -> None:
     )
 
 
-def refuse_model(model, method: str) -> None:
+def refuse_model(model: Any, method: str) -> None:
     """Raises ConfigurationError where the scope of a RingStrategy is open and the model was made outside it."""
     if current_ring() is None:
         return
@@ -110,7 +115,7 @@ def refuse_model(model, method: str) -> None:
     )
 
 
-def _layers_as_written(model) -> list:
+def _layers_as_written(model: Any) -> list:
     """The layers of a model and of models in it, without those of which layers are made."""
     import keras
 

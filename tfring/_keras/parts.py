@@ -22,7 +22,7 @@ from tfring.errors import ConfigurationError
 _UNKNOWN = object()  # comes of a layer that calls others itself
 
 
-def refuse_astray(model) -> None:
+def refuse_astray(model: Any) -> None:
     """Raises ConfigurationError for a functional or sequential model in which parts go to a layer that takes none."""
     graph = _graph_of(model)
     if graph is None or not any(map(_in_parts, all_layers(model))):
@@ -32,16 +32,16 @@ def refuse_astray(model) -> None:
             raise _unpaired(f"parts of {source.name!r} among the outputs of model {model.name!r}")
 
 
-def _in_parts(layer) -> bool:
+def _in_parts(layer: Any) -> bool:
     return getattr(layer, "leaves_parts", False) or getattr(layer, "takes_parts", False)
 
 
-def _graph_of(operation) -> Any:
+def _graph_of(operation: Any) -> Any:
     graph = getattr(operation, "_functional", None) or operation  # of a sequential model
     return graph if hasattr(graph, "_nodes_by_depth") else None
 
 
-def _through_graph(graph, sources: Sequence) -> list:
+def _through_graph(graph: Any, sources: Sequence) -> list:
     """Returns for each output the layer that left it in parts, None for a full one; `sources` are the inputs'."""
     of = dict(zip(map(id, graph.inputs), sources, strict=True))
     for depth in sorted(graph._nodes_by_depth, reverse=True):
@@ -52,7 +52,7 @@ def _through_graph(graph, sources: Sequence) -> list:
     return [of.get(id(tensor), _UNKNOWN) for tensor in graph.outputs]
 
 
-def _through(operation, sources: Sequence) -> Any:
+def _through(operation: Any, sources: Sequence) -> Any:
     """Returns the same as `_through_graph`, for all outputs of one call."""
     different = {id(source): source for source in sources}
     graph = _graph_of(operation)

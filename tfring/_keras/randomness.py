@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -16,29 +18,32 @@ from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 _local = threading.local()  # .recorded, .replayed: seeds drawn, or to be drawn again
 
 _GOLDEN_RATIO = 0x9E3779B9  # odd: multiples of it modulo 2**32 are all different
 
 
-def install():
+def install() -> None:
     from keras.src.random import seed_generator
 
     @seam(seed_generator, "global_seed_generator")
-    def generator_of_unseeded_operations(original):
+    def generator_of_unseeded_operations(original: Callable[..., Any]) -> Any:
         """Keras keeps it by thread, and replicas run in threads of their own: theirs is that of the thread of `fit`."""
         context = tf.distribute.get_replica_context()
         if current_ring() is None or context is None:
             return original()
 
-        def in_thread_of_fit(strategy):
+        def in_thread_of_fit(strategy: RingStrategy) -> Any:
             with tf.init_scope(), strategy.scope():  # where it is to be made
                 return original()
 
         return context.merge_call(in_thread_of_fit)
 
     @seam(seed_generator.SeedGenerator, "next")
-    def next_seed(original, self, *args, **kwargs):
+    def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         replayed = getattr(_local, "replayed", None)
         if replayed is not None:
             return replayed.pop(0)
@@ -49,7 +54,7 @@ def install():
             recorded.append(seed)
         return seed
 
-    def of_replica(seed):
+    def of_replica(seed: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         if current_ring() is None or context is None:
             return seed
@@ -61,7 +66,7 @@ def install():
 
 
 @contextlib.contextmanager
-def recorded():
+def recorded() -> Iterator[list]:
     """While layers are called: yields the list of the seeds that they draw."""
     before = getattr(_local, "recorded", None)
     seeds: list = []
@@ -73,7 +78,7 @@ def recorded():
 
 
 @contextlib.contextmanager
-def replayed(seeds):
+def replayed(seeds: Iterable[Any]) -> Iterator[None]:
     """While the same layers are called once more: they draw these seeds again, and none else."""
     before = getattr(_local, "replayed", None)
     _local.replayed = list(seeds)
@@ -91,7 +96,7 @@ def take_global_seed() -> list[int] | None:
     return None if generator is None else values_of(generator.state.value)[0].numpy().tolist()
 
 
-def give_global_seed(strategy, state: list[int]) -> None:
+def give_global_seed(strategy: RingStrategy, state: list[int]) -> None:
     """Sets what `take_global_seed` took."""
     from keras.src.random import seed_generator
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -20,8 +22,11 @@ from tfring._keras.sharding import cut_of, slots
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of_process
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
-def save(model, path, **options) -> None:
+
+def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
     """Saves a model once for all workers, and returns on every rank when the file is whole. All ranks call it.
 
     Rank 0 writes; a path on a disk of its own is seen by the workers of that host only.
@@ -62,13 +67,13 @@ def save(model, path, **options) -> None:
         raise OSError(f"Rank 0 could not save the model; its own error says why. Received: path={str(path)!r}")
 
 
-def install():
+def install() -> None:
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.models.model import Model
     from keras.src.saving import saving_lib
 
     @seam(saving_lib, "get_attr_skipset")
-    def get_attr_skipset(original, obj_type):
+    def get_attr_skipset(original: Callable[..., Any], obj_type: str) -> set[str]:
         # Keras makes an optimizer to see which attributes it has. Its variables are no business of other ranks.
         own = {"_tfring_outer"} if obj_type == "Optimizer" else set()  # not for files, which other processes load
         if current_ring() is None:
@@ -77,25 +82,27 @@ def install():
             return original(obj_type) | own
 
     @seam(saving_lib, "save_model")
-    def save_model(original, model, filepath, weights_format="h5", zipped=True):
+    def save_model(
+        original: Callable[..., Any], model: Any, filepath: Any, weights_format: str = "h5", zipped: bool = True
+    ) -> None:
         with slots.whole_pieces(model):
             if zipped:
                 written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
             else:
                 folder(model, filepath, lambda path: original(model, path, weights_format, zipped))
 
-    def whole_and_aside(original, model, filepath, *args, **kwargs):
+    def whole_and_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         with slots.whole_pieces(model):
             return written_aside(original, model, filepath, *args, **kwargs)
 
-    def written_aside(original, model, filepath, *args, **kwargs):
+    def written_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path_of_several(filepath, ring_of_model(model))
         if path is None or not path.parent.is_dir():  # Keras makes the folder or says that there is none
             return original(model, filepath, *args, **kwargs)
         with aside.files(path) as beside:
             return original(model, beside, *args, **kwargs)
 
-    def folder(model, filepath, write):
+    def folder(model: Any, filepath: Any, write: Callable[[Any], Any]) -> Any:
         strategy = ring_of_model(model) or ring_of_process()
         path = _path_of_several(filepath, strategy)
         if path is None:
@@ -108,7 +115,7 @@ def install():
     seam(legacy_h5_format, "save_model_to_hdf5")(whole_and_aside)
 
     @seam(Model, "export")
-    def export(original, self, filepath, *args, **kwargs):
+    def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = [v.path for v in self.variables if cut_of(v) is not None]
         if sharded:
             raise ConfigurationError(
@@ -120,7 +127,7 @@ def install():
             return folder(self, filepath, lambda path: original(self, path, *args, **kwargs))
 
     @seam(_tf.TrackableSaver, "save")
-    def save_checkpoint(original, self, file_prefix, *args, **kwargs):
+    def save_checkpoint(original: Callable[..., Any], self: Any, file_prefix: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path_of_several(file_prefix, None) if tf.executing_eagerly() else None
         if path is None:
             return original(self, file_prefix, *args, **kwargs)
@@ -130,7 +137,7 @@ def install():
         return os.path.join(os.path.dirname(file_prefix), os.path.basename(written))
 
 
-def _path_of_several(filepath, strategy) -> pathlib.Path | None:
+def _path_of_several(filepath: Any, strategy: RingStrategy | None) -> pathlib.Path | None:
     """The path, where several ranks may write it: those of a strategy, or else of this process' ring."""
     strategy = strategy or ring_of_process()
     is_local = isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)

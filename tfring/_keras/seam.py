@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfring._keras.replaced import REPLACED
@@ -26,7 +26,7 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
         original = installed[key] = getattr(owner, name)
 
         @functools.wraps(original)
-        def replaced(*args, **kwargs):
+        def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
         setattr(owner, name, replaced)
@@ -78,7 +78,7 @@ def version_of_keras() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def ring_of_model(model):
+def ring_of_model(model: Any) -> Any:
     """The RingStrategy in whose scope a model was made."""
     return ring_of(getattr(model, "_distribute_strategy", None))
 
@@ -87,7 +87,7 @@ _entries: list[str] = []  # fit, evaluate or predict under way, innermost last
 
 
 @contextlib.contextmanager
-def entered(name: str):
+def entered(name: str) -> Iterator[None]:
     """While `fit`, `evaluate` or `predict` runs."""
     _entries.append(name)
     try:

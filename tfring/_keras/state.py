@@ -29,8 +29,8 @@ import contextlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -42,6 +42,9 @@ from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of
 from tfring.step import graphs
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
@@ -55,12 +58,14 @@ class Written(NamedTuple):
     by: Any = None
 
 
-def install():
+def install() -> None:
     if not _KNOWS_SYNCHRONIZATION:
         _sum_metrics_when_read(keras.metrics.Metric)
 
     @seam(_tf.distribute_values, "_on_write_update_replica")
-    def update_in_replica(original, variable, update, value, **kwargs):
+    def update_in_replica(
+        original: Callable[..., Any], variable: Any, update: Callable[..., Any], value: Any, **kwargs: Any
+    ) -> Any:
         """Writes a mirrored variable of TensorFlow's own in a replica."""
         running = step.weighing()
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(variable)
@@ -135,23 +140,23 @@ def _reset(variable: Any, value: Any) -> bool:
 class _Copy:
     """A replica's copy of a variable of TensorFlow's, as TensorFlow writes it."""
 
-    def __init__(self, running, variable):
+    def __init__(self, running: step.Step, variable: Any) -> None:
         self._step, self._variable, self._own = running, variable, own_copy(variable)
 
-    def assign(self, value, use_locking=None, name=None, read_value=True):
+    def assign(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         return self._write(value, False, read_value)
 
-    def assign_add(self, value, use_locking=None, name=None, read_value=True):
+    def assign_add(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         return self._write(self._own + tf.cast(value, self._own.dtype), True, read_value)
 
-    def assign_sub(self, value, use_locking=None, name=None, read_value=True):
+    def assign_sub(self, value: Any, use_locking: Any = None, name: Any = None, read_value: bool = True) -> Any:
         return self._write(self._own - tf.cast(value, self._own.dtype), True, read_value)
 
-    def _write(self, value, adding, read_value):
+    def _write(self, value: Any, adding: bool, read_value: bool) -> Any:
         _write_own(self._step, self._variable, value, adding)
         return self._own if read_value else None
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         """A `scatter_...`: of rows, by ids that differ from replica to replica."""
         if not self._step.gathered:
             raise _rows_put_in(self._variable)
@@ -159,7 +164,7 @@ class _Copy:
         return getattr(self._own, name)
 
 
-def _write_own(running, variable, value, adding) -> bool:
+def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> bool:
     """Writes a replica's copy and notes the rule; False where there is none, for a metric's state that is summed."""
     held = held_by(variable)
     rule = _rule(running, variable, value, adding)
@@ -172,16 +177,16 @@ def _write_own(running, variable, value, adding) -> bool:
     return True
 
 
-def held_by(variable):
+def held_by(variable: Any) -> Any:
     """The variable of TensorFlow that is, or is behind, a variable."""
     return variable if isinstance(variable, tf.distribute.DistributedValues) else variable._value
 
 
-def _sum_metrics_when_read(metric):
+def _sum_metrics_when_read(metric: type) -> None:
     """Keras before 3.10 sums `total + value` over replicas at each write, so earlier batches count again and again."""
 
     @seam(metric, "add_variable")
-    def add_variable(original, self, *args, **kwargs):
+    def add_variable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         _local.makes_metric = True
         try:
             variable = original(self, *args, **kwargs)
@@ -197,13 +202,13 @@ def synchronization_of(variable: Any) -> contextlib.AbstractContextManager:
     if _KNOWS_SYNCHRONIZATION or not of_metric or current_ring() is None:
         return contextlib.nullcontext()
 
-    def creator(next_creator, **kwargs):
+    def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         return next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
 
     return tf.variable_creator_scope(creator)
 
 
-def _refuse_outside(variable):
+def _refuse_outside(variable: Any) -> None:
     if not isinstance(variable._value, tf.distribute.DistributedValues):
         raise ConfigurationError(
             "What a step writes is made in the strategy's scope, or each rank would go its own way. Received: the "
@@ -212,7 +217,7 @@ def _refuse_outside(variable):
         )
 
 
-def _rule(running, variable, value, adding) -> str | None:
+def _rule(running: step.Step, variable: Any, value: Any, adding: bool) -> str | None:
     """Returns how the values that replicas write to a variable become one; None if the step leaves that to others."""
     here = held_by(variable)
     eagerly = tf.executing_eagerly()
@@ -247,7 +252,7 @@ def _rule(running, variable, value, adding) -> str | None:
     return "mean"
 
 
-def _rule_of_metric(running, variable, value, last) -> str | None:
+def _rule_of_metric(running: step.Step, variable: Any, value: Any, last: str) -> str | None:
     """None for a state that is summed when it is read; else its copies are alike after each step, and the first counts.
 
     Raises:
@@ -280,7 +285,7 @@ def _rule_of_metric(running, variable, value, last) -> str | None:
     return "mean" if here.dtype.is_floating else "same"
 
 
-def _stands_for_batch(running, variable, value) -> bool:
+def _stands_for_batch(running: step.Step, variable: Any, value: Any) -> bool:
     """Returns True if what is added to a metric's state is one number for a replica's rows, and no sum over them."""
     if running.is_static or running.gathered or tf.executing_eagerly() or _adds_up_rows(variable):
         return False
@@ -290,7 +295,7 @@ def _stands_for_batch(running, variable, value) -> bool:
     return graphs.kind_of(graphs.increment_of(here, value), running.share) in ("constant", "mean", "other")
 
 
-def _adds_up_rows(variable) -> bool:
+def _adds_up_rows(variable: Any) -> bool:
     """Returns True if a variable is the state of a metric that Keras defines, which it updates by sums over rows.
 
     Keras' `Sum` adds what it is given, which may be one number for the rows.
@@ -301,7 +306,7 @@ def _adds_up_rows(variable) -> bool:
     return any(c.__module__.startswith("keras.") and c not in by_user for c in updating)
 
 
-def _once_a_batch(running, variable, value):
+def _once_a_batch(running: step.Step, variable: Any, value: Any) -> Any:
     """Returns what to write to a metric's state, to which a mean or a constant is added once, over all replicas."""
     here = held_by(variable)
     if not here.dtype.is_floating or not _stands_for_batch(running, variable, value):
@@ -314,22 +319,22 @@ def _once_a_batch(running, variable, value):
     return own - weighed if graphs.is_difference(value) else own + weighed
 
 
-def _is_each_replicas_own(handle) -> bool:
+def _is_each_replicas_own(handle: Any) -> bool:
     """Returns True if a handle is that of a variable of which each replica has its own, such as a metric's."""
     variable = _tf.variable_of_replicas(handle)
     return variable is not None and variable.synchronization == tf.VariableSynchronization.ON_READ
 
 
-def _is_zero(value) -> bool:
+def _is_zero(value: Any) -> bool:
     value = tf.get_static_value(tf.convert_to_tensor(value))
     return value is not None and not value.any()
 
 
-def _name(variable) -> str:
+def _name(variable: Any) -> str:
     return getattr(variable, "path", None) or variable.name
 
 
-def _rows_put_in(variable) -> ConfigurationError:
+def _rows_put_in(variable: Any) -> ConfigurationError:
     return ConfigurationError(
         "A queue or a memory of rows is written from the rows of all replicas: the mean of what replicas put in it is "
         f"not what one process would. Received: {_name(variable)!r}, written from a replica's rows. Give it "
@@ -337,7 +342,7 @@ def _rows_put_in(variable) -> ConfigurationError:
     )
 
 
-def _warn_of_sum(variable, adding) -> None:
+def _warn_of_sum(variable: Any, adding: bool) -> None:
     _warn_once(
         variable,
         f"{_name(variable)!r} has no aggregation, so it becomes the mean of what the replicas write, weighted by "
@@ -352,7 +357,7 @@ def _warn_of_sum(variable, adding) -> None:
     )
 
 
-def _warn_of_formula(variable, how) -> None:
+def _warn_of_formula(variable: Any, how: str) -> None:
     _warn_once(
         variable,
         f"A product, ratio, root or the like of means over a replica's rows {how}: {_name(variable)!r}. That of the "
@@ -361,7 +366,7 @@ def _warn_of_formula(variable, how) -> None:
     )
 
 
-def _warn_once(variable, text) -> None:
+def _warn_once(variable: Any, text: str) -> None:
     if getattr(variable, "_tfring_warned", False):
         return
     variable._tfring_warned = True
@@ -369,7 +374,7 @@ def _warn_once(variable, text) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def own_copy(variable):
+def own_copy(variable: Any) -> Any:
     """Returns the running replica's copy of a variable that replicas hold."""
     copies = values_of(variable)
     if len(copies) == 1:
@@ -378,7 +383,7 @@ def own_copy(variable):
     return copies[int(tf.get_static_value(tf.convert_to_tensor(replica))) % len(copies)]
 
 
-def values_before(model) -> dict:
+def values_before(model: Any) -> dict:
     """Returns, by identity, the values before a step of variables that it may add to."""
     before = {}
     for variable in [*model.non_trainable_variables, *_variables_of_tensorflow(model)]:
@@ -391,7 +396,7 @@ def values_before(model) -> dict:
     return before
 
 
-def _variables_of_tensorflow(model) -> list:
+def _variables_of_tensorflow(model: Any) -> list:
     """Those that layers and the model hold as attributes, in lists and dicts too."""
     found: dict = {}
     todo = [value for layer in all_layers(model) for value in vars(layer).values()]
@@ -407,7 +412,7 @@ def _variables_of_tensorflow(model) -> list:
     return list(found.values())
 
 
-def written_together(strategy, written, shares, before) -> tuple:
+def written_together(strategy: RingStrategy, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
     """One value for each variable that the replicas wrote; maxima and minima are written before this returns.
 
     Args:
@@ -436,7 +441,7 @@ def written_together(strategy, written, shares, before) -> tuple:
     for variable, rule, copies in highest:
         _write(strategy, variable, _highest(strategy, variable, rule, copies, shares))
 
-    def finish(totals):
+    def finish(totals: Sequence[tf.Tensor]) -> None:
         for (variable, rule, _), total in zip(summed, totals, strict=True):
             if rule == "first":
                 total = total[tf.argmax(total[:, 0] > 0), 1:]
@@ -448,7 +453,9 @@ def written_together(strategy, written, shares, before) -> tuple:
     return [part for *_, part in summed], finish
 
 
-def _part(strategy, variable, rule, copies, shares, before):
+def _part(
+    strategy: RingStrategy, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor, before: dict
+) -> tf.Tensor:
     if copies[0].dtype.is_integer:
         copies = [tf.cast(copy, tf.int64) for copy in copies]
     if rule == "mean":
@@ -465,7 +472,7 @@ def _part(strategy, variable, rule, copies, shares, before):
     return tf.add_n(copies)
 
 
-def _rows_of_replicas(strategy, copies, shares):
+def _rows_of_replicas(strategy: RingStrategy, copies: Sequence[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:
     """A row for each replica of all workers: whether it has rows of the batch, then its copy; others' rows are 0."""
     before = strategy.extended.control.rank * len(copies)
     after = strategy.num_replicas_in_sync - before - len(copies)
@@ -474,7 +481,9 @@ def _rows_of_replicas(strategy, copies, shares):
     return tf.pad(mine, [[before, after], [0, 0]])
 
 
-def _highest(strategy, variable, rule, copies, shares):
+def _highest(
+    strategy: RingStrategy, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor
+) -> tf.Tensor:
     control = strategy.extended.control
     dtype = copies[0].dtype
     numbers = tf.stack([c if dtype.is_floating else tf.cast(c, tf.int64) for c in copies])
@@ -489,12 +498,12 @@ def _highest(strategy, variable, rule, copies, shares):
     return tf.cast(highest if rule != "min" else -lowest, dtype)
 
 
-def _write(strategy, variable, value):
+def _write(strategy: RingStrategy, variable: Any, value: Any) -> None:
     for copy in values_of(held_by(variable)):
         copy.assign(tf.cast(value, copy.dtype))
 
 
-def _no_rule(variable) -> str:
+def _no_rule(variable: Any) -> str:
     return (
         f"The replicas wrote different values to {_name(variable)!r} ({variable.dtype}), and nothing says how they "
         'become one. Give it an aggregation, such as `add_weight(..., aggregation="sum")`, or write it by '

@@ -18,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -41,6 +41,9 @@ from tfring.ring import failures
 from tfring.step import status, trace
 from tfring.step.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 
 def install() -> None:
     """Makes RingTrainer what `keras.Model`, and so every model there is or will be, derives from."""
@@ -60,7 +63,7 @@ class RingTrainer(TensorFlowTrainer):
 
     predict_function: Any
 
-    def fit(self, *args, **kwargs):
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
         outside.take_in_model(self)
         strategy = ring_of_model(self)
         if strategy is None:
@@ -70,14 +73,14 @@ class RingTrainer(TensorFlowTrainer):
         with _call("fit", self, strategy, args, kwargs) as (given, _):
             return super().fit(**given)
 
-    def evaluate(self, *args, **kwargs):
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         strategy = ring_of_model(self)
         if strategy is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
             return super().evaluate(*args, **kwargs)
         with _call("evaluate", self, strategy, args, kwargs) as (given, _):
             return super().evaluate(**given)
 
-    def predict(self, *args, **kwargs):
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         strategy = ring_of_model(self)
         if strategy is None:
             return super().predict(*args, **kwargs)
@@ -88,17 +91,17 @@ class RingTrainer(TensorFlowTrainer):
             with self.predict_function.loop(waits=not needed.watches_predict) as of_all_rows:
                 return of_all_rows(super().predict(**given))
 
-    def make_train_function(self, force=False):
+    def make_train_function(self, force: bool = False) -> Any:
         if ring_of_model(self) is None:
             return super().make_train_function(force)
         return _make_step_function(self, "train", force)
 
-    def make_test_function(self, force=False):
+    def make_test_function(self, force: bool = False) -> Any:
         if ring_of_model(self) is None:
             return super().make_test_function(force)
         return _make_step_function(self, "test", force)
 
-    def make_predict_function(self, force=False):
+    def make_predict_function(self, force: bool = False) -> Any:
         strategy = ring_of_model(self)
         if strategy is None:
             return super().make_predict_function(force)
@@ -106,17 +109,17 @@ class RingTrainer(TensorFlowTrainer):
             self.predict_function = PredictFunction(self, strategy)
         return self.predict_function
 
-    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         strategy = ring_of_model(self)
         if strategy is None:
             super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         else:
             _build(self, strategy, iterator, data_batch)
 
-    def _aggregate_additional_loss(self, loss):
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
         return additional_loss(super()._aggregate_additional_loss(loss), loss)
 
-    def _get_metrics_result_or_logs(self, logs):
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         strategy = ring_of_model(self)
         if strategy is None:
             return super()._get_metrics_result_or_logs(logs)
@@ -222,7 +225,7 @@ def _build(model: Any, strategy: Any, iterator: Any, data_batch: Any) -> None:
         outside.take_in_metrics(model, strategy)
 
 
-def _symbolic_batch(element_spec):
+def _symbolic_batch(element_spec: Any) -> Any:
     from keras.src import backend
 
     specs = tf.nest.map_structure(_tf.spec_of_a_replica, element_spec)
@@ -230,7 +233,7 @@ def _symbolic_batch(element_spec):
     counts = [shape[0] for shape in shapes]
     rows = None if None in counts else max(counts, key=counts.count, default=None)
 
-    def symbolic(spec):
+    def symbolic(spec: Any) -> Any:
         if type(spec).__name__ in ("OptionalSpec", "NoneTensorSpec"):
             return None
         first, *others = list(spec.shape) or [None]
@@ -240,11 +243,11 @@ def _symbolic_batch(element_spec):
     return tf.nest.map_structure(symbolic, specs)
 
 
-def _build_eagerly(model, data_batch):
+def _build_eagerly(model: Any, data_batch: Any) -> None:
     """Builds a model on a row of zeros: what runs eagerly may call NumPy, which takes no symbols."""
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-    def zeros(symbol):
+    def zeros(symbol: Any) -> Any:
         return None if symbol is None else tf.zeros([n or 1 for n in symbol.shape], symbol.dtype)
 
     x, y, _ = unpack_x_y_sample_weight(tf.nest.map_structure(zeros, data_batch))
@@ -266,7 +269,7 @@ class StepFunction:
       kind: "train" or "test".
     """
 
-    def __init__(self, model, strategy, kind):
+    def __init__(self, model: Any, strategy: RingStrategy, kind: str) -> None:
         self._model = model
         self._strategy = strategy
         self._kind = kind
@@ -281,17 +284,17 @@ class StepFunction:
         self._is_compared = False
         self.begin_anew()
 
-    def begin_anew(self):
+    def begin_anew(self) -> None:
         """Forgets a loop over batches."""
         self.iterator = None  # of the last step
         self._unread: tuple | None = None  # of the last step: what its replicas returned, and their shares
         self._logs_of_loop: dict = {}  # that Keras holds for those of the last step
 
-    def __call__(self, iterator):
+    def __call__(self, iterator: Any) -> Any:
         with trace.step(self._strategy, self._kind):
             return self._run(iterator)
 
-    def _run(self, iterator):
+    def _run(self, iterator: Any) -> Any:
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             logs = None
             if self._kind == "test" and self._strategy.updater is not None:
@@ -307,7 +310,7 @@ class StepFunction:
             return self._logs_of_all_rows(*self._unread)
         return self._logs_of_loop
 
-    def _call(self, function, *args):
+    def _call(self, function: Any, *args: Any) -> Any:
         """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
         if not self._is_compared:
             graph = None if self._model.run_eagerly else function.get_concrete_function(*args).graph
@@ -315,14 +318,14 @@ class StepFunction:
             self._is_compared = True
         return function(*args)
 
-    def bring_logs_together(self):
+    def bring_logs_together(self) -> None:
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
         if self._unread is not None and isinstance(self._unread[0], dict):
             self._logs_of_loop.update(self._logs_of_all_rows(*self._unread))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _one_step_body(self, inputs, rows, shares, with_logs):
+    def _one_step_body(self, inputs: Sequence[Any], rows: Sequence[Any], shares: tf.Tensor, with_logs: bool) -> Any:
         """Returns the outputs of each replica, or the logs."""
         before = state.values_before(self._model)
         outputs, written = self._logs.of_step(
@@ -344,24 +347,24 @@ class StepFunction:
             )
         return logs[-1] if with_logs else outputs
 
-    def _together(self, parts):
+    def _together(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Any]]]) -> list:
         """Applies `finish` to the sums over all workers, for each `(values, finish)`: one collective a dtype."""
         values = [value for values, _ in parts for value in values]
         totals = self._strategy.extended.control_ops.sum_over_workers(values, name="state and logs")
         results = []
-        for values, finish in parts:
-            results.append(finish(totals[: len(values)]))
-            totals = totals[len(values) :]
+        for mine, finish in parts:
+            results.append(finish(totals[: len(mine)]))
+            totals = totals[len(mine) :]
         return results
 
-    def _on_iterator_body(self, iterator, with_logs):
+    def _on_iterator_body(self, iterator: Any, with_logs: bool) -> Any:
         """The logs; or what the replicas of this worker returned in the last step, and their shares of its batch."""
         with self._strategy.scope():
             steps = self._model.steps_per_execution
             told, inputs, rows = self._next_batch(iterator)
             taken: list = []
 
-            def take():
+            def take() -> Any:
                 taken.append(self._one_step(inputs, rows, told.shares, with_logs and steps == 1))
                 return taken[0]
 
@@ -370,10 +373,10 @@ class StepFunction:
             if steps == 1:
                 return outputs if with_logs else (outputs, told.shares)
 
-            def more(i, has_batch, outputs, shares):
+            def more(i: tf.Tensor, has_batch: tf.Tensor, outputs: Any, shares: tf.Tensor) -> tf.Tensor:
                 return tf.logical_and(i < steps, has_batch)
 
-            def another(i, _, outputs, shares):
+            def another(i: tf.Tensor, _: tf.Tensor, outputs: Any, shares: tf.Tensor) -> tuple:
                 told, inputs, rows = self._next_batch(iterator)
                 outputs, shares = tf.cond(
                     told.goes_on,
@@ -385,7 +388,7 @@ class StepFunction:
             _, _, outputs, shares = tf.while_loop(more, another, (1, True, outputs, told.shares), parallel_iterations=1)
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
-    def _on_batch_body(self, batch):
+    def _on_batch_body(self, batch: Any) -> Any:
         inputs = data.split_rows(batch, self._replicas)
         with self._strategy.scope():
             rows = [data.num_rows(element) for element in inputs]
@@ -393,14 +396,14 @@ class StepFunction:
             with tf.control_dependencies(status.why_not(told)):
                 return self._one_step(inputs, rows, told.shares, True)
 
-    def _logs_of_all_rows_body(self, outputs, shares):
+    def _logs_of_all_rows_body(self, outputs: Any, shares: tf.Tensor) -> Any:
         with self._strategy.scope():
             [logs] = self._together([self._logs.together(outputs, shares)])
             return logs
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
-    def _next_batch(self, iterator):
+    def _next_batch(self, iterator: Any) -> tuple[status.Status, list, list]:
         """Returns what all ranks hold before the step, and one element and its number of rows a replica."""
         inputs, have_value = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
         fingerprint = None
@@ -414,7 +417,7 @@ class StepFunction:
             ]
         return status.before_step(self._strategy, rows, tf.reduce_any(have_value), fingerprint), inputs, rows
 
-    def _refuse(self, told, iterator, like=None):
+    def _refuse(self, told: status.Status, iterator: Any, like: Any = None) -> Any:
         """Raises why there is no step; what it returns is never computed, and is like what the step returns."""
         with tf.control_dependencies(status.why_not(told)):
             # No rank has a batch: this raises OutOfRangeError, as Keras expects.
@@ -422,12 +425,12 @@ class StepFunction:
         with tf.control_dependencies([t for t in drawn if isinstance(t, tf.Tensor)]):
             return tf.nest.map_structure(_never, like, expand_composites=True)
 
-    def _unless_wrong(self, told, results):
+    def _unless_wrong(self, told: status.Status, results: Any) -> Any:
         with tf.control_dependencies(status.why_not(told)):
             return tf.nest.map_structure(tf.identity, results, expand_composites=True)
 
 
-def _never(tensor):
+def _never(tensor: tf.Tensor) -> tf.Tensor:
     """A tensor of this dtype, and of this shape as far as it is static."""
     shape = tensor.shape
     if shape.is_fully_defined():

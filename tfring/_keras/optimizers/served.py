@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import threading
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,9 @@ class ServerUpdater(Updater):
 
     # -- an update, called where a step is traced --------------------------------------------------------------------
 
-    def apply(self, optimizer, gradients, variables, active, apply) -> None:
+    def apply(
+        self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
+    ) -> None:
         """Pushes gradients and assigns what comes back; in a graph or eagerly, in the cross-replica context."""
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
@@ -82,10 +85,10 @@ class ServerUpdater(Updater):
             _assign(variable, value)
         _assign(optimizer.iterations, tf.cast(iterations, str(optimizer.iterations.dtype)))
 
-    def _noting_failures(self, function):
+    def _noting_failures(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that keeps its exception."""
 
-        def noting(*arguments):
+        def noting(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
             except BaseException as error:
@@ -94,12 +97,12 @@ class ServerUpdater(Updater):
 
         return noting
 
-    def _num_rows(self):
+    def _num_rows(self) -> Any:
         """The weight of this worker's gradient: its rows; below 0 where it is weighed already, or they are unknown."""
         rows = getattr(step.current(), "num_rows", None)
         return -1 if rows is None or not self.is_star else rows
 
-    def _group_of(self, optimizer, gradients, variables) -> _Group:
+    def _group_of(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> _Group:
         found = self._groups.get(id(optimizer))
         if found is not None:
             if [id(v) for v in found.variables] != [id(v) for v in variables]:
@@ -118,7 +121,7 @@ class ServerUpdater(Updater):
 
     # -- rows of tables ----------------------------------------------------------------------------------------------
 
-    def before_lookup(self, variable, ids) -> None:
+    def before_lookup(self, variable: Any, ids: Any) -> None:
         """Pulls the rows of a table that a lookup is about to read."""
         key = id(variable)
         is_large = int(np.prod(variable.shape)) * tf.as_dtype(str(variable.dtype)).size >= ROWS_BYTES
@@ -127,7 +130,7 @@ class ServerUpdater(Updater):
         if not can:
             return
 
-        def pull(ids):
+        def pull(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with self._lock:
                 group, number = next(
                     ((g, n) for g in self._groups.values() for n, v in enumerate(g.variables) if v is variable),
@@ -149,7 +152,7 @@ class ServerUpdater(Updater):
     # -- around loops and files --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def around_pass(self, epoch_iterator, loop, inside):
+    def around_pass(self, epoch_iterator: Any, loop: Any, inside: Any) -> Iterator[None]:
         """Begins and ends a pass over batches on the servers.
 
         Args:
@@ -174,7 +177,7 @@ class ServerUpdater(Updater):
             self._end_training(loop.model)
 
     @contextlib.contextmanager
-    def _naming_failures(self):
+    def _naming_failures(self) -> Iterator[None]:
         """Raises what a request failed by in place of TensorFlow's error."""
         self.failure = None
         try:
@@ -197,7 +200,7 @@ class ServerUpdater(Updater):
             self._claims = f"epoch {next(self._loops)}" if self.is_star else None
             self.statistics = Statistics()
 
-    def _end_training(self, model) -> None:
+    def _end_training(self, model: Any) -> None:
         """Brings back what the servers hold, before callbacks see the end of the loop."""
         with self._lock:
             self._claims = None
@@ -211,7 +214,7 @@ class ServerUpdater(Updater):
                     group.is_fresh = False  # others may have pushed where this worker has not
             self.renew()
 
-    def _aggregate(self, model) -> None:
+    def _aggregate(self, model: Any) -> None:
         """Metrics of all workers' rows, the mean of moving statistics by rows, and the statistics of all."""
         metrics = [v for m in metrics_of(model) for v in m.variables if str(v.dtype) in messages.DTYPES]
         of_metrics = {id(v) for v in metrics}
@@ -233,7 +236,7 @@ class ServerUpdater(Updater):
             return dataset
         wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
 
-        def claim(number):
+        def claim(number: int) -> bool:
             epoch = self._claims
             if epoch is None:
                 return True
@@ -245,7 +248,7 @@ class ServerUpdater(Updater):
             del wanted[epoch]
             return True
 
-        def keep(number, *_):
+        def keep(number: tf.Tensor, *_: Any) -> tf.Tensor:
             mine = tf.numpy_function(self._noting_failures(claim), [number], tf.bool, stateful=True)
             mine.set_shape([])
             return mine
@@ -283,7 +286,7 @@ class ServerUpdater(Updater):
         updater = self
 
         class StalenessLogs(keras.callbacks.Callback):
-            def on_epoch_end(self, epoch, logs=None):
+            def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
                 if logs is not None:
                     logs.update(updater.statistics.logs())
 
@@ -323,7 +326,7 @@ class Statistics:
     STALENESS = 32
     WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, float("inf"))  # seconds: upper bounds
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.array = np.zeros(self.STALENESS + len(self.WAITS) + 3)
         self.rows = 0.0
 
@@ -356,7 +359,15 @@ class Statistics:
 class _Group:
     """One optimizer, its variables, and where their shards are."""
 
-    def __init__(self, updater, number, optimizer, variables, are_sparse, by_rows):
+    def __init__(
+        self,
+        updater: ServerUpdater,
+        number: int,
+        optimizer: Any,
+        variables: Sequence[Any],
+        are_sparse: Sequence[bool],
+        by_rows: Sequence[bool],
+    ) -> None:
         self._updater = updater
         self._client = updater.client
         self._number = number
@@ -380,7 +391,7 @@ class _Group:
         self.is_fresh = False  # whether this worker's full weights are those of the servers
         self._seen: tuple[int, int] = (0, 0)
 
-    def inputs(self, pairs):
+    def inputs(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Returns gradients of the kind that they had in the first step."""
         gradients = []
         for (gradient, variable), is_sparse in zip(pairs, self._are_sparse, strict=True):
@@ -391,12 +402,12 @@ class _Group:
 
     # -- in a step ---------------------------------------------------------------------------------------------------
 
-    def push(self, rows, learning_rate, *inputs):
+    def push(self, rows: float, learning_rate: float, *inputs: np.ndarray) -> tuple:
         """Runs in Python in each step: the gradients to all servers, and what comes back, in full arrays."""
         with self._updater._lock:
             self.create()
             self.is_fresh = False
-            head = {"group": self._number}
+            head: dict[str, Any] = {"group": self._number}
             if rows >= 0:
                 head["weight"] = float(rows)
             if np.isfinite(learning_rate):
@@ -419,7 +430,7 @@ class _Group:
             values = self._joined(replies, lambda variable: not self.by_rows[variable])
             return np.int64(replies[0][0]["iterations"]), *values
 
-    def _cut(self, inputs) -> list[list[np.ndarray]]:
+    def _cut(self, inputs: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         """Returns the arrays that go to each server."""
         inputs = list(inputs)
         of_variable = [(inputs.pop(0), inputs.pop(0) if is_sparse else None) for is_sparse in self._are_sparse]
@@ -438,7 +449,9 @@ class _Group:
             result.append(arrays)
         return result
 
-    def _joined(self, replies, is_wanted) -> list[np.ndarray]:
+    def _joined(
+        self, replies: Sequence[tuple[Any, list[np.ndarray]]], is_wanted: Callable[[int], bool]
+    ) -> list[np.ndarray]:
         """Full values of the variables that are wanted, from the shards that servers sent."""
         parts: dict[int, list[np.ndarray]] = {}
         for pieces, (_, arrays) in zip(self._of_server, replies, strict=True):
@@ -494,7 +507,7 @@ class _Group:
             arrays.append([v if piece is None or piece.is_full else v[piece.begin : piece.end] for v, piece in values])
         self._client.ask_all("create", heads, arrays)
 
-    def _match(self, described) -> list[list[tuple[int, Any, Piece | None]]]:
+    def _match(self, described: Sequence[dict[str, Any]]) -> list[list[tuple[int, Any, Piece | None]]]:
         """Finds for each variable of the servers' optimizers the one of this worker's optimizer.
 
         Servers call a shard by the number of its variable; slots are called after their weight's path, or name. Where
@@ -579,7 +592,7 @@ class _Group:
         return _digest(self.variables), _digest(slots)
 
 
-def _each_id_once(gradients) -> list:
+def _each_id_once(gradients: Sequence[Any]) -> list:
     """Sums the rows of each id of IndexedSlices."""
     sparse = [i for i, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
     gradients = list(gradients)
@@ -592,7 +605,7 @@ def _each_id_once(gradients) -> list:
     return gradients
 
 
-def _clipped(optimizer, gradients) -> list:
+def _clipped(optimizer: Any, gradients: Sequence[Any]) -> Sequence[Any]:
     """Clips a worker's own gradients by norms, as Keras does; each id of IndexedSlices stands there once."""
     bound = optimizer.clipnorm or optimizer.global_clipnorm
     if not bound:
@@ -606,23 +619,23 @@ def _clipped(optimizer, gradients) -> list:
     return [tf.IndexedSlices(v, g.indices) if isinstance(g, tf.IndexedSlices) else v for g, v in pairs]
 
 
-def _digest(variables) -> int:
+def _digest(variables: Sequence[Any]) -> int:
     digest = 0
     for variable in variables:
         digest = zlib.adler32(np.ascontiguousarray(_read(variable)).reshape(-1).view(np.uint8).data, digest)
     return digest
 
 
-def _read(variable) -> np.ndarray:
+def _read(variable: Any) -> np.ndarray:
     return values_of(variable.value)[0].numpy()
 
 
-def _assign(variable, value) -> None:
+def _assign(variable: Any, value: Any) -> None:
     for component in values_of(variable.value):
         component.assign(value)
 
 
-def _learning_rate(optimizer):
+def _learning_rate(optimizer: Any) -> tf.Tensor:
     """The learning rate as the worker's optimizer holds it; NaN where a schedule computes it, on the servers."""
     import keras
 
@@ -630,7 +643,7 @@ def _learning_rate(optimizer):
     return tf.cast(rate.value if isinstance(rate, keras.Variable) else float("nan"), tf.float64)
 
 
-def _check_variable(variable) -> None:
+def _check_variable(variable: Any) -> None:
     if axis_of(variable) is not None or tables.update_of(variable):
         raise ConfigurationError(
             "Servers hold full weights of layers that are not sharded. Received: "
@@ -644,17 +657,17 @@ def _check_variable(variable) -> None:
         )
 
 
-def updater_of(variable) -> Updater | None:
+def updater_of(variable: Any) -> Updater | None:
     """Returns what updates a Keras variable in place of an optimizer on this worker; None where nothing does."""
     strategy = ring_of(getattr(getattr(variable, "value", None), "distribute_strategy", None))
     return None if strategy is None else strategy.updater
 
 
-def install():
+def install() -> None:
     import keras
 
     @seam(keras.layers.Embedding, "call")
-    def call(original, self, inputs, *args, **kwargs):
+    def call(original: Callable[..., Any], self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         table = self._embeddings
         updater = updater_of(table)
         if updater is not None:

@@ -6,14 +6,18 @@ of squares of each shard goes to the workers, which add them up, and the gradien
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tfring.servers.shard_plan import Piece
 
 TOKEN = "tfring_shard_"  # and the number of the variable: so is a shard called, and so begin its slots
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
@@ -114,7 +118,7 @@ class HeldShards:
             is_global = self._clip["kind"] == "global_clipnorm"
             largest = [total if is_global else float(np.sqrt(norms[p["variable"]])) for p in self._parts]
             scales = [1.0 if n <= bound else bound / n for n in largest]
-            merged = [_each(lambda v, s=s: v * v.dtype.type(s), g) for g, s in zip(merged, scales, strict=True)]
+            merged = [_each(functools.partial(_times, s), g) for g, s in zip(merged, scales, strict=True)]
         if learning_rate is not None:
             self._optimizer.learning_rate = learning_rate
         flat = [part for gradient in merged for part in (gradient if isinstance(gradient, tuple) else (gradient,))]
@@ -130,7 +134,7 @@ class HeldShards:
         number = next(i for i, piece in enumerate(self._parts) if piece["variable"] == variable)
         return tf.gather(self._shards[number].value, ids).numpy()
 
-    def _apply(self, *flat):
+    def _apply(self, *flat: tf.Tensor) -> None:
         parts = list(flat)
         gradients = []
         for shard, about in zip(self._shards, self._about, strict=True):
@@ -140,7 +144,7 @@ class HeldShards:
             gradients.append(gradient)
         self._optimizer.apply(gradients, self._shards)
 
-    def _signature(self):
+    def _signature(self) -> list[tf.TensorSpec]:
         specs = []
         for shard, about in zip(self._shards, self._about, strict=True):
             if about["is_sparse"]:
@@ -154,7 +158,14 @@ _FLAGS = ("_use_weight_decay", "_should_use_adamw")  # methods of optimizers tha
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
-def describe(optimizer, variables, are_sparse, are_pulled_by_rows, parts, clips_norms=True) -> dict[str, Any]:
+def describe(
+    optimizer: Any,
+    variables: Sequence[Any],
+    are_sparse: Sequence[bool],
+    are_pulled_by_rows: Sequence[bool],
+    parts: Sequence[Piece],
+    clips_norms: bool = True,
+) -> dict[str, Any]:
     """Returns what servers make an optimizer and its shards from: JSON, and no code.
 
     Args:
@@ -208,7 +219,7 @@ def describe(optimizer, variables, are_sparse, are_pulled_by_rows, parts, clips_
     }
 
 
-def check_optimizer(optimizer) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Raises ConfigurationError for an optimizer that servers cannot run, by name."""
     import keras
 
@@ -247,7 +258,7 @@ def _sum(values: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-def _each(function, gradient):
+def _each(function: Callable[[np.ndarray], np.ndarray], gradient: Any) -> Any:
     return (function(gradient[0]), gradient[1]) if isinstance(gradient, tuple) else function(gradient)
 
 

@@ -5,25 +5,32 @@ A variable whose rows have been looked up copies all of them when it is read, an
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import tensorflow as tf
 
 from tfring.blocks import rows_of_a_block
 from tfring.cross_device_ops import values_of
 
+if TYPE_CHECKING:
+    from tfring.reduction.cuts import Cut
+    from tfring.reduction.owned import Owned
+    from tfring.reduction.placement import Placement
 
-def read(held) -> tf.Tensor:
+
+def read(held: Any) -> tf.Tensor:
     """Returns the value of a variable of TensorFlow, or a tensor, without a copy."""
     no_copy = getattr(held, "read_value_no_copy", None)
     return tf.convert_to_tensor(held) if no_copy is None else no_copy()
 
 
-def view(variable) -> np.ndarray:
+def view(variable: Any) -> np.ndarray:
     """Returns what a Keras variable holds on this worker, without a copy; on a GPU with one, to this host."""
     return np.asarray(read(values_of(variable.value)[0]))
 
 
-def write_block(held, begin: int, block, dimension: int = 0) -> None:
+def write_block(held: Any, begin: int, block: np.ndarray, dimension: int = 0) -> None:
     """Writes a block into a variable of TensorFlow, from a place on along one of its dimensions.
 
     Args:
@@ -43,7 +50,7 @@ def write_block(held, begin: int, block, dimension: int = 0) -> None:
     tf.raw_ops.DisableCopyOnRead(resource=held.handle)  # or each read of it copied from now on
 
 
-def write(variable, begin: int, value, part: tuple[slice, ...]) -> int:
+def write(variable: Any, begin: int, value: Any, part: tuple[slice, ...]) -> int:
     """Writes a part of an array, which may be one in a file, into a Keras variable of this worker, from a row on.
 
     Args:
@@ -65,7 +72,7 @@ def write(variable, begin: int, value, part: tuple[slice, ...]) -> int:
     return begin
 
 
-def write_shard(variable, cut, rank: int, value) -> None:
+def write_shard(variable: Any, cut: Cut | Owned | Placement, rank: int, value: Any) -> None:
     """Writes a rank's shard of an array, which may be one in a file, into its Keras variable."""
     if 0 in cut.shape_of(rank):
         return

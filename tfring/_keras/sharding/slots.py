@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ class _Whole:
         self.path = slot.path
         self._value = whole(slot)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._value if dtype is None else self._value.astype(dtype)
 
 
@@ -130,32 +130,32 @@ def install() -> None:
     entry = getattr(saving_lib, "H5Entry", saving_lib.H5IOStore)  # of Keras 3.8, and of newer ones
 
     @seam(entry, "__setitem__")
-    def set_item(original, self, key, value):
+    def set_item(original: Callable[..., Any], self: Any, key: str, value: Any) -> Any:
         value = _gathered.get(id(value), value)
         if isinstance(value, np.memmap) and value.dtype.isbuiltin == 1:
             return stores.write(self, key, value)
         return original(self, key, value)
 
     @seam(saving_lib, "is_memory_sufficient")
-    def is_memory_sufficient(original, model):
+    def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
         """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
         wholes = [math.prod(whole_shape(v)) * v.value.dtype.size for v in pieces_of(model)]
         return max(wholes, default=0) < blocks.LARGE_BYTES and original(model)
 
     @seam(keras.layers.Layer, "get_weights")
-    def get_weights(original, self):
+    def get_weights(original: Callable[..., Any], self: Any) -> list:
         if all(cut_of(v) is None for v in self.weights):
             return original(self)
         return [v.numpy() if cut_of(v) is None else whole(v) for v in self.weights]
 
     @seam(keras.layers.Layer, "set_weights")
-    def set_weights(original, self, weights):
+    def set_weights(original: Callable[..., Any], self: Any, weights: Sequence[Any]) -> Any:
         pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
         pieces = [piece_of(v, np.asarray(w)) if cut_of(v) is not None else w for v, w in pairs]
         return original(self, [*pieces, *weights[len(pieces) :]])
 
     @seam(legacy_h5_format, "_legacy_weights")
-    def legacy_weights(original, layer):
+    def legacy_weights(original: Callable[..., Any], layer: Any) -> list:
         pieces = [v for v in layer.weights if cut_of(v) is not None]
         if pieces:
             raise ConfigurationError(
@@ -165,14 +165,14 @@ def install() -> None:
         return original(layer)
 
     @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
-    def save_optimizer_weights_to_hdf5_group(original, group, optimizer):
+    def save_optimizer_weights_to_hdf5_group(original: Callable[..., Any], group: Any, optimizer: Any) -> Any:
         variables = getattr(optimizer, "variables", ())
         if any(cut_of(v) is not None for v in variables):
             optimizer = _Weights([v if cut_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
     @seam(keras.callbacks.SwapEMAWeights, "_tf_swap_variables")
-    def swap_variables(original, self, optimizer):
+    def swap_variables(original: Callable[..., Any], self: Any, optimizer: Any) -> Any:
         shards = shards_of(optimizer)
         if shards is None:
             return original(self, optimizer)
@@ -184,7 +184,7 @@ def install() -> None:
             variable.assign(value)
 
     @seam(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values")
-    def finalize_ema_values(original, self, optimizer):
+    def finalize_ema_values(original: Callable[..., Any], self: Any, optimizer: Any) -> Any:
         if shards_of(optimizer) is None:
             return original(self, optimizer)
         for variable, average in _averaged(optimizer):

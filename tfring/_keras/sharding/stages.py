@@ -8,6 +8,8 @@ empty, files hold full values, and a rank that loads one keeps its own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -20,8 +22,11 @@ from tfring.cluster.mesh import axes_of
 from tfring.errors import ConfigurationError
 from tfring.reduction.owned import Owned
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
-def give(strategy, variable, stage: int) -> None:
+
+def give(strategy: RingStrategy, variable: Any, stage: int) -> None:
     """Leaves a Keras variable, or its shards, to the workers of a stage; frees the memory of the others."""
     axis, shards = axis_of(variable), cut_of(variable)
     assert not isinstance(shards, Owned)
@@ -37,12 +42,12 @@ def give(strategy, variable, stage: int) -> None:
     mark(variable, strategy, cut, axis)
 
 
-def note(variable, stage: int) -> None:
+def note(variable: Any, stage: int) -> None:
     """Notes which stage computes with a Keras variable that all ranks have, such as the seed of a Dropout."""
     variable._tfring_stage = stage
 
 
-def stage_of(variable) -> int:
+def stage_of(variable: Any) -> int:
     """The stage that computes with a Keras variable that all ranks have."""
     return getattr(variable, "_tfring_stage", 0)
 
@@ -52,7 +57,7 @@ def refuse_new_weights() -> None:
     """From now on a layer whose weights were given to a stage makes no others."""
 
     @seam(keras.layers.Layer, "add_weight")
-    def add_weight(original, self, *args, **kwargs):
+    def add_weight(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         others = getattr(self, "_trainable_variables", ())  # there are none before a layer's __init__
         if any("pipeline" in axes_of(axis_of(variable) or "") for variable in others):
             raise without_wholes(f"another weight of {type(self).__name__} {self.name!r}")
@@ -67,7 +72,7 @@ def without_wholes(received: str) -> ConfigurationError:
     )
 
 
-def no_gradient(variable) -> tf.Tensor | tf.IndexedSlices:
+def no_gradient(variable: Any) -> tf.Tensor | tf.IndexedSlices:
     """Returns zeros for the gradient of a variable that nothing depends on here."""
     if update_of(variable) is None:
         return tf.zeros(variable.shape, variable.dtype)
@@ -82,7 +87,7 @@ def is_symbolic() -> bool:
     return symbolic_scope.in_symbolic_scope()
 
 
-def written_in_parts(variable, num_microbatches: int, recompute: bool) -> ConfigurationError:
+def written_in_parts(variable: Any, num_microbatches: int, recompute: bool) -> ConfigurationError:
     """The error for state that a layer writes in each pass of a step, which takes several."""
     return ConfigurationError(
         "What layers of a Pipeline write in a step would be written in each of its passes. Received: "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tfring.blocks import LARGE_BYTES, rows_of_a_block
@@ -14,12 +16,12 @@ class Stored:
       dataset: of h5py.
     """
 
-    def __init__(self, dataset):
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.shape = tuple(dataset.shape)
         self.dtype = dataset.dtype
 
-    def __getitem__(self, part) -> np.ndarray:
+    def __getitem__(self, part: Any) -> np.ndarray:
         rows, *inner = part if isinstance(part, tuple) else (part,)
         wanted = range(*rows.indices(self.shape[0]))
         empty = self._dataset[0:0][(slice(None), *inner)]
@@ -31,34 +33,34 @@ class Stored:
             result[begin : begin + step] = block[(slice(None, None, wanted.step), *inner)]
         return result
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._dataset[...].astype(dtype or self.dtype)
 
 
 class InBlocks:
     """An entry of a file of Keras', whose large values are `Stored` ones."""
 
-    def __init__(self, store):
+    def __init__(self, store: Any) -> None:
         self._store = store
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: str) -> Any:
         group = _group_of(self._store)
         dataset = group[key] if group is not None and key in group else None
         if dataset is None or "dtype" in dataset.attrs or dataset.nbytes < LARGE_BYTES:  # bfloat16, say, as bytes
             return self._store[key]
         return Stored(dataset)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._store)
 
-    def keys(self):
+    def keys(self) -> Any:
         return self._store.keys()
 
-    def __contains__(self, key):
+    def __contains__(self, key: str) -> bool:
         return key in self.keys()
 
 
-def _group_of(store):
+def _group_of(store: Any) -> Any:
     """The group of h5py that an entry of a file stands for, in Keras' newer and older words; None of other files."""
     import h5py
 
@@ -67,7 +69,7 @@ def _group_of(store):
     return group if isinstance(group, h5py.Group) else None
 
 
-def write(store, key: str, value: np.ndarray) -> None:
+def write(store: Any, key: str, value: np.ndarray) -> None:
     """Writes a large value to an entry of a file of Keras'."""
     if not getattr(store, "_h5_entry_initialized", True):
         store._create_h5_group(store._h5_entry_path)
