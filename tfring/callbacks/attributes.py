@@ -14,7 +14,7 @@ import json
 import numbers
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -73,7 +73,7 @@ class Attributes:
             if key in self._callbacks:
                 vars(self._callbacks[key]).update({name: _decode(value, arrays) for name, value in state.items()})
 
-    def _warn(self, key: str, callback, name: str, value) -> None:
+    def _warn(self, key: str, callback: keras.callbacks.Callback, name: str, value: Any) -> None:
         is_keras = type(callback).__module__.partition(".")[0] == "keras"  # whose callbacks begin again by themselves
         if is_keras or (key, name) in self._lost:
             return
@@ -86,7 +86,7 @@ class Attributes:
         )
 
 
-def _digests(callback) -> dict[str, bytes]:
+def _digests(callback: keras.callbacks.Callback) -> dict[str, bytes]:
     """Returns by name a digest of each attribute that holds data."""
     digests = {}
     for name, value in vars(callback).items():
@@ -118,7 +118,7 @@ class _Encoder:
         self._first = first
         self._around: set[int] = set()  # the containers of what is encoded, which may hold themselves
 
-    def encode(self, value) -> Any:
+    def encode(self, value: Any) -> Any:
         if id(value) in self._around:
             self.unknown.append(value)
             return None
@@ -128,7 +128,7 @@ class _Encoder:
         finally:
             self._around.remove(id(value))
 
-    def _encode(self, value) -> Any:
+    def _encode(self, value: Any) -> Any:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -150,10 +150,10 @@ class _Encoder:
         self.unknown.append(value)
         return [kind.__qualname__, id(value)]
 
-    def _each(self, values) -> list:
+    def _each(self, values: Iterable[Any]) -> list:
         return [self.encode(v) for v in values]
 
-    def _content(self, value) -> Any:
+    def _content(self, value: Any) -> Any:
         if isinstance(value, (bytes, bytearray)):
             return value.decode("latin-1")
         if isinstance(value, (set, frozenset)):
@@ -167,7 +167,7 @@ class _Encoder:
         return {f"__{tag}__": self._first + len(self.arrays) - 1}
 
 
-def _decode(value, arrays) -> Any:
+def _decode(value: Any, arrays: Sequence[np.ndarray]) -> Any:
     if isinstance(value, list):
         return [_decode(v, arrays) for v in value]
     if not isinstance(value, dict):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -112,7 +113,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
     # -- around fit ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def around_fit(self, model):
+    def around_fit(self, model: Any) -> Iterator[None]:
         self._strategy = ring_of_model(model)
         initial_epoch, self._preempted, self.granted = model._initial_epoch, False, _NOTHING
         try:
@@ -178,7 +179,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         return states[variables.rank_then(self._strategy, self._restored["cluster"])]
 
     @contextlib.contextmanager
-    def _sigterm(self):
+    def _sigterm(self) -> Iterator[None]:
         """While SIGTERM asks to save and leave."""
         main = threading.current_thread() is threading.main_thread()
         if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -188,7 +189,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         limit = threading.Timer(self._grace_seconds, os._exit, [PREEMPTED])
         limit.daemon = True
 
-        def on_sigterm(signum, frame):
+        def on_sigterm(signum: int, frame: Any) -> None:
             if not self._preempted:
                 self._preempted = True
                 limit.start()
@@ -213,14 +214,15 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._strategy is None:
             raise ConfigurationError(
                 "Backup keeps models that were made in the scope of a `tfring.RingStrategy` (one process will do), and "
                 "stands in the list `callbacks` of `fit`."
             )
         self._attributes = Attributes(self.others)
-        self._epoch, self._logs, self._finished = 0, None, False
+        self._epoch, self._finished = 0, False
+        self._logs: dict[str, Any] | None = None
         self._executions: list[int] = []  # of the step function in each epoch; the last is the present one
         self._validations: list[int] = []  # the same of each validation
         self._saved_at = time.monotonic()
@@ -230,7 +232,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         if self._restored:
             self._restore(self._restored)
 
-    def _restore(self, state):
+    def _restore(self, state: dict[str, Any]) -> None:
         model, strategy = self.model, self._strategy
         variables.build_optimizers(strategy, model, state["optimizers"])
         self._give_variables(variables.variables_of(model))
@@ -256,19 +258,19 @@ class Backup(RunsLast, keras.callbacks.Callback):
         if states["keras"] is not None:
             randomness.give_global_seed(strategy, states["keras"])
 
-    def _give_variables(self, chosen):
+    def _give_variables(self, chosen: Sequence[keras.Variable]) -> None:
         state = self._restored
         variables.check_fit(chosen, state["variables"])
         variables.give(self._strategy, self.model, chosen, state["variables"], self._arrays, state["cluster"])
 
-    def _attribute_arrays(self, state):
+    def _attribute_arrays(self, state: dict[str, Any]) -> list[np.ndarray]:
         mine = None if self._arrays is None else self._arrays[len(state["variables"]) :]
         return [
             variables.broadcast(self._strategy, None if mine is None else mine[n], tuple(a["shape"]), a["dtype"])
             for n, a in enumerate(state["callback_arrays"])
         ]
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._metrics_to_restore:  # which Keras has just reset
             self._metrics_to_restore = False
             self.model.history.epoch = list(self._restored["history_epochs"])
@@ -281,26 +283,26 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     # -- counting and saving ---------------------------------------------------------------------------------------
 
-    def wants(self):
+    def wants(self) -> int:
         if self._preempted:
             return _SAVE_AND_LEAVE
         due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
         return _SAVE if due and self._strategy.cluster.is_chief else _NOTHING
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._executions[-1] += 1
         self._steps_since_saved += self.model.steps_per_execution
         self._logs = logs
         self._save_if_due()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._logs = epoch + 1, None
         self._executions.append(0)
         last = self.model.stop_training or self._epoch >= self.params["epochs"]
         if not last:  # else on_train_end saves
             self._save_if_due(every_epoch=self._every_steps is None and self._every_seconds is None)
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._finished:
             self.model.history.epoch = list(self._restored["history_epochs"])
             return
@@ -308,23 +310,23 @@ class Backup(RunsLast, keras.callbacks.Callback):
         if self.granted == _SAVE_AND_LEAVE:
             self._leave()
 
-    def on_test_begin(self, logs=None):
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._validations_to_pass:
             place.resume_validation(self.model, self._validations_to_pass)
             self._validations_to_pass = []
         self._validations.append(0)
 
-    def on_test_batch_end(self, batch, logs=None):
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._validations[-1] += 1
 
-    def _save_if_due(self, every_epoch=False):
+    def _save_if_due(self, every_epoch: bool = False) -> None:
         steps_due = self._every_steps is not None and self._steps_since_saved >= self._every_steps
         if self.granted or steps_due or every_epoch:
             self._save()
         if self.granted == _SAVE_AND_LEAVE:
             self._leave()
 
-    def _save(self, stopped=False):
+    def _save(self, stopped: bool = False) -> None:
         """On all ranks; rank 0 writes."""
         self._saved_at, self._steps_since_saved = time.monotonic(), 0
         strategy, model = self._strategy, self.model

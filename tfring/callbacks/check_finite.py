@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -50,7 +51,7 @@ class CheckFinite(keras.callbacks.Callback):
         self._every_steps = every_steps
         self._strategy: Any = None
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._strategy = ring_of_model(self.model)
         if self._strategy is None:
             raise ConfigurationError("CheckFinite checks models made in the scope of a `tfring.RingStrategy`.")
@@ -58,20 +59,20 @@ class CheckFinite(keras.callbacks.Callback):
         self._watch = finite.begin(self._strategy)
         self.model.make_train_function(force=True)  # one traced before does not watch
 
-    def on_train_batch_end(self, batch, logs=None):
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._steps += self.model.steps_per_execution
         if self._steps >= self._every_steps:
             self._check()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._steps:
             self._check()
 
-    def on_train_end(self, logs=None):
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         finite.end(self._strategy)
         self.model.train_function = None
 
-    def _check(self):
+    def _check(self) -> None:
         """On all ranks: one collective."""
         self._steps = 0
         variables = [v for v in all_variables(self.model) if v.value.dtype.is_floating]
@@ -98,7 +99,7 @@ class CheckFinite(keras.callbacks.Callback):
                 replica,
             )
 
-    def _raise(self, text, replica):
+    def _raise(self, text: str, replica: int) -> NoReturn:
         finite.end(self._strategy)
         self.model.train_function = None
         per_worker = len(self._strategy.extended.worker_devices)
@@ -106,7 +107,7 @@ class CheckFinite(keras.callbacks.Callback):
 
 
 @tf.function(reduce_retracing=True, autograph=False)
-def _first_bad(values) -> tf.Tensor:
+def _first_bad(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """An int64 scalar: the number of the first value that is not finite, -1 where all are."""
     bad = tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(value))) for value in values])
     return tf.where(tf.reduce_any(bad), tf.argmax(tf.cast(bad, tf.int8)), -1)

@@ -25,7 +25,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -97,13 +97,13 @@ def _write(folder: pathlib.Path, name: str, members: Iterable[tuple[str, str | n
     _sync(folder)
 
 
-def _write_array(member, array: np.ndarray) -> None:
+def _write_array(member: IO[bytes], array: np.ndarray) -> None:
     """Writes an array as NumPy does, which would copy 16 MiB at a time."""
     header = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(member, header)
     octets = (array.T if header["fortran_order"] else array).reshape(-1).view(np.uint8)
     for begin in range(0, octets.size, blocks.BLOCK_BYTES):
-        member.write(octets[begin : begin + blocks.BLOCK_BYTES])
+        member.write(octets[begin : begin + blocks.BLOCK_BYTES].data)
 
 
 def _new(path: str, flags: int) -> int:
@@ -182,7 +182,7 @@ def _stem(epoch: int, step: int) -> str:
     return f"epoch-{epoch:05}-step-{step:08}"
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """Numbers that are not Python's, in logs."""
     return np.asarray(value).tolist()
 
@@ -207,7 +207,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return array.T if is_fortran else array
 
 
-def _read_header(member, name: str) -> tuple:
+def _read_header(member: IO[bytes], name: str) -> tuple:
     """The shape, order and dtype of an array.
 
     Raises:

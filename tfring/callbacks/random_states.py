@@ -47,6 +47,6 @@ def give(states: dict[str, Any]) -> None:
         context._rng.setstate(_state_of_python(state))
 
 
-def _state_of_python(state):
+def _state_of_python(state: Any) -> tuple:
     version, numbers, gauss = state
     return version, tuple(numbers), gauss

@@ -8,7 +8,7 @@ A replica may be several workers (`Mesh`), which hold the same or shards of it: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,20 +23,23 @@ from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
-def variables_of(model) -> list[keras.Variable]:
+
+def variables_of(model: Any) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
     found = [*all_variables(model), *residuals_of(model), *metrics_variables_of(model)]
     each_once = {id(v): v for v in found}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
 
-def metrics_variables_of(model) -> list[keras.Variable]:
+def metrics_variables_of(model: Any) -> list[keras.Variable]:
     """Those that Keras resets when an epoch begins."""
     return [variable for metric in model.metrics for variable in metric.variables]
 
 
-def describe_optimizers(model) -> list[list[int | None] | None]:
+def describe_optimizers(model: Any) -> list[list[int | None] | None]:
     """Returns for each optimizer the numbers of the model's variables that it was built for; None where it was not."""
     numbers = {id(v): number for number, v in enumerate(model.variables)}
     found: list[list[int | None] | None] = []
@@ -46,7 +49,7 @@ def describe_optimizers(model) -> list[list[int | None] | None]:
     return found
 
 
-def build_optimizers(strategy, model, descriptions: Sequence[list[int] | None]) -> None:
+def build_optimizers(strategy: RingStrategy, model: Any, descriptions: Sequence[list[int] | None]) -> None:
     """Makes the slots of optimizers that were built when they were described, as their first update would."""
     variables = model.variables
     for optimizer, numbers in zip(optimizers_of(model), descriptions, strict=False):
@@ -55,7 +58,7 @@ def build_optimizers(strategy, model, descriptions: Sequence[list[int] | None]) 
                 optimizer.build([variables[number] for number in numbers])
 
 
-def _accumulators_of(model) -> set[int]:
+def _accumulators_of(model: Any) -> set[int]:
     accumulated = [v for o in optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])]
     return {id(v) for v in [*accumulated, *residuals_of(model)]}
 
@@ -81,7 +84,7 @@ class Taken(NamedTuple):
     shards: dict[int, np.ndarray]
 
 
-def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
+def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
     """Reads the values of variables; all ranks call it. `apart`: whether ranks keep their own shards."""
     if strategy.updater is not None:
         strategy.updater.before_saving(model)
@@ -126,10 +129,10 @@ def take(strategy, model, variables: Sequence[keras.Variable], apart: bool = Fal
     return taken
 
 
-def _describe_shards(strategy, variable, of_each_replica: bool) -> dict[str, Any]:
+def _describe_shards(strategy: RingStrategy, variable: keras.Variable, of_each_replica: bool) -> dict[str, Any]:
     """Describes the shards of a variable; of ranks that have the same shard, the first."""
     cut, axis = cut_of(variable), axis_of(variable)
-    assert cut is not None
+    assert cut is not None and axis is not None
     first: dict[tuple[int, int], int] = {}  # rank, by its replica and its place along the axis
     for rank in range(strategy.cluster.world_size):
         replica = strategy.mesh.coordinate("data", rank) if of_each_replica else 0
@@ -143,7 +146,14 @@ def _describe_shards(strategy, variable, of_each_replica: bool) -> dict[str, Any
     return {"lined_up": list(cut.lined_up), "dimension": cut.dimension, "of": of}
 
 
-def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | None, cluster_then: dict) -> None:
+def give(
+    strategy: RingStrategy,
+    model: Any,
+    variables: Sequence[keras.Variable],
+    descriptions: Sequence[dict[str, Any]],
+    arrays: list[np.ndarray] | None,
+    cluster_then: dict,
+) -> None:
     """Assigns what was taken.
 
     Args:
@@ -174,7 +184,9 @@ def give(strategy, model, variables, descriptions, arrays: list[np.ndarray] | No
             _give_whole(strategy, variable, broadcast(strategy, entries, shape, dtype), of_each, cluster_then)
 
 
-def _give_whole(strategy, variable, entries, of_each: bool, cluster_then) -> None:
+def _give_whole(
+    strategy: RingStrategy, variable: keras.Variable, entries: np.ndarray, of_each: bool, cluster_then: dict[str, Any]
+) -> None:
     """Assigns to a replicated variable the value of each replica, or the one of all."""
     replicas = values_of(variable.value)
     data = strategy.mesh.coordinate("data", strategy.cluster.rank)
@@ -192,7 +204,7 @@ def _give_whole(strategy, variable, entries, of_each: bool, cluster_then) -> Non
         replica.assign(value)
 
 
-def _spread(entries, variable, is_first: bool, num_replicas: int):
+def _spread(entries: np.ndarray, variable: keras.Variable, is_first: bool, num_replicas: int) -> list[np.ndarray]:
     """Values for other replicas than those that held `entries`, which mean the same together."""
     if variable.value.aggregation == tf.VariableAggregation.SUM:
         total = entries.sum(0, dtype=entries.dtype)
@@ -203,7 +215,9 @@ def _spread(entries, variable, is_first: bool, num_replicas: int):
     return [entries[0]] * num_replicas
 
 
-def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> None:
+def _give_accumulated(
+    strategy: RingStrategy, variable: keras.Variable, entries: Any, num_entries: int, dtype: Any
+) -> None:
     """Assigns gradients that were accumulated by each replica, or are complete.
 
     Args:
@@ -237,7 +251,7 @@ def _give_accumulated(strategy, variable, entries, num_entries: int, dtype) -> N
         replica.assign(value)
 
 
-def _total(entries) -> np.ndarray:
+def _total(entries: np.ndarray) -> np.ndarray:
     total = blocks.allocate(entries.shape[1:], entries.dtype)
     total[...] = entries[0]
     for entry in entries[1:]:
@@ -245,7 +259,7 @@ def _total(entries) -> np.ndarray:
     return total
 
 
-def check_fit(variables, descriptions) -> None:
+def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[str, Any]]) -> None:
     """Raises ConfigurationError where the descriptions are not those of these variables."""
     then = [(d["dtype"], tuple(d["shape"])) for d in descriptions]
     now = [(v.value.dtype.name, whole_shape(v)) for v in variables]
@@ -262,7 +276,7 @@ def check_fit(variables, descriptions) -> None:
     )
 
 
-def describe_cluster(strategy) -> dict[str, Any]:
+def describe_cluster(strategy: RingStrategy) -> dict[str, Any]:
     """The mesh whose replicas have the entries of what differs, and how many of them a worker has."""
     return {
         "num_workers": strategy.cluster.world_size,
@@ -271,7 +285,7 @@ def describe_cluster(strategy) -> dict[str, Any]:
     }
 
 
-def rank_then(strategy, cluster_then: dict[str, Any]) -> int:
+def rank_then(strategy: RingStrategy, cluster_then: dict[str, Any]) -> int:
     """The rank whose random numbers this one goes on with: its own on the same mesh, else one of the same rows."""
     mesh, rank = Mesh(**cluster_then["mesh"]), strategy.cluster.rank
     if cluster_then["mesh"] == describe_cluster(strategy)["mesh"]:
@@ -283,13 +297,13 @@ def rank_then(strategy, cluster_then: dict[str, Any]) -> int:
 # -- bytes: the ring does not carry every dtype ------------------------------------------------------------------------
 
 
-def gather(strategy, array: np.ndarray, name: str) -> np.ndarray:
+def gather(strategy: RingStrategy, array: np.ndarray, name: str) -> np.ndarray:
     """Concatenates arrays of one dtype along dimension 0, by rank."""
     everyone = strategy.extended.world.all_gather(tf.constant(_octets(array)), name=name).numpy()
     return everyone.view(array.dtype).reshape(-1, *array.shape[1:])
 
 
-def gather_bytes(strategy, data: bytes) -> list[bytes]:
+def gather_bytes(strategy: RingStrategy, data: bytes) -> list[bytes]:
     """Every rank's bytes, by rank."""
     control = strategy.extended.world
     lengths = control.all_gather(tf.constant([len(data)], tf.int64), name="lengths of a backup").numpy()
@@ -298,7 +312,7 @@ def gather_bytes(strategy, data: bytes) -> list[bytes]:
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype) -> np.ndarray:
+def broadcast(strategy: RingStrategy, array: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Rank 0's array, on every rank."""
     dtype = np.dtype(dtype)
     if array is None:
@@ -307,7 +321,9 @@ def broadcast(strategy, array: np.ndarray | None, shape: tuple[int, ...], dtype)
     return received.numpy().view(dtype).reshape(shape)
 
 
-def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | None]) -> None:
+def scatter(
+    strategy: RingStrategy, entries: Any, variable: keras.Variable, dtype: Any, entry_of: Callable[[int], int | None]
+) -> None:
     """Sends each rank its shard of one of rank 0's arrays, which it writes into its variable, a block at a time.
 
     Args:
@@ -317,10 +333,10 @@ def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | 
       dtype: of the arrays.
       entry_of: the array, by its number, of which a replica's ranks get shards; None where they get zeros.
     """
-    dtype, cut = np.dtype(dtype), cut_of(variable)
-    assert cut is not None
+    dtype, cut, axis = np.dtype(dtype), cut_of(variable), axis_of(variable)
+    assert cut is not None and axis is not None
     mesh, everyone = strategy.mesh, range(strategy.cluster.world_size)
-    places = [mesh.coordinate(axis_of(variable), rank) for rank in everyone]
+    places = [mesh.coordinate(axis, rank) for rank in everyone]
     chosen = [entry_of(mesh.coordinate("data", rank)) for rank in everyone]
     inner = tuple(np.delete(cut.lined_up, cut.dimension))
     lined_up = [np.moveaxis(e.reshape(cut.lined_up), cut.dimension, 0) for e in (() if entries is None else entries)]
@@ -350,7 +366,7 @@ def scatter(strategy, entries, variable, dtype, entry_of: Callable[[int], int | 
                 large.write_block(replica, begin, block, cut.dimension)
 
 
-def broadcast_bytes(strategy, data: bytes) -> bytes:
+def broadcast_bytes(strategy: RingStrategy, data: bytes) -> bytes:
     """Sends rank 0's bytes to every rank."""
     [length] = strategy.extended.world.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
     if not strategy.cluster.is_chief:
