@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,9 @@ from tfring._keras.sharding import axis_of
 from tfring.errors import ConfigurationError
 from tfring.parallel.stages import calls_of, crossings_of, functional_of, outputs_of
 from tfring.reduction.stage_plan import LayerCost
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _SAME_MEMORY = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient")  # as their input
 _NO_ACTIVATIONS = ("ReadVariableOp", "Const", "Placeholder")
@@ -80,7 +83,7 @@ def measure_layers(model: keras.Model, x: Any, *, slots: int = 2, repetitions: i
     return costs
 
 
-def _check(model, **numbers) -> None:
+def _check(model: keras.Model, **numbers: int) -> None:
     for name, number in numbers.items():
         least = 0 if name == "slots" else 1
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -119,7 +122,7 @@ class _Call:
       bytes_inside: of tensors kept for the backward pass that are neither inputs nor outputs.
     """
 
-    def __init__(self, node, known: _Known, strategy):
+    def __init__(self, node: Any, known: _Known, strategy: RingStrategy | None) -> None:
         self._node = node
         self._known = known
         self._tensors = list({id(tensor): tensor for tensor in node.input_tensors}.values())
@@ -127,7 +130,7 @@ class _Call:
         self.bytes_inside = 0
 
         @tf.function(autograph=False)
-        def function(values):
+        def function(values: Sequence[Any]) -> list:
             if strategy is None:
                 return self._passes(values)
             results = strategy.run(self._passes, args=(values,))
@@ -140,7 +143,7 @@ class _Call:
     def taken(self) -> list:
         return [self._known.values[id(tensor)] for tensor in self._tensors]
 
-    def _passes(self, values) -> list:
+    def _passes(self, values: Sequence[Any]) -> list:
         known, graph = self._known, tf.compat.v1.get_default_graph()
         wanted = [v for t, v in zip(self._tensors, values, strict=True) if id(t) in known.wanted and _is_float(v)]
         with keras.StatelessScope(), tf.GradientTape() as tape:
@@ -172,7 +175,7 @@ class _Call:
         return [*outputs, *(part for g in gradients if g is not None for part in tf.nest.flatten(g, True))]
 
 
-def _crossing_bytes(model, nodes: Sequence, place: int, known: _Known) -> int | None:
+def _crossing_bytes(model: keras.Model, nodes: Sequence, place: int, known: _Known) -> int | None:
     """Returns the bytes that a stage that begins there receives; None where no stage may begin."""
     name = nodes[place].operation.name
     if place == 0 or any(node.operation.name == name for node in nodes[:place]):
@@ -185,11 +188,11 @@ def _crossing_bytes(model, nodes: Sequence, place: int, known: _Known) -> int | 
 
 
 @tf.function(autograph=False)
-def _nothing():
+def _nothing() -> tf.Tensor:
     return tf.constant(0.0)
 
 
-def _seconds(function, values, repetitions: int) -> float:
+def _seconds(function: Callable[..., Any], values: Sequence[Any], repetitions: int) -> float:
     """Measures a traced function's seconds beyond those of one that does nothing: medians of calls in turn."""
     times: list[list[float]] = [[], []]
     for _ in range(repetitions):
@@ -202,7 +205,7 @@ def _seconds(function, values, repetitions: int) -> float:
     return max(0.0, something - nothing)
 
 
-def _variables(node) -> list[keras.Variable]:
+def _variables(node: Any) -> list[keras.Variable]:
     return node.operation.variables if isinstance(node.operation, keras.layers.Layer) else []
 
 
@@ -213,11 +216,11 @@ def _memory(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def _is_float(value) -> bool:
+def _is_float(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and value.dtype.is_floating
 
 
-def _bytes(value) -> int:
+def _bytes(value: Any) -> int:
     """Returns the bytes of a tensor or variable; parts of unknown shape count 0."""
     parts: Iterable = [value] if isinstance(value, keras.Variable) else tf.nest.flatten(value, True)
     sizes = [(tf.TensorShape(part.shape).num_elements(), tf.as_dtype(part.dtype).size) for part in parts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from tfring._keras.layers import all_layers
@@ -42,16 +44,16 @@ def shard_embeddings(
     """
     check_built(model)
 
-    def is_large(layer):
+    def is_large(layer: Any) -> bool:
         return isinstance(layer, keras.layers.Embedding) and layer.input_dim >= min_rows
 
-    def sharded(layer):
+    def sharded(layer: keras.layers.Layer) -> ShardedEmbedding:
         return ShardedEmbedding.from_config({**layer.get_config(), "placement": placement, "update": update})
 
-    def copy_weights(old, new):
+    def copy_weights(old: keras.layers.Layer, new: keras.layers.Layer) -> None:
         new.set_weights(old.get_weights())
 
-    def is_wanted(layer):
+    def is_wanted(layer: keras.layers.Layer) -> bool:
         return type(layer) is keras.layers.Embedding and is_large(layer)
 
     copy = converted(model, is_wanted, sharded, copy_weights)

@@ -16,8 +16,8 @@ weighed gradients is that of the whole batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -33,6 +33,9 @@ from tfring.errors import ConfigurationError
 from tfring.parallel.stages import Crossing, Cut
 from tfring.reduction.pipeline_schedule import FORWARD, Schedule
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 
 class Microbatch:
     """Some rows of this worker's batch.
@@ -44,7 +47,7 @@ class Microbatch:
       step: what the losses and layers see while they compute it.
     """
 
-    def __init__(self, number: int, count: int, element, all_rows):
+    def __init__(self, number: int, count: int, element: Any, all_rows: Any) -> None:
         begin, end = number * all_rows // count, (number + 1) * all_rows // count
         self.number = number
         self.rows = end - begin
@@ -79,7 +82,7 @@ class Passes:
       recompute: whether forward passes run again before backward passes.
     """
 
-    def __init__(self, pipeline, cut: Cut, strategy, recompute: bool):
+    def __init__(self, pipeline: Any, cut: Cut, strategy: RingStrategy, recompute: bool) -> None:
         self._pipeline = pipeline
         self._cut = cut
         self._strategy = strategy
@@ -94,7 +97,7 @@ class Passes:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def train(self, element, schedule: Schedule) -> None:
+    def train(self, element: Any, schedule: Schedule) -> None:
         """One step of training: gradients, metrics, update."""
         microbatches = self._microbatches(element, schedule.num_microbatches)
         weights = self.stage.trainable_weights
@@ -124,13 +127,13 @@ class Passes:
         self._update(weights, [total.value() for total in sums])
         self._share_metrics(counted)
 
-    def test(self, element, num_microbatches: int) -> None:
+    def test(self, element: Any, num_microbatches: int) -> None:
         """The metrics of a batch."""
         counted = _Counted()
         self._forward_only(element, num_microbatches, counted, training=False)
         self._share_metrics(counted)
 
-    def predict(self, x, num_microbatches: int, training: bool | None = False):
+    def predict(self, x: Any, num_microbatches: int, training: bool | None = False) -> Any:
         """The outputs for all rows, on all stages."""
         passed = self._forward_only((x, None, None), num_microbatches, None, training)
         outputs = []
@@ -145,7 +148,7 @@ class Passes:
                 outputs.append(self.control.receive(last, *_kind_of(tensor), name=f"output {number}"))
         return self._packed(outputs)
 
-    def symbolic_outputs(self):
+    def symbolic_outputs(self) -> Any:
         """Returns placeholders for the model's outputs, where Keras only asks for dtypes and shapes."""
         outputs = []
         for tensor in self._cut.model.outputs:
@@ -155,7 +158,7 @@ class Passes:
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, element, count: int) -> list[Microbatch]:
+    def _microbatches(self, element: Any, count: int) -> list[Microbatch]:
         rows = data.num_rows(element)
         if rows is None:
             raise ConfigurationError(
@@ -164,7 +167,7 @@ class Passes:
             )
         return [Microbatch(number, count, element, rows) for number in range(count)]
 
-    def _forward_only(self, element, count: int, counted, training) -> list[Held]:
+    def _forward_only(self, element: Any, count: int, counted: _Counted | None, training: bool | None) -> list[Held]:
         passed = []
         done: list[tf.Tensor] = []
         microbatches = self._microbatches(element, count)
@@ -181,7 +184,7 @@ class Passes:
         self._refuse_written(microbatches, False)
         return passed
 
-    def _first_pass(self, microbatch, values, counted) -> Held:
+    def _first_pass(self, microbatch: Microbatch, values: dict[int, Any], counted: _Counted) -> Held:
         one = Held(microbatch, values)
         if not self._recompute:
             self._taped(one, counted)
@@ -191,7 +194,7 @@ class Passes:
             one.values = {**values, **{id(c.tensor): computed[id(c.tensor)] for c in self._out_of}}
         return one
 
-    def _taped(self, one: Held, counted) -> None:
+    def _taped(self, one: Held, counted: _Counted) -> None:
         one.tape = tf.GradientTape()
         with one.tape:
             one.tape.watch([value for value in self._differentiable(one.values)])
@@ -201,11 +204,13 @@ class Passes:
             one.loss = loss if loss is None or optimizer is None else optimizer.scale_loss(loss)
         self._count(one, loss, counted)
 
-    def _differentiable(self, values) -> list:
+    def _differentiable(self, values: dict[int, Any]) -> list:
         """Returns the tensors that cross into this stage and may have a gradient."""
         return [values[id(tensor)] for tensor in _tensors(self._into) if values[id(tensor)].dtype.is_floating]
 
-    def _backward(self, one: Held, weights, given, counted) -> tuple[list, list]:
+    def _backward(
+        self, one: Held, weights: Sequence[Any], given: dict[int, tf.Tensor], counted: _Counted
+    ) -> tuple[list, list]:
         """The gradients of weights, None where there is none, and of what crosses into this stage."""
         if one.tape is None:
             into = {id(tensor) for tensor in _tensors(self._into)} | {id(t) for t in self._cut.model.inputs}
@@ -229,7 +234,7 @@ class Passes:
 
     # -- losses and metrics ----------------------------------------------------------------------------------------
 
-    def _loss_of(self, one: Held, training: bool):
+    def _loss_of(self, one: Held, training: bool) -> tf.Tensor | None:
         """On the last stage the loss that was compiled; and what this stage's layers add. None where there is none."""
         pipeline = self._pipeline
         if self.is_last:
@@ -241,7 +246,7 @@ class Passes:
         added = [pipeline._aggregate_additional_loss(loss) for loss in self.stage.losses]
         return tf.add_n([tf.convert_to_tensor(loss) for loss in added]) if added else None
 
-    def _count(self, one: Held, loss, counted) -> None:
+    def _count(self, one: Held, loss: Any, counted: _Counted) -> None:
         """Metrics and the mean of the loss, but for what other stages add to it."""
         pipeline, batch = self._pipeline, one.microbatch
         if not self.is_last:
@@ -254,7 +259,7 @@ class Passes:
             y_pred = self._packed([one.values[id(tensor)] for tensor in self._cut.model.outputs])
             pipeline._compile_metrics.update_state(batch.y, y_pred, batch.sample_weight)
 
-    def _share_metrics(self, counted) -> None:
+    def _share_metrics(self, counted: _Counted) -> None:
         """Gives all stages the state of all metrics: one collective a dtype."""
         pipeline = self._pipeline
         owners = {id(m): s.number for s in self._cut.stages for m in _metrics_of_layers(s.parts)}
@@ -277,7 +282,7 @@ class Passes:
 
     # -- update ----------------------------------------------------------------------------------------------------
 
-    def _update(self, weights, gradients) -> None:
+    def _update(self, weights: Sequence[Any], gradients: Sequence[Any]) -> None:
         """The optimizer sees all weights; those of other stages are empty here, and so are their gradients."""
         variables = self._pipeline.trainable_variables
         if not variables:
@@ -340,7 +345,7 @@ class Passes:
                 name = f"gradient of {_name(crossing, one.microbatch)}"
                 self.gradients.send(gradients[id(crossing.tensor)], crossing.source, name=name)
 
-    def _packed(self, outputs):
+    def _packed(self, outputs: Sequence[Any]) -> Any:
         packed = keras.tree.pack_sequence_as(self._cut.model._outputs_struct, outputs)
         return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed
 
@@ -348,12 +353,12 @@ class Passes:
 class _Sum:
     """The gradient of a weight, summed over microbatches."""
 
-    def __init__(self, variable):
+    def __init__(self, variable: Any) -> None:
         self._variable = variable
         self._weighs = not gradient_is_complete(variable)
         self._total: Any = None
 
-    def add(self, gradient, microbatch: Microbatch) -> None:
+    def add(self, gradient: Any, microbatch: Microbatch) -> None:
         if gradient is None:
             return
         sparse = isinstance(gradient, tf.IndexedSlices)
@@ -374,7 +379,7 @@ class _Sum:
             return []
         return [self._total.values if isinstance(self._total, tf.IndexedSlices) else self._total]
 
-    def value(self):
+    def value(self) -> Any:
         """Returns the total; zeros if no microbatch has a gradient, for other stages need one of every weight."""
         return stages.no_gradient(self._variable) if self._total is None else self._total
 
@@ -382,15 +387,15 @@ class _Sum:
 class _Counted:
     """The sum of what this stage's layers add to the loss, times the rows."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.total: Any = 0.0
 
-    def add(self, loss, microbatch: Microbatch) -> None:
+    def add(self, loss: tf.Tensor, microbatch: Microbatch) -> None:
         rows = tf.where(microbatch.step.active, tf.cast(microbatch.rows, loss.dtype), 0)
         self.total = self.total + tf.math.multiply_no_nan(loss, rows)
 
 
-def _metrics_of_layers(layers) -> list:
+def _metrics_of_layers(layers: Iterable[Any]) -> list:
     return [metric for part in layers for layer in all_layers(part) for metric in layer._metrics]
 
 

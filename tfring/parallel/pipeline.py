@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -18,6 +19,9 @@ from tfring.parallel.passes import Passes
 from tfring.parallel.stages import Cut, batch_normalizations, cut_model
 from tfring.recognition import current_ring
 from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 
 class Pipeline(keras.Model):
@@ -68,8 +72,8 @@ class Pipeline(keras.Model):
         num_microbatches: int = 8,
         schedule: str = "1f1b",
         recompute: bool = False,
-        **kwargs,
-    ):
+        **kwargs: Any,
+    ) -> None:
         cut = cut_model(model, stages)
         strategy = ring_of_model(model)
         if strategy is None and current_ring() is not None:
@@ -89,7 +93,7 @@ class Pipeline(keras.Model):
             self._divide(cut, strategy, bool(recompute))
         self.built = True
 
-    def _divide(self, cut: Cut, strategy, recompute: bool) -> None:
+    def _divide(self, cut: Cut, strategy: RingStrategy, recompute: bool) -> None:
         """Leaves each stage to its workers."""
         _check(self.model, cut, strategy, self._schedule, recompute)
         passes = Passes(self, cut, strategy, recompute)
@@ -105,19 +109,19 @@ class Pipeline(keras.Model):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     @property
-    def losses(self):
+    def losses(self) -> list:
         """The losses that layers of this worker's stage add."""
         passes = vars(self).get("_passes")
         return super().losses if passes is None else passes.stage.losses
 
-    def call(self, inputs, training=None):
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
         if self._passes is None:
             return self.model(inputs, training=training)
         if stages.is_symbolic():
             return self._passes.symbolic_outputs()
         return self._passes.predict(inputs, 1, training)
 
-    def train_step(self, data):
+    def train_step(self, data: Any) -> Any:
         if self._passes is None:
             return super().train_step(data)
         schedule = self._schedule
@@ -126,19 +130,19 @@ class Pipeline(keras.Model):
         self._passes.train(keras.utils.unpack_x_y_sample_weight(data), schedule)
         return self.get_metrics_result()
 
-    def test_step(self, data):
+    def test_step(self, data: Any) -> Any:
         if self._passes is None:
             return super().test_step(data)
         self._passes.test(keras.utils.unpack_x_y_sample_weight(data), self.num_microbatches)
         return self.get_metrics_result()
 
-    def predict_step(self, data):
+    def predict_step(self, data: Any) -> Any:
         if self._passes is None:
             return super().predict_step(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         return self._passes.predict(x, self.num_microbatches)
 
-    def compile(self, *args, **kwargs):
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().compile).bind(*args, **kwargs).arguments
         if self._passes is not None and given.get("jit_compile", "auto") not in (False, "auto"):
             raise ConfigurationError(
@@ -151,27 +155,27 @@ class Pipeline(keras.Model):
         # So that its files hold the optimizer, and how it was compiled.
         self.model.compile(**{**given, "optimizer": self.optimizer, "jit_compile": False})
 
-    def quantize(self, *args, **kwargs):
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
         if self._passes is None:
             return super().quantize(*args, **kwargs)
         raise stages.without_wholes("quantize()")
 
     # -- files -----------------------------------------------------------------------------------------------------
 
-    def save(self, *args, **kwargs):
+    def save(self, *args: Any, **kwargs: Any) -> Any:
         """As `model.save` of the model that the Pipeline was made of; all workers call it."""
         return self.model.save(*args, **kwargs)
 
-    def save_weights(self, *args, **kwargs):
+    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As `model.save_weights` of the model that the Pipeline was made of; all workers call it."""
         return self.model.save_weights(*args, **kwargs)
 
-    def load_weights(self, *args, **kwargs):
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As `model.load_weights` of the model that the Pipeline was made of: takes its files and those of others."""
         return self.model.load_weights(*args, **kwargs)
 
 
-def _check(model, cut: Cut, strategy, schedule: Schedule, recompute: bool) -> None:
+def _check(model: keras.Model, cut: Cut, strategy: RingStrategy, schedule: Schedule, recompute: bool) -> None:
     mesh = strategy.mesh
     if len(cut.stages) != mesh.pipeline:
         raise ConfigurationError(
@@ -219,7 +223,7 @@ def _check_channels(passes: Passes, schedule: Schedule) -> None:
         )
 
 
-def _check_losses(losses) -> None:
+def _check_losses(losses: Any) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", None) == "mean_with_sample_weight":
             raise ConfigurationError(

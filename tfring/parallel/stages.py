@@ -13,7 +13,7 @@ stage that computes it straight to each that uses it. Inputs of the model are th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
@@ -56,17 +56,17 @@ class Stage(keras.layers.Layer):
         self.parts = [operation for operation in operations if isinstance(operation, keras.layers.Layer)]
         self.built = True
 
-    def call(self, values, training=None):
+    def call(self, values: dict[int, Any], training: bool | None = None) -> dict[int, Any]:
         values = dict(values)
         for node in self._nodes.value:
             values.update(outputs_of(node, values, training))
         return values
 
 
-def outputs_of(node, values, training) -> dict:
+def outputs_of(node: Any, values: dict[int, Any], training: bool | None) -> dict:
     """Makes one call: what it returns, by the id of the tensors; `values` holds what it takes."""
 
-    def filled(argument):
+    def filled(argument: Any) -> Any:
         return values[id(argument)] if isinstance(argument, keras.KerasTensor) else argument
 
     operation = node.operation
@@ -80,7 +80,7 @@ def outputs_of(node, values, training) -> dict:
 class _Untracked:
     """Hides what Keras would look through for layers and variables."""
 
-    def __init__(self, value):
+    def __init__(self, value: Any) -> None:
         self.value = value
 
 
@@ -157,7 +157,7 @@ def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -
     return crossings
 
 
-def functional_of(model) -> keras.Model:
+def functional_of(model: Any) -> keras.Model:
     """The model as a functional one, whose calls can be told apart.
 
     Raises:
@@ -185,7 +185,7 @@ def functional_of(model) -> keras.Model:
 def _unnested(model: keras.Model, kept: Iterable[str]) -> keras.Model:
     """The model with the layers of nested functional models in their place, but for nested models named in `kept`."""
 
-    def run(functional, values: dict) -> dict:
+    def run(functional: keras.Model, values: dict) -> dict:
         for node in calls_of(functional):
             nested = _nested_of(node)
             if nested is None or nested.name in kept:
@@ -204,7 +204,7 @@ def _unnested(model: keras.Model, kept: Iterable[str]) -> keras.Model:
         return model
 
 
-def _nested_of(node) -> keras.Model | None:
+def _nested_of(node: Any) -> keras.Model | None:
     """The functional model that a node calls with inputs as they are and nothing else; None for any other call."""
     nested = node.operation
     if not isinstance(nested, keras.Model) or any(value is not None for value in node.arguments.kwargs.values()):
@@ -221,7 +221,7 @@ def _nested_of(node) -> keras.Model | None:
 def calls_of(model: keras.Model) -> list:
     """The calls of operations that the outputs need, each behind those it needs, as Keras orders its layers."""
 
-    def node_of(tensor):
+    def node_of(tensor: Any) -> Any:
         operation, index, _ = tensor._keras_history
         return operation._inbound_nodes[index]
 
@@ -246,11 +246,11 @@ def calls_of(model: keras.Model) -> list:
     return sorted(calls, key=lambda node: (-depths[id(node)], rank[id(node.operation)]))
 
 
-def _are_names(names) -> bool:
+def _are_names(names: Any) -> bool:
     return isinstance(names, Iterable) and not isinstance(names, str) and all(isinstance(name, str) for name in names)
 
 
-def _begins(model, nodes, names) -> list[int]:
+def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
     """Returns the positions at which the stages behind the first begin."""
     if not _are_names(names):
         raise ConfigurationError(
@@ -275,7 +275,7 @@ def _begins(model, nodes, names) -> list[int]:
     return begins
 
 
-def _refuse_shared(nodes, stage_of) -> None:
+def _refuse_shared(nodes: Sequence, stage_of: Sequence[int]) -> None:
     user: dict[int, tuple] = {}  # of a variable
     for node, stage in zip(nodes, stage_of, strict=True):
         if not isinstance(node.operation, keras.layers.Layer):
@@ -291,7 +291,7 @@ def _refuse_shared(nodes, stage_of) -> None:
                 )
 
 
-def _check_crossing(tensor, source: int, to: int) -> None:
+def _check_crossing(tensor: Any, source: int, to: int) -> None:
     where = f"between stages {source + 1} and {to + 1}: {tensor.name!r}, made by {tensor._keras_history[0].name!r}"
     if getattr(tensor, "_keras_mask", None) is not None:
         raise ConfigurationError(
@@ -311,7 +311,7 @@ def _check_crossing(tensor, source: int, to: int) -> None:
         )
 
 
-def batch_normalizations(model) -> list[keras.layers.Layer]:
+def batch_normalizations(model: Any) -> list[keras.layers.Layer]:
     """Layers that compute statistics of a batch when they train, and are not frozen."""
     kinds = (keras.layers.BatchNormalization,)
     return [layer for layer in all_layers(model) if isinstance(layer, kinds) and layer.trainable]
