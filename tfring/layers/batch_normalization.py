@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 
@@ -39,11 +39,11 @@ def to_sync_batch_normalization(
 
     check_built(model)
 
-    def synchronized(layer):
+    def synchronized(layer: keras.layers.Layer) -> SyncBatchNormalization:
         config = {**layer.get_config(), "synchronization": synchronization, "sync_every": sync_every}
         return SyncBatchNormalization.from_config(config)
 
-    def copy_weights(old, new):
+    def copy_weights(old: keras.layers.Layer, new: keras.layers.Layer) -> None:
         new.set_weights(old.get_weights())
 
     return _converted(model, synchronized, copy_weights, may_remain=SyncBatchNormalization)
@@ -90,7 +90,7 @@ def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], 
             "`groups=lambda channels: math.gcd(32, channels)`."
         )
 
-    def grouped(layer):
+    def grouped(layer: keras.layers.Layer) -> keras.layers.GroupNormalization:
         config = layer.get_config()
         same = ["name", "trainable", "dtype", "axis", "epsilon", "center", "scale"]
         for kind in ("initializer", "regularizer", "constraint"):
@@ -99,7 +99,7 @@ def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], 
             {"groups": chosen[id(layer)], **{key: config[key] for key in same}}
         )
 
-    def copy_weights(old, new):
+    def copy_weights(old: keras.layers.Layer, new: keras.layers.Layer) -> None:
         for name in ("gamma", "beta"):
             if getattr(old, name) is not None:
                 getattr(new, name).assign(getattr(old, name))
@@ -146,21 +146,26 @@ def unfreeze_batch_normalization(
     return _set_trainable(_batch_normalizations(model) if layers is None else layers, True)
 
 
-def _set_trainable(layers, value):
+def _set_trainable(layers: Sequence[keras.layers.Layer], value: bool) -> list[keras.layers.Layer]:
     changed = [layer for layer in layers if layer.trainable != value]
     for layer in changed:
         layer.trainable = value
     return changed
 
 
-def _batch_normalizations(model) -> list[keras.layers.BatchNormalization]:
+def _batch_normalizations(model: keras.layers.Layer) -> list[keras.layers.BatchNormalization]:
     return [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
 
 
-def _converted(model, convert, copy_weights, may_remain):
+def _converted(
+    model: keras.Model,
+    convert: Callable[[keras.layers.Layer], keras.layers.Layer],
+    copy_weights: Callable[[keras.layers.Layer, keras.layers.Layer], None],
+    may_remain: type | tuple[type, ...],
+) -> keras.Model:
     """`model` with `convert(layer)` for each batch normalization; only `may_remain` may be left."""
 
-    def is_wanted(layer):
+    def is_wanted(layer: keras.layers.Layer) -> bool:
         return type(layer) in (keras.layers.BatchNormalization, SyncBatchNormalization)
 
     copy = converted(model, is_wanted, convert, copy_weights)

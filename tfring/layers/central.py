@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring.layers.exchange import RingStatistics
 from tfring.ring.collectives import Collectives, RingCollectives
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 _lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
 
 
-def connect(strategy) -> None:
+def connect(strategy: RingStrategy) -> None:
     """Connects rank 0 with each other rank, once a strategy; every rank calls it at the same point."""
     extended = strategy.extended
     if extended in _lines or extended.control.world_size == 1 or extended.communication != "ring":
@@ -60,7 +65,7 @@ class CentralStatistics(RingStatistics):
     0's result is broadcast: as exact, and dearer than `RingStatistics`.
     """
 
-    def _over_workers(self, replicas, what, combine):
+    def _over_workers(self, replicas: tf.Tensor, what: str, combine: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         name = f"{self._key}/{what}"
         lines: list[Collectives] | None = _lines.get(self.extended)
         if lines is None:

@@ -7,6 +7,8 @@ ragged   [[4, 1], [], [4]]          ids 4 1 4   of examples 0 0 2   rows a b a â
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfring.errors import ConfigurationError
@@ -20,7 +22,7 @@ def check_combiner(combiner: str | None, name: str) -> None:
         raise ConfigurationError(f"`combiner` is one of {COMBINERS}. Received: combiner={combiner!r} of {name!r}")
 
 
-def check_ids(ids, combiner: str | None, name: str) -> None:
+def check_ids(ids: Any, combiner: str | None, name: str) -> None:
     """Raises ConfigurationError for ragged or sparse ids, tensors or Keras' symbols, that cannot become one row."""
     layout = _layout(ids)
     if layout != "dense" and (combiner is None or len(ids.shape) != 2):
@@ -31,21 +33,21 @@ def check_ids(ids, combiner: str | None, name: str) -> None:
         )
 
 
-def _layout(ids) -> str:
+def _layout(ids: Any) -> str:
     """Returns the layout of ids in a tensor, or a symbol of Keras: "dense", "ragged" or "sparse"."""
     if isinstance(ids, tf.RaggedTensor) or getattr(ids, "ragged", False):
         return "ragged"
     return "sparse" if isinstance(ids, tf.SparseTensor) or getattr(ids, "sparse", False) else "dense"
 
 
-def flat(tensor):
+def flat(tensor: Any) -> tf.Tensor:
     """The values of a ragged or sparse tensor; a dense one as it is."""
     if isinstance(tensor, tf.RaggedTensor):
         return tensor.flat_values
     return tensor.values if isinstance(tensor, tf.SparseTensor) else tensor
 
 
-def combined(rows: tf.Tensor, ids, weights, combiner: str, mask_zero: bool = False) -> tf.Tensor:
+def combined(rows: tf.Tensor, ids: Any, weights: Any, combiner: str, mask_zero: bool = False) -> tf.Tensor:
     """One row an example: `sum w_i r_i` of its ids, for "mean" by `sum w_i`, for "sqrtn" by `sqrt(sum w_i^2)`.
 
     Args:
@@ -66,7 +68,7 @@ def combined(rows: tf.Tensor, ids, weights, combiner: str, mask_zero: bool = Fal
             f"Weights are laid out as their ids. Received: {_layout(ids)} ids with {_layout(weights)} weights."
         )
 
-    def total(values):
+    def total(values: tf.Tensor) -> tf.Tensor:
         if isinstance(ids, tf.RaggedTensor):
             return tf.math.unsorted_segment_sum(values, ids.value_rowids(), ids.nrows())
         if isinstance(ids, tf.SparseTensor):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 
 from tfring._keras.layers import all_layers
 
 
-def check_built(model) -> None:
+def check_built(model: Any) -> None:
     """Raises ValueError for what is no built Keras model."""
     if not isinstance(model, keras.Model) or not model.built:
         raise ValueError(f"`model` must be a built Keras model. Received: {model}")
@@ -36,12 +37,12 @@ def converted(
     copies: dict[int, keras.layers.Layer] = {}  # by id of the layer: one used in several places stays one
     weights_of: list[tuple] = []
 
-    def copy_of(layer):
+    def copy_of(layer: Any) -> Any:
         if id(layer) not in copies:
             copies[id(layer)] = make(layer)
         return copies[id(layer)]
 
-    def make(layer):
+    def make(layer: Any) -> Any:
         if isinstance(layer, keras.Model):
             return rebuild(layer)
         if is_wanted(layer):
@@ -57,12 +58,12 @@ def converted(
             weights_of.append((layer, new, lambda old, new: new.set_weights(old.get_weights())))
         return new
 
-    def call(layer, *args, **kwargs):
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(layer, keras.layers.GroupNormalization):
             kwargs = {k: v for k, v in kwargs.items() if k not in ("mask", "training")}  # it knows neither
         return layer(*args, **kwargs)
 
-    def rebuild(model):
+    def rebuild(model: keras.Model) -> keras.Model:
         call_function = None if isinstance(model, keras.Sequential) else call
         try:
             return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)
@@ -82,7 +83,7 @@ def converted(
 
 
 @contextlib.contextmanager
-def _not_compiled(model):
+def _not_compiled(model: keras.Model) -> Iterator[None]:
     """Newer versions of Keras compile the copy of a compiled model as well, which not every loss survives."""
     compiled = [m for m in all_layers(model) if isinstance(m, keras.Model) and m.compiled]
     try:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +28,7 @@ from tfring.errors import ConfigurationError
 from tfring.layers import embedding_configs
 from tfring.layers.choice import next_layer_number
 from tfring.layers.combiners import check_ids, combined, flat
-from tfring.layers.embedding_configs import TableConfig
+from tfring.layers.embedding_configs import FeatureConfig, TableConfig
 from tfring.layers.lookup import exchange
 from tfring.reduction.placement import Placement, place
 from tfring.reduction.table_plan import KINDS, TablePlan, deal, plan_tables
@@ -85,7 +86,9 @@ class DistributedEmbedding(keras.layers.Layer):
     [[2.0, 2.0], [0.0, 0.0]]
     """
 
-    def __init__(self, feature_configs, *, plan=None, update="rows", axis=None, **kwargs):
+    def __init__(
+        self, feature_configs: Any, *, plan: Any = None, update: str = "rows", axis: str | None = None, **kwargs: Any
+    ) -> None:
         _keras.install()
         super().__init__(**kwargs)
         tables.check_update(update)
@@ -102,7 +105,7 @@ class DistributedEmbedding(keras.layers.Layer):
         self._paths = _paths_of(numbers)
         self._packed = functools.partial(keras.tree.pack_sequence_as, numbers)  # Keras tracks no structure in there
 
-    def _kinds_of(self, plan) -> dict[str, str]:
+    def _kinds_of(self, plan: Any) -> dict[str, str]:
         sizes = {table.name: (table.vocabulary_size, table.embedding_dim) for table in self._tables}
         if plan is None:
             plan = plan_tables(sizes, world_size=1)  # whose kinds are those for any number of workers
@@ -115,7 +118,7 @@ class DistributedEmbedding(keras.layers.Layer):
             )
         return dict(kinds)
 
-    def _stacked(self):
+    def _stacked(self) -> Iterator[list[TableConfig]]:
         """The tables that share a weight."""
         for kinds in (("rows", "whole"), ("columns",)):
             chosen = [table for table in self._tables if self._kinds[table.name] in kinds]
@@ -125,7 +128,7 @@ class DistributedEmbedding(keras.layers.Layer):
             if self._kinds[table.name] == "replicated":
                 yield [table]
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: Any = None) -> None:
         if self.built:
             return
         division = Division.of(self.axis, "DistributedEmbedding", "keras.layers.Embedding")
@@ -142,10 +145,10 @@ class DistributedEmbedding(keras.layers.Layer):
         whole = [table for table in self._tables if self._kinds[table.name] == "whole"]
         return deal({table.name: (table.vocabulary_size * table.embedding_dim,) for table in whole}, world_size)
 
-    def build_from_config(self, config):
+    def build_from_config(self, config: dict[str, Any]) -> None:
         self.build()
 
-    def preprocess(self, inputs, weights=None, training=False):
+    def preprocess(self, inputs: Any, weights: Any = None, training: bool = False) -> dict[str, Any]:
         """Bundles inputs and weights, as in keras_rs: a call takes the result in place of `inputs`. Optional."""
         self._flat("inputs", inputs)
         if weights is None:
@@ -153,7 +156,7 @@ class DistributedEmbedding(keras.layers.Layer):
         self._flat("weights", weights)
         return {_BUNDLE: {"inputs": inputs, "weights": weights}}
 
-    def call(self, inputs, weights=None):
+    def call(self, inputs: Any, weights: Any = None) -> Any:
         inputs, weights = _unbundled(inputs, weights)
         given = self._flat("inputs", inputs)
         weights = [None] * len(given) if weights is None else self._flat("weights", weights)
@@ -173,7 +176,7 @@ class DistributedEmbedding(keras.layers.Layer):
                 results[number] = rows if combiner is None else _one_row(rows, ids[number], weights[number], combiner)
         return self._packed(results)
 
-    def _flat(self, name, structure):
+    def _flat(self, name: str, structure: Any) -> list:
         if _paths_of(structure) != self._paths:
             raise ValueError(
                 f"`{name}` have the structure of `feature_configs`. Received: {_shown(_paths_of(structure))} instead "
@@ -181,7 +184,7 @@ class DistributedEmbedding(keras.layers.Layer):
             )
         return keras.tree.flatten(structure)
 
-    def compute_output_spec(self, inputs, weights=None):
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
         inputs, _ = _unbundled(inputs, weights)
         given = self._flat("inputs", inputs)
         for feature, ids in zip(self._features, given, strict=True):
@@ -189,8 +192,8 @@ class DistributedEmbedding(keras.layers.Layer):
         shapes = [_output_shape(feature, ids.shape) for feature, ids in zip(self._features, given, strict=True)]
         return self._packed([keras.KerasTensor(shape, dtype=self.compute_dtype) for shape in shapes])
 
-    def compute_output_shape(self, input_shape):
-        def of_feature(number, shape):
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        def of_feature(number: int, shape: Any) -> tuple:
             return _output_shape(self._features[number], shape)
 
         input_shape, _ = _unbundled(input_shape, None)
@@ -219,13 +222,13 @@ class DistributedEmbedding(keras.layers.Layer):
         for stack in self._stacks:
             stack.assign(embedding_tables)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         """All ranks call it, or are in `tfring.save` or `model.save` together."""
         if self.built:
             for number, table in enumerate(self.get_embedding_tables().values()):
                 store[str(number)] = table
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         if not self.built:
             return
         store = stores.InBlocks(store)
@@ -236,7 +239,7 @@ class DistributedEmbedding(keras.layers.Layer):
             )
         self.set_embedding_tables({table.name: store[str(number)] for number, table in enumerate(self._tables)})
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {
             **super().get_config(),
             **embedding_configs.write(self._features, self._tables),
@@ -247,7 +250,7 @@ class DistributedEmbedding(keras.layers.Layer):
         }
 
     @classmethod
-    def from_config(cls, config):
+    def from_config(cls, config: dict[str, Any]) -> DistributedEmbedding:
         own = ("tables", "features", "structure")
         features = embedding_configs.read(config)
         feature_configs = keras.tree.map_structure(features.__getitem__, config["structure"])
@@ -264,14 +267,14 @@ class _Stack:
       kinds: by the names of tables.
     """
 
-    def __init__(self, chosen: list[TableConfig], features, kinds: Mapping[str, str]):
+    def __init__(self, chosen: list[TableConfig], features: Sequence[FeatureConfig], kinds: Mapping[str, str]) -> None:
         self._kind = kinds[chosen[0].name]
         bounds = itertools.pairwise(itertools.accumulate((t.vocabulary_size for t in chosen), initial=0))
         self._tables = [(table, *own) for table, own in zip(chosen, bounds, strict=True)]  # and their rows among all
         numbers = {table.name: number for number, table in enumerate(chosen)}
         self._lookups = [(i, numbers[f.table.name]) for i, f in enumerate(features) if f.table.name in numbers]
 
-    def build(self, layer, division: Division, owners: Mapping[str, int], key: str) -> None:
+    def build(self, layer: keras.layers.Layer, division: Division, owners: Mapping[str, int], key: str) -> None:
         division = Division() if self._kind == "replicated" else division
         if sum(end - begin for table, begin, end in self._tables if table.name not in owners) == 1:
             # Which is not divided either: so a worker that has all rows has them in the order of whole tables.
@@ -295,7 +298,7 @@ class _Stack:
         names = [(table.name, table.vocabulary_size) for table, _, _ in self._tables]
         self._exchange = exchange(self._placement, names, division, f"{key}, {name}")
 
-    def rows(self, ids):
+    def rows(self, ids: Sequence[Any]) -> Iterator[tuple[int, tf.Tensor]]:
         """Pairs of the number of a feature and the rows of its ids, `[*flat(ids).shape, width]`."""
         lookups = [(table, flat(ids[feature])) for feature, table in self._lookups]
         rows = self._exchange.rows(values_of(self._variable.value)[0], lookups)
@@ -307,7 +310,7 @@ class _Stack:
         value = variable.numpy() if cut_of(variable) is None else slots.whole(variable)
         return {table.name: value[begin:end] for table, begin, end in self._tables}
 
-    def assign(self, whole) -> None:
+    def assign(self, whole: Mapping[str, Any]) -> None:
         """Keeps this worker's part of whole tables; of an array in a file nothing else is read."""
         if cut_of(self._variable) is None:
             self._variable.assign(np.concatenate([np.asarray(whole[table.name]) for table, _, _ in self._held]))
@@ -318,18 +321,18 @@ class _Stack:
             at = large.write(self._variable, at, whole[table.name], part)
 
 
-def _unbundled(inputs, weights):
+def _unbundled(inputs: Any, weights: Any) -> tuple[Any, Any]:
     """Inputs and weights of a call, which may be what `preprocess` returned."""
     if not isinstance(inputs, Mapping) or inputs.keys() != {_BUNDLE}:
         return inputs, weights
     return inputs[_BUNDLE]["inputs"], inputs[_BUNDLE].get("weights", weights)
 
 
-def _as_ids(ids):
+def _as_ids(ids: Any) -> Any:
     return ids if ids.dtype in ("int32", "int64") else tf.cast(ids, tf.int32)
 
 
-def _one_row(rows, ids, weights, combiner):
+def _one_row(rows: tf.Tensor, ids: Any, weights: Any, combiner: str) -> tf.Tensor:
     """One row an example; dense ids of shape `[batch]` are one each."""
     if len(ids.shape) == 1:
         rows, ids = rows[:, None], ids[:, None]
@@ -337,14 +340,14 @@ def _one_row(rows, ids, weights, combiner):
     return combined(rows, ids, weights, combiner)
 
 
-def _output_shape(feature, shape):
+def _output_shape(feature: FeatureConfig, shape: Sequence[int | None]) -> tuple:
     inner = len(shape) - 1 if feature.table.combiner is not None and len(shape) > 1 else len(shape)
     return (*shape[:inner], feature.table.embedding_dim)
 
 
-def _paths_of(structure) -> tuple:
+def _paths_of(structure: Any) -> tuple:
     return tuple(path for path, _ in keras.tree.flatten_with_path(structure))
 
 
-def _shown(paths) -> str:
+def _shown(paths: Iterable[tuple]) -> str:
     return ", ".join(".".join(map(str, path)) for path in paths) or "one tensor"

@@ -6,6 +6,7 @@ Their attributes are those of `keras_rs.layers.TableConfig` and `FeatureConfig`,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -48,7 +49,7 @@ class TableConfig:
     max_ids_per_partition: int = 256
     max_unique_ids_per_partition: int = 256
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_combiner(self.combiner, self.name)
         if self.optimizer is not None:
             raise ConfigurationError(
@@ -84,11 +85,11 @@ class FeatureConfig:
     output_shape: Any = None
 
 
-def features_of(configs) -> list[FeatureConfig]:
+def features_of(configs: Any) -> list[FeatureConfig]:
     """Configs of this module for those of a nested structure, which may be keras_rs'; a shared table stays shared."""
     tables: dict[int, TableConfig] = {}
 
-    def table_of(config) -> TableConfig:
+    def table_of(config: Any) -> TableConfig:
         if id(config) not in tables:
             fields = _fields_of(TableConfig, config)
             if not isinstance(config, TableConfig) and fields["optimizer"] == "adam":  # keras_rs' default, for TPUs
@@ -109,7 +110,7 @@ def features_of(configs) -> list[FeatureConfig]:
     return features
 
 
-def _fields_of(kind, config) -> dict[str, Any]:
+def _fields_of(kind: type, config: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(kind)]
     if missing := [name for name in names if not hasattr(config, name)]:
         raise ConfigurationError(
@@ -119,7 +120,7 @@ def _fields_of(kind, config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def write(features, tables) -> dict[str, Any]:
+def write(features: Sequence[FeatureConfig], tables: Sequence[TableConfig]) -> dict[str, Any]:
     """Features and tables as lists of plain values; a feature has the number of its table."""
     own = ("name", "input_shape", "output_shape")
     return {

@@ -11,10 +11,16 @@ Every replica gets the moments of all, in the order of rank and replica, and mer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
 from tfring.layers.moments import merge
+
+if TYPE_CHECKING:
+    from tfring.strategy.extended import RingExtended
 
 
 class LocalStatistics:
@@ -34,7 +40,7 @@ class LocalStatistics:
         """Returns the sum over all replicas, of tensors of one shape; arguments as for `merge`."""
         return sums
 
-    def call_in_order(self, function, *args):
+    def call_in_order(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function that calls `sum` in its gradient, in order with others; see `Collectives.call_in_order`."""
         return function(*args)
 
@@ -45,13 +51,15 @@ class ReplicaStatistics(LocalStatistics):
     def __init__(self, context: tf.distribute.ReplicaContext):
         self._context = context
 
-    def merge(self, moments, share=None):
+    def merge(self, moments: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
         return self._exchange(moments, share, merge)
 
-    def sum(self, sums, share=None):
+    def sum(self, sums: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
         return self._exchange(sums, share, lambda everyone: tf.reduce_sum(everyone, 0))
 
-    def _exchange(self, mine, share, combine):
+    def _exchange(
+        self, mine: tf.Tensor, share: tf.Tensor | None, combine: Callable[[tf.Tensor], tf.Tensor]
+    ) -> tf.Tensor:
         replica = tf.reshape(tf.cast(self._context.replica_id_in_sync_group, tf.int32), [1, 1])
         places = tf.zeros([self._context.num_replicas_in_sync, *mine.shape], mine.dtype)
         everyone = tf.tensor_scatter_nd_update(places, replica, mine[None])
@@ -66,22 +74,24 @@ class RingStatistics(LocalStatistics):
     On the control ring and not the gradients', so that no bucket of gradients waits for a statistic.
     """
 
-    def __init__(self, extended, key: str):
+    def __init__(self, extended: RingExtended, key: str) -> None:
         self.extended = extended
         self._control = extended.control
         self._key = key
 
-    def merge(self, moments, share=None):
+    def merge(self, moments: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
         return self._exchange(moments, share, "moments", merge)
 
-    def sum(self, sums, share=None):
+    def sum(self, sums: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
         return self._exchange(sums, share, "gradient", lambda everyone: tf.reduce_sum(everyone, 0))
 
-    def call_in_order(self, function, *args):
+    def call_in_order(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._control.call_in_order(function, *args)
 
-    def _exchange(self, mine, share, what, combine):
-        def on_worker(replicas, shares):
+    def _exchange(
+        self, mine: tf.Tensor, share: tf.Tensor | None, what: str, combine: Callable[[tf.Tensor], tf.Tensor]
+    ) -> tf.Tensor:
+        def on_worker(replicas: Any, shares: Any) -> tf.Tensor:
             replicas = tf.stack(values_of(replicas))
             if share is None:
                 return self._over_workers(replicas, what, combine)
@@ -94,7 +104,7 @@ class RingStatistics(LocalStatistics):
         combined = self.extended.cross_replica(on_worker, mine, share)
         return combined if share is None else tf.where(share, combined, mine)
 
-    def _over_workers(self, replicas, what, combine):
+    def _over_workers(self, replicas: tf.Tensor, what: str, combine: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         """Combines the values of the replicas of all workers, `[replicas of this worker, ...]`."""
         everyone = self._control.gather_equal(replicas, name=f"{self._key}/{what}")
         return combine(everyone)

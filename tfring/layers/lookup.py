@@ -34,12 +34,17 @@ worker 0   unique 4 1 ─► to all ─► rank 0: 4 1 by its columns   4a 1a �
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfring import step
 from tfring.reduction.cuts import Cut
 from tfring.reduction.placement import Placement
+
+if TYPE_CHECKING:
+    from tfring._keras.sharding import Division
 
 
 class Exchange:
@@ -52,8 +57,10 @@ class Exchange:
       key: what the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
     """
 
-    def __init__(self, placement, tables, division, key: str):
-        self._placement = placement
+    def __init__(
+        self, placement: Placement | Cut, tables: Sequence[tuple[str, int]], division: Division, key: str
+    ) -> None:
+        self._placement: Any = placement  # a Placement; a Cut of columns
         self._names, self._counts = zip(*tables, strict=True)
         self._first, self._step, self._end = self._numbers()
         self._collectives = division.collectives
@@ -62,7 +69,7 @@ class Exchange:
             self._of = self._of_same_ids if division.axis == "model" else self._of_workers
         self._key = key
 
-    def rows(self, variable, lookups) -> list[tf.Tensor]:
+    def rows(self, variable: tf.Variable, lookups: Sequence[tuple[int, tf.Tensor]]) -> list[tf.Tensor]:
         """Returns the rows of ids, `[*ids.shape, ...]`, in the dtype of the variable; of all lookups at once.
 
         Args:
@@ -76,41 +83,41 @@ class Exchange:
 
     # -- who owns what; `ColumnExchange` has others ------------------------------------------------------------------
 
-    def _numbers(self):
+    def _numbers(self) -> tuple[Sequence[int], Sequence[int], int]:
         """Returns the number of each table's first row, and the step to that of its next; and the end of all."""
         first, step = zip(*self._placement.numbers, strict=True)
         return first, step, self._placement.end
 
-    def _row_of_owner(self, numbers):
+    def _row_of_owner(self, numbers: tf.Tensor) -> tf.Tensor:
         return self._placement.row_of_owner(numbers)
 
-    def _by_owner(self, unique):
+    def _by_owner(self, unique: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Returns ids by owner, and the inverse permutation."""
         owner = tf.cast(self._placement.owner(unique), tf.int32)
         order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, self._collectives.world_size)
         return order, tf.math.invert_permutation(tf.concat(order, 0))
 
-    def _back(self, mine, asked_of_each):
+    def _back(self, mine: tf.Tensor, asked_of_each: tf.Tensor) -> tf.Tensor:
         """Sends each rank the rows that it asked for, and receives those that this one did."""
         back, _ = self._collectives.all_to_all(mine, asked_of_each, name=f"{self._key}/rows")
         back.set_shape([None, *mine.shape[1:]])
         return back
 
-    def _of_all(self, mine, counts):
+    def _of_all(self, mine: tf.Tensor, counts: Sequence[tf.Tensor]) -> tf.Tensor:
         """All-gathers rows, `counts` of them from each rank; the backward pass slices this rank's."""
         rank = self._collectives.rank
         begin = tf.add_n(counts[:rank]) if rank else 0
         end = begin + counts[rank]
 
         @tf.custom_gradient
-        def of_all(mine):
+        def of_all(mine: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return self._collectives.all_gather(mine, name=f"{self._key}/rows"), lambda gradient: gradient[begin:end]
 
         return of_all(mine)
 
     # -- a lookup ----------------------------------------------------------------------------------------------------
 
-    def _ids_of_all(self, lookups):
+    def _ids_of_all(self, lookups: Sequence[tuple[int, tf.Tensor]]) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the numbers of all ids, flat; and `[-1 - table, id]` of the first without a row, else `[]`."""
         is_narrow = all(ids.dtype == tf.int32 for _, ids in lookups) and self._end <= tf.int32.max
         dtype = tf.int32 if is_narrow else tf.int64
@@ -124,11 +131,11 @@ class Exchange:
         ids += tf.gather(tf.constant(self._first, dtype), table)
         return tf.where(is_bad, tf.zeros_like(ids), ids), bad
 
-    def _of_one_process(self, variable, ids, bad):
+    def _of_one_process(self, variable: tf.Variable, ids: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies(self._check(bad)):
             return tf.gather(variable, ids)
 
-    def _of_same_ids(self, variable, ids, bad):
+    def _of_same_ids(self, variable: tf.Variable, ids: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
         """Looks up ids that are the same on all ranks."""
         with tf.control_dependencies(self._check(bad)):
             unique, position = tf.unique(ids)
@@ -136,7 +143,7 @@ class Exchange:
         mine = tf.gather(variable, self._row_of_owner(tf.gather(unique, order[self._collectives.rank])))
         return _spread(self._of_all(mine, [tf.size(asked) for asked in order]), tf.gather(places, position))
 
-    def _of_workers(self, variable, ids, bad):
+    def _of_workers(self, variable: tf.Variable, ids: tf.Tensor, bad: tf.Tensor) -> tf.Tensor:
         running = step.current() or step.Step()
         unique, position = tf.unique(ids)
         # A worker without rows of the batch computes on a padding row: it asks for none of its ids.
@@ -158,11 +165,11 @@ class Exchange:
         places = tf.gather(places, position)
         return _spread(back, places, lambda gradient: running.zero_if_empty(running.weigh(gradient)))
 
-    def _check(self, told, asked_of_each=None):
+    def _check(self, told: tf.Tensor, asked_of_each: tf.Tensor | None = None) -> list:
         """Returns operations that fail if an id without a row was sent; `asked_of_each` counts each rank's ids."""
         is_bad = told < 0
 
-        def text():
+        def text() -> tf.Tensor:
             first = tf.where(is_bad)[0, 0]
             rules = [
                 f"Ids of {name!r} run from 0 to {count - 1}, for it has {count} rows. Received: id "
@@ -179,7 +186,7 @@ class Exchange:
                 raise tf.errors.InvalidArgumentError(None, None, text().numpy().decode())
             return []
 
-        def failing():
+        def failing() -> tf.Tensor:
             with tf.control_dependencies([tf.debugging.Assert(False, [text()], summarize=1)]):
                 return tf.constant(True)
 
@@ -189,55 +196,55 @@ class Exchange:
 class ColumnExchange(Exchange):
     """An `Exchange` of tables sharded by columns, by a `Cut`: each rank is asked for all ids."""
 
-    def _numbers(self):
+    def _numbers(self) -> tuple[Sequence[int], Sequence[int], int]:
         *begins, end = itertools.accumulate(self._counts, initial=0)
         return begins, [1] * len(begins), end
 
-    def _row_of_owner(self, numbers):
+    def _row_of_owner(self, numbers: tf.Tensor) -> tf.Tensor:
         return numbers
 
-    def _by_owner(self, unique):
+    def _by_owner(self, unique: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         all_of_them = tf.range(tf.size(unique))
         return [all_of_them] * self._collectives.world_size, all_of_them
 
     # Parts of rows, of as many columns as a rank has, travel flat.
 
-    def _back(self, mine, asked_of_each):
+    def _back(self, mine: tf.Tensor, asked_of_each: tf.Tensor) -> tf.Tensor:
         return self._joined(super()._back(tf.reshape(mine, [-1]), asked_of_each * mine.shape[1]))
 
-    def _of_all(self, mine, counts):
+    def _of_all(self, mine: tf.Tensor, counts: Sequence[tf.Tensor]) -> tf.Tensor:
         counts = [count * width for count, width in zip(counts, self._widths, strict=True)]
         return self._joined(super()._of_all(tf.reshape(mine, [-1]), counts))
 
     @property
-    def _widths(self):
+    def _widths(self) -> list[int]:
         return [self._placement.shape_of(rank)[1] for rank in range(self._collectives.world_size)]
 
-    def _joined(self, flat):
+    def _joined(self, flat: tf.Tensor) -> tf.Tensor:
         """Joins the parts of rows that came from each rank."""
         count = tf.size(flat, tf.int64) // self._placement.shape[1]
         parts = tf.split(flat, [count * width for width in self._widths])
         return tf.concat([tf.reshape(p, [count, width]) for p, width in zip(parts, self._widths, strict=True)], 1)
 
 
-def exchange(placement: Placement | Cut, tables, division, key: str) -> Exchange:
+def exchange(placement: Placement | Cut, tables: Sequence[tuple[str, int]], division: Division, key: str) -> Exchange:
     """Returns the exchange of tables with this placement; arguments as of `Exchange`."""
     kind = ColumnExchange if isinstance(placement, Cut) else Exchange
     return kind(placement, tables, division, key)
 
 
-def _shaped(rows, ids):
+def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
     result = tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
     result.set_shape([*ids.shape, *rows.shape[1:]])
     return result
 
 
-def _spread(rows, place, weigh=tf.identity):
+def _spread(rows: tf.Tensor, place: tf.Tensor, weigh: Callable[[tf.Tensor], tf.Tensor] = tf.identity) -> tf.Tensor:
     """`tf.gather(rows, place)`, whose gradient adds up in the dtype of the rows and then is weighed."""
 
     @tf.custom_gradient
-    def spread(rows):
-        def gradient(upstream):
+    def spread(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             flat = tf.reshape(upstream, [-1, *rows.shape[1:]])
             return weigh(tf.math.unsorted_segment_sum(flat, place, tf.shape(rows)[0]))
 

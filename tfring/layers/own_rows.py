@@ -14,9 +14,15 @@ whole batch, complete when the optimizer takes it. Gradients of the inputs are e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import tensorflow as tf
 
 from tfring import step
+
+if TYPE_CHECKING:
+    from tfring.ring.collectives import Collectives
 
 
 class OwnRows:
@@ -28,12 +34,14 @@ class OwnRows:
       key: what the collectives are called, the same on all ranks.
     """
 
-    def __init__(self, collectives, bounds, key: str):
+    def __init__(self, collectives: Collectives, bounds: Sequence[tuple[int, int]], key: str) -> None:
         self._collectives = collectives
         self._sizes = [end - begin for begin, end in bounds]
         self._key = key
 
-    def columns(self, inputs, kernel, bias, leaves_parts=False):
+    def columns(
+        self, inputs: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None, leaves_parts: bool = False
+    ) -> tf.Tensor:
         """Returns `inputs @ kernel + bias` of full kernels, of which this rank has columns.
 
         Args:
@@ -50,7 +58,7 @@ class OwnRows:
         rows, shares = call.gathered(inputs)
         return call.full(_product(rows, kernel, bias, shares))
 
-    def rows(self, inputs, kernel, takes_parts=False):
+    def rows(self, inputs: tf.Tensor, kernel: tf.Tensor, takes_parts: bool = False) -> tf.Tensor:
         """Returns `inputs @ kernel` of a full kernel, of which this rank has rows.
 
         Args:
@@ -73,7 +81,7 @@ class _Call:
     A rank without rows of the batch computes on a padding row: it sends none, and gets zeros for it.
     """
 
-    def __init__(self, collectives, sizes, key, inputs):
+    def __init__(self, collectives: Collectives, sizes: Sequence[int], key: str, inputs: tf.Tensor) -> None:
         self._collectives = collectives
         self._sizes = sizes
         self._key = key
@@ -85,62 +93,62 @@ class _Call:
 
     # -- with gradients ------------------------------------------------------------------------------------------------
 
-    def gathered(self, rows):
+    def gathered(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """(1) Gathers `[rows, features]` of all ranks, and the share of each row's rank; None where unknown."""
 
         @tf.custom_gradient
-        def exchange(rows):
+        def exchange(rows: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
             return self._gather(rows, "inputs"), lambda gradient, *_: self._sum(gradient, "gradient of inputs")
 
         everyones, shares, self._counts = self._collectives.call_in_order(exchange, rows)
         return everyones, self._of_each_row(shares)
 
-    def summed(self, partial):
+    def summed(self, partial: tf.Tensor) -> tf.Tensor:
         """(1') Sums the parts of all ranks to `[rows of this rank, units]`."""
 
         @tf.custom_gradient
-        def exchange(partial):
+        def exchange(partial: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return self._sum(partial, "outputs"), lambda gradient: self._gather(gradient, "gradient of outputs")[0]
 
         return self._collectives.call_in_order(exchange, partial)
 
-    def sliced(self, rows):
+    def sliced(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """(2') Returns this rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
 
         @tf.custom_gradient
-        def exchange(rows):
+        def exchange(rows: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
             return self._cut(rows, "inputs"), lambda gradient, *_: self._join(gradient, "gradient of inputs")
 
         columns, shares, self._counts = self._collectives.call_in_order(exchange, rows)
         return columns, self._of_each_row(shares)
 
-    def full(self, columns):
+    def full(self, columns: tf.Tensor) -> tf.Tensor:
         """(2) Returns `[rows of this rank, all columns]`."""
 
         @tf.custom_gradient
-        def exchange(columns):
+        def exchange(columns: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return self._join(columns, "outputs"), lambda gradient: self._cut(gradient, "gradient of outputs")[0]
 
         return self._collectives.call_in_order(exchange, columns)
 
-    def _of_each_row(self, shares):
+    def _of_each_row(self, shares: tf.Tensor) -> tf.Tensor | None:
         return None if self._share is None else tf.repeat(shares, self._counts)
 
     # -- without -------------------------------------------------------------------------------------------------------
 
-    def _gather(self, rows, what):
+    def _gather(self, rows: tf.Tensor, what: str) -> Any:
         rows = self._running.drop_if_empty(rows)
         share = tf.ones([1], tf.float64) if self._share is None else self._share[None]
         return self._collectives.all_gather([rows, share, tf.shape(rows, tf.int64)[:1]], name=f"{self._key}/{what}")
 
-    def _sum(self, partial, what):
+    def _sum(self, partial: tf.Tensor, what: str) -> tf.Tensor:
         mine = self._counts[self._collectives.rank]
         received, _ = self._collectives.all_to_all(partial, self._counts, name=f"{self._key}/{what}")
         received = tf.reshape(received, [self._collectives.world_size, mine, partial.shape[1]])
         wide = tf.float32 if received.dtype in (tf.float16, tf.bfloat16) else received.dtype
         return self._as_given(tf.cast(tf.reduce_sum(tf.cast(received, wide), 0), received.dtype))
 
-    def _cut(self, rows, what):
+    def _cut(self, rows: tf.Tensor, what: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         rows = self._running.drop_if_empty(rows)
         count = tf.shape(rows, tf.int64)[0]
         share = tf.ones([], tf.float64) if self._share is None else self._share
@@ -152,19 +160,19 @@ class _Call:
         width = self._sizes[self._collectives.rank]
         return tf.reshape(columns, [-1, width]), shares, received // width
 
-    def _join(self, columns, what):
+    def _join(self, columns: tf.Tensor, what: str) -> tf.Tensor:
         sent = self._counts * columns.shape[1]
         received, _ = self._collectives.all_to_all(tf.reshape(columns, [-1]), sent, name=f"{self._key}/{what}")
         return self._as_given(unflatten_columns(received, self._sizes))
 
-    def _as_given(self, rows):
+    def _as_given(self, rows: tf.Tensor) -> tf.Tensor:
         """Pads rows to their number at the call: with zeros, where the only row is a padding row."""
         if self._running.active is not None:
             rows = tf.pad(rows, [[0, self._num_given - tf.shape(rows)[0]], [0, 0]])
         return rows
 
 
-def flat_columns(rows, sizes):
+def flat_columns(rows: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
     """Flattens the columns of `[rows, sum(sizes)]`, `sizes` of them after each other: `[rows * sum(sizes)]`.
 
     >>> flat_columns(tf.constant([[1, 2, 3], [4, 5, 6]]), [2, 1]).numpy()
@@ -173,7 +181,7 @@ def flat_columns(rows, sizes):
     return tf.concat([tf.reshape(part, [-1]) for part in tf.split(rows, sizes, axis=1)], 0)
 
 
-def unflatten_columns(flat, sizes):
+def unflatten_columns(flat: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
     """Restores the columns that `flat_columns` flattened.
 
     >>> unflatten_columns(tf.constant([1, 2, 4, 5, 3, 6]), [2, 1]).numpy()
@@ -185,12 +193,12 @@ def unflatten_columns(flat, sizes):
     return tf.concat([tf.reshape(part, [num_rows, size]) for part, size in zip(parts, sizes, strict=True)], 1)
 
 
-def _product(rows, kernel, bias, shares):
+def _product(rows: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None, shares: tf.Tensor | None) -> tf.Tensor:
     """Returns `rows @ kernel + bias`; the gradients of kernel and bias weigh each row by its share."""
 
     @tf.custom_gradient
-    def product(rows, kernel, *bias):
-        def gradient(upstream):
+    def product(rows: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+        def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
             weighed = upstream
             if shares is not None:
                 wide = tf.float32 if upstream.dtype in (tf.float16, tf.bfloat16) else upstream.dtype

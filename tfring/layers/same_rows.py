@@ -17,9 +17,15 @@ the gradients of the engine's own `all_gather` and `all_reduce`, which add up th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
 import tensorflow as tf
 
 from tfring.layers.own_rows import unflatten_columns
+
+if TYPE_CHECKING:
+    from tfring.ring.collectives import Collectives
 
 
 class SameRows:
@@ -31,12 +37,14 @@ class SameRows:
       key: what the collectives are called, the same on all ranks.
     """
 
-    def __init__(self, collectives, bounds, key: str):
+    def __init__(self, collectives: Collectives, bounds: Sequence[tuple[int, int]], key: str) -> None:
         self._collectives = collectives
         self._sizes = [end - begin for begin, end in bounds]
         self._key = key
 
-    def columns(self, inputs, kernel, bias, leaves_parts=False):
+    def columns(
+        self, inputs: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None, leaves_parts: bool = False
+    ) -> tf.Tensor:
         """Returns `inputs @ kernel + bias` of full kernels, of which this rank has columns.
 
         Args:
@@ -53,7 +61,7 @@ class SameRows:
             result += bias
         return result if leaves_parts else self.gathered(result)
 
-    def rows(self, inputs, kernel, takes_parts=False):
+    def rows(self, inputs: tf.Tensor, kernel: tf.Tensor, takes_parts: bool = False) -> tf.Tensor:
         """Returns `inputs @ kernel` of a full kernel, of which this rank has rows.
 
         Args:
@@ -66,49 +74,49 @@ class SameRows:
         """
         return self.summed(tf.matmul(inputs if takes_parts else self.sliced(inputs), kernel))
 
-    def copied(self, value):
+    def copied(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value; its gradient is the sum over the ranks."""
 
         @tf.custom_gradient
-        def exchange(value):
+        def exchange(value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return tf.identity(value), lambda gradient: self._sum(gradient, "gradient of inputs")
 
         return self._collectives.call_in_order(exchange, value)
 
-    def summed(self, value):
+    def summed(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum over the ranks; each rank's gradient is that of the sum."""
 
         @tf.custom_gradient
-        def exchange(value):
+        def exchange(value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return self._sum(value, "outputs"), tf.identity
 
         return self._collectives.call_in_order(exchange, value)
 
-    def gathered(self, part):
+    def gathered(self, part: tf.Tensor) -> tf.Tensor:
         """Gathers `[rows, columns of all ranks]` from those of this rank; the gradient is this rank's part."""
 
         @tf.custom_gradient
-        def exchange(part):
+        def exchange(part: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return self._gather(part, "outputs"), self._part
 
         return exchange(part)
 
-    def sliced(self, rows):
+    def sliced(self, rows: tf.Tensor) -> tf.Tensor:
         """Slices `[rows, columns of this rank]` from those of all ranks; the gradient is that of all ranks."""
 
         @tf.custom_gradient
-        def exchange(rows):
+        def exchange(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             return self._part(rows), lambda gradient: self._gather(gradient, "gradient of inputs")
 
         return self._collectives.call_in_order(exchange, rows)
 
-    def _sum(self, value, what):
+    def _sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
         [total] = self._collectives.all_reduce([value], name=f"{self._key}/{what}")
         return total
 
-    def _gather(self, part, what):
+    def _gather(self, part: tf.Tensor, what: str) -> tf.Tensor:
         flat = self._collectives.all_gather(tf.reshape(part, [-1]), name=f"{self._key}/{what}")
         return unflatten_columns(flat, self._sizes)
 
-    def _part(self, rows):
+    def _part(self, rows: tf.Tensor) -> tf.Tensor:
         return tf.split(rows, self._sizes, axis=1)[self._collectives.rank]

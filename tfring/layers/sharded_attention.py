@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -48,7 +50,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
     TensorShape([1, 4, 5])
     """
 
-    def __init__(self, num_heads, key_dim, *args, **kwargs):
+    def __init__(self, num_heads: int, key_dim: int, *args: Any, **kwargs: Any) -> None:
         _keras.install()
         super().__init__(num_heads, key_dim, *args, **kwargs)
         check_sharded_arguments(
@@ -60,7 +62,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         )
         self._ranks: SameRows | None = None
 
-    def build(self, query_shape, value_shape, key_shape=None):
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         division = Division.of("model", "ShardedMultiHeadAttention", "keras.layers.MultiHeadAttention")
         number = next_layer_number()
         if division.is_alone:
@@ -76,7 +78,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         self._ranks = SameRows(collectives, chunk_bounds(heads, collectives.world_size), f"attention {number}")
         key_shape = value_shape if key_shape is None else key_shape
 
-        def heads_of(shape, size, name, **options):
+        def heads_of(shape: Any, size: int, name: str, **options: Any) -> _Projection:
             parts = {"kernel": 1, "bias": 0}
             return self._projection(_Projection, division, parts, shape, 1, (heads, size), name, **options)
 
@@ -95,7 +97,17 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         self.built = True
         return None
 
-    def _projection(self, kind, division, dimensions, shape, num_bound, outputs, name, **options):
+    def _projection(
+        self,
+        kind: type[_Projection],
+        division: Division,
+        dimensions: dict[str, int],
+        shape: Any,
+        num_bound: int,
+        outputs: Sequence[int],
+        name: str,
+        **options: Any,
+    ) -> _Projection:
         """Makes a layer of Keras with sharded weights that maps the last `num_bound` dimensions to `outputs`."""
         letters = iter(string.ascii_lowercase)
         free, bound, new = (
@@ -115,17 +127,17 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
 
     def call(
         self,
-        query,
-        value,
-        key=None,
-        query_mask=None,
-        value_mask=None,
-        key_mask=None,
-        attention_mask=None,
-        return_attention_scores=False,
-        training=None,
-        use_causal_mask=False,
-    ):
+        query: Any,
+        value: Any,
+        key: Any = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
         given, copies = [query, value, key], {}
         if self._ranks is not None:
             if return_attention_scores:
@@ -155,7 +167,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
 class _Projection(ShardedWeights, keras.layers.EinsumDense):
     """Projects to this worker's heads."""
 
-    def enable_lora(self, *args, **kwargs):
+    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigurationError(
             "A ShardedMultiHeadAttention has no `enable_lora`: no worker has the full kernel. Received: enable_lora() "
             f"of {self.path!r}. Use keras.layers.MultiHeadAttention."
@@ -165,11 +177,11 @@ class _Projection(ShardedWeights, keras.layers.EinsumDense):
 class _Summed(_Projection):
     """Projects this worker's heads to outputs, and sums those over the workers; the bias is replicated."""
 
-    def __init__(self, *args, ranks, **kwargs):
+    def __init__(self, *args: Any, ranks: SameRows, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ranks = ranks
 
-    def call(self, inputs, training=None):
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
         outputs = self._ranks.summed(keras.ops.einsum(self.equation, inputs, self.kernel))
         return outputs if self.bias is None else keras.ops.add(outputs, self.bias)
 

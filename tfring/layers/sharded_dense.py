@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import keras
 import tensorflow as tf
 
@@ -63,7 +65,16 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
     array([[4., 4.]], dtype=float32)
     """
 
-    def __init__(self, units, split="columns", *, axis=None, gather_output=True, input_is_parallel=False, **kwargs):
+    def __init__(
+        self,
+        units: int,
+        split: str = "columns",
+        *,
+        axis: str | None = None,
+        gather_output: bool = True,
+        input_is_parallel: bool = False,
+        **kwargs: Any,
+    ) -> None:
         _keras.install()
         for name in _REFUSED:
             if kwargs.pop(name, None) is not None:
@@ -80,11 +91,11 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         self.gather_output = bool(gather_output)
         self.input_is_parallel = bool(input_is_parallel)
         self._check()
-        self._ranks = None
+        self._ranks: SameRows | OwnRows | None = None
         self._features: int | None = None  # of all workers, where they are divided
         self._is_of_one_process = False  # the shape that it is built with
 
-    def _check(self):
+    def _check(self) -> None:
         of_kernel = {"kernel_regularizer": self.kernel_regularizer, "kernel_constraint": self.kernel_constraint}
         of_bias = {"bias_regularizer": self.bias_regularizer, "bias_constraint": self.bias_constraint}
         check_sharded_arguments(self, **of_kernel, **(of_bias if self.split == "columns" else {}))
@@ -98,7 +109,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         if not self.gather_output and self.activity_regularizer is not None:
             raise _wrong(self, "a worker has no outputs of others", "gather_output=False with an activity_regularizer")
 
-    def build(self, input_shape):
+    def build(self, input_shape: Any) -> None:
         division = self.division = Division.of(self.axis, "ShardedDense", "keras.layers.Dense")
         number = next_layer_number()
         if division.is_alone:
@@ -117,14 +128,14 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         self._ranks = (SameRows if division.axis == "model" else OwnRows)(collectives, divided, f"dense {number}")
         return None
 
-    def get_build_config(self):
+    def get_build_config(self) -> dict[str, Any] | None:
         """In files the shape of inputs is that of one process, as weights are."""
         config = super().get_build_config()
         if config and self._features is not None:
             config = {**config, "input_shape": (*config["input_shape"][:-1], self._features)}
         return config
 
-    def build_from_config(self, config):
+    def build_from_config(self, config: dict[str, Any]) -> None:
         self._is_of_one_process = True
         super().build_from_config(config)
 
@@ -149,7 +160,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
             raise _wrong(self, f"the workers' features are parts of {features}: {wanted}", f"features {everyones}")
         return features
 
-    def call(self, inputs, training=None):
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
         if self._ranks is None:
             return super().call(inputs)
         kernel = tf.convert_to_tensor(keras.ops.convert_to_tensor(self._kernel))
@@ -173,16 +184,16 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         begin, end = chunk_bounds(self.units, collectives.world_size)[collectives.rank]
         return end - begin
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: Any) -> tuple:
         return (*input_shape[:-1], self._num_outputs())
 
-    def enable_lora(self, *args, **kwargs):
+    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _not_supported("enable_lora")
 
-    def quantize(self, *args, **kwargs):
+    def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _not_supported("quantize")
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         for name in _REFUSED:
             config.pop(name, None)
@@ -191,7 +202,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         return {**config, **own, **flags}
 
 
-def _wrong(layer, rule: str, received: str) -> ConfigurationError:
+def _wrong(layer: keras.layers.Layer, rule: str, received: str) -> ConfigurationError:
     return ConfigurationError(
         f"In a ShardedDense {rule}. Received: {received} for {layer.name!r} with split={layer.split!r}, "
         f"axis={layer.axis!r}. Leave out gather_output=False and input_is_parallel=True, or use them on a layer with "
@@ -199,7 +210,7 @@ def _wrong(layer, rule: str, received: str) -> ConfigurationError:
     )
 
 
-def _not_supported(method):
+def _not_supported(method: str) -> ConfigurationError:
     return ConfigurationError(
         f"A ShardedDense has no `{method}`: no worker has the whole kernel. Use keras.layers.Dense."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import keras
 import tensorflow as tf
 
@@ -72,17 +74,17 @@ class ShardedEmbedding(keras.layers.Embedding):
 
     def __init__(
         self,
-        input_dim,
-        output_dim,
-        embeddings_initializer="uniform",
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
         *,
-        mask_zero=False,
-        combiner=None,
-        placement="interleaved",
-        update="rows",
-        axis=None,
-        **kwargs,
-    ):
+        mask_zero: bool = False,
+        combiner: str | None = None,
+        placement: str = "interleaved",
+        update: str = "rows",
+        axis: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         _keras.install()
         for name in _REFUSED:
             if kwargs.pop(name, None) is not None:
@@ -105,7 +107,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             self.build()
             self.set_weights(weights if isinstance(weights, (list, tuple)) else [weights])
 
-    def build(self, input_shape=None):
+    def build(self, input_shape: Any = None) -> None:
         if getattr(self, "built", False):
             return
         division = Division.of(self.axis, "ShardedEmbedding", "keras.layers.Embedding")
@@ -117,7 +119,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         self._exchange = exchange(placement, [(self.name, self.input_dim)], division, key)
         self.built = True
 
-    def call(self, inputs, id_weights=None):
+    def call(self, inputs: Any, id_weights: Any = None) -> Any:
         check_ids(inputs, self.combiner, self.name)
         if id_weights is not None and self.combiner is None:
             raise ValueError("`id_weights` are for a combiner. Received: id_weights with combiner=None.")
@@ -128,31 +130,31 @@ class ShardedEmbedding(keras.layers.Embedding):
         rows = tf.cast(rows, self.compute_dtype)
         return rows if self.combiner is None else combined(rows, inputs, id_weights, self.combiner, self.mask_zero)
 
-    def compute_mask(self, inputs, mask=None):
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         return None if self.combiner is not None else super().compute_mask(inputs, mask)
 
-    def compute_output_shape(self, input_shape):
+    def compute_output_shape(self, input_shape: Any) -> tuple:
         shape = input_shape if self.combiner is None else input_shape[:-1]
         return (*shape, self.output_dim)
 
-    def compute_output_spec(self, inputs, id_weights=None):
+    def compute_output_spec(self, inputs: Any, id_weights: Any = None) -> keras.KerasTensor:
         check_ids(inputs, self.combiner, self.name)
         return keras.KerasTensor(self.compute_output_shape(inputs.shape), dtype=self.compute_dtype)
 
-    def enable_lora(self, *args, **kwargs):
+    def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _not_supported("enable_lora")
 
-    def quantize(self, *args, **kwargs):
+    def quantize(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _not_supported("quantize")
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         """All ranks call it, or are in `tfring.save` or `model.save` together."""
         if self.built:
             store["0"] = self._embeddings if cut_of(self._embeddings) is None else slots.whole(self._embeddings)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         if not self.built:
             return
         self._check_load_own_variables(store)
@@ -165,7 +167,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             )
         self._embeddings.assign(store["0"])
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         config = super().get_config()
         for name in _REFUSED:
             config.pop(name, None)
@@ -173,7 +175,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         return {**config, **own}
 
 
-def _not_supported(method):
+def _not_supported(method: str) -> ConfigurationError:
     return ConfigurationError(
         f"A ShardedEmbedding has no `{method}`: no worker has the whole table. Use keras.layers.Embedding."
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -27,8 +30,16 @@ class ShardedWeights(keras.layers.Layer):
     division = Division()
     dimensions: dict[str, int] = {}
 
-    def add_weight(self, shape=None, initializer=None, *, name=None, regularizer=None, **options):
-        dimension = None if self.division.is_alone else self.dimensions.get(name)
+    def add_weight(
+        self,
+        shape: Any = None,
+        initializer: Any = None,
+        *,
+        name: str | None = None,
+        regularizer: Any = None,
+        **options: Any,
+    ) -> Any:
+        dimension = None if self.division.is_alone or name is None else self.dimensions.get(name)
         add_weight = super().add_weight
         if dimension is None:
             return add_weight(shape, initializer, name=name, regularizer=regularizer, **options)
@@ -44,7 +55,7 @@ class ShardedWeights(keras.layers.Layer):
         initial = InitialPiece(keras.initializers.get(initializer), cut, self.division)
         return self.division.add_weight(add_weight, cut, initial, name=name, regularizer=regularizer, **options)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         """Saves full weights. All ranks call it, or are in `tfring.save` or `model.save` together."""
         if not any(cut_of(v) is not None for v in self._own_variables()):
             return super().save_own_variables(store)
@@ -52,7 +63,7 @@ class ShardedWeights(keras.layers.Layer):
             store[str(number)] = variable if cut_of(variable) is None else slots.whole(variable)
         return None
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         stored = set(store.keys())
         store = stores.InBlocks(store)
         for number, variable in enumerate(self._own_variables()):
@@ -64,26 +75,26 @@ class ShardedWeights(keras.layers.Layer):
                 )
         super().load_own_variables(store)
 
-    def _own_variables(self):
+    def _own_variables(self) -> list:
         return [*self._trainable_variables, *self._non_trainable_variables]
 
 
 class _FullRegularizer(keras.regularizers.Regularizer):
     """Applies a regularizer to the full weight; each shard has its own gradient of it."""
 
-    def __init__(self, regularizer, division, name):
+    def __init__(self, regularizer: Any, division: Division, name: str) -> None:
         self._regularizer = regularizer
         self._division = division
         self._name = name
 
-    def __call__(self, shard):
+    def __call__(self, shard: Any) -> tf.Tensor:
         running = step.current()
         # The gradient of a shard of the data axis is not weighed again (`gradient_is_complete`): one a microbatch.
         part = running.part if running is not None and self._division.axis == "data" else None
 
         @tf.custom_gradient
-        def summed(value):
-            def gradient(given):
+        def summed(value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            def gradient(given: tf.Tensor) -> tf.Tensor:
                 return given if part is None else given * tf.cast(part, given.dtype)
 
             return self._division.collectives.all_reduce([value], name=self._name)[0], gradient
@@ -91,7 +102,7 @@ class _FullRegularizer(keras.regularizers.Regularizer):
         return summed(self._regularizer(shard))
 
 
-def check_sharded_arguments(layer, **given) -> None:
+def check_sharded_arguments(layer: keras.layers.Layer, **given: Any) -> None:
     """Raises ConfigurationError for arguments of `layer`, by name, that need the full weight."""
     for name, value in given.items():
         kind = type(value)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import keras
 import tensorflow as tf
 
@@ -9,6 +12,9 @@ from tfring import step
 from tfring._keras.layers import save_under_name_of
 from tfring.layers import choice
 from tfring.layers.moments import along, channel_sums, local_moments, mean_and_variance
+
+if TYPE_CHECKING:
+    from tfring.layers.exchange import LocalStatistics
 
 _SYNCHRONIZATIONS = ("all_reduce", "central")
 
@@ -88,24 +94,24 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(
         self,
-        axis=-1,
-        momentum=0.99,
-        epsilon=1e-3,
-        center=True,
-        scale=True,
-        beta_initializer="zeros",
-        gamma_initializer="ones",
-        moving_mean_initializer="zeros",
-        moving_variance_initializer="ones",
-        beta_regularizer=None,
-        gamma_regularizer=None,
-        beta_constraint=None,
-        gamma_constraint=None,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        center: bool = True,
+        scale: bool = True,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        moving_mean_initializer: Any = "zeros",
+        moving_variance_initializer: Any = "ones",
+        beta_regularizer: Any = None,
+        gamma_regularizer: Any = None,
+        beta_constraint: Any = None,
+        gamma_constraint: Any = None,
         *,
-        synchronization="all_reduce",
-        sync_every=1,
-        **kwargs,
-    ):
+        synchronization: str = "all_reduce",
+        sync_every: int = 1,
+        **kwargs: Any,
+    ) -> None:
         if synchronization not in _SYNCHRONIZATIONS:
             raise ValueError(
                 f"`synchronization` must be one of {_SYNCHRONIZATIONS}. Received: synchronization={synchronization!r}"
@@ -134,14 +140,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self.synchronization = synchronization
         self.sync_every = sync_every
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         return {
             **super().get_config(),
             "synchronization": self.synchronization,
             "sync_every": self.sync_every,
         }
 
-    def build(self, input_shape):
+    def build(self, input_shape: Any) -> None:
         super().build(input_shape)
         self._number = choice.next_layer_number()
         for variable in self.non_trainable_variables:
@@ -156,7 +162,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 step.keep_by_replica(variable)
         choice.prepare(self.synchronization)
 
-    def call(self, inputs, training=None, mask=None):
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
             raise ValueError(
                 "`mask` has one dimension less than the inputs. Received: "
@@ -181,7 +187,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         outputs = _normalize(inputs, scale, offset, moments, self.epsilon, axis, mask, exchange, share)
         return tf.cast(outputs, self.compute_dtype)
 
-    def _shared(self, exchange, mine):
+    def _shared(self, exchange: LocalStatistics, mine: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """`(moments, window, share)`: of this step, of those the averages take in, whether it shares."""
         if self.sync_every == 1:
             moments = exchange.merge(mine)
@@ -194,7 +200,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._position.assign((position + 1) % self.sync_every)
         return tf.gather(window, position), window, share
 
-    def _scale_and_offset(self, moments, dtype):
+    def _scale_and_offset(self, moments: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the factor and the offset of normalized inputs: gamma, beta, renormalized if asked."""
         channels = [moments.shape[-1]]
         gamma = tf.cast(self.gamma, dtype) if self.scale else tf.ones(channels, dtype)
@@ -214,11 +220,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             d = tf.clip_by_value(d, -clip["dmax"], clip["dmax"])
         return tf.cast(r, dtype) * gamma, tf.cast(d, dtype) * gamma + beta
 
-    def _update_averages(self, window, share):
+    def _update_averages(self, window: tf.Tensor, share: tf.Tensor | None) -> None:
         counts = window[:, 0]
         means, variances = mean_and_variance(window)
 
-        def update(variable, values, momentum):
+        def update(variable: Any, values: tf.Tensor, momentum: float) -> tf.Tensor:
             """`average * momentum + value * (1 - momentum)` for each step of the window that counted."""
             keep = tf.where(counts > 0, tf.constant(momentum, tf.float64), 1.0)
             later = tf.math.cumprod(keep, 0, exclusive=True, reverse=True)
@@ -240,7 +246,17 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self.moving_variance.assign(tf.cast(variance, self.moving_variance.dtype))
 
 
-def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
+def _normalize(
+    x: tf.Tensor,
+    scale: tf.Tensor,
+    offset: tf.Tensor,
+    moments: tf.Tensor,
+    epsilon: float,
+    axis: int,
+    mask: Any,
+    exchange: LocalStatistics,
+    share: tf.Tensor | None,
+) -> tf.Tensor:
     """`(x - mean) / sqrt(var + epsilon) * scale + offset`, with the gradient over all replicas.
 
     The mean is a sum of two numbers of the compute dtype, so that outputs are right where it is large: at a
@@ -253,23 +269,23 @@ def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
     high = tf.cast(mean, dtype)
     low = mean - tf.cast(high, tf.float64)
 
-    def channels(values):
+    def channels(values: tf.Tensor) -> tf.Tensor:
         return along(tf.cast(values, dtype), axis, rank)
 
-    def centred(x):
+    def centred(x: tf.Tensor) -> tf.Tensor:
         return tf.cast(x, dtype) - channels(high)
 
     @tf.custom_gradient
-    def normalized(x, scale, offset):
+    def normalized(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         factor = tf.cast(scale, tf.float64) * inverse
         outputs = centred(x) * channels(factor) + channels(tf.cast(offset, tf.float64) - factor * low)
 
-        def gradient(d_outputs):
+        def gradient(d_outputs: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return backward(once(x), once(d_outputs), once(factor))
 
         return outputs, gradient
 
-    def backward(x, d_outputs, factor):
+    def backward(x: tf.Tensor, d_outputs: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
         deviations = centred(x)
         sum_dy = channel_sums(d_outputs, axis)
         sum_dy_xhat = (channel_sums(d_outputs * deviations, axis) - low * sum_dy) * inverse
@@ -284,11 +300,11 @@ def _normalize(x, scale, offset, moments, epsilon, axis, mask, exchange, share):
 
     running = step.current() or step.Step()
 
-    def sum_of_gradients(sums):
+    def sum_of_gradients(sums: tf.Tensor) -> tf.Tensor:
         # Gradients of other replicas count by their shares of the batch; the optimizer weighs this one's.
         return running.unweigh(exchange.sum(running.weigh(sums), share))
 
-    def once(tensor):
+    def once(tensor: tf.Tensor) -> tf.Tensor:
         # Not a nested tf.custom_gradient: it ties its outputs together by an IdentityN, through which Grappler
         # sees an order, drops the explicit one (of two collectives, of a variable's read and its assignment),
         # and then takes the IdentityN apart.
