@@ -22,13 +22,12 @@ import tensorflow as tf
 
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
-from tfring._keras.state import held_by
+from tfring._keras.state import Written, held_by
 from tfring.cross_device_ops import values_of
 from tfring.step import graphs
 from tfring.step import weighing as step_under_way
 
 if TYPE_CHECKING:
-    from tfring._keras.state import Written
     from tfring.strategy.ring import RingStrategy
 
 _ALL_ROWS = object()  # in place of a source: aggregated within the step

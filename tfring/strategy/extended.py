@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfring import _tf, data, step
-from tfring.cluster import Cluster
+from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce, values_of
@@ -26,7 +26,6 @@ from tfring.ring import trace
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
 
 if TYPE_CHECKING:
-    from tfring.cluster import Mesh
     from tfring.reduction.sparse import SparseOptions
     from tfring.strategy.ring import RingStrategy
 
