@@ -160,6 +160,8 @@ def refused(folder, mesh):
         in_pieces.optimizer.build(in_pieces.trainable_variables)
     attempt("h5", lambda: in_pieces.save(f"{folder}/model.h5"))
     attempt("export", lambda: in_pieces.export(f"{folder}/exported"))
+    composed_outside = keras.Sequential([keras.Input((4,)), built()])  # which belongs to no strategy yet
+    attempt("export of composed", lambda: composed_outside.export(f"{folder}/exported"))
     attempt("checkpoint", lambda: tf.train.Checkpoint(model=in_pieces).save(f"{folder}/checkpoint"))
     attempt("saved model", lambda: tf.saved_model.save(in_pieces, f"{folder}/saved_model"))
     attempt("outside", lambda: in_pieces.optimizer.apply([tf.zeros(v.shape) for v in in_pieces.trainable_variables]))
@@ -195,6 +197,7 @@ def test_what_is_refused(mesh, tmp_path):
             "restore": "BackupAndRestore with",
             "h5": "/kernel'",
             "export": "/kernel'",
+            "export of composed": f"/kernel' over {mesh.size} workers",
             "checkpoint": "'dense",
             "saved model": "'dense",
             "outside": "Adam",

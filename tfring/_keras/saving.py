@@ -107,6 +107,7 @@ def install() -> None:
         path = _path_of_several(filepath, strategy)
         if path is None:
             return write(filepath) if strategy is None or strategy.cluster.is_chief else None
+        assert strategy is not None  # or no other rank would write the path
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.folder(path, strategy.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
             return write(beside)
@@ -116,11 +117,12 @@ def install() -> None:
 
     @seam(Model, "export")
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        sharded = [v.path for v in self.variables if cut_of(v) is not None]
+        sharded = [v for v in self.variables if cut_of(v) is not None]
         if sharded:
+            ring = sharded[0].value.distribute_strategy  # the model is of none, where it was composed outside
             raise ConfigurationError(
                 "An exported model runs in one process, and here each rank has a shard of a weight. Received: export() "
-                f"of a model with {sharded[0]!r} over {ring_of_model(self).cluster.world_size} workers. Save it by "
+                f"of a model with {sharded[0].path!r} over {ring.cluster.world_size} workers. Save it by "
                 "`tfring.save(model, path)`, load that in one process and export there."
             )
         with printing.on_rank_0(ring_of_model(self) or ring_of_process()):
