@@ -42,7 +42,7 @@ _PROGRAM = (
 
 
 def check_call(
-    strategy: Any, model: Any, name: str, given: dict[str, Any], numbers: Sequence[int]
+    strategy: RingStrategy, model: Any, name: str, given: dict[str, Any], numbers: Sequence[int]
 ) -> list[int]:
     """Compares what `fit`, `evaluate` or `predict` is called with over all ranks, in one small collective.
 
@@ -91,7 +91,7 @@ def check_model(strategy: RingStrategy, model: Any, caller: str, graph: Any = No
 
 
 def check_equal(
-    strategy: Any, caller: str, arguments: dict, settings: dict, numbers: Sequence[int] = ()
+    strategy: RingStrategy, caller: str, arguments: dict, settings: dict, numbers: Sequence[int] = ()
 ) -> list[int]:
     """Compares arguments over all ranks, in one small collective where they are equal.
 

@@ -162,7 +162,7 @@ def needs(name: str, model: Any, callbacks: Any, verbose: Any) -> Needs:
     )
 
 
-def arranged(name: str, callbacks: Any, model: Any, strategy: Any, needed: Needs) -> list:
+def arranged(name: str, callbacks: Any, model: Any, strategy: RingStrategy, needed: Needs) -> list:
     """Returns the callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank.
 
     Args:
@@ -237,7 +237,7 @@ class Agreement(keras.callbacks.Callback):
       needed: what the callbacks of all ranks need.
     """
 
-    def __init__(self, strategy: Any, name: str, last: Sequence[RunsLast], needed: Needs):
+    def __init__(self, strategy: RingStrategy, name: str, last: Sequence[RunsLast], needed: Needs):
         super().__init__()
         self._strategy = strategy
         self._world = strategy.extended.world

@@ -82,6 +82,7 @@ class Loop:
     def on_exit(self) -> None:
         """Agrees with the other ranks on the end of the loop, once Keras has left it without an error."""
         strategy = ring_of_model(self.model)
+        assert strategy is not None
         if strategy.extended.is_alone:
             return
         stopped, others_drew = status.behind_loop(strategy, bool(getattr(self.model, self._flag)))

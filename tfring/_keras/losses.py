@@ -34,7 +34,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 from tfring import step
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
-from tfring.recognition import current_ring
+from tfring.recognition import ring_in_scope
 from tfring.step import graphs
 
 _local = threading.local()
@@ -104,12 +104,12 @@ def _replace_scaling() -> None:
             return loss
         if global_batch_size is not None:
             return running.unweigh(loss)
-        return loss * current_ring().num_replicas_in_sync
+        return loss * ring_in_scope().num_replicas_in_sync
 
     @seam(tf.nn, "scale_regularization_loss")
     def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
         loss = original(regularization_loss)
-        return loss * current_ring().num_replicas_in_sync if step.weighing() else loss
+        return loss * ring_in_scope().num_replicas_in_sync if step.weighing() else loss
 
 
 def per_row_as_sum(loss: Any) -> Any:
@@ -204,7 +204,7 @@ def _replace_reductions() -> None:
 def _over_replicas(running: step.Step, value: tf.Tensor, name: str) -> tf.Tensor:
     """The sum of a scalar over all replicas, without a gradient."""
     running.refuse_in_parts(f"a mean by the {name} of a batch")
-    extended = current_ring().extended
+    extended = ring_in_scope().extended
 
     def on_worker(values: Any) -> tf.Tensor:
         [total] = extended.control.all_reduce([tf.add_n(values_of(values))], name=name)
@@ -266,7 +266,7 @@ def _warn_of_added(layer: Any, loss: Any) -> None:
 
 def warn_once(loss: Any, message: str) -> None:
     """Warns, once a strategy of each loss, layer or metric, on its first rank."""
-    strategy = current_ring()
+    strategy = ring_in_scope()
     warned = _warned.setdefault(strategy, {})
     if id(loss) in warned:
         return

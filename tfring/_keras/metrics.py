@@ -217,7 +217,7 @@ def local_state(strategy: RingStrategy, variable: Any) -> tf.Tensor | None:
 
 
 @contextlib.contextmanager
-def state_of_all(strategy: Any, metrics: Sequence[Any]) -> Iterator[None]:
+def state_of_all(strategy: RingStrategy, metrics: Sequence[Any]) -> Iterator[None]:
     """Has variables of metrics read as the sums over all replicas, for all of which there is one collective a dtype."""
     import keras
 

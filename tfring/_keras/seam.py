@@ -6,10 +6,13 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfring._keras.replaced import REPLACED
 from tfring.recognition import ring_of
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 installed: dict[str, Callable] = {}  # the originals, by their names in `REPLACED`
 extended: dict[type, type] = {}  # classes of ours that Keras' derive from, with Keras' classes in whose place they are
@@ -78,7 +81,7 @@ def version_of_keras() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def ring_of_model(model: Any) -> Any:
+def ring_of_model(model: Any) -> RingStrategy | None:
     """The RingStrategy in whose scope a model was made."""
     return ring_of(getattr(model, "_distribute_strategy", None))
 

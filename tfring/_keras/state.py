@@ -40,7 +40,7 @@ from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring, ring_of
+from tfring.recognition import current_ring, ring_in_scope, ring_of
 from tfring.step import graphs
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ def _warn_once(variable: Any, text: str) -> None:
     if getattr(variable, "_tfring_warned", False):
         return
     variable._tfring_warned = True
-    if current_ring().cluster.is_chief:
+    if ring_in_scope().cluster.is_chief:
         warnings.warn(text, stacklevel=2)
 
 

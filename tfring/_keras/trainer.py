@@ -92,14 +92,16 @@ class RingTrainer(TensorFlowTrainer):
                 return of_all_rows(super().predict(**given))
 
     def make_train_function(self, force: bool = False) -> Any:
-        if ring_of_model(self) is None:
+        strategy = ring_of_model(self)
+        if strategy is None:
             return super().make_train_function(force)
-        return _make_step_function(self, "train", force)
+        return _make_step_function(self, strategy, "train", force)
 
     def make_test_function(self, force: bool = False) -> Any:
-        if ring_of_model(self) is None:
+        strategy = ring_of_model(self)
+        if strategy is None:
             return super().make_test_function(force)
-        return _make_step_function(self, "test", force)
+        return _make_step_function(self, strategy, "test", force)
 
     def make_predict_function(self, force: bool = False) -> Any:
         strategy = ring_of_model(self)
@@ -156,7 +158,7 @@ def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def _call(name: str, model: Any, strategy: Any, args: tuple, kwargs: dict) -> Iterator[tuple[dict, Any]]:
+def _call(name: str, model: Any, strategy: RingStrategy, args: tuple, kwargs: dict) -> Iterator[tuple[dict, Any]]:
     """Prepares a call of `fit`, `evaluate` or `predict` on all ranks.
 
     Args:
@@ -189,17 +191,17 @@ def _call(name: str, model: Any, strategy: Any, args: tuple, kwargs: dict) -> It
             yield bound.kwargs, needs
 
 
-def _make_step_function(model: Any, kind: str, force: bool) -> Any:
+def _make_step_function(model: Any, strategy: RingStrategy, kind: str, force: bool) -> Any:
     """Returns `model.train_function` or `model.test_function`, made where there is none or by `force`."""
     attribute = f"{kind}_function"
     if getattr(model, attribute) is None or force:
-        function = StepFunction(model, ring_of_model(model), kind)
+        function = StepFunction(model, strategy, kind)
         loop.made(model, kind, function)
         setattr(model, attribute, function)
     return getattr(model, attribute)
 
 
-def _build(model: Any, strategy: Any, iterator: Any, data_batch: Any) -> None:
+def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -> None:
     """Builds a model for the data it is called with, from its specification: a generator's rows are drawn once."""
     if iterator is not None:
         loop.bind(iterator, model)

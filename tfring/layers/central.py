@@ -38,6 +38,8 @@ def connect(strategy: RingStrategy) -> None:
 
     cluster = strategy.cluster
     first, *rest = extended.mesh.ranks("data", cluster.rank)
+    world = extended.world
+    assert isinstance(world, RingCollectives)
     others = rest if cluster.rank == first else [cluster.rank]
     lines = []
     for other in others:
@@ -49,10 +51,10 @@ def connect(strategy: RingStrategy) -> None:
             listen_fd=cluster.listen_fd,
             secret=cluster.secret,
         )
-        communicator = Communicator.connect(pair, "central", beside=extended.world.communicator)
+        communicator = Communicator.connect(pair, "central", beside=world.communicator)
         # Ordered with the control ring: a rank then waits in one of its rings at a time, and no two ranks
         # can wait for each other in different ones.
-        ops.share_order(communicator, extended.world.communicator)
+        ops.share_order(communicator, world.communicator)
         lines.append(RingCollectives(communicator))
     extended.channels.extend(lines)  # counted and closed with the others
     _lines[extended] = lines

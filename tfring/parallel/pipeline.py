@@ -19,6 +19,7 @@ from tfring.parallel.passes import Passes
 from tfring.parallel.stages import Cut, batch_normalizations, cut_model
 from tfring.recognition import current_ring
 from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
+from tfring.ring.collectives import RingCollectives
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -213,7 +214,9 @@ def _check_channels(passes: Passes, schedule: Schedule) -> None:
     """Raises ConfigurationError where TensorFlow has one thread for the messages in both directions."""
     from tfring.ring import ops
 
-    if not ops.share_a_token(passes.control.communicator, passes.gradients.communicator):
+    control, gradients = passes.control, passes.gradients
+    assert isinstance(control, RingCollectives) and isinstance(gradients, RingCollectives)
+    if not ops.share_a_token(control.communicator, gradients.communicator):
         return
     if schedule != plan_schedule("gpipe", schedule.num_stages, schedule.num_microbatches):
         raise ConfigurationError(

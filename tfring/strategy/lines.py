@@ -8,10 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfring import config, seeding
 from tfring.cluster import secret
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _MOST = 0.5  # the share of waiting above which the last line gives advice
 _LINKS = {"shm": "shared memory", "tcp": "TCP"}
@@ -30,7 +33,7 @@ class RunLines:
         strategy: a RingStrategy, complete.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: RingStrategy) -> None:
         self._seconds = 0.0
         self._waited: float | None = 0.0
         self._sent: int | None = 0
@@ -43,7 +46,7 @@ class RunLines:
             atexit.register(self.close)
 
     @contextlib.contextmanager
-    def timed(self, strategy: Any) -> Iterator[None]:
+    def timed(self, strategy: RingStrategy) -> Iterator[None]:
         """Adds the time of a call of `fit`, `evaluate` or `predict`, what it waited and what it sent."""
         before = (time.monotonic(), strategy.seconds_waited(), strategy.bytes_sent())
         self._depth += 1
@@ -67,7 +70,7 @@ class RunLines:
             _print(end_line(self._seconds, self._waited, self._sent))
 
 
-def start_line(strategy: Any) -> str:
+def start_line(strategy: RingStrategy) -> str:
     """Returns the first line, such as "2 workers on 1 host (TF_CONFIG): ring over shared memory, without a secret."."""
     cluster = strategy.cluster
     hosts = f"{cluster.num_nodes} hosts" if cluster.num_nodes > 1 else "1 host"

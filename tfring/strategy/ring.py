@@ -88,6 +88,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     (1, 0, 1, True)
     """
 
+    extended: RingExtended
     updater: Any = None  # what stands between optimizers and weights: parameter servers, or steps of a worker's own
     _extended_class = RingExtended
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -24,10 +24,13 @@ from tfring._keras.sharding import tables
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 SCOPE = "inside `with strategy.scope():`"
 
 
-def adopt_optimizers(model: Any, strategy: Any) -> None:
+def adopt_optimizers(model: Any, strategy: RingStrategy) -> None:
     """Makes optimizers that a model holds its strategy's.
 
     Raises:
@@ -43,7 +46,7 @@ def adopt_optimizers(model: Any, strategy: Any) -> None:
         adopt_variables(optimizer._variables, strategy)
 
 
-def adopt_variables(variables: Sequence[Any], strategy: Any) -> None:
+def adopt_variables(variables: Sequence[Any], strategy: RingStrategy) -> None:
     """Makes Keras variables again in the scope of a strategy, with the values they have."""
     for variable in variables:
         if not is_of(variable, strategy):
@@ -52,7 +55,7 @@ def adopt_variables(variables: Sequence[Any], strategy: Any) -> None:
                 variable._initialize(value)
 
 
-def is_of(variable: Any, strategy: Any) -> bool:
+def is_of(variable: Any, strategy: RingStrategy) -> bool:
     """Returns whether a Keras variable was made in the scope of a strategy, or will be made later."""
     value = variable._value
     if value is None:  # Keras makes it later

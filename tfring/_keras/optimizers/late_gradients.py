@@ -17,13 +17,16 @@ Gradients are held dense. Of a table, whose gradient is sparse, the rows that ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfring._keras.optimizers.outstanding import Outstanding, assign, read, zeros
 from tfring._keras.optimizers.ring_optimizer import Update
 from tfring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 
 class HeldGradients:
@@ -40,7 +43,7 @@ class HeldGradients:
       tables: the positions of weights whose gradients are sparse.
     """
 
-    def __init__(self, strategy: Any, variables: Sequence[Any]):
+    def __init__(self, strategy: RingStrategy, variables: Sequence[Any]):
         self.variables = list(variables)
         self.present: list[int] | None = None
         self.tables: set[int] = set()
@@ -82,7 +85,7 @@ class LateGradients(Outstanding):
       late: the `tfring.OneStepLate`.
     """
 
-    def __init__(self, strategy: Any, late: Any):
+    def __init__(self, strategy: RingStrategy, late: Any):
         super().__init__(strategy, late)
         self._ops = strategy.extended.gradient_ops.over(strategy.extended.gradients)
 

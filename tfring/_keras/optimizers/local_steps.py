@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -29,6 +29,9 @@ from tfring._keras.optimizers.outstanding import Outstanding, assign, read, zero
 from tfring._keras.optimizers.ring_optimizer import Update
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 NORM = "difference_norm"  # in the logs of an epoch
 _WEIGHTS_IN_SLOTS = ("Ftrl", "ScheduleFreeAdamW")  # from which an update computes weights again
@@ -50,7 +53,7 @@ class Window:
       tables: the positions of weights whose gradients are sparse.
     """
 
-    def __init__(self, strategy: Any, variables: Sequence[Any], outer: Any):
+    def __init__(self, strategy: RingStrategy, variables: Sequence[Any], outer: Any):
         self.variables = list(variables)
         self.outer = outer
         self.tables: set[int] = set()
@@ -105,7 +108,7 @@ class LocalSteps(Outstanding):
 
     weighs = False
 
-    def __init__(self, strategy: Any, delayed: Any):
+    def __init__(self, strategy: RingStrategy, delayed: Any):
         super().__init__(strategy, delayed)
         self._outers: weakref.WeakSet = weakref.WeakSet()
         ops = strategy.extended.gradient_ops

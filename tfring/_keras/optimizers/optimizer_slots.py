@@ -74,11 +74,9 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         update = tables.update_of(reference_variable)
         if update is not None:
             initializer = tables.without_copies(initializer)
-        axis, strategy = axis_of(reference), None
-        own: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if axis is not None:
-            strategy = reference.value.distribute_strategy
-            own = strategy.extended.variables_of_worker()
+        axis = axis_of(reference)
+        strategy: Any = None if axis is None else reference.value.distribute_strategy
+        own = contextlib.nullcontext() if axis is None else strategy.extended.variables_of_worker()
         with own:
             slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
         if axis is not None:

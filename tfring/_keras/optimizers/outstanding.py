@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -15,6 +15,9 @@ from tfring._keras.sharding import axis_of, tables
 from tfring._keras.sharding.shards import is_value
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _NOT_WITH = ("use_ema", "gradient_accumulation_steps")
 
@@ -27,7 +30,7 @@ class Outstanding(Updater):
       asked: the object given as `synchronization`.
     """
 
-    def __init__(self, strategy: Any, asked: Any):
+    def __init__(self, strategy: RingStrategy, asked: Any):
         self.strategy = strategy
         self._asked = asked
         self._given = f"synchronization={type(asked).__name__}(...)"

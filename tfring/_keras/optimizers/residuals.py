@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -12,6 +12,9 @@ from tfring._keras.optimizers import optimizers_of
 from tfring._keras.sharding import gradient_is_complete
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 
 class Residuals:
@@ -26,7 +29,7 @@ class Residuals:
       ConfigurationError: for an optimizer whose gradients are reduced more than once, or are scaled.
     """
 
-    def __init__(self, strategy: Any, optimizer: Any, variables: Sequence[Any]):
+    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]):
         if optimizer._overrides:
             refuse(optimizer, f"{' and '.join(sorted(optimizer._overrides))} of its own, which reduces gradients twice")
         self._by_weight: dict[int, keras.Variable] = {}

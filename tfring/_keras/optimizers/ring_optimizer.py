@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -46,6 +46,9 @@ from tfring._keras.sharding.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.step import clipping, finite
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 
 @dataclasses.dataclass
@@ -360,7 +363,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
     return [getattr(v, "path", None) or v.name for v in variables]
 
 
-def _no_replica(optimizer: Any, strategy: Any) -> ConfigurationError:
+def _no_replica(optimizer: Any, strategy: RingStrategy) -> ConfigurationError:
     return ConfigurationError(
         "Gradients are applied where those of all workers are reduced: in `fit`, or in the function given to "
         f"`strategy.run`. Received: a call of apply of {type(optimizer).__name__} {optimizer.name!r} outside of both, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +22,9 @@ from tfring.reduction.cuts import Cut
 from tfring.reduction.owned import Owned
 from tfring.reduction.placement import Placement
 from tfring.ring.collectives import LocalCollectives
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 DIVIDING = ("model", "data")  # the axes of a mesh over which a layer can be divided
 
@@ -37,7 +40,7 @@ def axis_of(variable: Any) -> str | None:
     return getattr(variable, "_tfring_axis", None)
 
 
-def mark(variable: Any, strategy: Any, cut: Cut | Owned | Placement | None, axis: str = "data") -> Any:
+def mark(variable: Any, strategy: RingStrategy, cut: Cut | Owned | Placement | None, axis: str = "data") -> Any:
     """Notes that a Keras variable holds this worker's shard of a value, cut for the ranks along an axis or several."""
     variable._tfring_cut = cut
     variable._tfring_axis = axis

@@ -12,13 +12,16 @@ assign them at any time. Keras' optimizer makes slots for shards and updates the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from tfring._keras.sharding import cut_of, gather, mark
 from tfring.errors import ConfigurationError
 from tfring.reduction.cuts import plan_cut
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 _ELEMENT_WISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
@@ -35,7 +38,7 @@ class Shards:
       variables: of Keras, to be trained.
     """
 
-    def __init__(self, strategy: Any, optimizer: Any, variables: Sequence[Any]):
+    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]):
         self.strategy = strategy
         self.key = optimizer._var_key  # of a weight; later of its shard too
         self.weights: dict = {}  # by their keys
@@ -103,7 +106,7 @@ def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
     )
 
 
-def _new_shard(strategy: Any, variable: Any) -> Any:
+def _new_shard(strategy: RingStrategy, variable: Any) -> Any:
     cut = plan_cut(variable.shape, strategy.cluster.world_size)
     with strategy.extended.variables_of_worker():
         shard = keras.Variable(
