@@ -92,7 +92,7 @@ class RingLayer(TFLayer):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer, strategy = super().__new__(cls, *args, **kwargs), current_ring()
         if strategy is not None:
-            build = layer.build  # type: ignore[attr-defined]
+            build = layer.build
 
             @functools.wraps(build)
             def build_in_scope(*args: Any, **kwargs: Any) -> Any:

@@ -252,12 +252,11 @@ class _Asking:
         measured = []
         for together in (whole[::2], whole[1::2], odd):
             of_rank = {rank: pair for pair in together for rank in pair}
-            answers = in_parallel(
-                lambda rank, of_rank=of_rank: self._ask_any(rank, {"do": "pair", "ranks": of_rank[rank]}),  # type: ignore[misc]
-                of_rank,
-                3 * _RING_SECONDS,
-                size,
-            )
+
+            def ask(rank: int, of_rank: dict[int, list[int]] = of_rank) -> Answer:
+                return self._ask_any(rank, {"do": "pair", "ranks": of_rank[rank]})
+
+            answers = in_parallel(ask, of_rank, 3 * _RING_SECONDS, size)
             late = {"problem": f"no answer within {3 * _RING_SECONDS:g} s"}
             measured += [{"ranks": pair, **answers.get(pair[0], late)} for pair in together]
         return sorted(measured, key=lambda each: each["ranks"][0])

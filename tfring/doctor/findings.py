@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def _of_hosts(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
             what = f"{_on(ranks, facts)}: Keras is set to run on {backend}, and tfring runs on TensorFlow."
             yield Finding(what, "export KERAS_BACKEND=tensorflow")
     for name, label in (("tfring", "tfring"), ("tensorflow", "TensorFlow"), ("keras", "Keras")):
-        versions = _by(facts, lambda fact, name=name: fact[name])  # type: ignore[misc]
+        versions = _by(facts, operator.itemgetter(name))
         if len(versions) > 1:
             yield Finding(f"{label} differs: {_versions(versions)}.", f"Install the same {label} for all ranks.")
 

@@ -329,7 +329,7 @@ def _lend_python(library: ctypes.CDLL) -> None:
 
 
 @functools.cache
-def _raise_again() -> ctypes._FuncPointer:  # type: ignore[name-defined]
+def _raise_again() -> ctypes._FuncPointer:
     # PyDLL: called with the GIL held, and an exception set inside is raised here.
     function = ctypes.PyDLL(str(CORE)).tfring_raise_again
     function.restype = None

@@ -200,7 +200,7 @@ class Listener:
             self._watch_listeners()
             for key, _ in self._selector.select(self._seconds_to_next()):
                 if key.fileobj in (self._tcp, self._unix):
-                    self._accept(key.fileobj)  # type: ignore[arg-type]
+                    self._accept(key.fileobj)  # type: ignore[arg-type]  # which is one of the two sockets
                 elif key.fd in self._unauthenticated:
                     self._read(self._unauthenticated[key.fd])
                 elif key.fd == self._wake:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-_kinds: dict[type, type] = {}  # ring's classes, by those of Keras that they extend
+_kinds: dict[type, type[Any]] = {}  # ring's classes, by those of Keras that they extend
 _made: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()  # by the class each is made of
 _assign_class = object.__dict__["__class__"].__set__
 
@@ -28,7 +28,7 @@ def register(keras_class: type, cls: type) -> None:
     _kinds[keras_class] = cls
 
 
-def ring_class(cls: type) -> type:
+def ring_class(cls: type[Any]) -> type:
     """Returns the class of a ring's optimizers for a class of Keras or of a user's."""
     made = _made.get(cls)
     if made is None:
@@ -37,16 +37,17 @@ def ring_class(cls: type) -> type:
         bases: tuple[type, ...] = (kind,) if cls is base else (cls, kind)
         overrides = frozenset(name for name in _OVERRIDABLE if _is_users(cls, name))
         if overrides:
-            bases = (kind.in_front_of_overrides, *bases)  # type: ignore[attr-defined]
+            bases = (kind.in_front_of_overrides, *bases)
         body = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             "__class__": property(lambda self: cls, _assign_class),
-            "_unpickle_model": property(lambda self: cls._unpickle_model),  # type: ignore[attr-defined]
+            "_unpickle_model": property(lambda self: cls._unpickle_model),
             "_overrides": overrides,
         }
-        made = _made[cls] = type(cls)(cls.__name__, bases, body)
+        metaclass: Any = type(cls)
+        made = _made[cls] = metaclass(cls.__name__, bases, body)
     return made
 
 

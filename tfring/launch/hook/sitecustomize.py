@@ -64,7 +64,7 @@ def _ask_nothing(rank: str) -> None:
     def pass_by(*_: object, **__: object) -> None:
         print(f"rank {rank} passes by the breakpoint: standard input goes to rank 0 alone", file=sys.stderr)
 
-    builtins.input = input  # type: ignore[assignment]
+    builtins.input = input
     sys.breakpointhook = pass_by
 
     from wrapt import register_post_import_hook
