@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
@@ -21,6 +21,9 @@ from tfring._keras.loop import Loop
 from tfring._keras.seam import seam
 from tfring.recognition import ring_of
 from tfring.step import trace
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
 
 
 def install() -> None:
@@ -45,7 +48,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
 
     data_adapter: Any
 
-    def __init__(self, distribute_strategy: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, distribute_strategy: RingStrategy, *args: Any, **kwargs: Any) -> None:
         strategy = distribute_strategy
         seed = None
         self.loop: Loop | None = None

@@ -12,7 +12,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from keras.src import tree
@@ -22,11 +22,14 @@ from tfring import _tf, config, seeding
 from tfring._keras.seam import seam
 from tfring.seeding import PlacedSeeds
 
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
 _local = threading.local()
 _num_seeds = itertools.count()  # that this process has drawn
 
 
-def agreed_seed(strategy: Any) -> int:
+def agreed_seed(strategy: RingStrategy) -> int:
     """Returns a random seed, the same on every rank: rank 0's.
 
     From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before, or else
@@ -41,7 +44,7 @@ def agreed_seed(strategy: Any) -> int:
     return int(agreed)
 
 
-def global_seed(strategy: Any) -> int | None:
+def global_seed(strategy: RingStrategy) -> int | None:
     """Returns TensorFlow's global seed (`keras.utils.set_random_seed`) if all ranks have the same, else None."""
     seed = _tf.eager_context.global_seed()
     seed = -1 if seed is None else int(seed)
@@ -68,7 +71,7 @@ def dataset_of(adapter: Any) -> tf.data.Dataset:
     return shuffled_arrays(adapter, seed)
 
 
-def agreed_order(dataset: Any, strategy: Any) -> Any:
+def agreed_order(dataset: Any, strategy: RingStrategy) -> Any:
     """Returns a PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
     class AgreedOrder(py_dataset_adapter.PyDataset):
         def __init__(self) -> None:
@@ -176,7 +179,7 @@ def install() -> None:
 _shared = PlacedSeeds()
 
 
-def share_seeds(strategy: Any) -> None:
+def share_seeds(strategy: RingStrategy) -> None:
     """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
     base = agreed_seed(strategy)
     _shared.begin(base if seeding.current() is None else None)  # else they are, by the run's seed, from the start
