@@ -82,7 +82,7 @@ class ParameterServerStrategy(RingStrategy):
         snapshot_seconds: float = 30.0,
         roles: Roles | None = None,
         trace: str | os.PathLike | None = None,
-    ):
+    ) -> None:
         if roles is not None and not isinstance(roles, Roles):
             raise ConfigurationError(f"`roles` is a tfring.cluster.roles.Roles or None. Received: roles={roles!r}")
         self.roles = Roles.of() if roles is None else roles
