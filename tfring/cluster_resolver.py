@@ -36,7 +36,7 @@ class ClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     ('worker', 1, 'grpc://host2:12345')
     """
 
-    def __init__(self, cluster: Cluster | None = None, *, release_port: bool = True):
+    def __init__(self, cluster: Cluster | None = None, *, release_port: bool = True) -> None:
         cluster = detect(cluster)
         self.cluster = release_listener(cluster) if release_port else cluster
         self.rpc_layer = "grpc"

@@ -237,7 +237,7 @@ class Agreement(keras.callbacks.Callback):
       needed: what the callbacks of all ranks need.
     """
 
-    def __init__(self, strategy: RingStrategy, name: str, last: Sequence[RunsLast], needed: Needs):
+    def __init__(self, strategy: RingStrategy, name: str, last: Sequence[RunsLast], needed: Needs) -> None:
         super().__init__()
         self._strategy = strategy
         self._world = strategy.extended.world

@@ -39,7 +39,7 @@ class Attributes:
     {'Counting 0': {'seen': 3}}
     """
 
-    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]):
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self._callbacks: dict[str, keras.callbacks.Callback] = {}
         number: Counter = Counter()  # not the place in the list: ranks other than 0 leave some out
         for callback in callbacks:
@@ -112,7 +112,7 @@ class _Encoder:
       unknown: values that are not kept.
     """
 
-    def __init__(self, first: int = 0):
+    def __init__(self, first: int = 0) -> None:
         self.arrays: list[np.ndarray] = []
         self.unknown: list = []
         self._first = first

@@ -95,7 +95,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         keep: int = 2,
         sharded: bool = False,
         grace_seconds: float = 20.0,
-    ):
+    ) -> None:
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_seconds", every_seconds), ("keep", keep)):
             if value is not None and not value > 0:

@@ -44,7 +44,7 @@ class CheckFinite(keras.callbacks.Callback):
     The gradient of model/last/kernel was not finite
     """
 
-    def __init__(self, every_steps: int = 100):
+    def __init__(self, every_steps: int = 100) -> None:
         super().__init__()
         if every_steps < 1:
             raise ConfigurationError(f"`every_steps` is 1 or more. Received: every_steps={every_steps!r}")

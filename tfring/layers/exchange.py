@@ -48,7 +48,7 @@ class LocalStatistics:
 class ReplicaStatistics(LocalStatistics):
     """Statistics over any `tf.distribute.Strategy`: each replica adds its moments to zeros at its own index."""
 
-    def __init__(self, context: tf.distribute.ReplicaContext):
+    def __init__(self, context: tf.distribute.ReplicaContext) -> None:
         self._context = context
 
     def merge(self, moments: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:

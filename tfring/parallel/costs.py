@@ -106,7 +106,7 @@ class _Known:
       kept: tensors that a backward pass takes.
     """
 
-    def __init__(self, inputs: dict[int, Any]):
+    def __init__(self, inputs: dict[int, Any]) -> None:
         self.values = inputs
         self.roots = {key: key for key in inputs}
         self.wanted: set[int] = set()

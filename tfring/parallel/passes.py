@@ -64,7 +64,7 @@ class Microbatch:
 class Held:
     """The tensors that a stage keeps of a forward pass until its backward pass."""
 
-    def __init__(self, microbatch: Microbatch, values: dict[int, Any]):
+    def __init__(self, microbatch: Microbatch, values: dict[int, Any]) -> None:
         self.microbatch = microbatch
         self.values = values  # by id of a tensor of the model
         self.tape: tf.GradientTape | None = None  # None where the pass runs again

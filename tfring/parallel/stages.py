@@ -48,7 +48,7 @@ class Stage(keras.layers.Layer):
       The same dictionary with the values of all that the stage computes.
     """
 
-    def __init__(self, number: int, nodes: Sequence):
+    def __init__(self, number: int, nodes: Sequence) -> None:
         super().__init__(name=f"stage_{number}", autocast=False)
         self.number = number
         self._nodes = _Untracked(nodes)

@@ -49,7 +49,7 @@ class Delayed:
 
     def __init__(
         self, every: int, *, outer: keras.optimizers.Optimizer | None = None, local_momentum: str = "keep"
-    ):
+    ) -> None:
         if not isinstance(every, numbers.Integral) or isinstance(every, bool) or every < 1:
             raise ConfigurationError(f"`every` is a whole number of steps from 1. Received: every={every!r}")
         if local_momentum not in LOCAL_MOMENTA:

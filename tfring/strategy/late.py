@@ -38,7 +38,7 @@ class OneStepLate:
     OneStepLate(warmup_steps=100, clip_local_norm=None)
     """
 
-    def __init__(self, *, warmup_steps: int = 0, clip_local_norm: float | None = None):
+    def __init__(self, *, warmup_steps: int = 0, clip_local_norm: float | None = None) -> None:
         if not isinstance(warmup_steps, numbers.Integral) or isinstance(warmup_steps, bool) or warmup_steps < 0:
             raise ConfigurationError(
                 f"`warmup_steps` is a whole number of updates from 0. Received: warmup_steps={warmup_steps!r}"

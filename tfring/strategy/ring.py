@@ -109,7 +109,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         synchronization: Delayed | OneStepLate | None = None,
         check_equal: bool | None = None,
         trace: str | os.PathLike | None = None,
-    ):
+    ) -> None:
         if communication not in _COMMUNICATIONS:
             raise ConfigurationError(
                 f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"

@@ -43,7 +43,7 @@ class HeldGradients:
       tables: the positions of weights whose gradients are sparse.
     """
 
-    def __init__(self, strategy: RingStrategy, variables: Sequence[Any]):
+    def __init__(self, strategy: RingStrategy, variables: Sequence[Any]) -> None:
         self.variables = list(variables)
         self.present: list[int] | None = None
         self.tables: set[int] = set()
@@ -85,7 +85,7 @@ class LateGradients(Outstanding):
       late: the `tfring.OneStepLate`.
     """
 
-    def __init__(self, strategy: RingStrategy, late: Any):
+    def __init__(self, strategy: RingStrategy, late: Any) -> None:
         super().__init__(strategy, late)
         self._ops = strategy.extended.gradient_ops.over(strategy.extended.gradients)
 

@@ -53,7 +53,7 @@ class Window:
       tables: the positions of weights whose gradients are sparse.
     """
 
-    def __init__(self, strategy: RingStrategy, variables: Sequence[Any], outer: Any):
+    def __init__(self, strategy: RingStrategy, variables: Sequence[Any], outer: Any) -> None:
         self.variables = list(variables)
         self.outer = outer
         self.tables: set[int] = set()
@@ -108,7 +108,7 @@ class LocalSteps(Outstanding):
 
     weighs = False
 
-    def __init__(self, strategy: RingStrategy, delayed: Any):
+    def __init__(self, strategy: RingStrategy, delayed: Any) -> None:
         super().__init__(strategy, delayed)
         self._outers: weakref.WeakSet = weakref.WeakSet()
         ops = strategy.extended.gradient_ops

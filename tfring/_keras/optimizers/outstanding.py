@@ -30,7 +30,7 @@ class Outstanding(Updater):
       asked: the object given as `synchronization`.
     """
 
-    def __init__(self, strategy: RingStrategy, asked: Any):
+    def __init__(self, strategy: RingStrategy, asked: Any) -> None:
         self.strategy = strategy
         self._asked = asked
         self._given = f"synchronization={type(asked).__name__}(...)"

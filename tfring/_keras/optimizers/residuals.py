@@ -29,7 +29,7 @@ class Residuals:
       ConfigurationError: for an optimizer whose gradients are reduced more than once, or are scaled.
     """
 
-    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]):
+    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]) -> None:
         if optimizer._overrides:
             refuse(optimizer, f"{' and '.join(sorted(optimizer._overrides))} of its own, which reduces gradients twice")
         self._by_weight: dict[int, keras.Variable] = {}

@@ -47,7 +47,7 @@ class ServerUpdater(Updater):
       is_star: whether workers exchange nothing with each other, and each goes on by itself.
     """
 
-    def __init__(self, client: Client, is_star: bool):
+    def __init__(self, client: Client, is_star: bool) -> None:
         self.client = client
         self.is_star = is_star
         self.statistics = Statistics()

@@ -135,7 +135,7 @@ class InitialPiece:
       division: the ranks that have the shards.
     """
 
-    def __init__(self, initializer: Any, cut: Cut, division: Division):
+    def __init__(self, initializer: Any, cut: Cut, division: Division) -> None:
         self._initializer = initializer
         self._cut = cut
         self._division = division

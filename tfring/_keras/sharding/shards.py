@@ -38,7 +38,7 @@ class Shards:
       variables: of Keras, to be trained.
     """
 
-    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]):
+    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]) -> None:
         self.strategy = strategy
         self.key = optimizer._var_key  # of a weight; later of its shard too
         self.weights: dict = {}  # by their keys

@@ -89,7 +89,7 @@ def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np
 class _Whole:
     """Stands for a slot where Keras asks for its path and its value."""
 
-    def __init__(self, slot: Any):
+    def __init__(self, slot: Any) -> None:
         self.path = slot.path
         self._value = whole(slot)
 
@@ -100,7 +100,7 @@ class _Whole:
 class _Weights:
     """Stands for an optimizer where Keras asks for its weights."""
 
-    def __init__(self, weights: list):
+    def __init__(self, weights: list) -> None:
         self.weights = weights
 
 

@@ -86,7 +86,7 @@ class InitialRows:
       layer: its name, for errors.
     """
 
-    def __init__(self, parts: Iterable[Any], placement: Placement | Cut, division: Division, layer: str):
+    def __init__(self, parts: Iterable[Any], placement: Placement | Cut, division: Division, layer: str) -> None:
         self._parts = list(parts)
         self._placement = placement
         self._rank = division.collectives.rank
@@ -154,7 +154,7 @@ class _Filled:
     write to it (of NumPy's it would make a copy).
     """
 
-    def __init__(self, shape: Sequence[int], dtype: Any):
+    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
         self._of = {"dtype": tf.as_dtype(dtype)}
         self._handle = tf.raw_ops.VarHandleOp(**self._of, shape=shape, shared_name=f"tfring/filled/{uuid.uuid4()}")
         empty = tf.raw_ops.Empty(shape=shape, **self._of)
@@ -182,7 +182,7 @@ def _draws_row_by_row(initializer: Any) -> bool:
 class _Rows:
     """Some rows of a variable, where Keras' `update_step` expects the variable."""
 
-    def __init__(self, variable: Any, ids: tf.Tensor, key: Any):
+    def __init__(self, variable: Any, ids: tf.Tensor, key: Any) -> None:
         self._variable = values_of(variable.value)[0]
         self._ids = ids
         self._unique_id = key  # by which the optimizer finds its slots
