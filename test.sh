@@ -66,12 +66,27 @@ echo "== lint, types, formatting"
 .venv-test/bin/mypy tfring
 .venv-test/bin/clang-format --dry-run --Werror tfring/ring/native/*.cc tfring/ring/native/*.h tests/ring/*.cc patches/kernel/*.cc
 
-echo "== the ring's core under sanitizers"
-.venv-test/bin/python tests/ring/sanitize.py
+# Tests that compute, and beside them those that wait for processes, timeouts and networks.
+computing=(training strategy layers)
 
-echo "== newest TensorFlow"
-tests .venv-test
+waiting() {
+  echo "== the ring's core under sanitizers"
+  .venv-test/bin/python tests/ring/sanitize.py || return
+  echo "== newest TensorFlow, tests that wait"
+  tests .venv-test "${computing[@]/#/--ignore=}" || return
+  echo "== oldest TensorFlow"
+  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.8.0" && tests .venv-test-oldest -m 'oldest and not long'
+}
 
-echo "== oldest TensorFlow"
-environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.8.0"
-tests .venv-test-oldest -m 'oldest and not long'
+log=$(mktemp)
+set -m  # a group of its own, in which Ctrl-C is not ignored: tests send it
+waiting >"$log" 2>&1 &
+beside=$!
+set +m
+trap 'kill -- -$beside 2>/dev/null || true; rm -f "$log"' EXIT
+echo "== newest TensorFlow, tests that compute"
+passed=true
+tests .venv-test "${computing[@]}" || passed=false
+wait "$beside" || passed=false
+cat "$log"
+$passed
