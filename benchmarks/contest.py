@@ -95,16 +95,16 @@ class Contestant:
 
     def ask(self, *question):
         """Puts a question to all ranks; their answers, by rank."""
-        self._signal(signal.SIGCONT)
-        answers = []
+        answers, rank = [], min(self.pipes)
         try:
+            self._signal(signal.SIGCONT)
             for rank in sorted(self.pipes):
                 self.pipes[rank].send(question)
             for rank in sorted(self.pipes):
                 if not self.pipes[rank].poll(MEASURE_SECONDS):
                     raise RuntimeError(f"{self.name}: rank {rank} did not answer {question}\n{self._errors()}")
                 answers.append(self.pipes[rank].recv())
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, ProcessLookupError):
             reason = self._reason()
             raise RuntimeError(f"{self.name}: rank {rank} died at {question}{reason}\n{self._errors()}") from None
         self._signal(signal.SIGSTOP)

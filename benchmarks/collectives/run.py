@@ -9,7 +9,8 @@ Without --write all goes into a new folder. Parts 2, 4 and 8 are ranks on this m
 installed is left out and named. Each has processes of its own that live through a whole part and sleep while others are
 measured; a round visits every contestant with every collective and size, and the tables show the median over the
 rounds, their ratios the median of the ratios within a round. So what the machine does meanwhile hits all alike, and
-ratios hold where times drift.
+ratios hold where times drift. From 256 MB each contestant is alone, for all rounds: TensorFlow keeps memory that was
+freed where it runs oneDNN, and the buffers of all would not fit the machine.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ MODULES = {"horovod": "horovod.tensorflow", "gloo": "torch", "mpich": "mpi4py", 
 IN_FUNCTION = ("floor", "tensorflow", "tf_shm", "tf_tcp", "horovod")
 FROM_ARRAYS = ("np_shm", "np_tcp", "gloo", "mpich", "openmpi")
 LIMITS = ("sockets", "copy", "copy_new")
+ALONE_BYTES = 256 * M
 LARGE = tuple(name for name in CONTESTANTS if name not in ("floor", "np_tcp"))
 LARGEST = tuple(name for name in LARGE if name != "tensorflow")  # 4 s a call
 HAVE_BFLOAT16 = ("floor", "tf_shm", "tf_tcp", "np_shm", "np_tcp", "gloo")
@@ -66,7 +68,7 @@ def cells(ranks: int) -> list[tuple[str, str, int, tuple[str, ...]]]:
     """Collective, dtype, size, and whom it is put to."""
     found = [("round_trip", "float32", size, FROM_ARRAYS) for size in (4, 64 * K) if ranks == 2]
     for size in SIZES[ranks]:
-        whom = (*IN_FUNCTION, *FROM_ARRAYS, *LIMITS) if size < 256 * M else LARGE if size < K * M else LARGEST
+        whom = (*IN_FUNCTION, *FROM_ARRAYS, *LIMITS) if size < ALONE_BYTES else LARGE if size < K * M else LARGEST
         found.append(("all_reduce", "float32", size, whom))
     for dtype, whom in HAVE_16_BITS.items():
         found += [("all_reduce", dtype, size, whom) for size in ((4 * K, M, 64 * M) if ranks < 8 else ())]
@@ -114,10 +116,19 @@ def compare(ranks: int, arguments) -> dict:
     ]
     conditions = contest.conditions(arguments.realtime)
     times: dict[tuple, list[float]] = {}
-    with contest.started(HERE / "worker.py", wanted, ranks, realtime=arguments.realtime) as (running, missing):
-        with contest.realtime(arguments.realtime):
-            ask_all(ranks, arguments.rounds, running, times)
-        versions = sorted({fact for contestant in running for fact in contestant.facts})
+
+    def measure(wanted: list, cells: list) -> tuple[list, list]:
+        with contest.started(HERE / "worker.py", wanted, ranks, realtime=arguments.realtime) as (running, missing):
+            with contest.realtime(arguments.realtime):
+                ask_all(cells, arguments.rounds, running, times)
+            return sorted({fact for contestant in running for fact in contestant.facts}), missing
+
+    versions, missing = measure(wanted, [cell for cell in cells(ranks) if cell[2] < ALONE_BYTES])
+    large = [cell for cell in cells(ranks) if cell[2] >= ALONE_BYTES]
+    for one in wanted:
+        own = [cell for cell in large if one[0] in cell[3]]
+        if own:
+            measure([one], own)
     return {
         "conditions": conditions,
         "versions": versions,
@@ -126,11 +137,11 @@ def compare(ranks: int, arguments) -> dict:
     }
 
 
-def ask_all(ranks: int, rounds: int, running: list[contest.Contestant], times: dict[tuple, list[float]]) -> None:
+def ask_all(cells: list, rounds: int, running: list[contest.Contestant], times: dict[tuple, list[float]]) -> None:
     """Every contestant, every collective and size, round after round."""
     refused: set[tuple] = set()
     for round_number in range(rounds + 1):
-        for op, dtype, size, whom in cells(ranks):
+        for op, dtype, size, whom in cells:
             for contestant in running:
                 cell = (contestant.name, op, dtype, size)
                 if contestant.name not in whom or cell in refused:
@@ -141,7 +152,7 @@ def ask_all(ranks: int, rounds: int, running: list[contest.Contestant], times: d
                     print(f"{cell}: {answers}", file=sys.stderr)
                 elif round_number > 0:  # the first round warms up; a collective takes as long as its slowest rank
                     times.setdefault(cell, []).append(max(answers))
-        print(f"{ranks} ranks, round {round_number} of {rounds}", file=sys.stderr)
+        print(f"round {round_number} of {rounds}", file=sys.stderr)
 
 
 if __name__ == "__main__":

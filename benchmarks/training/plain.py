@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import statistics
@@ -10,6 +11,8 @@ import time
 
 import call_times
 import models
+
+PROGRAM_STEPS = (12, 12, 24, 12, 12, 24, 12, 60)
 
 
 def between(times: list[float]) -> list[float]:
@@ -42,12 +45,13 @@ def memory(field: str) -> int:
 class Plain:
     """Keras 3 by itself."""
 
-    answers = ("facts", "measure", "call")
+    answers = ("facts", "measure", "call", "program")
 
     def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
         self.rank, self.ranks, self.ports = rank, ranks, ports
         self.made: dict = {}
         self.calls: list[call_times.Calls] = []
+        self.programs: dict = {}
         self.start()
 
     def start(self) -> None:
@@ -86,8 +90,32 @@ class Plain:
         """Returns the seconds of a call from beginning to end; see call_times.py."""
         if not self.calls:
             self.folder = tempfile.TemporaryDirectory(prefix="calls-")
-            self.calls = [call_times.Calls(self.keras, self.tf, self.in_scope, self.folder.name)]
+            self.calls = [call_times.Calls(self, self.folder.name)]
         return self.calls[0].seconds(name)
+
+    def program(self, name: str) -> float:
+        """Returns the seconds of a whole program: some `fit` calls after another, of PROGRAM_STEPS steps."""
+        if name not in self.programs:
+            self.programs[name] = self.fits(dataclasses.replace(models.TASKS[name], steps=max(PROGRAM_STEPS)))
+            self.programs[name](PROGRAM_STEPS[0])  # which builds the step
+        begin = time.perf_counter()
+        for steps in PROGRAM_STEPS:
+            self.programs[name](steps)
+        return time.perf_counter() - begin
+
+    def fits(self, task: models.Task):
+        """Returns a function that makes one call of `fit` of so many steps."""
+        model = self.compiled(task)
+        (x, y), batch = self.share(task)
+
+        def given(steps):
+            rows = steps * batch
+            first = [part[:rows] for part in x] if isinstance(x, list) else x[:rows]
+            return (self.decoded((first, y[:rows]), batch),) if task.jpeg else (first, y[:rows])
+
+        data = {steps: given(steps) for steps in set(PROGRAM_STEPS)}
+        options = {} if task.jpeg else {"batch_size": batch}
+        return lambda steps: model.fit(*data[steps], verbose=0, callbacks=self.callbacks(), **options)
 
     def in_scope(self, make):
         return make()
@@ -97,12 +125,7 @@ class Plain:
 
     def ready(self, task: models.Task):
         """A function that trains the model through its data and returns seconds from step to step; it has run once."""
-        keras = self.keras
-        keras.utils.set_random_seed(1)
-        model = self.model(task)
-        losses = keras.losses
-        loss = losses.SparseCategoricalCrossentropy(from_logits=True) if task.classes else losses.MeanSquaredError()
-        model.compile(self.optimizer(keras.optimizers.get(task.optimizer)), loss, **self.compile_options)
+        model = self.compiled(task)
         data, batch = self.share(task)
         given = (self.decoded(data, batch),) if task.jpeg else data
         options = {} if task.jpeg else {"batch_size": batch, "shuffle": False}
@@ -120,7 +143,18 @@ class Plain:
 
         return train
 
+    def compiled(self, task: models.Task):
+        """Returns the compiled model."""
+        keras = self.keras
+        keras.utils.set_random_seed(1)
+        model = self.model(task)
+        losses = keras.losses
+        loss = losses.SparseCategoricalCrossentropy(from_logits=True) if task.classes else losses.MeanSquaredError()
+        model.compile(self.optimizer(keras.optimizers.get(task.optimizer)), loss, **self.compile_options)
+        return model
+
     compile_options: dict = {}
+    part, parts = 0, 1  # of the rows that the program itself takes for this process
 
     def model(self, task):
         return task.make(self.keras)
@@ -154,6 +188,10 @@ class Plain:
 
 class Apart(Plain):
     """Each on its share of the rows, and nothing exchanged: what workers could buy at most."""
+
+    def __init__(self, rank: int, ranks: int, ports: list[int]) -> None:
+        self.part, self.parts = rank, ranks
+        super().__init__(rank, ranks, ports)
 
     def share(self, task):
         return models.shares(task.data(), self.rank, self.ranks, task.batch), task.batch // self.ranks

@@ -47,9 +47,9 @@ class Tfring(Plain):
         with self.strategy.scope():
             return super().model(task)
 
-    def ready(self, task):
+    def compiled(self, task):
         with self.strategy.scope():
-            return super().ready(task)
+            return super().compiled(task)
 
     def in_scope(self, make):
         with self.strategy.scope():
@@ -228,7 +228,7 @@ class Torch(Plain):
     def ready(self, task):
         torch = self.torch
         nn = torch.nn
-        name = next(name for name, each in models.TASKS.items() if each is task)
+        name = next(name for name, each in models.TASKS.items() if each.title == task.title)
         makers = {
             "dense": lambda: [
                 *(part for _ in range(3) for part in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 1),
@@ -251,9 +251,9 @@ class Torch(Plain):
             x = x.permute(0, 3, 1, 2).contiguous()
         rows = task.batch // self.ranks
 
-        def train():
+        def train(steps=task.steps):
             begun = []
-            for begin in range(0, len(x), rows):
+            for begin in range(0, steps * rows, rows):
                 begun.append(time.perf_counter())
                 optimizer.zero_grad()
                 loss = loss_of(model(x[begin : begin + rows]), y[begin : begin + rows])
@@ -264,6 +264,9 @@ class Torch(Plain):
 
         train()
         return train
+
+    def fits(self, task):
+        return self.ready(task)
 
 
 MAKERS = {
