@@ -40,7 +40,7 @@ def measure(arguments) -> dict | None:
     if why_not:
         print(f"network: left out, {why_not}", file=sys.stderr)
         return None
-    found: dict = {"conditions": contest.conditions(arguments.realtime), "shaped": [], "delayed": []}
+    found: dict = {"conditions": contest.conditions(arguments.realtime, arguments.load), "shaped": [], "delayed": []}
     found.update(delayed_hosts=DELAYED_HOSTS, delayed_bytes=DELAYED_BYTES)
     with contest.realtime(arguments.realtime):
         _measure(arguments, found)

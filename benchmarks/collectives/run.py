@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 import time
@@ -91,6 +92,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = contest.folder_of_results(arguments, HERE)
     results = json.loads((folder / RESULTS).read_text())
+    arguments.load = os.getloadavg()[0]  # afterwards it is this run's own
     for part in filter(None, arguments.parts.split(",")):
         began = time.monotonic()
         results[part] = network.measure(arguments) if part == "network" else compare(int(part), arguments)
@@ -112,9 +114,9 @@ def compare(ranks: int, arguments) -> dict:
     wanted = [
         (name, tables.HEADINGS[name], pythons[CONTESTANTS[name]], MODULES.get(name, "tensorflow"))
         for name in arguments.contestants.split(",")
-        if name in needed
+        if name in needed and pythons[CONTESTANTS[name]]
     ]
-    conditions = contest.conditions(arguments.realtime)
+    conditions = contest.conditions(arguments.realtime, arguments.load)
     times: dict[tuple, list[float]] = {}
 
     def measure(wanted: list, cells: list) -> tuple[list, list]:
