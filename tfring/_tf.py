@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ from tensorflow.python.eager.polymorphic_function import (
     autograph_util as _autograph_util,  # what AutoGraph makes of a tf.function's Python function
 )
 from tensorflow.python.framework import func_graph as _func_graph  # functions' graphs
+from tensorflow.python.framework import kernels as _kernels  # for which devices operations have them
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import collective_ops  # communication="tensorflow"
@@ -306,28 +308,70 @@ class _IteratorAndThen(input_lib.DistributedIterator):
         with tf.device(self._input_workers.worker_devices[0]):
             if not tf.executing_eagerly():
                 return self.then(element, is_drawn)
-            spec = tf.nest.map_structure(spec_of_a_replica, self._element_spec)
-            function = _function_of(self.then, spec)
-            flat = tf.nest.flatten(element, expand_composites=True)
-            return function(*flat, tf.convert_to_tensor(is_drawn))
+            function = _function_of(self.then, self.then, self.spec_of_next, _functions, tf.TensorSpec([], tf.bool))
+            return function(*tf.nest.flatten(element, expand_composites=True), tf.convert_to_tensor(is_drawn))
+
+    @property
+    def spec_of_next(self) -> Any:
+        """Returns the spec of what is drawn."""
+        return tf.nest.map_structure(spec_of_a_replica, self._element_spec)
 
 
-_functions: dict = {}  # of `then`, for iterators that are drawn from eagerly, by what it is and the element's spec
+_functions: dict = {}  # of `then`, for iterators that are drawn from eagerly
 
 
-def _function_of(then: Callable, spec: Any) -> Any:
-    """Returns a function of an element's tensors and of whether it is drawn, traced once for equal arguments."""
+def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *more: tf.TensorSpec) -> Any:
+    """Returns a tf.function of an element's tensors and of more tensors, traced once for equal `then` and `spec`.
+
+    Args:
+      body: Takes the element and the other tensors.
+      then: A part of the key.
+      spec: Of the element.
+      functions: Those there are; a new one is added.
+      *more: The specs of the other tensors.
+    """
     key = (then, tuple(tf.nest.flatten(spec)), repr(tf.nest.map_structure(lambda _: None, spec)))
-    if key not in _functions:
+    if key not in functions:
         specs = [tf.TensorSpec(s.shape, s.dtype) for s in tf.nest.flatten(spec, expand_composites=True)]
 
         def of_tensors(*tensors: Any) -> Any:
-            *flat, is_drawn = tensors
-            return then(tf.nest.pack_sequence_as(spec, flat, expand_composites=True), is_drawn)
+            flat, others = tensors[: len(specs)], tensors[len(specs) :]
+            return body(tf.nest.pack_sequence_as(spec, flat, expand_composites=True), *others)
 
-        signature = [*specs, tf.TensorSpec([], tf.bool)]
-        _functions[key] = tf.function(of_tensors, input_signature=signature, autograph=False)
-    return _functions[key]
+        functions[key] = tf.function(of_tensors, input_signature=[*specs, *more], autograph=False)
+    return functions[key]
+
+
+def computes_after_draw(iterator: Any) -> bool:
+    """Returns True if an iterator computes something of what it has drawn."""
+    return isinstance(iterator, _IteratorAndThen)
+
+
+def function_of_next(iterator: Any, body: Callable, functions: dict) -> Any:
+    """Returns a tf.function of the tensors that `tensors_of_next` returns.
+
+    Args:
+      iterator: One that computes something of what it has drawn.
+      body: Takes what the iterator computes.
+      functions: Those there are of this body; a new one is added.
+    """
+    then, [device] = iterator.then, iterator._input_workers.worker_devices
+
+    def of_element(element: Any) -> Any:
+        with tf.device(device):
+            computed = then(element, True)
+        return body(computed)
+
+    return _function_of(of_element, then, iterator.spec_of_next, functions)
+
+
+def tensors_of_next(iterator: Any) -> list:
+    """Returns the tensors of what a worker's iterator draws next, before anything is computed of it.
+
+    At the end of this worker's data it raises OutOfRangeError.
+    """
+    [element] = next_or_error(iterator)
+    return tf.nest.flatten(element, expand_composites=True)
 
 
 def set_cardinality(distributed: Any, cardinality: int) -> None:
@@ -400,6 +444,27 @@ PolymorphicFunction = type(tf.function(lambda: None))  # what `tf.function` make
 def is_compiled_by_xla(function: Any) -> bool:
     """Returns True if a `tf.function` is compiled as a whole."""
     return bool(function._jit_compile)
+
+
+def types_in_jit_scopes(graph: Any) -> list[str]:
+    """Returns the types of a graph's operations that were made in `tf.xla.experimental.jit_scope`."""
+    return [operation.type for operation in graph.get_operations() if operation.node_def.attr["_XlaCompile"].b]
+
+
+def has_xla_kernel(op_type: str) -> bool:
+    """Returns True if XLA compiles operations of a type on some device."""
+    if not tf.executing_eagerly():
+        with tf.init_scope():
+            return has_xla_kernel(op_type)
+    _initialize_xla()
+    found = _kernels.get_registered_kernels_for_op(op_type).kernel
+    return any(kernel.device_type.startswith("XLA_") and kernel.device_type.endswith("_JIT") for kernel in found)
+
+
+@functools.cache
+def _initialize_xla() -> None:
+    """Has XLA list its kernels, as it does before it first compiles."""
+    tf.function(tf.identity, jit_compile=True)(0)
 
 
 def call_unwrapped(function: Any, args: Any, kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from common import assert_equal, devices, history_error, relative_error, skewed_
 from harness import strategy, workers
 
 from tfring.cluster import detect
+from tfring.report import files, summary
 
 
 def bits(model):
@@ -335,11 +336,11 @@ def test_on_batch_methods_take_each_workers_own_share():
     assert_equal(workers(3).run(on_batch, [0, 5, 38, 40]))
 
 
-def compiled_by_xla():
+def compiled_by_xla(folder):
     import keras
     from tensorflow.python.eager import context
 
-    ring = strategy()
+    ring = strategy(trace=folder)
     x, y = skewed_rows(41)
 
     def make():
@@ -357,10 +358,16 @@ def compiled_by_xla():
 
 
 @pytest.mark.oldest
-def test_xla_compiles_what_lies_between_collectives():
-    results = workers(2).run(compiled_by_xla)
+def test_xla_compiles_what_lies_between_collectives(tmp_path):
+    results = workers(2).run(compiled_by_xla, str(tmp_path))
     assert all(compiled >= 3 for _, compiled in results)  # steps of fit, evaluate and predict
     assert_equal([{"jit": errors} for errors, _ in results])
+    document = summary.document(files.read(tmp_path))
+    compiled = document["compiled"]
+    assert set(compiled) == {"train", "test", "predict"}
+    assert all(each["operations"] / 2 < each["by_xla"] <= each["operations"] for each in compiled.values())
+    assert any("AllReduce" in name for name in compiled["train"]["others"])
+    assert any("operations in clusters; it has none for" in line for line in document["findings"])
 
 
 # -- the debug switch --------------------------------------------------------------------------------------------------

@@ -130,17 +130,19 @@ def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
     arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     arrays = tree.lists_to_tuples(arrays)
 
-    def batch_order(seed: tf.Tensor) -> tf.Tensor:
+    @tf.autograph.experimental.do_not_convert
+    def batches_of_indices(seed: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of each batch, `[batches, batch_size]`, with -1 behind the last row."""
         indices = tf.range(num_samples, dtype=tf.int64)
-        if adapter._shuffle == "batch":  # Keras' meaning: the rows of a batch change places, batches do not
-            return indices
-        return tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, 0]))
+        if adapter._shuffle != "batch":  # Keras' meaning: the rows of a batch change places, batches do not
+            indices = tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, 0]))
+        missing = -num_samples % batch_size
+        return tf.reshape(tf.pad(indices, [[0, missing]], constant_values=-1), [-1, batch_size])
 
-    def batches(indices: tf.Tensor) -> tf.data.Dataset:
-        begins = tf.data.Dataset.range(0, num_samples, batch_size)
-        return begins.map(lambda begin: indices[begin : begin + batch_size])
-
+    @tf.autograph.experimental.do_not_convert
     def take(indices: tf.Tensor, data: Any) -> Any:
+        indices = tf.boolean_mask(indices, indices >= 0)
+
         def take_one(x: Any) -> Any:
             if isinstance(x, array_slicing.TensorflowSparseWrapper):
                 return array_slicing.slice_tensorflow_sparse_wrapper(x, indices)
@@ -152,13 +154,14 @@ def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
 
     seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
     dataset = tf.data.Dataset.zip((
-        seeds.map(batch_order).prefetch(1).flat_map(batches),
+        seeds.map(batches_of_indices).prefetch(1).unbatch(),
         tf.data.Dataset.from_tensors(arrays).repeat(),
     ))
     dataset = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-num_samples // batch_size)))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    options.experimental_optimization.apply_default_optimizations = False  # they take longer than they save
     return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 

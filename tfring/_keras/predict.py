@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -34,7 +34,15 @@ def as_drawn_from(iterator: Any, dataset: Any) -> Any:
       dataset: the distributed dataset.
     """
     has_shares = isinstance(_tf.element_spec(dataset), data.Shares)
-    return _Draws(iterator, _under_way[-1]) if _under_way and has_shares and entry_under_way("predict") else iterator
+    is_drawn_here = _under_way and entry_under_way("predict") and (has_shares or _under_way[-1].is_alone)
+    return _Draws(iterator, _under_way[-1]) if is_drawn_here else iterator
+
+
+class _Uncut(NamedTuple):
+    """A batch as this worker drew it, and the tf.function that cuts it and computes the outputs of its rows."""
+
+    function: Any
+    tensors: list
 
 
 class _Draws:
@@ -43,14 +51,19 @@ class _Draws:
     def __init__(self, iterator: Any, function: PredictFunction):
         self._iterator = iterator
         self._function = function
+        self._of_uncut = function.of_uncut(iterator)
 
     def __next__(self) -> Any:
-        if self._function.has_begun:
-            return _tf.next_of_worker(self._iterator)
+        function = self._function
         try:
+            if self._of_uncut is not None and function.waits:
+                return _Uncut(self._of_uncut, _tf.tensors_of_next(self._iterator))
+            if function.has_begun or function.is_alone:
+                return _tf.next_of_worker(self._iterator)
             return next(self._iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._function.end_with_others()
+            if not function.has_begun:
+                function.end_with_others()
             raise
 
 
@@ -70,12 +83,14 @@ class PredictFunction:
         self._replicas = len(strategy.extended.worker_devices)
         self._eager = model.run_eagerly
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
+        self.is_alone = strategy.extended.is_alone
         self._can_wait = strategy.extended.control.world_size > 1
         self._kept = _Kept(waits=False)  # of the loop that runs
         made = (lambda body: body) if self._eager else graph_function
         self._of_all = made(self._of_all_body)
         self._of_worker = made(self._of_worker_body)
         self._of_batch = made(self._of_batch_body)
+        self._of_uncut: dict = {}  # functions, by how they cut and what
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         if not entry_under_way("predict"):
@@ -83,10 +98,11 @@ class PredictFunction:
             if self._strategy.updater is not None:
                 self._strategy.updater.before_evaluation(self._model)
             return self._of_batch(tf.nest.map_structure(to_tensor, batch))
-        self._check_shapes(batches[0])
-        constants = self._constants(batches[0])
         with trace.step(self._strategy, "predict"), status.named():
-            return self._keep(batches, constants) if self.waits else self._of_all(batches, constants)
+            if self.waits:
+                return self._keep(batches)
+            self._check_shapes(batches[0])
+            return self._of_all(batches, self._constants(batches[0]))
 
     @property
     def waits(self) -> bool:
@@ -104,7 +120,7 @@ class PredictFunction:
         Raises:
           MismatchError: on every rank, if another has one.
         """
-        if self._strategy.extended.is_alone:
+        if self.is_alone:
             return
         nothing = [tf.constant(0, tf.int64)] * self._replicas
         with status.named():
@@ -136,23 +152,48 @@ class PredictFunction:
             _under_way.pop()
             self._kept = before
 
-    def _keep(self, batches: Sequence[data.Shares], constants: tuple | None) -> tf.Tensor:
-        """Computes and keeps the outputs of this worker; returns a tensor that stands for them in Keras' loop."""
+    def of_uncut(self, iterator: Any) -> Any:
+        """Returns a tf.function of what an iterator draws, which cuts it, too; None where rows are cut beforehand.
+
+        It returns the outputs of this worker's rows, what is known of them, and the fingerprint of the batch.
+        """
+        if not _tf.computes_after_draw(iterator) or self._eager or batch_shapes.fixed(self._model):
+            return None
+
+        def of_shares(batch: data.Shares) -> tuple:
+            self._rows_forgotten = True
+            outputs = self._of_shares(batch, None)
+            return outputs, self._known(outputs), batch.fingerprint
+
+        return _tf.function_of_next(iterator, of_shares, self._of_uncut)
+
+    def _of_worker_rows(self, batch: Any) -> tuple:
+        """Returns the outputs of this worker's rows of a batch, what is known of them, and the batch's fingerprint."""
+        if isinstance(batch, _Uncut):
+            return batch.function(*batch.tensors)
+        self._check_shapes(batch)
+        return (*self._of_worker(batch, self._constants(batch)), values_of(batch.fingerprint)[0])
+
+    def _keep(self, batches: Sequence[Any]) -> Any:
+        """Computes and keeps the outputs of this worker; returns nothing for Keras' loop to concatenate."""
         kept = self._kept
-        prints = [int(values_of(batch.fingerprint)[0]) for batch in batches]
+        steps, known, prints = zip(*map(self._of_worker_rows, batches), strict=True)
+        axes, are_kept = [], True
         if not kept.outputs:  # the first: so all ranks decide alike
-            status.compare_passes(self._strategy, len(prints), configuration.number(prints))
-        steps, known = self._of_worker(batches, constants)
-        axes, are_dense_rows = known.numpy().T.tolist()
-        if kept.outputs or (all(are_dense_rows) and all(prints)):
+            numbers = [int(digest) for digest in prints]
+            status.compare_passes(self._strategy, len(numbers), configuration.number(numbers))
+            axes, are_dense_rows = known[0].numpy().T.tolist()
+            self._can_wait = all(are_dense_rows)
+            are_kept = self._can_wait and all(numbers)
+        if are_kept:
             kept.outputs += steps
             kept.prints += prints
-            return tf.constant([len(kept.outputs)])
+            return ()
         # What is no dense rows is gathered as it comes; so are rows of each rank's own, of which one may have more.
-        kept.waits, self._can_wait = False, all(are_dense_rows)
+        kept.waits = False
         places = iter([None if axis < 0 else axis for axis in axes] * len(steps))
-        steps = [_map(lambda value: self._gather(value, next(places)), outputs) for outputs in steps]
-        return _map(lambda *values: _concatenated(values), *steps)
+        gathered = [_map(lambda value: self._gather(value, next(places)), outputs) for outputs in steps]
+        return _map(lambda *values: _concatenated(values), *gathered)
 
     def _check_shapes(self, batch: Any) -> None:
         if isinstance(batch, data.Shares) and self._strategy.cluster.world_size > 1:
@@ -176,7 +217,7 @@ class PredictFunction:
         element, has_rows = data.one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
-        outputs = between_collectives(self._model, self._model.predict_step)(element)
+        outputs = between_collectives(self._model, "predict", self._strategy)(element)
         if has_rows is None:
             return outputs
         return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)
@@ -206,19 +247,23 @@ class PredictFunction:
         regroup = _tf.distribute_utils.regroup
         return self._on_worker(self._run(regroup(parts), regroup(rows)))
 
-    def _of_worker_body(self, batches: Sequence[data.Shares], constants: tuple | None) -> tuple[list, tf.Tensor]:
-        """Returns the outputs of this worker's rows of each batch, and what is known of each output while it is traced.
+    def _of_worker_body(self, batch: data.Shares, constants: tuple | None) -> tuple[Any, tf.Tensor]:
+        """Returns the outputs of this worker's rows of a batch, and what is known of them."""
+        self._rows_forgotten = constants is not None
+        outputs = self._of_shares(batch, constants)
+        return outputs, self._known(outputs)
+
+    def _known(self, outputs: Any) -> tf.Tensor:
+        """Returns what is known of each output while it is traced.
 
         That is `[outputs, 2]`: the axis of rows, -1 where there is none, and whether the output is a row for each row.
         """
-        self._rows_forgotten = constants is not None
-        steps = [self._of_shares(batch, constants) for batch in batches]
         known = []
-        for value in _flat(steps[0]):
+        for value in _flat(outputs):
             axis = self._axis(value)
             is_dense = isinstance(value, tf.Tensor) and value.dtype != tf.string and bool(value.shape.rank)
             known.append([-1 if axis is None else axis, int(is_dense and axis == 0)])
-        return steps, tf.constant(known, tf.int32, [len(known), 2])
+        return tf.constant(known, tf.int32, [len(known), 2])
 
     def _of_batch_body(self, batch: Any) -> Any:
         self._rows_forgotten = False
@@ -269,7 +314,7 @@ class _Kept:
     def __init__(self, *, waits: bool) -> None:
         self.waits = waits
         self.outputs: list = []
-        self.prints: list[int] = []
+        self.prints: list[tf.Tensor] = []
 
     def exchanged(self, strategy: Any) -> Any:
         """Returns the outputs of all rows, in the order of batches and within each of ranks, as Keras returns them.
@@ -277,7 +322,8 @@ class _Kept:
         Raises:
           MismatchError: on every rank, where ranks drew other batches, or not equally many.
         """
-        status.compare_passes(strategy, len(self.outputs), configuration.number(self.prints))
+        prints = [int(digest) for digest in self.prints]
+        status.compare_passes(strategy, len(self.outputs), configuration.number(prints))
         leaves = [_flat(outputs) for outputs in self.outputs]
         sizes = tf.constant([[leaf.shape[0] for leaf in batch] for batch in leaves], tf.int64)
         everyone = strategy.extended.control.gather_equal(sizes, name="sizes of predictions").numpy()

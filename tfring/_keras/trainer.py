@@ -275,7 +275,7 @@ class StepFunction:
         self._model = model
         self._strategy = strategy
         self._kind = kind
-        self._step = between_collectives(model, getattr(model, f"{kind}_step"))
+        self._step = between_collectives(model, kind, strategy)
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
         made = (lambda body: body) if model.run_eagerly else graph_function

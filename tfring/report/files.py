@@ -68,6 +68,7 @@ class Rank(NamedTuple):
     marks: list[Mark]
     steps: list[Step]
     totals: dict[str, Any]
+    compiled: dict[str, dict[str, Any]]  # by kind of step, where XLA compiles it
     ended: bool  # by itself
     uncertainty: int  # of its clock, nanoseconds
 
@@ -131,7 +132,8 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def _rank(lines: list[dict[str, Any]]) -> Rank:
-    of = {kind: [line for line in lines if line["type"] == kind] for kind in ("clock", "calls", "steps", "totals")}
+    kinds = ("clock", "calls", "steps", "compiled", "totals")
+    of = {kind: [line for line in lines if line["type"] == kind] for kind in kinds}
     clocks = [(line["at"], line["offset"]) for line in of["clock"]]
 
     def to_rank_0(at: int) -> int:
@@ -158,6 +160,7 @@ def _rank(lines: list[dict[str, Any]]) -> Rank:
         sorted(marks, key=lambda mark: mark.at),
         sorted(steps, key=lambda step: step.begin),
         of["totals"][-1] if of["totals"] else {},
+        {line["kind"]: {key: line[key] for key in ("operations", "by_xla", "others")} for line in of["compiled"]},
         any(line["type"] == "end" for line in lines),
         max((line["uncertainty"] for line in of["clock"]), default=0),
     )

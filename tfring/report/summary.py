@@ -30,8 +30,10 @@ def document(run: Run) -> dict[str, Any]:
         "steps": {kind: _of_kind(run, kind) for kind in kinds},
         "whole_run": {str(rank.rank): _whole(rank) for rank in run.ranks},
         "collectives": _slowest(run),
+        "compiled": run.ranks[0].compiled,
     }
     found["findings"] = [line for kind in kinds for line in findings(kind, found["steps"][kind])]
+    found["findings"] += [_of_xla(kind, compiled) for kind, compiled in found["compiled"].items()]
     return found
 
 
@@ -117,6 +119,20 @@ def _slowest(run: Run) -> list[dict[str, Any]]:
         )
     found.sort(key=lambda each: -each["calls"] * (each["moving"] + each["adding"]))
     return found[:_SLOWEST]
+
+
+def _of_xla(kind: str, compiled: dict[str, Any]) -> str:
+    """Tells what XLA compiles of a kind of step.
+
+    >>> _of_xla("train", {"operations": 9, "by_xla": 8, "others": ["TfringAllReduce"]})
+    'train: XLA compiles 8 of 9 operations in clusters; it has none for TfringAllReduce, which runs between them.'
+    """
+    told = f"{kind}: XLA compiles {compiled['by_xla']} of {compiled['operations']} operations in clusters"
+    others = compiled["others"]
+    if not others:
+        return f"{told}."
+    runs = "runs" if len(others) == 1 else "run"
+    return f"{told}; it has none for {', '.join(others)}, which {runs} between them."
 
 
 _OWN = {

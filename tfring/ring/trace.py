@@ -12,6 +12,7 @@ The file is a line of JSON after the other, so that what a crash leaves can be r
 {"type": "clock", "at": ..., "offset": ..., "uncertainty": ..., ...}              distance from rank 0's clock
 {"type": "calls", "fields": ["begin", "end", "waited", ...], "rows": [[...], ...]}    collectives, and marks
 {"type": "steps", "fields": ["kind", "loop", "begin", "end", "built"], "rows": [...]}
+{"type": "compiled", "kind": "train", "operations": 90, "by_xla": 86, ...}        with `jit_compile=True`
 {"type": "totals", ...}                                                           of the whole run
 {"type": "end"}                                                                   the process ended by itself
 ```
@@ -177,6 +178,17 @@ class Recorder:
     def new_loop(self) -> None:
         """Begins a loop, such as an epoch; the time before it counts for no gap between steps."""
         self._loop += 1
+
+    def compiled(self, kind: str, operations: int, by_xla: int, others: list[str]) -> None:
+        """Records how many operations of a kind of step are to be compiled by XLA.
+
+        Args:
+            kind: "train", "test" or "predict".
+            operations: Those that were to be compiled.
+            by_xla: Those among them of which XLA has a kernel.
+            others: The types of the rest.
+        """
+        self._put(type="compiled", kind=kind, operations=operations, by_xla=by_xla, others=others)
 
     @contextlib.contextmanager
     def step(self, kind: str) -> Iterator[None]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfring.step import trace
+
 
 def graph_function(body: Any) -> Any:
     """Returns `body` as a tf.function that is traced again for other structures only."""
@@ -17,22 +19,26 @@ def graph_function(body: Any) -> Any:
     return tf.function(functools.partial(body), reduce_retracing=True, autograph=False)
 
 
-def between_collectives(model: Any, step: Any) -> Any:
+def between_collectives(model: Any, kind: str, strategy: Any) -> Any:
     """Returns a step of a model whose operations between collectives XLA compiles, if the model was compiled for that.
 
     XLA has no operation of the ring, and so takes no step as a whole. What it has an operation for, it compiles in
-    clusters: forward and backward passes between collectives, and the update.
+    clusters: forward and backward passes between collectives, and the update. A trace tells which those are.
 
     Args:
       model: a Keras model, with `jit_compile`.
-      step: a function of an element.
+      kind: "train", "test" or "predict".
+      strategy: its RingStrategy.
     """
+    step = getattr(model, f"{kind}_step")
     if not model.jit_compile:
         return step
 
     def compiled(element: Any) -> Any:
         with tf.xla.experimental.jit_scope():
-            return step(element)
+            results = step(element)
+        trace.compiled(strategy, kind)
+        return results
 
     return compiled
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfring import _tf
 from tfring.ring import trace
 
 
@@ -35,6 +36,16 @@ def step(strategy: Any, kind: str) -> Any:
     """Around a call of a step function; `kind` is "train", "test" or "predict"."""
     recorder = _recorder(strategy)
     return contextlib.nullcontext() if recorder is None else recorder.step(kind)
+
+
+def compiled(strategy: Any, kind: str) -> None:
+    """Tells a trace which operations of a step, whose graph is being made, XLA compiles."""
+    recorder = _recorder(strategy)
+    if recorder is None or tf.executing_eagerly():
+        return
+    types = _tf.types_in_jit_scopes(tf.compat.v1.get_default_graph())
+    others = sorted({name for name in types if not _tf.has_xla_kernel(name)})
+    recorder.compiled(kind, len(types), sum(name not in others for name in types), others)
 
 
 def next_batch(strategy: Any, draw: Any) -> Any:
