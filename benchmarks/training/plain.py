@@ -11,6 +11,7 @@ import time
 
 import call_times
 import models
+import numpy as np
 
 PROGRAM_STEPS = (12, 12, 24, 12, 12, 24, 12, 60)
 
@@ -106,12 +107,17 @@ class Plain:
     def fits(self, task: models.Task):
         """Returns a function that makes one call of `fit` of so many steps."""
         model = self.compiled(task)
+        most = task.steps
+        if task.jpeg:  # pictures would not fit in memory before they are encoded
+            task = dataclasses.replace(task, steps=min(PROGRAM_STEPS))
         (x, y), batch = self.share(task)
+        if task.jpeg:
+            x, y = self.encoded(x) * (most // task.steps), np.tile(y, most // task.steps)
 
         def given(steps):
             rows = steps * batch
-            first = [part[:rows] for part in x] if isinstance(x, list) else x[:rows]
-            return (self.decoded((first, y[:rows]), batch),) if task.jpeg else (first, y[:rows])
+            first = [part[:rows] for part in x] if isinstance(x, list) and not task.jpeg else x[:rows]
+            return (self.decoded(first, y[:rows], batch),) if task.jpeg else (first, y[:rows])
 
         data = {steps: given(steps) for steps in set(PROGRAM_STEPS)}
         options = {} if task.jpeg else {"batch_size": batch}
@@ -127,7 +133,7 @@ class Plain:
         """A function that trains the model through its data and returns seconds from step to step; it has run once."""
         model = self.compiled(task)
         data, batch = self.share(task)
-        given = (self.decoded(data, batch),) if task.jpeg else data
+        given = (self.decoded(self.encoded(data[0]), data[1], batch),) if task.jpeg else data
         options = {} if task.jpeg else {"batch_size": batch, "shuffle": False}
 
         def fit():
@@ -172,9 +178,12 @@ class Plain:
     def bytes_sent(self):
         return None
 
-    def decoded(self, data, batch):
+    def encoded(self, images) -> list[bytes]:
         tf = self.tf
-        files = [tf.io.encode_jpeg(tf.cast(image * 255, tf.uint8)).numpy() for image in data[0]]
+        return [tf.io.encode_jpeg(tf.cast(image * 255, tf.uint8)).numpy() for image in images]
+
+    def decoded(self, files, labels, batch):
+        tf = self.tf
 
         def decode(file, label):
             image = tf.io.decode_jpeg(file, channels=3)
@@ -183,7 +192,7 @@ class Plain:
         options = tf.data.Options()
         if "BENCHMARK_DATA_THREADS" in os.environ:
             options.threading.private_threadpool_size = int(os.environ["BENCHMARK_DATA_THREADS"])
-        return tf.data.Dataset.from_tensor_slices((files, data[1])).map(decode).batch(batch).with_options(options)
+        return tf.data.Dataset.from_tensor_slices((files, labels)).map(decode).batch(batch).with_options(options)
 
 
 class Apart(Plain):

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.data import fingerprint
+from tfring.data.by_row import treats_rows_apart
 from tfring.data.chance import reached_by_chance
 from tfring.data.rows import bounds, num_rows, slice_rows
 from tfring.errors import ConfigurationError
@@ -305,5 +306,7 @@ def _draws_in_order(step: _tf.DatasetStep) -> bool:
 
 
 def _maps_by_row(dataset: tf.data.Dataset) -> bool:
-    function = _tf.dataset_step(dataset).arguments["python_function"]
-    return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) in _BY_ROW
+    step = _tf.dataset_step(dataset)
+    function = step.arguments["python_function"]
+    name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+    return name in _BY_ROW or treats_rows_apart(step.arguments["function"], step.before.element_spec)
