@@ -306,10 +306,7 @@ class _IteratorAndThen(input_lib.DistributedIterator):
     def of(self, element: Any, is_drawn: Any) -> Any:
         """Returns what is computed of an element, in a graph."""
         with tf.device(self._input_workers.worker_devices[0]):
-            if not tf.executing_eagerly():
-                return self.then(element, is_drawn)
-            function = _function_of(self.then, self.then, self.spec_of_next, _functions, tf.TensorSpec([], tf.bool))
-            return function(*tf.nest.flatten(element, expand_composites=True), tf.convert_to_tensor(is_drawn))
+            return _computed(self.then, element, is_drawn, self.spec_of_next)
 
     @property
     def spec_of_next(self) -> Any:
@@ -317,7 +314,16 @@ class _IteratorAndThen(input_lib.DistributedIterator):
         return tf.nest.map_structure(spec_of_a_replica, self._element_spec)
 
 
-_functions: dict = {}  # of `then`, for iterators that are drawn from eagerly
+_functions: dict = {}  # of `then`
+
+
+def _computed(then: Callable, element: Any, is_drawn: Any, spec: Any) -> Any:
+    """Returns `then(element, is_drawn)`, by a function that is traced once for equal `then` and `spec`.
+
+    Steps that train, test and predict call it, and those of other models.
+    """
+    function = _function_of(then, then, spec, _functions, tf.TensorSpec([], tf.bool))
+    return function(*tf.nest.flatten(element, expand_composites=True), tf.convert_to_tensor(is_drawn))
 
 
 def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *more: tf.TensorSpec) -> Any:
@@ -339,6 +345,8 @@ def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *mo
             return body(tf.nest.pack_sequence_as(spec, flat, expand_composites=True), *others)
 
         functions[key] = tf.function(of_tensors, input_signature=[*specs, *more], autograph=False)
+        with tf.init_scope():  # of no other graph
+            functions[key].get_concrete_function()
     return functions[key]
 
 
@@ -355,14 +363,14 @@ def function_of_next(iterator: Any, body: Callable, functions: dict) -> Any:
       body: Takes what the iterator computes.
       functions: Those there are of this body; a new one is added.
     """
-    then, [device] = iterator.then, iterator._input_workers.worker_devices
+    then, spec, [device] = iterator.then, iterator.spec_of_next, iterator._input_workers.worker_devices
 
     def of_element(element: Any) -> Any:
         with tf.device(device):
-            computed = then(element, True)
+            computed = _computed(then, element, True, spec)
         return body(computed)
 
-    return _function_of(of_element, then, iterator.spec_of_next, functions)
+    return _function_of(of_element, then, spec, functions)
 
 
 def tensors_of_next(iterator: Any) -> list:
