@@ -10,7 +10,7 @@ from collections.abc import Callable
 import models
 
 BATCH, WIDTH = 32, 16
-WIDE_BATCH, WIDE_STEPS = 256, 100
+WIDE_BATCH, WIDE_STEPS = 512, 100
 REPEATS = 3  # of a call in a round, of which the median counts
 JPEG_ROWS, JPEG_BATCH, JPEG_SIDE = 512, 64, 256
 

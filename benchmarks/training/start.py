@@ -1,0 +1,97 @@
+"""How long after it was started a program has trained its first step, and its memory: Keras alone, and launched.
+
+    python benchmarks/training/start.py              # prints the table
+    python benchmarks/training/start.py --write      # and writes it into README.md
+
+Each start is a new process, or a new job; they take turns, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import contest  # noqa: E402
+
+MARKS = re.compile("(<!-- start.py -->\n).*?(<!-- end of start.py -->)", re.DOTALL)
+SECONDS = 300
+PROGRAM = """
+import contextlib, os, pathlib, resource, sys, time
+import keras
+import numpy as np
+scope = contextlib.nullcontext()
+if sys.argv[2:]:
+    import tfring
+    scope = tfring.RingStrategy().scope()
+with scope:
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((32, 64), "float32")
+model.fit(x, x[:, :1], batch_size=32, verbose=0)
+pathlib.Path(sys.argv[1], str(os.getpid())).write_text(
+    f"{time.monotonic()} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}"
+)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", default="1,2,8")
+    parser.add_argument("--write", action="store_true", help="write the table into README.md")
+    arguments = parser.parse_args()
+    conditions = contest.conditions(realtime=False)
+    starts = {"Keras alone": ""} | {f"`tfring launch -n {n}`": n for n in arguments.workers.split(",")}
+    times: dict[str, list[float]] = {name: [] for name in starts}
+    kilobytes: dict[str, list[int]] = {name: [] for name in starts}
+    with tempfile.TemporaryDirectory() as folder:
+        program = pathlib.Path(folder, "program.py")
+        program.write_text(PROGRAM)
+        for _ in range(arguments.rounds + 1):  # the first reads TensorFlow's files into memory
+            for name, workers in starts.items():
+                took, memory = start(program, workers, pathlib.Path(folder, "ends"))
+                times[name].append(took)
+                kilobytes[name].append(memory)
+    lines = [
+        f"{conditions} Seconds from a start to the end of the first step of the slowest worker, medians of "
+        f"{arguments.rounds} rounds, and beyond Keras alone. The most memory that a process took until then.",
+        "",
+        "| | seconds | later | MB a process |",
+        "|---|---:|---:|---:|",
+    ]
+    alone = times["Keras alone"][1:]
+    for name, values in times.items():
+        later = statistics.median(value - other for value, other in zip(values[1:], alone, strict=True))
+        memory = statistics.median(kilobytes[name][1:]) / 1000
+        lines.append(f"| {name} | {statistics.median(values[1:]):.2f} | {later:.2f} | {memory:,.0f} |")
+    text = "\n".join(lines)
+    print(text)
+    if arguments.write:
+        page = HERE / "README.md"
+        page.write_text(MARKS.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", page.read_text()))
+
+
+def start(program: pathlib.Path, workers: str, folder: pathlib.Path) -> tuple[float, int]:
+    """Returns the seconds until the slowest process has trained a step, and the kB of the largest process."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "tfring.launch", "-n", workers] if workers else [sys.executable]
+    begin = time.monotonic()
+    arguments = [str(program), str(folder), *(["tfring"] if workers else [])]
+    subprocess.run([*command, *arguments], check=True, timeout=SECONDS, capture_output=True)
+    ends = [path.read_text().split() for path in folder.iterdir()]
+    shutil.rmtree(folder)
+    return max(float(end) for end, _ in ends) - begin, max(int(memory) for _, memory in ends)
+
+
+if __name__ == "__main__":
+    main()
