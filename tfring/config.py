@@ -167,6 +167,9 @@ SETTINGS: dict[str, Setting] = {
     "TFRING_SECRET_FILE": Setting(None, str, "the name of a file", "where the secret is, in place of TFRING_SECRET"),
     "TFRING_REQUIRE_SECRET": Setting(False, _flag, "0 or 1", "refuse to start several ranks without a secret"),
     # Set by `tfring launch` for each worker; None elsewhere. They come together (tfring/cluster/launch_variables.py).
+    "TFRING_MAX_WORKER_RESTARTS": Setting(
+        0, _whole_number, "a whole number", "how often `tfring launch` starts each worker of asynchronous servers again"
+    ),
     "TFRING_RANK": Setting(None, _whole_number, "a whole number", "this process in the ring, from 0"),
     "TFRING_WORLD_SIZE": Setting(None, _whole_number, "a whole number", "number of processes in the ring"),
     "TFRING_LOCAL_RANK": Setting(None, _whole_number, "a whole number", "this process on its host, from 0"),

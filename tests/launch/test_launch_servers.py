@@ -244,3 +244,169 @@ def test_a_worker_that_is_killed_on_another_host(launch, options, code):
     says = "rank 1 is lost: killed by SIGKILL" if code == 0 else "rank 1 failed first: killed by SIGKILL"
     assert says in done.stderr, done.stderr
     assert ("done" in done.stdout.splitlines()) == (code == 0)
+
+
+# Kills a worker in its second epoch. The others wait in theirs until its next process has trained a batch of it; they
+# stop after four epochs that they have seen, of which it has seen three.
+WORKER_COMES_BACK = BEGIN + """\
+import tensorflow as tf
+
+strategy = tfring.ParameterServerStrategy(**eval(sys.argv[1]))
+rank, here = strategy.cluster.rank, pathlib.Path(__file__).parent
+dies = int(sys.argv[2])
+told = {"rank": rank, "is_back": (here / "killed").exists(), "batches": {}}
+
+
+def label(y_true, y_pred):
+    return y_true
+
+
+def wait_for(name):
+    deadline = time.monotonic() + 150
+    while not (here / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+take = strategy.updater.before_first_step
+
+
+def before_first_step(is_traced):
+    take(is_traced)
+    told.setdefault("bias", float(model.get_weights()[-1][0]))  # in the first step
+
+
+strategy.updater.before_first_step = before_first_step
+
+
+class Watch(keras.callbacks.Callback):
+    epochs_seen = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        told.setdefault("variance", float(self.model.get_layer("norm").moving_variance[0]))
+
+    def on_train_batch_end(self, batch, logs=None):
+        told["batches"][self.epoch] = told["batches"].get(self.epoch, 0) + 1
+        time.sleep(0.5 if told["is_back"] and self.epoch == 2 else 0.02)  # then it is the last at the epoch's end
+        if rank == dies and self.epoch == 1 and not told["is_back"] and told["batches"][1] == 3:
+            (here / "told").write_text(json.dumps(told))
+            (here / "killed").write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == dies and told["is_back"]:
+            (here / "back").write_text("")
+        if rank != dies and self.epoch == 1 and told["batches"][1] == 3:
+            wait_for("back")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs_seen += 1
+        if epoch == 0:
+            self.model.optimizer.learning_rate = 0.006
+        if self.epochs_seen == 4:
+            self.model.stop_training = True
+
+
+x = np.random.RandomState(0).randn(1200, 4).astype("float32") * 3
+y = x.sum(1) + 10
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[label])
+data = {"x": x, "y": y, "batch_size": 20}
+if dies == 0:  # keeps the order of the first epoch
+    data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(1200).cache().batch(20)}
+fit = model.fit(**data, epochs=6, verbose=0, callbacks=[Watch()])
+told.update(epochs=fit.epoch, history=fit.history, mean=float(y.mean()))
+told.update(rate=float(model.optimizer.learning_rate), weights=[w.ravel().tolist() for w in model.get_weights()])
+print("TOLD", json.dumps(told), flush=True)
+"""
+
+
+@pytest.mark.parametrize("dies", [1, 0])
+def test_a_killed_worker_comes_back_into_the_epoch_under_way(launch, tmp_path, dies):
+    more = ["--max-worker-restarts", "1"]
+    options = {"update": "async", **({} if dies else {"snapshot_dir": str(tmp_path / "snapshots")})}
+    done = launch(2, 2, options, str(dies), WORKER_COMES_BACK, more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"rank {dies} is lost: killed by SIGKILL.* Its restart 1 of 1: it comes back", done.stderr)
+    assert f"Worker {dies} is back, in epoch 2" in done.stderr, done.stderr
+    told = sorted((json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)), key=lambda one: one["rank"])
+    before = json.loads((tmp_path / "told").read_text())
+    assert [one["is_back"] for one in told] == [rank == dies for rank in range(2)]
+    for one in told:
+        assert one["epochs"] == ([1, 2, 3] if one["is_back"] else [0, 1, 2, 3]), told
+        assert one["weights"] == told[0]["weights"], told
+        assert one["history"]["label"][-2:] == pytest.approx([one["mean"]] * 2, abs=1e-4), told
+        assert one["rate"] == pytest.approx(0.006)
+    batches = [sum(one["batches"].get(str(epoch), 0) for one in (*told, before)) for epoch in range(4)]
+    assert batches[0] == batches[2] == batches[3] == 60, batches
+    assert 60 - 2 <= batches[1] <= 60, batches  # without what the killed process had drawn
+    back = told[dies]
+    assert back["batches"]["1"] > 0 and back["batches"]["2"] > 0, told
+    assert told[1 - dies]["bias"] == 0 and back["bias"] > 0.5, told  # not the initial one
+    assert back["variance"] > 1.5, told
+
+
+# Worker 1 ends itself when it has joined, in each of its lives; with "late" it does once, and then sleeps before it
+# joins; with "behind" it then joins, and trains when worker 0 is through. Worker 0 waits for its second life.
+TWO_LIVES = BEGIN + """\
+rank, here = int(os.environ.get("TFRING_RANK", -1)), pathlib.Path(__file__).parent
+is_second = (here / "lives-1").exists()
+if rank == 1:
+    (here / ("starts-2" if is_second else "lives-1")).write_text("")
+    if is_second and sys.argv[2] == "late":
+        (here / "lives-2").write_text("")
+        time.sleep(100)
+strategy = tfring.ParameterServerStrategy(**eval(sys.argv[1]))
+if rank == 1 and is_second:
+    (here / "lives-2").write_text("")
+if rank == 1 and not (is_second and sys.argv[2] == "behind"):
+    os.kill(os.getpid(), signal.SIGKILL)
+deadline = time.monotonic() + 150
+while not (here / ("weights-0" if rank == 1 else "lives-2")).exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+if rank == 1:
+    time.sleep(3)  # until worker 0 has left
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((40, 4), "float32")
+epochs = model.fit(x, x.sum(1), batch_size=10, epochs=3, verbose=0).epoch
+(here / f"weights-{rank}").write_text(repr((epochs[-1], [w.tolist() for w in model.get_weights()])))
+strategy.close()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("dies", "says"), [
+    ("always", "Its restart 1 of 1.*rank 1 is lost: killed by SIGKILL[^.]*. The other workers go on"),
+    ("late", "Its restart 1 of 1.*rank 1 comes back too late: the servers have ended"),
+])
+def test_a_worker_that_does_not_come_back_is_left_out(launch, tmp_path, dies, says):
+    done = launch(2, 1, {"update": "async"}, dies, TWO_LIVES, ["--max-worker-restarts", "1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "lives-2").exists() and done.stdout == "done\n", done.stdout
+    assert re.search(says, done.stderr, re.S), done.stderr
+    assert done.stderr.count("Its restart") == 1, done.stderr
+
+
+def test_a_worker_that_comes_back_behind_the_others_has_their_weights(launch, tmp_path):
+    done = launch(2, 1, {"update": "async"}, "behind", TWO_LIVES, ["--max-worker-restarts", "1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[1] done", "done"], done.stdout
+    assert "Worker 1 is back, in epoch 3" in done.stderr, done.stderr
+    assert (tmp_path / "weights-1").read_text() == (tmp_path / "weights-0").read_text()
+
+
+def test_a_worker_of_synchronous_updates_does_not_come_back(launch):
+    program = "import tfring\ntfring.ParameterServerStrategy()"
+    done = launch(2, 1, {}, more=["--max-worker-restarts", "2"], program=program)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert 'Workers come back under update="async"' in done.stderr and "--max-worker-restarts 2" in done.stderr
+
+
+@pytest.mark.parametrize(("servers", "hosts", "says"), [
+    (0, None, "give --servers too"),
+    (1, "localhost:2", "on this machine alone"),
+])
+def test_where_workers_do_not_come_back(launch, servers, hosts, says):
+    done = launch(2, servers, {}, more=["--max-worker-restarts", "1"], hosts=hosts)
+    assert done.returncode == 2 and says in done.stderr, done.stderr

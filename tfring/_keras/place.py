@@ -60,6 +60,25 @@ def resume_training(executions: Sequence[int], logs: dict | None) -> None:
     _fits[-1].logs = logs if executions[-1] else None
 
 
+def skip_passes(number: int) -> None:
+    """Has the innermost `fit` begin its first epoch with the data of a later pass.
+
+    Where data keeps something from one pass to the next, it is drawn; what claims its batches claims none of them then.
+
+    Args:
+      number: of passes before.
+    """
+    epoch_iterator = _fits[-1].iterator
+    epoch_iterator._num_batches = None
+    draws = isinstance(epoch_iterator.source, tf.data.Dataset) and _keeps(epoch_iterator.source)
+    for _ in range(number):
+        step = next(epoch_iterator.begin_pass())
+        if draws:
+            with contextlib.suppress(tf.errors.OutOfRangeError):
+                _tf.draw(step[-1])
+        epoch_iterator.data_adapter.on_epoch_end()
+
+
 def interrupted_logs() -> dict | None:
     """Returns the logs of an epoch that was interrupted after its last step, which has no step left to give them."""
     return _fits[-1].logs if _fits else None

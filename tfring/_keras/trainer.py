@@ -318,6 +318,8 @@ class StepFunction:
             graph = None if self._model.run_eagerly else function.get_concrete_function(*args).graph
             agreement.check_model(self._strategy, self._model, f"{self._kind}_step", graph)
             self._is_compared = True
+            if self._kind == "train" and self._strategy.updater is not None:
+                self._strategy.updater.before_first_step(graph is not None)
         return function(*args)
 
     def bring_logs_together(self) -> None:

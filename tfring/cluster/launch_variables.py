@@ -36,6 +36,7 @@ TAKEN = "TFRING_TAKEN_FD"
 # Not a place, but how often the job has been started before, and what shuffles that have no seed begin with.
 RESTART = "TFRING_RESTART"
 DATA_SEED = "TFRING_DATA_SEED"
+MAX_WORKER_RESTARTS = "TFRING_MAX_WORKER_RESTARTS"  # of each worker of asynchronous parameter servers, by itself
 PREEMPTED = 75  # EX_TEMPFAIL: the exit code of a worker that was told to stop, and has saved what it can go on from
 
 NEEDED = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, ADDRESSES)
@@ -117,14 +118,23 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     return cluster
 
 
-def say_taken(text: str, what: bytes = b"1") -> None:
-    """Lets the launcher know that its program takes its place, once: a program that never does trains alone."""
+def say_taken(text: str, what: bytes = b"1", *, says_more: bool = False) -> None:
+    """Lets the launcher know that its program takes its place: a program that never does trains alone.
+
+    Args:
+        text: Of the variable `TAKEN`.
+        what: What is said.
+        says_more: Whether it says something later, too.
+    """
     fd, _, inode = text.partition(":")
     with contextlib.suppress(OSError, ValueError):
         about = os.fstat(int(fd))
         if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # in what a worker starts, another file's
             os.write(int(fd), what)
-            os.close(int(fd))
+            if says_more:
+                os.set_inheritable(int(fd), False)
+            else:
+                os.close(int(fd))
 
 
 def release_listener(cluster: Cluster) -> Cluster:

@@ -93,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         help="start each server that keeps snapshots (snapshot_dir) again in its place, at most K times (default: 3)",
     )
     launch.add_argument(
+        "--max-worker-restarts",
+        type=_number,
+        default=0,
+        metavar="K",
+        help='start each worker of asynchronous servers (update="async") again by itself, at most K times (default: 0)',
+    )
+    launch.add_argument(
         "--min-workers",
         type=_positive,
         metavar="M",
@@ -198,7 +205,13 @@ def _launch(arguments: argparse.Namespace) -> int:
         error(str(problem))
     variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
     limits = Limits(arguments.max_restarts, arguments.min_workers)
-    servers = {"num_servers": arguments.servers, "max_server_restarts": arguments.max_server_restarts}
+    if arguments.max_worker_restarts and not arguments.servers:
+        error("--max-worker-restarts is of workers with parameter servers: give --servers too, or use --max-restarts")
+    servers = {
+        "num_servers": arguments.servers,
+        "max_server_restarts": arguments.max_server_restarts,
+        "max_worker_restarts": arguments.max_worker_restarts,
+    }
     return _run(arguments, command, limits=limits, servers=servers, variables=variables)
 
 
@@ -284,6 +297,8 @@ def _run(
         error(str(problem))
     if not hosts and arguments.n is None:
         error("say how many workers with -n, or where with --hosts or --hostfile")
+    if hosts and (servers or {}).get("max_worker_restarts"):
+        error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
     if describes_a_cluster:
         error(
             "TF_CONFIG is set, and so is -n or --hosts: both say who is in the ring. Received: "

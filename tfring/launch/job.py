@@ -39,6 +39,8 @@ _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynch
 
 _COMES_BACK = b"s"  # what a server has said that goes on from a snapshot, once it is started again
 
+_JOINED = b"j"  # what a worker of asynchronous servers has said once they have all taken it
+
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
 _BACKLOG = 128  # connections that wait for a worker
@@ -88,6 +90,7 @@ class Job:
         num_workers: The world size.
         num_servers: How many more processes serve parameters; of several hosts each takes one in turn.
         max_server_restarts: How often each server that keeps snapshots is started again in its place, on this host.
+        max_worker_restarts: The same of each worker whose loss the others survive.
         log_dir: An existing folder for `rank-<rank>.log`, all that a worker prints; none by default.
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
@@ -105,6 +108,7 @@ class Job:
         *,
         num_servers: int = 0,
         max_server_restarts: int = 0,
+        max_worker_restarts: int = 0,
         log_dir: pathlib.Path | None = None,
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
@@ -118,14 +122,17 @@ class Job:
         self._num_workers = num_workers
         self._num_servers = num_servers
         self._max_server_restarts = max_server_restarts
-        self._server_restarts: dict[int, int] = {}  # by rank
+        self._max_worker_restarts = max_worker_restarts
+        self._restarts: dict[int, int] = {}  # by rank: of a process in its place
         self._addresses: list[str] = []  # of workers, then of servers, where all are on this host
-        self._reserved: dict[int, socket.socket] = {}  # by rank: bound to a server's port, for the next in its place
+        self._reserved: dict[int, socket.socket] = {}  # by rank: bound to a port, for the next process in its place
         self._log_dir = log_dir
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
         self._environ[secret.VARIABLE] = secret.configured(self._environ) or secret.fresh()
         self._environ.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order on all ranks
+        if max_worker_restarts:
+            self._environ[launch_variables.MAX_WORKER_RESTARTS] = str(max_worker_restarts)
         self._restart = restart
         self._start_at = time.monotonic() + delay_seconds
         self._sequel = sequel
@@ -147,7 +154,7 @@ class Job:
         self._is_reading = True
         self._writing: dict[Surface, int] = {}  # those with something to show, and their descriptors
         self._workers: list[Worker] = []
-        self._replaced: list[Worker] = []  # servers that were started again, whose output may not have been read yet
+        self._replaced: list[Worker] = []  # that were started again, whose output may not have been read yet
         self._shown = Shown()
         self._out, self._err = surfaces()
         self._failed: list[Worker] = []  # by themselves, not because they were stopped
@@ -206,7 +213,7 @@ class Job:
         listeners = [_bound() for _ in range(num_processes)]
         self._addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         for rank, listener in enumerate(listeners):
-            if rank >= self._num_workers and self._max_server_restarts:
+            if self._max_restarts(rank):
                 self._reserved[rank] = _bound(listener.getsockname()[1])
             listener.listen(_BACKLOG)
         for rank, listener in enumerate(listeners):
@@ -225,13 +232,16 @@ class Job:
             what = f"rank {rank}" if number is None else f"server {number}"
             raise _CannotStartError(f"could not start {what}: {error}") from error
 
-    def _start_server_again(self, worker: Worker) -> None:
-        """Starts another process in the place of a server that keeps snapshots."""
+    def _max_restarts(self, rank: int) -> int:
+        return self._max_worker_restarts if rank < self._num_workers else self._max_server_restarts
+
+    def _start_again(self, worker: Worker, what_follows: str) -> None:
+        """Starts another process in the place of a server that keeps snapshots, or of a worker that may come back."""
         rank = worker.rank
-        restart = self._server_restarts[rank] = self._server_restarts.get(rank, 0) + 1
+        restart = self._restarts[rank] = self._restarts.get(rank, 0) + 1
         self._say(
             f"{worker.name} is lost: {_describe(worker.exit_code)}. Its restart {restart} of "
-            f"{self._max_server_restarts}: the workers wait for it, and it goes on from its last snapshot."
+            f"{self._max_restarts(rank)}: {what_follows}."
         )
         self._replaced.append(worker)
         os.close(self._taken.pop(rank))
@@ -245,7 +255,8 @@ class Job:
     def _start_worker(self, rank: int, cluster: Cluster, server: int | None, others: Sequence[str]) -> None:
         """Starts a worker, or a server, and hands it where the `others` listen: the servers, or the workers."""
         log = self._open_log(rank, server)
-        stdin = None if rank == 0 and not self._restart else subprocess.DEVNULL
+        is_first = not self._restart and rank not in self._restarts
+        stdin = None if rank == 0 and is_first else subprocess.DEVNULL
         write = launch_variables.write if server is None else launch_variables.write_server
         command = [sys.executable, *self._command]
         process, out, err, taken = start(command, cluster, self._environ, stdin=stdin, place=write(cluster, others))
@@ -275,7 +286,7 @@ class Job:
         if not self._log_dir:
             return None
         path = self._log_dir / (f"rank-{rank}.log" if server is None else f"server-{server}.log")
-        grows = self._restart or self._server_restarts.get(rank)
+        grows = self._restart or rank in self._restarts
         return path.open("ab", buffering=0) if grows else path.open("wb", buffering=0)
 
     # ---------------------------------------------------------------------------------------------- elsewhere
@@ -423,16 +434,19 @@ class Job:
         worker.out.pump()
         worker.err.pump()
         if code == 0:
-            self._end_servers_started_again()
+            self._end_those_started_again()
         if code == 0 or self._stop_code is not None:
+            return
+        if self._comes_into_training(worker):
+            self._start_again(worker, "it comes back into the epoch under way")
             return
         if self._is_spared(worker):
             self._say(f"{worker.name} is lost: {_describe(code)}. The other workers go on.")
-            self._end_servers_started_again()
+            self._end_those_started_again()
             return
         if self._comes_back(worker):
             if self._is_training():
-                self._start_server_again(worker)
+                self._start_again(worker, "the workers wait for it, and it goes on from its last snapshot")
             return
         worker.failed_at = now if code < 0 else (worker.err.traceback_at or now)
         self._failed.append(worker)
@@ -445,7 +459,17 @@ class Job:
         """Returns whether the others go on without a worker that failed: it has said so, and one of them is left."""
         others = [w for w in self._workers if w.server is None and w is not worker]
         is_one_left = any(w.exit_code in (None, 0) for w in others)
-        return _GOES_ON in self._hear(worker.rank) and is_one_left
+        return self._goes_on_without(worker) and is_one_left
+
+    def _goes_on_without(self, worker: Worker) -> bool:
+        """Returns whether a worker is one whose loss the others survive."""
+        return worker.server is None and (worker.rank in self._restarts or _GOES_ON in self._hear(worker.rank))
+
+    def _comes_into_training(self, worker: Worker) -> bool:
+        """Returns whether a worker that failed is started again: the others, if there are any, are not through."""
+        if any(w.exit_code == 0 for w in self._workers) or not self._goes_on_without(worker):
+            return False
+        return self._restarts.get(worker.rank, 0) < self._max_worker_restarts
 
     def _is_training(self) -> bool:
         """Returns whether a worker still runs."""
@@ -453,16 +477,22 @@ class Job:
 
     def _comes_back(self, worker: Worker) -> bool:
         """Returns whether a server that failed is started again, or is not needed any more."""
-        restarts = self._server_restarts.get(worker.rank, 0)
+        restarts = self._restarts.get(worker.rank, 0)
         keeps_snapshots = restarts > 0 or _COMES_BACK in self._hear(worker.rank)
         if worker.server is None or not keeps_snapshots:
             return False
         return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 
-    def _end_servers_started_again(self) -> None:
-        """Ends those that workers have not come back to, once no worker is left to do so."""
+    def _end_those_started_again(self) -> None:
+        """Ends servers that no worker is left to come back to, and workers that come when the servers have ended."""
+        has_server_ended = any(worker.exit_code == 0 for worker in self._workers if worker.server is not None)
         for worker in self._workers:
-            if not self._is_training() and self._server_restarts.get(worker.rank) and worker.exit_code is None:
+            if worker.rank not in self._restarts or worker.exit_code is not None:
+                continue
+            is_late = has_server_ended and _JOINED not in self._hear(worker.rank)
+            if is_late:
+                self._say(f"{worker.name} comes back too late: the servers have ended.")
+            if is_late if worker.server is None else not self._is_training():
                 worker.send_signal(signal.SIGTERM)
 
     def _hear(self, rank: int) -> bytes:

@@ -38,7 +38,8 @@ class Client:
 
     Attributes:
         known: What a server that comes back is told: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
-            name of the last, and `results`, what it returned.
+            name of the last, and `results`, what it returned; `position`, of the epoch under way.
+        is_back: Whether this process is in the place of one that servers have lost.
 
     Raises:
         RendezvousError: A server did not come.
@@ -63,6 +64,7 @@ class Client:
         self._can_come_back = False  # who is lost before all have joined ends the job
         replies = self.ask_all("join", [{"settings": self._settings}] * self.num_servers)
         self._jobs = [reply.get("job") for reply, _ in replies]
+        self.is_back = any(reply.get("is_back") for reply, _ in replies)
         self._can_come_back = can_come_back
         for server in range(self.num_servers) if can_come_back else ():
             threading.Thread(target=self._watch, args=(server,), name="tfring-servers-watch", daemon=True).start()

@@ -73,6 +73,7 @@ class _Group:
         self.taken: dict[int, Arrival] = {}  # of the last update that a worker's gradient was in
         self.merged: Any = None  # of the update that waits for the norms of all servers
         self.norms: list[float] = []
+        self.learning_rate: float | None = None  # that came with the last gradient
 
 
 class Service:
@@ -83,8 +84,8 @@ class Service:
         settings: What this program's strategy was made with.
         make_held: `make_held(description)` makes what is held for one optimizer.
         make_admission: Makes the bookkeeping of one optimizer.
-        needs_all: Whether the loss of one worker ends the job.
-        snapshots: Where snapshots are kept. Then a lost worker, or one that has lost this server, may come back.
+        needs_all: Whether the loss of one worker ends the job; else another process may come back in its place.
+        snapshots: Where snapshots are kept. Then a worker that has lost this server may come back.
         snapshot_seconds: From one snapshot to the next.
     """
 
@@ -113,6 +114,9 @@ class Service:
         self._training: set[int] = set()  # workers that have begun an epoch and not ended it
         self._left: set[int] = set()
         self._lost: dict[int, str] = {}
+        self._returning: set[int] = set()  # of the lost: other processes have joined in their places, and do not train
+        self._position: dict[str, Any] | None = None  # of the epoch under way, as workers tell it
+        self._last_end: list[np.ndarray] = []  # results of the last meeting at the end of an epoch
         self._awaited: set[int] = set()  # workers that have not come back yet to this server, which was started again
         self._done: dict[int, int] = {}  # the number of the last request of each worker that was answered
         self._failure: str | None = None
@@ -124,6 +128,7 @@ class Service:
         self._at: dict[int, str] = {}  # the meeting that a worker waits in
         self._operations: dict[str, Callable[[int, dict[str, Any], list[np.ndarray]], Answer]] = {
             "join": self._join,
+            "return": self._return,
             "create": self._create,
             "push": self._push,
             "commit": self._commit,
@@ -153,18 +158,19 @@ class Service:
         if self._snapshots is not None:
             threading.Thread(target=self._write_snapshots, name="tfring-snapshots", daemon=True).start()
         seconds_alone, step = 0.0, 0.2  # so that Ctrl-C is heard
-        patience = 0.0 if self._snapshots is None else config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
-        while self._live or (not self._left and seconds_alone < patience):
+        waits = self._snapshots is not None or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
+        patience = config.read("TFRING_CONNECT_TIMEOUT_SECONDS") if waits else 0.0
+        while self._live or self._returning or (not self._left and seconds_alone < patience):
             time.sleep(step)
-            seconds_alone = 0.0 if self._live else seconds_alone + step
+            seconds_alone = 0.0 if self._live or self._returning else seconds_alone + step
         for worker, thread in threads.items():
-            if worker in self._left or self._snapshots is None:
+            if worker in self._left or self._needs_all:
                 thread.join()
         if self._failure or not self._left:
             raise PeerLostError(self._failure or "; ".join(self._lost.values()))
 
     def _serve(self, worker: int) -> None:
-        """Answers a worker until it leaves, or is lost; where snapshots are kept also when it comes back."""
+        """Answers a worker until it leaves, or is lost; where others go on without it also when it comes back."""
         while worker not in self._left:
             connection = None
             try:
@@ -172,7 +178,7 @@ class Service:
                 self._answer_all(worker, connection)
             except Exception as error:
                 self._leave(worker, str(error) or type(error).__name__)
-                if self._snapshots is None:
+                if self._needs_all:
                     return
             finally:
                 if connection is not None:
@@ -211,6 +217,7 @@ class Service:
             self._live.discard(worker)
             self._training.discard(worker)
             self._awaited.discard(worker)
+            self._returning.discard(worker)
             if why is None:
                 self._left.add(worker)
             elif worker not in self._lost:
@@ -243,9 +250,12 @@ class Service:
                 "All processes of a job make their strategy with the same settings. Received: "
                 f"{head['settings']} of worker {worker}; {self._settings} of server {self._roles.index}."
             )
-        if self._snapshots is None:
-            return {}, []
         job = head.get("job")
+        is_back = job is None and worker in self._lost  # another process in the place of one that was lost
+        if is_back:
+            self._returning.add(worker)
+        if self._snapshots is None:
+            return {"is_back": is_back}, []
         if job is not None and job != self._job:
             self._restore(job)
         elif self._job is None:
@@ -254,7 +264,28 @@ class Service:
             self._order_snapshot()
         if job is not None:
             self._readmit(worker, head, arrays)
-        return {"job": self._job}, []
+        return {"job": self._job, "is_back": is_back}, []
+
+    def _return(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """Takes in another process of a worker that was lost: from now on the others wait for it where they meet.
+
+        Where nothing is held yet, it begins as all do.
+        """
+        position = self._position if self._groups else None
+        if position is not None and position["fit"] != head["fit"]:
+            raise MismatchError(
+                "A worker comes back into the first call of `fit` of its program. Received: a job in call "
+                f"{position['fit']}, which goes on without worker {worker}."
+            )
+        self._returning.discard(worker)
+        self._lost.pop(worker, None)
+        self._live.add(worker)
+        for group in self._groups.values():
+            group.admission.live.add(worker)
+        where = "before training" if position is None else f"in epoch {position['epoch'] + 1}"
+        _log.warning("Worker %d is back, %s.", worker, where)
+        rates = {str(number): group.learning_rate for number, group in self._groups.items()}
+        return {"position": position, "learning_rates": rates}, self._last_end
 
     def _readmit(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Takes a worker back, and from it what it alone knows: its last batch and its last meeting."""
@@ -271,13 +302,16 @@ class Service:
         for group in self._groups.values():
             group.admission.live.add(worker)
         if head.get("is_training"):
-            self._begin(worker, {}, [])
+            self._begin(worker, {"position": head.get("position")}, [])
         self._changed.notify_all()
 
     def _create(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """Worker 0 hands over the values; the others wait for it, and find what they have alike."""
+        """Worker 0 hands over the values; the others wait for it, and find what they have alike.
+
+        Worker 0 that comes back takes what is held, as they do.
+        """
         number, description = int(head["group"]), head["description"]
-        if worker == 0:
+        if worker == 0 and (head.get("has_values") or head.get("slots")):
             group = self._groups.get(number)
             if group is None or group.description != description:
                 held = self._make_held(description)
@@ -289,7 +323,7 @@ class Service:
             self._changed.notify_all()
             self._order_snapshot()
         else:
-            self._wait_until(lambda: number in self._groups or 0 not in self._live)
+            self._wait_until(lambda: number in self._groups or worker == 0 or 0 not in self._live)
             if number not in self._groups:
                 raise PeerLostError("worker 0 left before it handed over the parameters")
             group = self._groups[number]
@@ -303,7 +337,7 @@ class Service:
     def _push(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         group, began = self._groups[int(head["group"])], time.monotonic()
         if not head["is_repeated"]:
-            rate = head.get("learning_rate")
+            rate = group.learning_rate = head.get("learning_rate")
             group.gradients[worker] = (head.get("weight"), [a.copy() for a in arrays], rate)
             group.taken.pop(worker, None)
             group.admission.arrive(worker)
@@ -364,6 +398,9 @@ class Service:
 
     def _begin(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         self._training.add(worker)
+        position = head.get("position")
+        if position is not None and (self._position is None or self._position["number"] < position["number"]):
+            self._position = position
         for group in self._groups.values():
             group.admission.begin(worker)
         return {}, []
@@ -387,7 +424,7 @@ class Service:
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Sends what worker 0 has posted under a name to all who ask for it."""
         name = head["name"]
-        if worker == 0:
+        if worker == 0 and name not in self._board:  # else it has come back, and others have what it posted before
             self._board[name] = ({}, [a.copy() for a in arrays])
             if self._snapshots is not None:
                 self._snapshots.post({"name": name}, arrays)
@@ -427,6 +464,8 @@ class Service:
             if name not in self._results and self._live <= brought.keys():
                 columns = zip(*(brought[w] for w in sorted(brought)), strict=True)
                 self._results[name] = [np.sum(column, axis=0) for column in columns]
+                if name.startswith("end/"):
+                    self._last_end = self._results[name]
                 self._changed.notify_all()
         for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
             del self._results[name], self._meetings[name]

@@ -20,6 +20,7 @@ from tfring.strategy.ring import RingStrategy
 
 _UPDATES = ("sync", "async")
 _GOES_ON = b"a"  # what the launcher is told of a worker whose loss the others survive
+_JOINED = b"j"  # and of the same, once all servers have taken it
 _COMES_BACK = b"s"  # and of a server that goes on from a snapshot, once it is started again
 
 
@@ -38,6 +39,9 @@ class ParameterServerStrategy(RingStrategy):
 
     Roles come from `tfring launch --servers S`, or from TF_CONFIG with "ps" and "worker" tasks. Without either the
     process trains alone, without servers.
+
+    Where workers go on by themselves (update="async", or `backup_workers`) the loss of one is survived, and a process
+    that is started in its place (`tfring launch --max-worker-restarts`) goes on in the epoch under way.
 
     Args:
       update: "sync" or "async".
@@ -93,6 +97,13 @@ class ParameterServerStrategy(RingStrategy):
         }
         _check(settings, None if self.roles is None else len(self.roles.workers))
         is_star = update == "async" or backup_workers > 0
+        max_restarts = config.read(launch_variables.MAX_WORKER_RESTARTS)
+        if max_restarts and not is_star:
+            raise ConfigurationError(
+                'Workers come back under update="async", or with `backup_workers`: a synchronous update equals one '
+                f"process, and needs all. Received: update={update!r}, backup_workers={backup_workers} with `tfring "
+                f"launch --max-worker-restarts {max_restarts}`. Use --max-restarts with tfring.callbacks.Backup."
+            )
         trace = config.read("TFRING_TRACE") if trace is None else trace
         if trace is not None and is_star and self.roles is not None:
             raise ConfigurationError(
@@ -108,7 +119,8 @@ class ParameterServerStrategy(RingStrategy):
                     says = _GOES_ON
                 elif snapshot_dir is not None and self.roles.is_server:
                     says = _COMES_BACK
-                launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""), says)
+                place = os.environ.get(launch_variables.TAKEN, "")
+                launch_variables.say_taken(place, says, says_more=says == _GOES_ON)
             if self.roles.is_server:
                 _serve(self.roles, settings, is_star)
             self._workers = self.roles.cluster_of_workers()
@@ -122,6 +134,8 @@ class ParameterServerStrategy(RingStrategy):
             )
         if self.roles is not None:
             client = Client(self.roles, settings, can_come_back=snapshot_dir is not None)
+            if is_star and self.roles.source == launch_variables.SOURCE:
+                launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""), _JOINED)
             self.updater = ServerUpdater(client, is_star)
             if is_star:
                 self.extended.world = PostedCollectives(client)

@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import step
+from tfring._keras import place
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.updater import Updater
 from tfring._keras.seam import seam
@@ -52,10 +53,12 @@ class ServerUpdater(Updater):
         self.is_star = is_star
         self.statistics = Statistics()
         self.failure: BaseException | None = None  # why the last request failed, for TensorFlow keeps the text alone
-        self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained
+        self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained; "" to pass over it
         self._groups: dict[int, _Group] = {}  # by the identity of the optimizer
         self._tables: dict[int, bool] = {}  # by the identity of a variable: whether all its lookups pull rows
-        self._loops = itertools.count()
+        self._loops = 0  # the number of the next meeting, or epoch of claims
+        self._position = {"fit": 0, "epoch": 0, "pass": -1}  # calls of `fit`; Keras' epoch, and which it is of the call
+        self._is_behind = client.is_back  # until it has taken what the servers hold into its first step
         self._lock = threading.RLock()
 
     # -- an update, called where a step is traced --------------------------------------------------------------------
@@ -190,15 +193,75 @@ class ServerUpdater(Updater):
     def _begin_training(self) -> None:
         """Sends the weights that the program has assigned since the last loop to the servers."""
         with self._lock:
+            if self.client.is_back:
+                raise ConfigurationError(
+                    "A worker comes back where `fit` has a list of callbacks. Received: a keras.callbacks.CallbackList."
+                )
             changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
-            self.client.known["is_training"] = self.is_star
-            if self.is_star:
-                self.client.ask_all("begin", [{}] * self.client.num_servers)
+            self.client.known["position"] = {**self._position, "number": self._loops}
+            if self.is_star and not self._is_behind:
+                self._begin_updates()
             changed = self.meet("begin", [np.array([len(changed)])])[0][0] > 0
             for group in self._groups.values() if changed else ():
                 group.pull()
-            self._claims = f"epoch {next(self._loops)}" if self.is_star else None
+            self._claims = f"epoch {self._next_number()}" if self.is_star else None
             self.statistics = Statistics()
+
+    def _begin_updates(self) -> None:
+        self.client.known["is_training"] = True
+        position = {"position": self.client.known["position"]}
+        self.client.ask_all("begin", [position] * self.client.num_servers)
+
+    def _next_number(self) -> int:
+        self._loops += 1
+        return self._loops - 1
+
+    # -- a process in the place of one that was lost -----------------------------------------------------------------
+
+    def _begin_fit(self, model: Any) -> None:
+        """Counts a call of `fit`. A process that comes back goes on in the epoch under way, and is waited for."""
+        with self._lock:
+            self._position = {"fit": self._position["fit"] + 1, "epoch": 0, "pass": -1}
+            if not self.client.is_back:
+                return
+            head = {"fit": self._position["fit"]}
+            told, sums = self.client.ask_all("return", [head] * self.client.num_servers)[0]
+            self.client.is_back = False
+            position = told["position"]
+            self._is_behind = position is not None
+            if position is None:
+                return
+            self._loops = position.pop("number")
+            self._position = {**position, "pass": position["pass"] - 1}
+            model._initial_epoch = position["epoch"]
+            self._claims = ""
+            place.skip_passes(position["pass"])
+            self._claims = None
+            rate = told["learning_rates"].get("0")  # as callbacks have set it
+            if rate is not None:
+                model.optimizer.learning_rate = rate
+            if sums:
+                self._take_moving(model, sums)
+
+    def _begin_epoch(self, model: Any, epoch: int) -> None:
+        if model._initial_epoch == epoch and self._is_behind:
+            model._initial_epoch = None  # of this call of `fit`
+        self._position.update({"epoch": epoch, "pass": self._position["pass"] + 1})
+
+    def before_first_step(self, is_traced: bool) -> None:
+        """Takes what the servers hold into the first step of a process that comes back."""
+        if not self._is_behind:
+            return
+        if not is_traced:
+            raise ConfigurationError(
+                "A worker comes back into steps that are traced. Received: run_eagerly=True."
+            )
+        with self._lock:
+            self._begin_updates()
+            for group in self._groups.values():
+                group.create()
+                group.pull()
+            self._is_behind = False
 
     def _end_training(self, model: Any) -> None:
         """Brings back what the servers hold, before callbacks see the end of the loop."""
@@ -216,19 +279,23 @@ class ServerUpdater(Updater):
 
     def _aggregate(self, model: Any) -> None:
         """Metrics of all workers' rows, the mean of moving statistics by rows, and the statistics of all."""
-        metrics = [v for m in metrics_of(model) for v in m.variables if str(v.dtype) in messages.DTYPES]
-        of_metrics = {id(v) for v in metrics}
-        moving = [v for v in model.non_trainable_variables if "float" in str(v.dtype) and id(v) not in of_metrics]
+        metrics, moving = _state_of(model)
         rows = self.statistics.rows
         arrays = [np.array([rows, float(model.stop_training)]), self.statistics.array]
         arrays += [*map(_read, metrics), *(_read(v) * rows for v in moving)]
-        total, statistics, *sums = self.meet("end", arrays)
-        self.statistics.array = statistics
-        model.stop_training = bool(total[1])  # a callback of any worker has stopped it
-        for variable, value in zip(metrics, sums, strict=False):
+        sums = self.meet("end", arrays)
+        self.statistics.array = sums[1]
+        model.stop_training = bool(sums[0][1])  # a callback of any worker has stopped it
+        for variable, value in zip(metrics, sums[2:], strict=False):
             _assign(variable, value)
-        for variable, value in zip(moving, sums[len(metrics) :] if total[0] else (), strict=False):
-            _assign(variable, (value / total[0]).astype(str(variable.dtype)))
+        self._take_moving(model, sums)
+
+    def _take_moving(self, model: Any, sums: list[np.ndarray]) -> None:
+        """Takes moving statistics from what the meeting at the end of an epoch returns: their mean by rows."""
+        metrics, moving = _state_of(model)
+        rows = sums[0][0]
+        for variable, value in zip(moving, sums[2 + len(metrics) :] if rows else (), strict=False):
+            _assign(variable, (value / rows).astype(str(variable.dtype)))
 
     def claimed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the batches that this worker trains on: those it gets from server 0, each worker others."""
@@ -240,6 +307,8 @@ class ServerUpdater(Updater):
             epoch = self._claims
             if epoch is None:
                 return True
+            if not epoch:
+                return False
             if epoch not in wanted:
                 wanted.clear()
                 wanted[epoch] = self._claim(epoch)
@@ -269,6 +338,8 @@ class ServerUpdater(Updater):
     def callbacks(self, callbacks: list) -> list:
         """Returns the callbacks of `fit`, before them one that adds staleness and waiting to the logs of an epoch.
 
+        Behind them is one that stops training on all workers where one of any has.
+
         Raises:
           ConfigurationError: for those that restart all workers alike, which each goes on by itself.
         """
@@ -285,12 +356,24 @@ class ServerUpdater(Updater):
                 )
         updater = self
 
-        class StalenessLogs(keras.callbacks.Callback):
+        class Epochs(keras.callbacks.Callback):
+            def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+                updater._begin_fit(self.model)
+
+            def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+                updater._begin_epoch(self.model, epoch)
+
             def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
                 if logs is not None:
                     logs.update(updater.statistics.logs())
 
-        return [StalenessLogs(), *callbacks]
+        class StopTogether(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+                # A worker that came back has callbacks that have seen fewer epochs.
+                stops = updater.meet("stop", [np.array([float(self.model.stop_training)])])
+                self.model.stop_training = bool(stops[0][0])
+
+        return [Epochs(), *callbacks, StopTogether()]
 
     def renew(self, with_slots: bool = False) -> None:
         """Pulls full weights into this worker's variables, and the optimizer's slots where asked."""
@@ -308,7 +391,7 @@ class ServerUpdater(Updater):
 
     def meet(self, name: str, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Waits for all workers that are left and returns the sums of what they have brought."""
-        name = f"{name}/{next(self._loops)}"
+        name = f"{name}/{self._next_number()}"
         results = self.client.ask(0, "meet", {"name": name}, arrays)[1]
         self.client.known.update(meeting=name, results=results)
         return results
@@ -483,7 +566,7 @@ class _Group:
         if self.is_created:
             return
         head = {"group": self._number, "description": self._description}
-        is_first = self._client.rank == 0
+        is_first = self._client.rank == 0 and not self._updater._is_behind
         arrays = [self._shards_of(s) if is_first else [] for s in range(self._client.num_servers)]
         heads = [{**head, "has_values": is_first}] * self._client.num_servers
         replies = self._client.ask_all("create", heads, arrays)
@@ -551,8 +634,8 @@ class _Group:
 
     def pull(self) -> None:
         """Takes full weights from the servers."""
-        heads = [{"group": self._number}] * self._client.num_servers
-        values = self._joined(self._client.ask_all("pull", heads), lambda _: True)
+        replies = self._client.ask_all("pull", [{"group": self._number}] * self._client.num_servers)
+        values = self._joined(replies, lambda _: True)
         for variable, value in zip(self.variables, values, strict=True):
             _assign(variable, value)
         self.is_fresh = True
@@ -617,6 +700,14 @@ def _clipped(optimizer: Any, gradients: Sequence[Any]) -> Sequence[Any]:
     scaled = [v * (bound / tf.maximum(n, bound)) for v, n in zip(values, norms, strict=True)]
     pairs = zip(gradients, scaled, strict=True)
     return [tf.IndexedSlices(v, g.indices) if isinstance(g, tf.IndexedSlices) else v for g, v in pairs]
+
+
+def _state_of(model: Any) -> tuple[list, list]:
+    """Returns the variables of a model's metrics, and its moving statistics."""
+    metrics = [v for m in metrics_of(model) for v in m.variables if str(v.dtype) in messages.DTYPES]
+    of_metrics = {id(v) for v in metrics}
+    moving = [v for v in model.non_trainable_variables if "float" in str(v.dtype) and id(v) not in of_metrics]
+    return metrics, moving
 
 
 def _digest(variables: Sequence[Any]) -> int:

@@ -44,6 +44,13 @@ class Updater:
         """
         raise NotImplementedError
 
+    def before_first_step(self, is_traced: bool) -> None:
+        """Prepares the first step of training.
+
+        Args:
+          is_traced: whether its graph is traced, and not yet run; else it runs eagerly.
+        """
+
     def before_lookup(self, variable: Any, ids: Any) -> None:
         """Makes the rows of a table current that a lookup is about to read."""
 
