@@ -489,10 +489,13 @@ class Job:
         for worker in self._workers:
             if worker.rank not in self._restarts or worker.exit_code is not None:
                 continue
-            is_late = has_server_ended and _JOINED not in self._hear(worker.rank)
-            if is_late:
-                self._say(f"{worker.name} comes back too late: the servers have ended.")
-            if is_late if worker.server is None else not self._is_training():
+            if worker.server is not None:
+                ends = not self._is_training()
+            else:
+                ends = has_server_ended and _JOINED not in self._hear(worker.rank)
+                if ends:
+                    self._say(f"{worker.name} comes back too late: the servers have ended.")
+            if ends:
                 worker.send_signal(signal.SIGTERM)
 
     def _hear(self, rank: int) -> bytes:
