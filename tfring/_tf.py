@@ -345,8 +345,6 @@ def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *mo
             return body(tf.nest.pack_sequence_as(spec, flat, expand_composites=True), *others)
 
         functions[key] = tf.function(of_tensors, input_signature=[*specs, *more], autograph=False)
-        with tf.init_scope():  # of no other graph
-            functions[key].get_concrete_function()
     return functions[key]
 
 
