@@ -1,6 +1,6 @@
 """Collectives of tfring beside its peers, and on networks imitated. Makes results.json, and from it README.md.
 
-    python benchmarks/collectives/run.py                        # all parts, a quarter of an hour
+    python benchmarks/collectives/run.py                        # all parts, twenty minutes
     python benchmarks/collectives/run.py --parts 2,4 --rounds 3
     python benchmarks/collectives/run.py --parts network        # as root: hosts are network namespaces
     python benchmarks/collectives/run.py --parts "" --write     # README.md anew, from results.json

@@ -121,6 +121,35 @@ def test_elements_that_are_no_dense_tensors_are_mapped_whole():
     assert not treats_rows_apart(_tf.dataset_step(mapped).arguments["function"], batches.element_spec)
 
 
+def of_static_batches():
+    import keras
+
+    def batches():
+        x = np.linspace(0, 1, 88, dtype="float32").reshape(22, 4)
+        rows = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).map(lambda x, y: (2 * x, y))
+        return rows.batch(5, drop_remainder=True).map(lambda x, y: (x / 3, y))
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    def outcome(model):
+        model.fit(batches(), verbose=0)
+        return [*model.get_weights(), model.predict(batches(), verbose=0)]
+
+    alone = outcome(make())
+    with strategy(**devices()).scope():
+        model = make()
+    found = outcome(model)
+    return {"static": {"all": relative_error(found, alone), "bits": b"".join(value.tobytes() for value in found)}}
+
+
+def test_maps_of_batches_of_a_static_size_train_and_predict():
+    assert_equal(workers(2).run(of_static_batches))
+
+
 def pictures(folder):
     """Keras' own pipeline of pictures, scaled a batch at a time as its guides do; 11 pictures, batches of 4."""
     import keras
