@@ -44,7 +44,7 @@ def treats_rows_apart(function: Any, element_spec: Any) -> bool:
     Args:
       function: Of the map, as TensorFlow traced it.
       element_spec: Of what it is given, dense tensors whose first dimension counts rows. Where that is static
-        (`drop_remainder`), the function was traced for so many rows, and takes no others.
+        (`drop_remainder`), the function was traced for that number and takes no other.
     """
     specs = tf.nest.flatten(element_spec)
     if not all(isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None for spec in specs):
