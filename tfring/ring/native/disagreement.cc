@@ -19,6 +19,15 @@ std::string World::disagreement(int rank, const CallHeader& theirs) const {
          describe(header_) + " as " + describe_place(header_);
 }
 
+// Fails with what the peer's header says, unless its control connection says more: a peer that gave up in
+// this call has told why before it went on.
+Status World::report_disagreement(Link* link) {
+  std::lock_guard<std::mutex> lock(control_mutex_);
+  read_control(link, now_nanoseconds());
+  if (!failure_.ok()) return failure_;
+  return break_up({Code::kMismatch, disagreement(link->rank, link->their_header)});
+}
+
 // Returns whether the peer has begun its part of the call under way, as far as it has reported.
 bool World::has_begun(const Link& peer) const {
   const size_t rank = static_cast<size_t>(peer.rank);

@@ -196,7 +196,7 @@ Status World::receive_header(Queue* queue, bool* moved) {
                                      " were told to use different algorithms. Set TFRING_ALGORITHM alike on "
                                      "all ranks");
   }
-  return fail(Code::kMismatch, disagreement(link->rank, theirs));
+  return report_disagreement(link);
 }
 
 // Receives what is there of a transfer, at most a segment, and adds it or puts it in place.

@@ -236,7 +236,8 @@ class World final : private Watched {
   Status peer_gone(Link* link);
   Status fail(Code code, const std::string& message);
 
-  // disagreement.cc: all with control_mutex_ held but the last
+  // disagreement.cc: all with control_mutex_ held but the first and the last
+  Status report_disagreement(Link* link);
   bool has_begun(const Link& peer) const;
   const CallHeader* contradiction(const Link& peer) const;
   bool is_in_another(const Link& peer) const;
