@@ -108,7 +108,10 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
         case dataset_ops._OptionsDataset | _cardinality._AssertCardinalityDataset:
             kind, arguments = "nothing", {}
         case from_tensor_slices_op._TensorSliceDataset:
-            return DatasetStep("slices", None, {})
+            spec, arrays = dataset.element_spec, None
+            if all(isinstance(component, tf.TensorSpec) for component in tf.nest.flatten(spec)):
+                arrays = tf.nest.pack_sequence_as(spec, dataset._tensors)
+            return DatasetStep("slices", None, {"arrays": arrays})
         case _:
             return DatasetStep("other", None, {})
     return DatasetStep(kind, dataset._input_dataset, arguments)
@@ -502,6 +505,61 @@ def variable_of_replicas(handle: Any) -> Any:
     """The distributed variable of whose copies a handle is one; None where it is of none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
+
+
+def shared_tensor(array: Any) -> tf.Tensor:
+    """Returns a tensor on the CPU that shares the memory of a NumPy array, which begins at a multiple of 64 bytes.
+
+    `tf.convert_to_tensor` copies an array, for it may be changed later; this is how it makes a tensor of the copy. The
+    array lives as long as the tensor. One at another address is copied.
+    """
+    eager_context.ensure_initialized()
+    with tf.device("CPU:0"):
+        return framework_ops.EagerTensor(array, eager_context.context().device_name, None)
+
+
+def mapped(dataset: tf.data.Dataset, function: Any, num_parallel_calls: int | None = None) -> tf.data.Dataset:
+    """Returns `dataset.map(function)`, in order; `map` would trace the function again.
+
+    Args:
+      dataset: Of tensors.
+      function: A ConcreteFunction of its elements, which takes and returns tensors, and captures none.
+      num_parallel_calls: As of `map`.
+    """
+    spec = function.structured_outputs
+    outputs = tf.nest.flatten(spec)
+    common = dict(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        other_arguments=[],
+        f=function,
+        output_types=[output.dtype for output in outputs],
+        output_shapes=[output.shape for output in outputs],
+        use_inter_op_parallelism=True,
+        preserve_cardinality=True,
+    )
+    if num_parallel_calls is None:
+        variant = tf.raw_ops.MapDataset(**common)
+    else:
+        calls = tf.constant(num_parallel_calls, tf.int64)
+        variant = tf.raw_ops.ParallelMapDatasetV2(**common, num_parallel_calls=calls, deterministic="true")
+    result = tf.data.experimental.from_variant(variant, tf.nest.map_structure(tf.TensorSpec.from_tensor, spec))
+    result._tfring_dataset = dataset, function  # both live as long
+    return result
+
+
+def unbatched(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset.unbatch()` of dense tensors, without the map by which that makes tensors dense.
+
+    Args:
+      dataset: Of one tensor.
+    """
+    spec = tf.TensorSpec(dataset.element_spec.shape[1:], dataset.element_spec.dtype)
+    variant = tf.raw_ops.UnbatchDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset), output_types=[spec.dtype], output_shapes=[spec.shape]
+    )
+    result = tf.data.experimental.from_variant(variant, spec)
+    result._tfring_dataset = dataset  # lives as long
+    return result
 
 
 def eager_context_address() -> int:

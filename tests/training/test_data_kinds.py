@@ -10,6 +10,8 @@ from harness import strategy, workers
 from test_data import BATCH, ROWS, array, recorder
 from test_data_pipelines import records
 
+from tfring.errors import MismatchError
+
 
 def own_rows(policy, lengths):
     """Each rank's own rows, or with FILE all ranks' files: the rows seen, steps, and the loss."""
@@ -132,14 +134,16 @@ def other_rows_in_the_middle(kind):
     x[BATCH // 2] += ring.cluster.rank
     rows = tf.data.Dataset.from_tensor_slices((x, x))
     data = {
-        "rows": rows.batch(BATCH),
-        "mapped": rows.map(lambda x, y: (x, y)).batch(BATCH),
+        "slices": rows.batch(BATCH),
+        "mapped slices": rows.shuffle(ROWS, seed=1).map(lambda x, y: (x, y)).batch(BATCH),
+        "rows": rows.filter(lambda x, y: True).batch(BATCH),
+        "mapped": rows.filter(lambda x, y: True).map(lambda x, y: (x, y)).batch(BATCH),
         "strings": rows.map(lambda x, y: (tf.strings.as_string(x), y)).filter(lambda x, y: True)
         .map(lambda x, y: (tf.strings.to_number(x), y)).batch(BATCH),
     }[kind]
     try:
         model.fit(data, verbose=0)
-    except tf.errors.InvalidArgumentError as error:
+    except (tf.errors.InvalidArgumentError, MismatchError) as error:
         return str(error)
     return ""
 
@@ -148,6 +152,13 @@ def other_rows_in_the_middle(kind):
 def test_one_other_row_is_found(kind):
     for message in workers(2).run(other_rows_in_the_middle, kind):
         assert "The ranks drew different batches" in message
+
+
+@pytest.mark.parametrize("kind", ["slices", "mapped slices"])
+def test_one_other_row_of_slices_is_found(kind):
+    for message in workers(2).run(other_rows_in_the_middle, kind):
+        assert message.startswith("model.fit: `array 0 of x` is not the same on every rank"), message
+        assert "AutoShardPolicy.OFF" in message
 
 
 def newcomer(what):

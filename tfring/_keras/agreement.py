@@ -5,14 +5,15 @@ A program's first data are often random numbers without a seed, or a random spli
 
 from __future__ import annotations
 
-import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfring import data
 from tfring._keras import calls, configuration
 from tfring.errors import MismatchError
 
@@ -24,14 +25,15 @@ _SETTINGS = (
     *("epochs", "initial_epoch", "batch_size", "steps_per_epoch", "shuffle", "class_weight", "steps"),
     *("validation_split", "validation_steps", "validation_batch_size", "validation_freq"),
 )
-_WHOLE_BYTES = 64 << 20  # larger arrays are compared by as many bytes of them, evenly spread
+_WHOLE_BYTES = 4 << 30  # larger arrays are compared by as many bytes of them, evenly spread
 _BLOCK_BYTES = 4096
 
 _DATA = (
     "each rank trains on its share of one and the same data",
     "Hand all rows to every rank, for tfring cuts them (no `x[rank::n]`). Where they are drawn, make them the same: "
     "call `keras.utils.set_random_seed(1)` before random numbers are drawn, "
-    "give `train_test_split` a `random_state`, or read the data from a file. (docs/data.md)",
+    "give `train_test_split` a `random_state`, or read the data from a file. A dataset of a rank's own rows has "
+    "AutoShardPolicy.OFF. (docs/data.md)",
 )
 _PROGRAM = (
     "all ranks train one model in one way",
@@ -147,10 +149,7 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
         for number, item in enumerate(value):
             yield from _described(f"{name}[{number}]", item)
     elif value is not None and _is_array(value):
-        arrays = [np.asarray(part) for part in _dense_parts(value)]
-        first = ", ".join(str(v) for v in arrays[0].ravel()[:3])
-        text = f"{type(value).__name__} of shape {tuple(value.shape)}, {arrays[0].dtype}, beginning with {first}"
-        yield name, [text, text + "".join(map(_digest, arrays))]
+        yield name, _compared(value)
     elif value is not None:
         yield name, [f"a {type(value).__name__}"] * 2
         if isinstance(value, tf.data.Dataset):
@@ -158,6 +157,25 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
             own_rows = policy == tf.data.experimental.AutoShardPolicy.OFF
             for what, item in configuration.of_dataset(value, with_constants=not own_rows).items():
                 yield f"{what} of {name}", [*item, True]
+            if data.is_sliced(value):
+                yield from _slices(name, value)
+
+
+def _compared(value: Any) -> list[str]:
+    """Returns what is told of an array, and what is compared."""
+    arrays = [np.asarray(part) for part in _dense_parts(value)]
+    first = ", ".join(str(v) for v in arrays[0].ravel()[:3])
+    text = f"{type(value).__name__} of shape {tuple(value.shape)}, {arrays[0].dtype}, beginning with {first}"
+    return [text, text + "".join(map(_digest, arrays))]
+
+
+def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
+    """As `_described`, of the arrays that a dataset is slices of; once, for these never change."""
+    kept = vars(dataset)
+    if "_tfring_compared" not in kept:
+        kept["_tfring_compared"] = list(map(_compared, data.arrays_of(dataset)))
+    for number, compared in enumerate(kept["_tfring_compared"]):
+        yield f"array {number} of {name}", compared
 
 
 def _is_array(value: Any) -> bool:
@@ -176,9 +194,9 @@ def _dense_parts(value: Any) -> list:
 def _digest(array: np.ndarray) -> str:
     if array.dtype.hasobject or array.nbytes <= _WHOLE_BYTES or not array.flags.c_contiguous:
         return configuration.digest(array)
-    result = hashlib.blake2b(digest_size=8)
+    result = 0
     flat = array.reshape(-1).view(np.uint8)
     blocks = _WHOLE_BYTES // _BLOCK_BYTES
     for begin in np.linspace(0, flat.size - _BLOCK_BYTES, blocks, dtype=np.int64):
-        result.update(flat[begin : begin + _BLOCK_BYTES].data)
-    return result.hexdigest()
+        result = zlib.crc32(flat[begin : begin + _BLOCK_BYTES].data, result)
+    return f"{result:08x}"

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -126,14 +127,13 @@ def number(value: Any) -> int:
 
 
 def digest(array: np.ndarray) -> str:
-    """Returns a short text that is the same for arrays with the same bits."""
-    result = hashlib.blake2b(digest_size=8)
+    """Returns a short text that is the same for arrays with the same bits: their CRC-32, at memory's speed."""
     if array.dtype.hasobject:
-        result.update(repr(array.tolist()).encode())
+        octets = repr(array.tolist()).encode()
     else:
         # By octets: the buffers of dtypes that are not NumPy's own, such as bfloat16, are not to be cast.
-        result.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return result.hexdigest()
+        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return f"{zlib.crc32(octets):08x}"
 
 
 class _Names(dict):

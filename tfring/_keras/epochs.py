@@ -43,7 +43,8 @@ class RingEpochIterator(trainer.TFEpochIterator):
     Attributes:
       data_adapter: Keras' own of the data.
       loop: The loop of `fit` or `evaluate` over the batches, once the model is built for it; else None.
-      source: The data before it is distributed; a `tf.data.Dataset`, or what the program has distributed.
+      source: The data before it is distributed; a `tf.data.Dataset`, `data.ArrayBatches`, or what the program has
+        distributed.
       position: To resume from in the next pass, a `place.Position`; None to begin at the beginning.
     """
 
@@ -62,13 +63,16 @@ class RingEpochIterator(trainer.TFEpochIterator):
             # Not that of TFEpochIterator, which distributes the dataset as `tf.distribute` does.
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
             self._distribute_strategy = strategy
-            given = inputs.dataset_of(self.data_adapter)
+            given = inputs.dataset_of(self.data_adapter, strategy)
             dataset = data.undistributed(given)
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
             was_distributed = isinstance(given, tf.distribute.DistributedDataset)
             self.source = dataset
             self._tfring_batch_size = None if was_distributed else self.data_adapter.batch_size
-            self._yields_alike = not is_distributed and (data.yields_alike(dataset) or self._has_arrays_in_order(seed))
+            self._yields_alike = not is_distributed and (
+                self._has_arrays_in_order(seed)
+                or (isinstance(dataset, tf.data.Dataset) and data.yields_alike(dataset))
+            )
             self._begins = False
             self.position: place.Position | None = None
             ahead = 2

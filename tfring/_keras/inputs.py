@@ -8,17 +8,20 @@ missed and a quarter seen twice in each epoch with two workers. Here ranks agree
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, py_dataset_adapter
 
-from tfring import _tf, config, seeding
+from tfring import _tf, config, data, seeding
 from tfring._keras.seam import seam
 from tfring.seeding import PlacedSeeds
 
@@ -63,12 +66,15 @@ def shuffling_by(seed: int | None) -> Iterator[None]:
         _local.seed = before
 
 
-def dataset_of(adapter: Any) -> tf.data.Dataset:
-    """Returns the dataset of Keras' data adapter, inside `shuffling_by` with arrays in the order of its seed."""
-    seed = getattr(_local, "seed", None)
-    if seed is None or not isinstance(adapter, array_data_adapter.ArrayDataAdapter) or not adapter._shuffle:
+def dataset_of(adapter: Any, strategy: RingStrategy) -> Any:
+    """Returns the dataset of Keras' data adapter; of arrays, on several workers, `data.ArrayBatches`.
+
+    Arrays are in Keras' order, inside `shuffling_by` in that of its seed.
+    """
+    if not isinstance(adapter, array_data_adapter.ArrayDataAdapter) or strategy.extended.is_alone:
         return adapter.get_tf_dataset()
-    return shuffled_arrays(adapter, seed)
+    batches = array_batches(adapter, getattr(_local, "seed", None))
+    return batches if strategy.updater is None else batches.full()
 
 
 def agreed_order(dataset: Any, strategy: RingStrategy) -> Any:
@@ -124,45 +130,77 @@ def dataset_before_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return step.before if step.kind == "prefetch" else dataset
 
 
-def shuffled_arrays(adapter: Any, seed: int) -> tf.data.Dataset:
-    """Returns the dataset of `ArrayDataAdapter(shuffle=True)`, in an order drawn from `seed`, another each epoch."""
-    num_samples, batch_size = adapter._num_samples, adapter._batch_size
-    arrays = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
-    arrays = tree.lists_to_tuples(arrays)
+def array_batches(adapter: Any, seed: int | None) -> data.ArrayBatches:
+    """Returns what `ArrayDataAdapter.get_tf_dataset` does, with fewer maps, of arrays that are not copied.
 
-    @tf.autograph.experimental.do_not_convert
-    def batches_of_indices(seed: tf.Tensor) -> tf.Tensor:
-        """Returns the rows of each batch, `[batches, batch_size]`, with -1 behind the last row."""
-        indices = tf.range(num_samples, dtype=tf.int64)
-        if adapter._shuffle != "batch":  # Keras' meaning: the rows of a batch change places, batches do not
-            indices = tf.random.experimental.stateless_shuffle(indices, tf.stack([seed, 0]))
-        missing = -num_samples % batch_size
-        return tf.reshape(tf.pad(indices, [[0, missing]], constant_values=-1), [-1, batch_size])
+    Args:
+      adapter: An ArrayDataAdapter.
+      seed: By which it shuffles, in another order each epoch; None leaves that to TensorFlow's global seed, from which
+        the same operations as Keras' own draw the same order.
+    """
+    rows, batch_size = adapter._num_samples, adapter._batch_size
+    by_row = bool(adapter._shuffle) and adapter._shuffle != "batch"  # Keras' meaning: rows change places in a batch
+    if by_row and seed is None:
 
-    @tf.autograph.experimental.do_not_convert
-    def take(indices: tf.Tensor, data: Any) -> Any:
-        indices = tf.boolean_mask(indices, indices >= 0)
+        @tf.autograph.experimental.do_not_convert
+        def in_keras_order(_: tf.Tensor) -> tf.Tensor:
+            return _in_batches(tf.random.shuffle(tf.range(rows, dtype=tf.int64)), batch_size)
 
+        indices = tf.data.Dataset.range(1).map(in_keras_order)
+    else:
+        sizes = tf.data.Dataset.from_tensors((tf.constant(rows, tf.int64), tf.constant(batch_size, tf.int64)))
+        seeds = tf.data.Dataset.random(seed=seed or 0, rerandomize_each_iteration=True).take(1)
+        indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), _shuffled if by_row else _in_order)
+    indices = _tf.unbatched(indices.prefetch(1))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    options.experimental_optimization.apply_default_optimizations = False  # they take longer than they save
+    arrays = tree.lists_to_tuples(tree.map_structure(_ready, adapter._inputs))
+    return data.ArrayBatches(indices, arrays, _TakeRows(keras.config.floatx()), options, -(-rows // batch_size))
+
+
+def _shuffled(seed: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+    indices = tf.random.experimental.stateless_shuffle(tf.range(sizes[0]), tf.stack([seed, 0]))
+    return _in_batches(indices, sizes[1])
+
+
+def _in_order(_: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+    return _in_batches(tf.range(sizes[0]), sizes[1])
+
+
+def _in_batches(indices: tf.Tensor, batch_size: Any) -> tf.Tensor:
+    """Returns the rows of each batch, `[batches, batch_size]`, with -1 behind the last row."""
+    missing = -tf.size(indices, tf.int64) % batch_size
+    padded = tf.pad(indices, [[0, missing]], constant_values=-1)
+    return tf.reshape(padded, tf.stack([tf.constant(-1, tf.int64), batch_size]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _TakeRows:
+    """Takes rows of arrays, in the dtypes that Keras gives them: floats in `floatx`."""
+
+    floatx: str
+
+    def __call__(self, arrays: Any, indices: tf.Tensor) -> Any:
         def take_one(x: Any) -> Any:
+            if isinstance(x, data.InPlace):
+                rows = x.rows(indices)
+                return tf.cast(rows, self.floatx) if rows.dtype.is_floating else rows
             if isinstance(x, array_slicing.TensorflowSparseWrapper):
                 return array_slicing.slice_tensorflow_sparse_wrapper(x, indices)
             if isinstance(x, (list, tuple, dict)):
                 return None
             return tf.gather(x, indices, axis=0) if tf.is_tensor(x) else x
 
-        return tree.traverse(take_one, data)
+        return tree.traverse(take_one, arrays)
 
-    seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
-    dataset = tf.data.Dataset.zip((
-        seeds.map(batches_of_indices).prefetch(1).unbatch(),
-        tf.data.Dataset.from_tensors(arrays).repeat(),
-    ))
-    dataset = dataset.map(take, num_parallel_calls=tf.data.AUTOTUNE)
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(-(-num_samples // batch_size)))
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    options.experimental_optimization.apply_default_optimizations = False  # they take longer than they save
-    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+def _ready(array: Any) -> Any:
+    """Returns an array as `tf.data` takes it: in place, or as Keras converts it."""
+    if isinstance(array, np.ndarray) and isinstance(ready := data.in_place(array), data.InPlace):
+        return ready
+    converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
+    return data.in_place(converted) if isinstance(converted, np.ndarray) else converted
 
 
 def install() -> None:

@@ -1,17 +1,23 @@
 """Gives each replica its share of every global batch."""
 
+from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced, undistributed
-from tfring.data.pipeline import share, yields_alike
+from tfring.data.pipeline import arrays_of, share, yields_alike
 from tfring.data.rows import forget_rows, num_rows, one_row_at_least, slice_rows, split_rows, static_rows
 from tfring.data.shares import Shares
 
 __all__ = [
+    "ArrayBatches",
+    "InPlace",
     "Shares",
     "agreed_cardinality",
+    "arrays_of",
     "distribute",
     "distribute_for_keras",
     "forget_rows",
+    "in_place",
     "is_sliced",
+    "mapped",
     "num_rows",
     "one_row_at_least",
     "share",

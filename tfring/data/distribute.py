@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.data.arrays import ArrayBatches
 from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
 from tfring.data.shares import Drawn, Shares, draw, single_shares
@@ -27,9 +28,9 @@ _WITHOUT_MULTI_DEVICE_ITERATOR = tf.distribute.InputOptions(
 )
 
 
-def is_sliced(dataset: tf.data.Dataset) -> bool:
+def is_sliced(dataset: Any) -> bool:
     """Returns True if tfring slices the dataset's batches; FILE and HINT are TensorFlow's, OFF is this worker's own."""
-    return isinstance(dataset, tf.data.Dataset) and _policy(dataset) in _SLICED_POLICIES
+    return isinstance(dataset, (tf.data.Dataset, ArrayBatches)) and _policy(dataset) in _SLICED_POLICIES
 
 
 def distribute(
@@ -54,11 +55,12 @@ def undistributed(dataset: Any) -> Any:
 
 
 def distribute_for_keras(
-    strategy: RingStrategy, dataset: tf.data.Dataset, *, ahead: int = 2
+    strategy: RingStrategy, dataset: tf.data.Dataset | ArrayBatches, *, ahead: int = 2
 ) -> tf.distribute.DistributedDataset:
     """Distributes any dataset for Keras' steps of `tfring._keras`: of `Shares`, but for policies FILE and HINT.
 
-    What is made of a dataset is kept with it for the next call.
+    What is made of a dataset is kept with it for the next call. The arrays that it is slices of, and those of
+    `ArrayBatches`, have been compared over ranks (_keras/agreement.py).
 
     Args:
       strategy: A RingStrategy.
@@ -79,19 +81,20 @@ def distribute_for_keras(
 class _Kept:
     """The parts into which a dataset is taken for Keras' steps."""
 
-    def __init__(self, strategy: RingStrategy, dataset: tf.data.Dataset, ahead: int) -> None:
+    def __init__(self, strategy: RingStrategy, dataset: tf.data.Dataset | ArrayBatches, ahead: int) -> None:
         self.strategy, self.ahead = strategy, ahead
         self._cardinality = int(dataset.cardinality())
         self._seeds: int | None = None
         extended = strategy.extended
         rank, replicas, world_size = _place(strategy)
-        drawn: tf.data.Dataset | Drawn = dataset
+        drawn: Any = dataset
         if extended.is_alone:
             pass
         elif is_sliced(dataset):
-            self._seeds = _digest_of_seeds(extended.world, dataset)
+            drawn_by_seeds = dataset.indices if isinstance(dataset, ArrayBatches) else dataset
+            self._seeds = _digest_of_seeds(extended.world, drawn_by_seeds)
             several = strategy.cluster.world_size > 1
-            drawn = draw(dataset, rank, replicas, world_size, compare=several)
+            drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
             if ahead:
                 drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
         else:
@@ -158,7 +161,7 @@ def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _policy(dataset: tf.data.Dataset) -> tf.data.experimental.AutoShardPolicy:
+def _policy(dataset: tf.data.Dataset | ArrayBatches) -> tf.data.experimental.AutoShardPolicy:
     return dataset.options().experimental_distribute.auto_shard_policy
 
 

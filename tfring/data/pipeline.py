@@ -6,6 +6,8 @@ source ─► shuffle ─► batches ─► this worker's rows ─► map ─►
                         └─► fingerprint of all rows
 ```
 
+Where the source is slices of arrays that ranks have compared, their numbers stand for the rows until a batch is cut.
+
 Only steps whose effect on the order and number of rows is known are made again. All else, and what comes before it,
 is the source: every rank draws all of it.
 """
@@ -21,28 +23,15 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.data import fingerprint
+from tfring.data.arrays import own_rows
 from tfring.data.by_row import treats_rows_apart
 from tfring.data.chance import reached_by_chance
-from tfring.data.rows import bounds, num_rows, slice_rows
+from tfring.data.rows import Place, num_rows, slice_rows
 from tfring.errors import ConfigurationError
 
 _BETWEEN_ROWS = ("map", "shuffle", "prefetch", "repeat", "take", "skip", "nothing")
 _BETWEEN_BATCHES = (*_BETWEEN_ROWS, "cache")
 _BY_ROW = {("keras.src.trainers.data_adapters.tf_dataset_adapter", "class_weights_map_fn")}  # maps of batches
-
-
-class Place(NamedTuple):
-    """Numbers the replicas of this worker among all."""
-
-    first: int
-    replicas: int
-    num_replicas: int
-
-    def bounds(self, rows: Any) -> tuple[Any, Any]:
-        """Returns the first row of this worker's and the one after its last."""
-        begin, _ = bounds(rows, self.first, self.num_replicas)
-        end, _ = bounds(rows, self.first + self.replicas, self.num_replicas)
-        return begin, end
 
 
 class Pipeline(NamedTuple):
@@ -54,6 +43,7 @@ class Pipeline(NamedTuple):
       batch: the dataset that the batch step makes.
       batches: the steps after it.
       whole: whether a map of batches needs the rows of all workers.
+      arrays: of which the source is slices, in its structure, where their numbers stand for the rows; else None.
     """
 
     source: tf.data.Dataset
@@ -61,6 +51,7 @@ class Pipeline(NamedTuple):
     batch: tf.data.Dataset
     batches: list
     whole: bool
+    arrays: Any
 
 
 def yields_alike(dataset: tf.data.Dataset) -> bool:
@@ -71,8 +62,13 @@ def yields_alike(dataset: tf.data.Dataset) -> bool:
     return step.kind == "slices"
 
 
-def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
-    """Returns the pipeline, or None if rows cannot be told apart, or are not mapped."""
+def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline | None:
+    """Returns the pipeline, or None if rows cannot be told apart, or nothing is gained.
+
+    Args:
+      dataset: of batches.
+      by_number: whether ranks have compared the arrays of which the source may be slices.
+    """
     if not tf.executing_eagerly():
         return None
     batches: list[tf.data.Dataset] = []
@@ -88,16 +84,25 @@ def take_apart(dataset: tf.data.Dataset) -> Pipeline | None:
     while step.kind in _BETWEEN_ROWS and not (step.kind == "map" and _draws_in_order(step)):
         rows.insert(0, source)
         source, step = step.before, _tf.dataset_step(step.before)
-    while rows and _tf.dataset_step(rows[0]).kind != "map":  # nothing is gained above the first map
-        source = rows.pop(0)
+    arrays = step.arguments.get("arrays") if by_number else None
     maps_of_batches = [d for d in batches if _tf.dataset_step(d).kind == "map"]
-    if not rows and not maps_of_batches:
-        return None
+    if arrays is None or any(array.dtype in (tf.string, tf.variant) for array in tf.nest.flatten(arrays)):
+        arrays = None
+        while rows and _tf.dataset_step(rows[0]).kind != "map":  # nothing is gained above the first map
+            source = rows.pop(0)
+        if not rows and not maps_of_batches:
+            return None
     specs = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     if not all(isinstance(spec, specs) for spec in tf.nest.flatten(source.element_spec)):
         return None
     whole = not is_shared(batch) and not all(map(_maps_by_row, maps_of_batches))
-    return Pipeline(source, rows, batch, batches, whole)
+    return Pipeline(source, rows, batch, batches, whole, arrays)
+
+
+def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+    """Returns the arrays whose numbers stand for the rows of a dataset, which ranks compare before; or none."""
+    parts = take_apart(dataset, by_number=True)
+    return [] if parts is None or parts.arrays is None else tf.nest.flatten(parts.arrays)
 
 
 def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
@@ -154,7 +159,7 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
 
     `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them.
     """
-    key = (place, pipeline.whole)
+    key = (place, pipeline.whole, pipeline.arrays is not None)
 
     def kept(like: tf.data.Dataset, make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
         """Makes it once for each dataset of the user: what a shuffle or a cache holds is there in the next epoch."""
@@ -164,10 +169,12 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
         return made[key]
 
     above, below = _maps_last(pipeline.rows)
-    dataset = pipeline.source
+    dataset, batched = pipeline.source, _batched
+    if pipeline.arrays is not None:
+        dataset, batched = tf.data.Dataset.range(int(dataset.cardinality())), _batched_by_number
     for like in above:
         dataset = kept(like, functools.partial(_again, like, dataset))
-    dataset = kept(pipeline.batch, lambda: _batched(dataset, below, pipeline, place))
+    dataset = kept(pipeline.batch, lambda: batched(dataset, below, pipeline, place))
     for like in pipeline.batches:
         dataset = kept(like, functools.partial(_again_beside, like, dataset))
     return dataset
@@ -199,7 +206,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
 
         rows = rows.map(pack)
     batches = rows.batch(size, drop_remainder)
-    num_drawn = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
+    most = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
 
     @tf.autograph.experimental.do_not_convert
     def wanted(*components: Any) -> tuple[tf.Tensor, Any]:
@@ -212,17 +219,11 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
             total = tf.cast(num_rows(batch), tf.int64)
             digest = fingerprint.of_batch(batch, left_out)
         about = tf.stack([total, digest])
-        if pipeline.whole:
-            begin, drawn = tf.zeros_like(total), total
-        else:
-            begin, end = place.bounds(total)
-            # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
-            drawn = tf.where(total == size, tf.constant(num_drawn, tf.int64), tf.maximum(end - begin, 1))
-            begin = tf.minimum(begin, total - 1)
+        begin, end = _drawn(total, size, most, pipeline.whole, place)
         if not maps:  # none is needed for every row
-            return about[None], batch if pipeline.whole else slice_rows(batch, begin, tf.minimum(begin + drawn, total))
-        own = tf.nest.map_structure(lambda component: component[begin : begin + drawn], batch)
-        return tf.tile(about[None], [tf.minimum(drawn, total - begin), 1]), own[0] if packed else own
+            return about[None], batch if pipeline.whole else slice_rows(batch, begin, end)
+        own = tf.nest.map_structure(lambda component: component[begin:end], batch)
+        return tf.tile(about[None], [end - begin, 1]), own[0] if packed else own
 
     dataset = batches.map(wanted)
     if not maps:
@@ -237,7 +238,46 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
         dataset = dataset.map(unpack)
     for like in maps:
         dataset = _again_beside(like, dataset)
-    return dataset.batch(num_drawn)
+    return dataset.batch(most)
+
+
+def _batched_by_number(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place) -> tf.data.Dataset:
+    """Returns what `_batched` does, where `rows` are their numbers; the fingerprint is that of these."""
+    arguments = _tf.dataset_step(pipeline.batch).arguments
+    size, drop_remainder = arguments["batch_size"], arguments["drop_remainder"]
+    numbers = rows.batch(size, drop_remainder)
+    if not maps and not pipeline.whole:
+        return own_rows(numbers, pipeline.arrays, place)
+    most = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
+
+    @tf.autograph.experimental.do_not_convert
+    def wanted(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        total = tf.size(numbers, tf.int64)
+        about = tf.stack([total, fingerprint.of_digests(numbers)])
+        begin, end = _drawn(total, size, most, pipeline.whole, place)
+        own = tf.nest.map_structure(lambda array: tf.gather(array, numbers[begin:end]), pipeline.arrays)
+        return tf.tile(about[None], [end - begin, 1]), own
+
+    dataset = numbers.map(wanted)
+    if not maps:
+        return dataset
+    dataset = dataset.unbatch()
+    for like in maps:
+        dataset = _again_beside(like, dataset)
+    return dataset.batch(most)
+
+
+def _drawn(total: tf.Tensor, size: int, most: int, whole: bool, place: Place) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the first row that is drawn here of a batch of `total` rows, and the one after the last.
+
+    One row where there is none for this worker, so that a batch is never missing; `Shares` leaves it out.
+    """
+    if whole:
+        return tf.zeros_like(total), total
+    begin, end = place.bounds(total)
+    drawn = tf.where(total == size, tf.constant(most, tf.int64), tf.maximum(end - begin, 1))
+    begin = tf.minimum(begin, total - 1)
+    return begin, tf.minimum(begin + drawn, total)
 
 
 def _most_drawn(place: Place, size: int, drop_remainder: bool) -> int:

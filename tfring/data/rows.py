@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -134,6 +134,20 @@ def _with_inner_shape(sparse: tf.SparseTensor, shape: tf.TensorShape) -> tf.Spar
 def bounds(rows: Any, replica: Any, num_replicas: Any) -> tuple[Any, Any]:
     """The first row of a replica's share and the one after its last."""
     return replica * rows // num_replicas, (replica + 1) * rows // num_replicas
+
+
+class Place(NamedTuple):
+    """Numbers the replicas of this worker among all."""
+
+    first: int
+    replicas: int
+    num_replicas: int
+
+    def bounds(self, rows: Any) -> tuple[Any, Any]:
+        """Returns the first row of this worker's and the one after its last."""
+        begin, _ = bounds(rows, self.first, self.num_replicas)
+        end, _ = bounds(rows, self.first + self.replicas, self.num_replicas)
+        return begin, end
 
 
 def cut_rows(element: Any, cuts: Sequence[tuple[Any, Any]]) -> tuple[tuple, tuple[tf.Tensor, ...]]:

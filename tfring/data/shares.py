@@ -9,9 +9,19 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfring.data import fingerprint, pipeline
+from tfring.data.arrays import ArrayBatches
 from tfring.data.chance import reached_by_chance
 from tfring.data.constants import constants_of
-from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows, spec_of_any_rows, with_equal_rows
+from tfring.data.rows import (
+    Place,
+    bounds,
+    cut_rows,
+    forget_rows,
+    num_rows,
+    slice_rows,
+    spec_of_any_rows,
+    with_equal_rows,
+)
 
 
 class Shares(NamedTuple):
@@ -41,7 +51,7 @@ class Cut(NamedTuple):
       is_full: Whether the batch has the rows of all workers.
     """
 
-    place: pipeline.Place
+    place: Place
     constants: tuple[bool, ...]
     compare: bool
     left_out: tuple[bool, ...] | None
@@ -113,34 +123,41 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    dataset: tf.data.Dataset,
+    dataset: tf.data.Dataset | ArrayBatches,
     rank: int,
     replicas_per_worker: int,
     world_size: int,
     *,
     compare: bool | None = None,
+    by_number: bool = False,
 ) -> Drawn:
     """Returns what one worker draws of a dataset of global batches.
 
     Args:
       dataset: Of global batches; every component's first dimension counts rows. A batch may have fewer rows than
-        there are replicas: some then get 0 rows.
+        there are replicas: some then get 0 rows. Of `ArrayBatches` nothing is compared but the order.
       rank: Of this worker.
       replicas_per_worker: Replicas on each worker.
       world_size: Number of workers.
       compare: Whether other workers draw the same batches, which are compared by their fingerprints. Defaults to
         whether there are several.
+      by_number: Whether workers have compared `pipeline.arrays_of(dataset)`, whose numbers then stand for the rows.
+        Defaults to False.
 
     Raises:
       ValueError: If an element has a component without a first dimension.
       ConfigurationError: If `share` made the batches and what follows cannot be done on this worker's rows alone.
     """
     num_replicas = replicas_per_worker * world_size
-    place = pipeline.Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
+    place = Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
+    if isinstance(dataset, ArrayBatches):
+        own = dataset.own(place)
+        _, spec = own.element_spec
+        return Drawn(own, Cut(place, (False,) * len(tf.nest.flatten(spec)), False, None, True, False), spec)
     _check_batched(dataset.element_spec)
     compare = world_size > 1 if compare is None else compare
     constants = tuple(constants_of(dataset))
-    parts = pipeline.take_apart(dataset) if compare else None
+    parts = pipeline.take_apart(dataset, by_number=by_number) if compare else None
     if parts is None:
         pipeline.check_share(dataset)
         left_out = tuple(reached_by_chance(dataset)) if compare else None

@@ -424,6 +424,33 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: Any, scalars: Any)
         )
 
 
+def gather_rows(head: Any, body: Any, like: Any, indices: Any) -> tf.Tensor:
+    """Gathers rows of an array whose elements stand in two tensors, one behind the other.
+
+    TensorFlow shares the memory of an array from its first aligned address on; the elements before are the head.
+
+    Args:
+        head: `[h]`, the first elements of the array.
+        body: `[n - h]`, of the same dtype, the others.
+        like: `[0, ...]`, of the same dtype; a row of the array has the shape of one of its rows.
+        indices: int64 `[rows]`.
+
+    Returns:
+        `[rows, *like.shape[1:]]`.
+
+    Raises:
+        InvalidArgumentError: If an index is below 0 or beyond the last row.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> gather_rows([1.0], [2.0, 3.0, 4.0], tf.zeros([0, 2]), [1, 0, 1]).numpy().tolist()
+        [[3.0, 4.0], [1.0, 2.0], [3.0, 4.0]]
+    """
+    with tf.device("CPU:0"):
+        rows = _ops().tfring_gather_rows(head=head, body=body, like=like, indices=indices, handle=0, key="rows")
+    return tf.ensure_shape(rows, [None, *like.shape[1:]])
+
+
 def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
     op = getattr(_ops(), f"tfring_{kind}")
     try:

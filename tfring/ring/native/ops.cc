@@ -5,6 +5,7 @@
 // `done` of the one before as well, and the gradient's collective that of the one it belongs to (order.py).
 // Kernels are synchronous: the done callback of the C API's asynchronous kernels may not be kept past the
 // call, and a collective waits for peers only, never for another op.
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -115,6 +116,45 @@ void adam(void* state, TF_OpKernelContext* context) {
               static_cast<int64_t>(size) / item);
 }
 
+// Copies rows of an array whose elements stand in two tensors, one behind the other: `head`, which ends
+// anywhere in a row, and `body`. A row has the shape of one of `like`.
+void gather_rows(void* state, TF_OpKernelContext* context) {
+  Invocation invocation(*static_cast<Attributes*>(state), context);
+  const TF_Tensor* head = invocation.input(0);
+  const TF_Tensor* body = invocation.input(1);
+  const TF_Tensor* indices = invocation.input(3);
+  TfDataType dtype = 0;
+  std::vector<int64_t> dims = invocation.input_dims(2, &dtype);
+  if (!invocation.ok()) return;
+  const size_t count = tf.TF_TensorByteSize(indices) / sizeof(int64_t);
+  size_t row = static_cast<size_t>(size_of(static_cast<DType>(dtype)));
+  for (size_t d = 1; d < dims.size(); ++d) row *= static_cast<size_t>(dims[d]);
+  const size_t head_bytes = tf.TF_TensorByteSize(head);
+  const size_t bytes = head_bytes + tf.TF_TensorByteSize(body);
+  if (dims.empty() || row == 0 || bytes % row != 0) {
+    return invocation.fail(kTfInvalidArgument,
+                           "`head` and `body` are together as many elements as some rows of `like` have");
+  }
+  const uint64_t num_rows = bytes / row;
+  dims[0] = static_cast<int64_t>(count);
+  char* to = static_cast<char*>(invocation.allocate(0, dtype, dims));
+  if (!invocation.ok()) return;
+  const char* first = static_cast<const char*>(tf.TF_TensorData(head));
+  const char* second = static_cast<const char*>(tf.TF_TensorData(body));
+  const auto* numbers = static_cast<const int64_t*>(tf.TF_TensorData(indices));
+  for (size_t i = 0; i < count; ++i, to += row) {
+    if (static_cast<uint64_t>(numbers[i]) >= num_rows) {
+      return invocation.fail(kTfInvalidArgument, "an index is at least 0 and below the number of rows, " +
+                                                     std::to_string(num_rows) +
+                                                     ". Received: " + std::to_string(numbers[i]));
+    }
+    const size_t begin = static_cast<size_t>(numbers[i]) * row;
+    const size_t in_head = begin < head_bytes ? std::min(row, head_bytes - begin) : 0;
+    if (in_head > 0) std::memcpy(to, first + begin, in_head);
+    if (in_head < row) std::memcpy(to + in_head, second + (begin + in_head - head_bytes), row - in_head);
+  }
+}
+
 void mark(void* state, TF_OpKernelContext*) { tfring_mark(static_cast<Attributes*>(state)->key.c_str()); }
 
 // Stands for what `tensor` comes from in the order of gradients, and has none.
@@ -211,6 +251,7 @@ struct OpSpec {
   void (*compute)(void*, TF_OpKernelContext*);
   bool has_gradient = true;
   bool has_token = true;
+  bool is_stateful = true;
 };
 
 std::string register_op(const OpSpec& spec) {
@@ -230,7 +271,7 @@ std::string register_op(const OpSpec& spec) {
                                 "which: int = 0", "compression: int = 0"}) {
     tf.TF_OpDefinitionBuilderAddAttr(builder, attribute);
   }
-  tf.TF_OpDefinitionBuilderSetIsStateful(builder, true);
+  tf.TF_OpDefinitionBuilderSetIsStateful(builder, spec.is_stateful);
   tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, spec.shapes);
   tf.TF_RegisterOpDefinition(builder, status.get());  // owns the builder now
   if (!status.ok()) return tf.TF_Message(status.get());
@@ -298,6 +339,15 @@ __attribute__((constructor)) void register_ops() {
        {"T: {float, double}"},
        same_shapes<3, 0>,
        adam,
+       false},
+      {"TfringGatherRows",
+       {"head: T", "body: T", "like: T", "indices: int64"},
+       {"rows: T"},
+       {one_type},
+       unknown_shapes,
+       gather_rows,
+       false,
+       false,
        false},
       {"TfringMark", {}, {}, {}, unknown_shapes, mark, false},
       {"TfringPlace", {"tensor: T"}, {"done: float"}, {one_type}, unknown_shapes, place_after, false},

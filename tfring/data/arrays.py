@@ -1,0 +1,181 @@
+"""Batches of arrays that all ranks hold: each worker reads its own rows, where the arrays stand.
+
+```
+seed ─► indices of all batches ─► indices of a batch ─► this worker's ─► its rows of each array
+                                          └─► fingerprint
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.data import fingerprint
+from tfring.data.rows import Place
+from tfring.ring import library, ops
+
+_LEAST_BYTES = 1 << 20  # of an array that is read in place; TensorFlow gets a copy of a smaller one
+_ALIGNMENT = 64  # bytes, of the memory that TensorFlow shares
+
+
+class InPlace(NamedTuple):
+    """A NumPy array as tensors that share its memory, for `ops.gather_rows`.
+
+    Attributes:
+      head: A copy of the elements before the first aligned address, less than 64 bytes.
+      body: All behind them, in the array's own memory.
+      like: Of the array's shape but for the first dimension, which is 0.
+    """
+
+    head: tf.Tensor
+    body: tf.Tensor
+    like: tf.Tensor
+
+    def rows(self, indices: tf.Tensor) -> tf.Tensor:
+        """Returns the rows at int64 indices `[n]`."""
+        return ops.gather_rows(self.head, self.body, self.like, indices)
+
+
+def in_place(array: np.ndarray) -> InPlace | np.ndarray:
+    """Returns tensors that share the memory of an array; the array itself if it is small, or none that can.
+
+    TensorFlow would copy it twice, at each call of `fit`. An array that is not in C order is copied once.
+    """
+    plain = array.dtype.kind in "biuf" and array.dtype.isnative and array.dtype.itemsize <= 8
+    if not plain or array.nbytes < _LEAST_BYTES or not array.ndim or not library.OPS.exists():
+        return array
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.ctypes.data % flat.itemsize:
+        flat = flat.copy()
+    head = -flat.ctypes.data % _ALIGNMENT // flat.itemsize
+    return InPlace(tf.constant(flat[:head]), _tf.shared_tensor(flat[head:]), tf.constant(array[:0]))
+
+
+def own_rows(indices: tf.data.Dataset, arrays: Any, place: Place) -> tf.data.Dataset:
+    """Returns the dataset of `(about, batch)` that `pipeline.own_batches` returns.
+
+    Ranks have compared the arrays, all of them; so the fingerprint in `about` is that of the indices.
+
+    Args:
+      indices: Dataset of int64 `[batch_size]`, the rows of a batch, -1 behind the last where it has fewer.
+      arrays: Tensors in any structure.
+      place: Of this worker.
+    """
+    return _taken(indices, arrays, _Own(place, _gathered))
+
+
+class ArrayBatches:
+    """The batches of arrays, in an order that all ranks draw alike.
+
+    Args:
+      indices: Dataset of int64 `[batch_size]`, the rows of a batch, -1 behind the last where it has fewer.
+      arrays: In any structure.
+      take: `take(arrays, indices)`, the rows of a batch; hashable, for what is traced with one serves an equal one.
+      options: `tf.data.Options` of the batches.
+      cardinality: Their number.
+    """
+
+    def __init__(
+        self,
+        indices: tf.data.Dataset,
+        arrays: Any,
+        take: Callable[[Any, tf.Tensor], Any],
+        options: tf.data.Options,
+        cardinality: int,
+    ) -> None:
+        self.indices, self._arrays, self._take = indices, arrays, take
+        self._dataset_options, self._cardinality = options, cardinality
+
+    def cardinality(self) -> int:
+        """Returns the number of batches."""
+        return self._cardinality
+
+    def options(self) -> tf.data.Options:
+        """Returns the options of the batches."""
+        return self._dataset_options
+
+    def full(self) -> tf.data.Dataset:
+        """Returns the dataset of batches of all rows."""
+        return self._batches(_All(self._take))
+
+    def own(self, place: Place) -> tf.data.Dataset:
+        """Returns the dataset of `(about, batch)` with this worker's rows; see `own_rows`."""
+        return self._batches(_Own(place, self._take))
+
+    def _batches(self, function: Callable[[tf.Tensor, Any], Any]) -> tf.data.Dataset:
+        dataset = _taken(self.indices, self._arrays, function, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(self._cardinality))
+        return dataset.with_options(self._dataset_options).prefetch(tf.data.AUTOTUNE)
+
+
+def _taken(
+    indices: tf.data.Dataset, arrays: Any, function: Callable[[tf.Tensor, Any], Any], **options: Any
+) -> tf.data.Dataset:
+    every = tf.data.Dataset.zip((indices, tf.data.Dataset.from_tensors(arrays).repeat()))
+    return mapped(every, function, **options)
+
+
+def _gathered(arrays: Any, indices: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda array: tf.gather(array, indices), arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _All:
+    """Takes all rows of a batch."""
+
+    take: Callable[[Any, tf.Tensor], Any]
+
+    def __call__(self, indices: tf.Tensor, arrays: Any) -> Any:
+        return self.take(arrays, indices[: _num_indices(indices)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """Takes this worker's rows of a batch."""
+
+    place: Place
+    take: Callable[[Any, tf.Tensor], Any]
+
+    def __call__(self, indices: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
+        total = _num_indices(indices)
+        begin, end = self.place.bounds(total)
+        # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
+        begin, count = tf.minimum(begin, total - 1), tf.maximum(end - begin, 1)
+        about = tf.stack([total, fingerprint.of_digests(indices)])
+        return about[None], self.take(arrays, indices[begin : begin + count])
+
+
+def _num_indices(indices: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(indices >= 0, tf.int64))
+
+
+_functions: dict = {}  # by what is traced and the kind of its arguments
+
+
+def mapped(
+    dataset: tf.data.Dataset, function: Callable[..., Any], num_parallel_calls: int | None = None
+) -> tf.data.Dataset:
+    """Returns `dataset.map(function)`, traced once for all datasets whose elements are alike but for their rows.
+
+    Args:
+      dataset: Its elements are tuples.
+      function: Hashable; captures no tensor.
+      num_parallel_calls: As of `tf.data.Dataset.map`.
+    """
+    spec = dataset.element_spec
+    flat = tf.nest.flatten(spec)
+    untraced = tf.autograph.experimental.do_not_convert(lambda *element: function(*element))
+    if not all(isinstance(component, tf.TensorSpec) for component in flat):
+        return dataset.map(untraced, num_parallel_calls=num_parallel_calls)
+    of_any_rows = [tf.TensorSpec([None, *s.shape[1:]] if s.shape.rank else s.shape, s.dtype) for s in flat]
+    key = function, tuple(of_any_rows), repr(tf.nest.pack_sequence_as(spec, range(len(flat))))
+    if key not in _functions:
+        traced = tf.function(untraced, autograph=False)
+        _functions[key] = traced.get_concrete_function(*tf.nest.pack_sequence_as(spec, of_any_rows))
+    return _tf.mapped(dataset, _functions[key], num_parallel_calls)
