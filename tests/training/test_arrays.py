@@ -6,6 +6,7 @@ import tempfile
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from harness import strategy, workers
 
 from tfring.errors import MismatchError
@@ -69,6 +70,21 @@ def compare(n, *arguments):
     for ours, _ in results:
         for one, other in zip(ours, results[0][1], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_keras(kind):
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    from tfring._keras import inputs
+
+    x = rows_of(kind)
+    adapter = ArrayDataAdapter((x, {"small": x[:, :3]}), np.arange(len(x)), batch_size=ROWS // 3)
+    for ours, theirs in zip(inputs.array_batches(adapter, None).full(), adapter.get_tf_dataset(), strict=True):
+        tf.nest.assert_same_structure(ours, theirs)
+        for one, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
 
 
 def memory(field):
@@ -149,8 +165,6 @@ def test_nothing_is_traced_anew_for_other_numbers_of_rows():
 
 
 def test_rows_around_the_head():
-    import tensorflow as tf
-
     from tfring.ring import ops
 
     array = tf.reshape(tf.range(24.0), [4, 2, 3])

@@ -173,9 +173,17 @@ def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
     """As `_described`, of the arrays that a dataset is slices of; once, for these never change."""
     kept = vars(dataset)
     if "_tfring_compared" not in kept:
-        kept["_tfring_compared"] = list(map(_compared, data.arrays_of(dataset)))
+        kept["_tfring_compared"] = list(map(_compared_slices, data.arrays_of(dataset)))
     for number, compared in enumerate(kept["_tfring_compared"]):
         yield f"array {number} of {name}", compared
+
+
+def _compared_slices(array: tf.Tensor) -> list[str]:
+    """As `_compared`; of texts what `data.fingerprint` looks at: of paths the last two names."""
+    if array.dtype != tf.string:
+        return _compared(array)
+    text = f"texts of shape {tuple(array.shape)}"
+    return [text, f"{text} {int(data.fingerprint.of_batch(array))}"]
 
 
 def _is_array(value: Any) -> bool:

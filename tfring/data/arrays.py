@@ -51,8 +51,6 @@ def in_place(array: np.ndarray) -> InPlace | np.ndarray:
     if not plain or array.nbytes < _LEAST_BYTES or not array.ndim or not library.OPS.exists():
         return array
     flat = np.ascontiguousarray(array).reshape(-1)
-    if flat.ctypes.data % flat.itemsize:
-        flat = flat.copy()
     head = -flat.ctypes.data % _ALIGNMENT // flat.itemsize
     return InPlace(tf.constant(flat[:head]), _tf.shared_tensor(flat[head:]), tf.constant(array[:0]))
 

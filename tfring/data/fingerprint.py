@@ -1,6 +1,6 @@
 """A number that tells whether ranks hold the same rows.
 
-Of a long row a bounded part is looked at: its length, its first and last bytes, and some between, evenly spread.
+Of a long row of numbers a bounded part is looked at: its first and last bytes, and some between, evenly spread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfring.data.rows import num_rows
 
 _ABSOLUTE_PATH = "^(?:/|[a-z0-9]+://).*/([^/]*/[^/]*)$"  # hosts keep their copies in folders of their own
-_END_BYTES, _PIECES, _PIECE_BYTES = 1024, 8, 64  # of a string: at either end, and how much between
+_PATH_BYTES = 1024  # at most
 _ROW_BYTES = 16384  # of a row of numbers: a quarter at either end, and half of it spread between
 
 
@@ -76,25 +76,17 @@ def _digest(tensor: tf.Tensor) -> tf.Tensor:
         tensor = tensor[None]
     if tensor.dtype != tf.string:
         return _in_order(tf.bitcast(tf.fingerprint(_of_numbers(tensor)), tf.int64))
-    strings, lengths = _of_strings(tensor)
-    return _in_order(tf.bitcast(tf.fingerprint(strings), tf.int64) + lengths)
+    return _in_order(_of_strings(tensor))
 
 
-def _of_strings(strings: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns a bounded part of each string, and the lengths of long ones; of paths the last two names."""
+def _of_strings(strings: tf.Tensor) -> tf.Tensor:
+    """Returns an int64 number of each string; of paths the last two names count."""
     strings = tf.reshape(strings, [-1])
     lengths = tf.strings.length(strings)
-    is_long = lengths > _END_BYTES
-    zeros = tf.zeros_like(lengths)
-    short = tf.strings.substr(strings, zeros, tf.where(is_long, 0, lengths))
-    short = tf.strings.regex_replace(short, _ABSOLUTE_PATH, r"\1")
-    # Of a long one its first bytes, parts between, and its last bytes; nothing of a short one.
-    between = tf.maximum(lengths - _END_BYTES, 0)[None] // _PIECES * tf.range(_PIECES)[:, None] + _END_BYTES
-    begins = tf.concat([zeros[None], between, [lengths - _END_BYTES]], 0)
-    sizes = tf.constant([[_END_BYTES]] + [[_PIECE_BYTES]] * _PIECES + [[_END_BYTES]])
-    begins, sizes = tf.where(is_long, begins, 0), tf.where(is_long, sizes, 0)
-    parts = tf.strings.reduce_join(tf.strings.substr(strings[None], begins, sizes), 0)
-    return short + parts, tf.cast(tf.where(is_long, lengths, 0), tf.int64)
+    is_path = lengths <= _PATH_BYTES  # or may be one
+    paths = tf.strings.substr(strings, tf.zeros_like(lengths), tf.where(is_path, lengths, 0))
+    paths = tf.strings.regex_replace(paths, _ABSOLUTE_PATH, r"\1")
+    return tf.where(is_path, *(tf.bitcast(tf.fingerprint(each), tf.int64) for each in (paths, strings)))
 
 
 def _of_numbers(tensor: tf.Tensor) -> tf.Tensor:

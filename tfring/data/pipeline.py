@@ -86,8 +86,7 @@ def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline
         source, step = step.before, _tf.dataset_step(step.before)
     arrays = step.arguments.get("arrays") if by_number else None
     maps_of_batches = [d for d in batches if _tf.dataset_step(d).kind == "map"]
-    if arrays is None or any(array.dtype in (tf.string, tf.variant) for array in tf.nest.flatten(arrays)):
-        arrays = None
+    if arrays is None:
         while rows and _tf.dataset_step(rows[0]).kind != "map":  # nothing is gained above the first map
             source = rows.pop(0)
         if not rows and not maps_of_batches:
