@@ -136,6 +136,13 @@ def graphs_of(dataset: tf.data.Dataset) -> list:
     return [function.function.graph for function in dataset._functions()]
 
 
+def operations_of(dataset: tf.data.Dataset, kind: str) -> list:
+    """Returns the operations of a kind in the functions of a pipeline."""
+    mine = [operation for graph in graphs_of(dataset) for operation in graph.get_operations()]
+    inner = [operation for before in datasets_before(dataset) for operation in operations_of(before, kind)]
+    return [operation for operation in mine if operation.type == kind] + inner
+
+
 def is_stateful(op: str) -> bool:
     """Returns whether an operation of this type may give something else each time."""
     definition = _op_def_registry.get(op)

@@ -72,14 +72,16 @@ def compare(n, *arguments):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_those_of_keras(kind):
+@pytest.mark.parametrize(("kind", "shuffle"), [*((kind, False) for kind in KINDS), ("plain", True)])
+def test_batches_are_those_of_keras(kind, shuffle):
+    import keras
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     from tfring._keras import inputs
 
+    keras.utils.set_random_seed(shuffle + 1)
     x = rows_of(kind)
-    adapter = ArrayDataAdapter((x, {"small": x[:, :3]}), np.arange(len(x)), batch_size=ROWS // 3)
+    adapter = ArrayDataAdapter((x, {"small": x[:, :3]}), np.arange(len(x)), batch_size=ROWS // 3, shuffle=shuffle)
     for ours, theirs in zip(inputs.array_batches(adapter, None).full(), adapter.get_tf_dataset(), strict=True):
         tf.nest.assert_same_structure(ours, theirs)
         for one, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -136,21 +137,16 @@ def array_batches(adapter: Any, seed: int | None) -> data.ArrayBatches:
     Args:
       adapter: An ArrayDataAdapter.
       seed: By which it shuffles, in another order each epoch; None leaves that to TensorFlow's global seed, from which
-        the same operations as Keras' own draw the same order.
+        Keras' own operation draws.
     """
     rows, batch_size = adapter._num_samples, adapter._batch_size
     by_row = bool(adapter._shuffle) and adapter._shuffle != "batch"  # Keras' meaning: rows change places in a batch
-    if by_row and seed is None:
-
-        @tf.autograph.experimental.do_not_convert
-        def in_keras_order(_: tf.Tensor) -> tf.Tensor:
-            return _in_batches(tf.random.shuffle(tf.range(rows, dtype=tf.int64)), batch_size)
-
-        indices = tf.data.Dataset.range(1).map(in_keras_order)
-    else:
-        sizes = tf.data.Dataset.from_tensors((tf.constant(rows, tf.int64), tf.constant(batch_size, tf.int64)))
-        seeds = tf.data.Dataset.random(seed=seed or 0, rerandomize_each_iteration=True).take(1)
-        indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), _shuffled if by_row else _in_order)
+    order: Any = _in_order
+    if by_row:
+        order = _shuffled if seed is not None else _InKerasOrder(*_keras_seeds(_tf.eager_context.global_seed()))
+    sizes = tf.data.Dataset.from_tensors((tf.constant(rows, tf.int64), tf.constant(batch_size, tf.int64)))
+    seeds = tf.data.Dataset.random(seed=seed or 0, rerandomize_each_iteration=True).take(1)
+    indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), order)
     indices = _tf.unbatched(indices.prefetch(1))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -166,6 +162,26 @@ def _shuffled(seed: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
 
 def _in_order(_: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
     return _in_batches(tf.range(sizes[0]), sizes[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _InKerasOrder:
+    """Shuffles by the seeds of the operation in Keras' dataset."""
+
+    seed: int
+    seed2: int
+
+    def __call__(self, _: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+        indices = tf.raw_ops.RandomShuffle(value=tf.range(sizes[0]), seed=self.seed, seed2=self.seed2)
+        return _in_batches(indices, sizes[1])
+
+
+@functools.cache
+def _keras_seeds(global_seed: int | None) -> tuple[int, int]:
+    """Returns the seeds of the operation by which Keras shuffles arrays, which follow from TensorFlow's global seed."""
+    adapter = array_data_adapter.ArrayDataAdapter(np.zeros([2, 1]), shuffle=True)
+    [shuffle] = _tf.operations_of(adapter.get_tf_dataset(), "RandomShuffle")
+    return shuffle.get_attr("seed"), shuffle.get_attr("seed2")
 
 
 def _in_batches(indices: tf.Tensor, batch_size: Any) -> tf.Tensor:
