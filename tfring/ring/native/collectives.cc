@@ -1,11 +1,12 @@
 // The plan of each collective, made before it runs.
+#include "collectives.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "kernels.h"
 #include "tensor.h"
 #include "trace.h"
-#include "world.h"
 
 namespace tfring {
 namespace {
@@ -40,104 +41,103 @@ void cut(int64_t num_bytes, int64_t item, int num_pieces, std::vector<Range>* ch
 
 }  // namespace
 
-Status World::all_reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                         int num_tensors) {
-  return run(group, Kind::kAllReduce, call, tensors, num_tensors, [&] {
-    if (call.compression != 0 && group->size() > 1 &&
-        !is_small(num_bytes(tensors, num_tensors), group->size())) {
-      return compressed_all_reduce(call, tensors, num_tensors);
-    }
-    const Algorithm algorithm =
-        choose_all_reduce(algorithm_, num_bytes(tensors, num_tensors), group->size(), group->local_size);
-    return algorithm == Algorithm::kFlat || algorithm == Algorithm::kBruck
-               ? small_all_reduce(call, tensors, num_tensors)
-               : large_all_reduce(algorithm, call, tensors, num_tensors);
-  });
+Status Collectives::all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const Group& group = execution_.group();
+  const int64_t size = num_bytes(tensors, num_tensors);
+  if (call.compression != 0 && group.size() > 1 && !is_small(size, group.size())) {
+    return compressed_all_reduce(call, tensors, num_tensors);
+  }
+  const Algorithm algorithm =
+      choose_all_reduce(execution_.settings().algorithm, size, group.size(), group.local_size);
+  return algorithm == Algorithm::kFlat || algorithm == Algorithm::kBruck
+             ? small_all_reduce(call, tensors, num_tensors)
+             : large_all_reduce(algorithm, call, tensors, num_tensors);
 }
-Status World::reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  return run(group, Kind::kReduce, call, tensors, num_tensors,
-             [&] { return run_reduce(call, tensors, num_tensors); });
-}
-Status World::reduce_scatter(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                             int num_tensors) {
-  return run(group, Kind::kReduceScatter, call, tensors, num_tensors,
-             [&] { return run_reduce_scatter(call, tensors, num_tensors); });
-}
-Status World::broadcast(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                        int num_tensors) {
-  return run(group, Kind::kBroadcast, call, tensors, num_tensors,
-             [&] { return run_broadcast(call, tensors, num_tensors); });
-}
-Status World::barrier(Group* group, const tfring_call& call) {
-  return run(group, Kind::kBarrier, call, nullptr, 0, [&] { return small_all_reduce(call, nullptr, 0); });
+
+Status Collectives::barrier(const tfring_call& call) { return small_all_reduce(call, nullptr, 0); }
+
+Status Collectives::need_scratch(int64_t size) {
+  if (scratch_.reserve(size)) return {};
+  return execution_.fail(Code::kInternal, "rank " + std::to_string(execution_.settings().rank) +
+                                              " has no memory for " + std::to_string(size) +
+                                              " bytes of scratch in " + execution_.here());
 }
 
 // Every member's slot of the scratch goes to every other. Slots lie in the order of the members.
-Status World::gather_slots(int64_t slot) {
-  const int size = group_->size();
-  const int64_t begin = plan_.spans.size();
-  plan_.spans.add(scratch_.get(), scratch_.get(), slot * size);
+Status Collectives::gather_slots(int64_t slot) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
+  const int size = group.size();
+  const int64_t begin = plan.spans.size();
+  plan.spans.add(scratch_.get(), scratch_.get(), slot * size);
   chunks_.clear();
-  for (int member : group_->member_at) chunks_.push_back({begin + member * slot, slot});
-  if (choose_small(algorithm_, size) == Algorithm::kFlat) {
-    flat_all_gather(group_->position, size, &schedule_);
+  for (int member : group.member_at) chunks_.push_back({begin + member * slot, slot});
+  if (choose_small(execution_.settings().algorithm, size) == Algorithm::kFlat) {
+    flat_all_gather(group.position, size, &schedule_);
   } else {
-    bruck_all_gather(group_->position, size, &schedule_);
+    bruck_all_gather(group.position, size, &schedule_);
   }
-  plan_.add(schedule_, group_->order, chunks_);
-  return execute(kDone);
+  plan.add(schedule_, group.order, chunks_);
+  return execution_.execute(Until::kDone);
 }
 
 // Each member adds all contributions up, in the order of the members.
-Status World::small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+Status Collectives::small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const Group& group = execution_.group();
   const int64_t slot = num_bytes(tensors, num_tensors);
-  TFRING_TRY(need_scratch(slot * group_->size()));
+  TFRING_TRY(need_scratch(slot * group.size()));
   char* const all = scratch_.get();
-  put_together(all + group_->member * slot, call, tensors, num_tensors);
+  put_together(all + group.member * slot, call, tensors, num_tensors);
   TFRING_TRY(gather_slots(slot));
   add_slots_up(slot);
   take_apart(all, tensors, num_tensors);
   return {};
 }
 
-void World::add_slots_up(int64_t slot) {
-  const Stopwatch stopwatch(adding());
+void Collectives::add_slots_up(int64_t slot) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
+  const Stopwatch stopwatch(execution_.record().adding());
   slots_.clear();
-  for (int m = 0; m < group_->size(); ++m) slots_.push_back(scratch_.get() + m * slot);
-  reduce_many(plan_.dtype, plan_.op, scratch_.get(), slots_.data(), group_->size(),
-              slot / size_of(plan_.dtype));
+  for (int m = 0; m < group.size(); ++m) slots_.push_back(scratch_.get() + m * slot);
+  reduce_many(plan.dtype, plan.op, scratch_.get(), slots_.data(), group.size(), slot / size_of(plan.dtype));
 }
 
 // Reduce-scatter, then all-gather, as one stream. Each chunk is added up on its way, one member after the
 // other, and the sum is passed on, so all hold the same bits. The input is read where it lies: the addition
 // writes the output.
-Status World::large_all_reduce(Algorithm algorithm, const tfring_call& call, const tfring_tensor* tensors,
-                               int num_tensors) {
-  const int size = group_->size();
+Status Collectives::large_all_reduce(Algorithm algorithm, const tfring_call& call,
+                                     const tfring_tensor* tensors, int num_tensors) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
+  const int size = group.size();
   for (int t = 0; t < num_tensors; ++t) {
     const void* input = contribution(call, tensors[t]);
     if (size == 1) copy(tensors[t].output, input, num_bytes(tensors[t]));
-    plan_.spans.add(input, tensors[t].output, num_bytes(tensors[t]));
+    plan.spans.add(input, tensors[t].output, num_bytes(tensors[t]));
   }
-  cut(plan_.spans.size(), size_of(plan_.dtype), size, &chunks_);
+  cut(plan.spans.size(), size_of(plan.dtype), size, &chunks_);
   if (algorithm == Algorithm::kTwoLevel) {
-    two_level_all_reduce(group_->position, size, group_->local_size, &schedule_);
+    two_level_all_reduce(group.position, size, group.local_size, &schedule_);
   } else {
-    ring_all_reduce(group_->position, size, &schedule_);
+    ring_all_reduce(group.position, size, &schedule_);
   }
-  plan_.add(schedule_, group_->order, chunks_);
-  return execute(kDone);
+  plan.add(schedule_, group.order, chunks_);
+  return execution_.execute(Until::kDone);
 }
 
 // Each member gets the contributions to one chunk from all others, in 16 bits, adds them up in float32, and
 // sends the sum, rounded once, to all: each number is rounded once on its way there and once on its way back.
-Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+Status Collectives::compressed_all_reduce(const tfring_call& call, const tfring_tensor* tensors,
+                                          int num_tensors) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
   constexpr int64_t kItem = 2;
   const DType wire = static_cast<DType>(call.compression);
-  const int size = group_->size();
+  const int size = group.size();
   const int64_t total = num_bytes(tensors, num_tensors) / static_cast<int64_t>(sizeof(float)) * kItem;
   cut(total, kItem, size, &chunks_);
-  const Range mine = chunks_[static_cast<size_t>(group_->member)];
+  const Range mine = chunks_[static_cast<size_t>(group.member)];
   TFRING_TRY(need_scratch(total + size * mine.size));
   char* const all = scratch_.get();
   char* const slots = all + total;  // [member]: its contribution to this one's chunk
@@ -147,37 +147,36 @@ Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor
     if (call.inactive) {
       copy(to, nullptr, count * kItem);
     } else {
-      const Stopwatch stopwatch(adding());
+      const Stopwatch stopwatch(execution_.record().adding());
       narrow(wire, to, static_cast<const float*>(tensors[t].input), count);
     }
     to += count * kItem;
   }
-  plan_.spans.add(all, all, total);
-  plan_.spans.add(slots, slots, size * mine.size);
+  plan.spans.add(all, all, total);
+  plan.spans.add(slots, slots, size * mine.size);
   for (int s = 1; s < size; ++s) {
-    const int sends_to = (group_->member + s) % size;
-    const int takes_from = (group_->member - s + size) % size;
-    plan_.add_send(group_->ranks[static_cast<size_t>(sends_to)], chunks_[static_cast<size_t>(sends_to)]);
-    plan_.add_recv(group_->ranks[static_cast<size_t>(takes_from)],
-                   {total + takes_from * mine.size, mine.size});
+    const int sends_to = (group.member + s) % size;
+    const int takes_from = (group.member - s + size) % size;
+    plan.add_send(group.rank_of(sends_to), chunks_[static_cast<size_t>(sends_to)]);
+    plan.add_recv(group.rank_of(takes_from), {total + takes_from * mine.size, mine.size});
   }
-  TFRING_TRY(execute(kReceived));
-  copy(slots + group_->member * mine.size, all + mine.begin, mine.size);
+  TFRING_TRY(execution_.execute(Until::kReceived));
+  copy(slots + group.member * mine.size, all + mine.begin, mine.size);
   slots_.clear();
   for (int m = 0; m < size; ++m) slots_.push_back(slots + m * mine.size);
   {
-    const Stopwatch stopwatch(adding());
+    const Stopwatch stopwatch(execution_.record().adding());
     reduce_many(wire, Op::kSum, all + mine.begin, slots_.data(), size, mine.size / kItem);
   }
   // A chunk comes back only after it has left, so it may come to where it was.
   for (int s = 1; s < size; ++s) {
-    const int sends_to = (group_->member + s) % size;
-    const int takes_from = (group_->member - s + size) % size;
-    plan_.add_send(group_->ranks[static_cast<size_t>(sends_to)], mine);
-    plan_.add_recv(group_->ranks[static_cast<size_t>(takes_from)], chunks_[static_cast<size_t>(takes_from)]);
+    const int sends_to = (group.member + s) % size;
+    const int takes_from = (group.member - s + size) % size;
+    plan.add_send(group.rank_of(sends_to), mine);
+    plan.add_recv(group.rank_of(takes_from), chunks_[static_cast<size_t>(takes_from)]);
   }
-  TFRING_TRY(execute(kDone));
-  const Stopwatch stopwatch(adding());
+  TFRING_TRY(execution_.execute(Until::kDone));
+  const Stopwatch stopwatch(execution_.record().adding());
   const char* from = all;
   for (int t = 0; t < num_tensors; ++t) {
     const int64_t count = num_bytes(tensors[t]) / static_cast<int64_t>(sizeof(float));
@@ -189,26 +188,28 @@ Status World::compressed_all_reduce(const tfring_call& call, const tfring_tensor
 
 // Small contributions go to the root, which adds them up in the order of the members; a large sum is made on
 // its way round to the root.
-Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  const int size = group_->size();
-  const bool is_root = group_->member == call.root;
-  const int root = group_->ranks[static_cast<size_t>(call.root)];
+Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
+  const int size = group.size();
+  const bool is_root = group.member == call.root;
+  const int root = group.rank_of(call.root);
   const int64_t slot = num_bytes(tensors, num_tensors);
   if (is_small(slot, size) && size <= kFlatMembers) {
     TFRING_TRY(need_scratch(slot * size));
     char* const all = scratch_.get();
-    put_together(all + group_->member * slot, call, tensors, num_tensors);
-    plan_.spans.add(all, all, slot * size);
+    put_together(all + group.member * slot, call, tensors, num_tensors);
+    plan.spans.add(all, all, slot * size);
     if (!is_root) {
-      plan_.add_send(root, {group_->member * slot, slot});
-      plan_.add_recv(root, {});  // acknowledges that it does the same
+      plan.add_send(root, {group.member * slot, slot});
+      plan.add_recv(root, {});  // acknowledges that it does the same
     }
     for (int m = 0; m < size && is_root; ++m) {
       if (m == call.root) continue;
-      plan_.add_recv(group_->ranks[static_cast<size_t>(m)], {m * slot, slot});
-      plan_.add_send(group_->ranks[static_cast<size_t>(m)], {});
+      plan.add_recv(group.rank_of(m), {m * slot, slot});
+      plan.add_send(group.rank_of(m), {});
     }
-    TFRING_TRY(execute(kDone));
+    TFRING_TRY(execution_.execute(Until::kDone));
     if (!is_root) return {};
     add_slots_up(slot);
     take_apart(all, tensors, num_tensors);
@@ -219,25 +220,27 @@ Status World::run_reduce(const tfring_call& call, const tfring_tensor* tensors, 
   for (int t = 0; t < num_tensors; ++t) {
     const void* input = contribution(call, tensors[t]);
     if (size == 1) copy(tensors[t].output, input, num_bytes(tensors[t]));
-    plan_.spans.add(input, is_root ? tensors[t].output : partial, num_bytes(tensors[t]));
+    plan.spans.add(input, is_root ? tensors[t].output : partial, num_bytes(tensors[t]));
     partial += num_bytes(tensors[t]);
   }
-  chunks_.assign(1, {0, plan_.spans.size()});
+  chunks_.assign(1, {0, plan.spans.size()});
   for (int step : {1, size - 1}) {  // acknowledgements of both neighbours
-    const int beside = group_->order[static_cast<size_t>((group_->position + step) % size)];
+    const int beside = group.order[static_cast<size_t>((group.position + step) % size)];
     if (size == 1) break;
-    plan_.add_send(beside, {});
-    plan_.add_recv(beside, {});
+    plan.add_send(beside, {});
+    plan.add_recv(beside, {});
   }
-  ring_reduce(group_->position, size, group_->position_of(call.root), &schedule_);
-  plan_.add(schedule_, group_->order, chunks_);
-  return execute(kDone);
+  ring_reduce(group.position, size, group.position_of(call.root), &schedule_);
+  plan.add(schedule_, group.order, chunks_);
+  return execution_.execute(Until::kDone);
 }
 
 // As the first half of an all_reduce, one chunk further on, so that each member ends with its own. Partial
 // sums live in two parts of scratch used in turn.
-Status World::run_reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  const int size = group_->size();
+Status Collectives::reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
+  const int size = group.size();
   const auto rows_of = [&](const tfring_tensor& tensor, int member) {
     const int64_t row = row_bytes(tensor);
     const Range range = chunk_of(tensor.dims[0], size, member);
@@ -248,45 +251,47 @@ Status World::run_reduce_scatter(const tfring_call& call, const tfring_tensor* t
   if (size > 2) TFRING_TRY(need_scratch(2 * largest));
   chunks_.clear();
   for (int p = 0; p < size; ++p) {
-    const int member = group_->member_at[static_cast<size_t>(p)];
-    const int step = (group_->position - p - 2 + 2 * size) % size;  // in which this chunk comes
-    const int64_t begin = plan_.spans.size();
+    const int member = group.member_at[static_cast<size_t>(p)];
+    const int step = (group.position - p - 2 + 2 * size) % size;  // in which this chunk comes
+    const int64_t begin = plan.spans.size();
     char* partial = size > 2 ? scratch_.get() + (step % 2) * largest : nullptr;
     for (int t = 0; t < num_tensors; ++t) {
       const Range range = rows_of(tensors[t], member);
       const char* input = static_cast<const char*>(contribution(call, tensors[t]));
       if (input != nullptr) input += range.begin;
-      const bool mine = p == group_->position;
+      const bool mine = p == group.position;
       if (mine && size == 1) copy(tensors[t].output, input, range.size);
-      plan_.spans.add(input, mine ? tensors[t].output : partial, range.size);
+      plan.spans.add(input, mine ? tensors[t].output : partial, range.size);
       if (partial != nullptr) partial += range.size;
     }
-    chunks_.push_back({begin, plan_.spans.size() - begin});
+    chunks_.push_back({begin, plan.spans.size() - begin});
   }
-  ring_reduce_scatter(group_->position, size, &schedule_);
-  plan_.add(schedule_, group_->order, chunks_, true);
-  return execute(kDone);
+  ring_reduce_scatter(group.position, size, &schedule_);
+  plan.add(schedule_, group.order, chunks_, true);
+  return execution_.execute(Until::kDone);
 }
 
 // Small values go from the root to each; large ones stream from one to the next. The root hears that they
 // have arrived, so that a rank that disagrees is known to it.
-Status World::run_broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  const int size = group_->size();
-  const bool is_root = group_->member == call.root;
+Status Collectives::broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  const Group& group = execution_.group();
+  Plan& plan = execution_.plan();
+  const int size = group.size();
+  const bool is_root = group.member == call.root;
   for (int t = 0; t < num_tensors; ++t) {
-    plan_.spans.add(tensors[t].input, tensors[t].output, num_bytes(tensors[t]));
+    plan.spans.add(tensors[t].input, tensors[t].output, num_bytes(tensors[t]));
   }
-  const int64_t total = plan_.spans.size();
+  const int64_t total = plan.spans.size();
   chunks_.assign({{0, total}, {0, 0}});
-  const int root = group_->position_of(call.root);
+  const int root = group.position_of(call.root);
   if (is_small(total, size) && size <= kFlatMembers) {
-    flat_broadcast(group_->position, size, root, &schedule_);
+    flat_broadcast(group.position, size, root, &schedule_);
   } else {
-    ring_broadcast(group_->position, size, root, &schedule_);
+    ring_broadcast(group.position, size, root, &schedule_);
   }
-  plan_.add(schedule_, group_->order, chunks_);
-  for (Transfer& send : plan_.sends) send.after = is_root ? -1 : 0;  // the acknowledgement follows the data
-  TFRING_TRY(execute(kDone));
+  plan.add(schedule_, group.order, chunks_);
+  for (Transfer& send : plan.sends) send.after = is_root ? -1 : 0;  // the acknowledgement follows the data
+  TFRING_TRY(execution_.execute(Until::kDone));
   for (int t = 0; t < num_tensors && is_root; ++t) {
     copy(tensors[t].output, tensors[t].input, num_bytes(tensors[t]));
   }

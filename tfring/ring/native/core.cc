@@ -117,7 +117,8 @@ int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, co
                      tfring_error* error) {
   tfring::Handle made;
   const int code = tfring::with(handle, error, [&](World& world, Group* parent) {
-    return world.make_group(*parent, members, num_members, name, &made.group);
+    made.group = world.make_group(*parent, members, num_members, name);
+    return Status();
   });
   if (code != TFRING_OK) return 0;
   made.world = tfring::find(handle).world;

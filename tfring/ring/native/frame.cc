@@ -169,6 +169,10 @@ std::string describe_place(const CallHeader& header) {
   return what + std::to_string(header.sequence) + (group.empty() ? "" : " of group \"" + group + "\"");
 }
 
+std::string describe_in(const CallHeader& header, const std::string& ring) {
+  return describe(header) + ", " + describe_place(header) + " of ring \"" + ring + "\"";
+}
+
 ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code,
                           const std::string& message) {
   ControlFrame frame{};

@@ -69,6 +69,7 @@ struct CallHeader {
   char name[104];       // cut where longer
 };
 static_assert(sizeof(CallHeader) == 256, "the frame format is fixed");
+constexpr int64_t kHeaderBytes = static_cast<int64_t>(sizeof(CallHeader));
 
 enum class ControlType : uint8_t { kAbort = 0, kGoodbye = 1, kPing = 2, kPong = 3 };
 
@@ -123,6 +124,8 @@ bool agree(const CallHeader& mine, const CallHeader& theirs);
 std::string describe(const CallHeader& header);
 // collective 17, or: collective 17 of group "rows"
 std::string describe_place(const CallHeader& header);
+// all_reduce "gradients/0" sum float32[1024], collective 17 of ring "world"
+std::string describe_in(const CallHeader& header, const std::string& ring);
 
 // Copies what fits, never half a UTF-8 character, and ends with a zero.
 void copy_text(char* to, size_t size, const char* from);

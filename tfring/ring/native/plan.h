@@ -1,11 +1,13 @@
 // A collective before it runs: spans of memory, and transfers over them, each with a peer.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "dtype.h"
+#include "frame.h"
 #include "schedule.h"
 
 namespace tfring {
@@ -61,6 +63,10 @@ struct Queue {
   bool header_received = false;
 };
 
+// A point in the execution of a plan: every peer has said what it is about to do, all is received, or all is
+// sent as well.
+enum class Until { kGreeted, kReceived, kDone };
+
 struct Plan {
   DType dtype = DType::kUint8;
   Op op = Op::kSum;
@@ -82,11 +88,56 @@ struct Plan {
   void add(const Schedule& steps, const std::vector<int>& order, const std::vector<Range>& chunks,
            bool turns = false);
 
+  bool is_done(Until until) const;
+  // Bytes of the send under way that are there to be sent.
+  int64_t sendable(const Queue& queue) const;
+  bool may_receive(const Queue& queue) const;
+  // Bytes of a receive that there is use for.
+  int64_t receivable(const Transfer& recv) const;
+  // Fewer bytes than this are of no use now.
+  int64_t least_receivable(const Queue& queue) const;
+  bool is_pending(const Queue& queue) const { return may_receive(queue) || sendable(queue) > 0; }
+
  private:
   Queue& queue(int rank);
 
   std::vector<int> queue_of_;    // [rank]: index, -1 for none
   std::vector<int> brought_by_;  // [chunk]: the receive that brought it last, -1 for none
 };
+
+// Here, for they are asked for each peer between any two moves of bytes.
+
+inline bool Plan::is_done(Until until) const {
+  if (num_recvs_left > 0 || (until == Until::kDone && num_sends_left > 0)) return false;
+  return std::all_of(queues.begin(), queues.end(),
+                     [](const Queue& queue) { return queue.header_received || !queue.expects; });
+}
+
+inline int64_t Plan::sendable(const Queue& queue) const {
+  if (queue.send < 0) return 0;
+  const Transfer& send = sends[static_cast<size_t>(queue.send)];
+  if (send.after < 0) return send.wire_size() - send.moved;
+  const Transfer& source = recvs[static_cast<size_t>(send.after)];
+  return (source.over() ? send.wire_size() : std::min(send.range.size, source.moved)) - send.moved;
+}
+
+inline bool Plan::may_receive(const Queue& queue) const {
+  if (!queue.header_received) return queue.expects;
+  if (queue.recv < 0) return false;
+  const Transfer& recv = recvs[static_cast<size_t>(queue.recv)];
+  if (recv.after >= 0 && !sends[static_cast<size_t>(recv.after)].over()) return false;
+  return receivable(recv) >= (recv.reduce && recv.range.size > 0 ? size_of(dtype) : 1);
+}
+
+inline int64_t Plan::receivable(const Transfer& recv) const {
+  if (recv.onto < 0) return recv.wire_size() - recv.moved;
+  const Transfer& below = recvs[static_cast<size_t>(recv.onto)];
+  return (below.over() ? recv.wire_size() : std::min(recv.range.size, below.moved)) - recv.moved;
+}
+
+inline int64_t Plan::least_receivable(const Queue& queue) const {
+  if (!queue.header_received) return kHeaderBytes;
+  return recvs[static_cast<size_t>(queue.recv)].reduce ? size_of(dtype) : 1;
+}
 
 }  // namespace tfring

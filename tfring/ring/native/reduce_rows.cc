@@ -8,39 +8,40 @@
 //
 // Either way a member's blocks are one for each owner and sums are made owner by owner in the order of the
 // members, so the result is the same bits in the same order.
+#include "reduce_rows.h"
+
 #include <cstring>
 #include <numeric>
 
 #include "trace.h"
-#include "world.h"
 
 namespace tfring {
 
-Status World::all_reduce_rows(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                              int num_tensors, tfring_place place, void* context) {
-  return run(group, Kind::kAllReduceRows, call, tensors, num_tensors, [&]() -> Status {
-    {
-      const Stopwatch stopwatch(adding());
-      row_sums_.begin(tensors, num_tensors, call.inactive != 0);
-      if (group->size() == 1) {
-        row_sums_.number(row_sums_.own());
-      } else if (!row_sums_.sum_own(group->size())) {
-        return no_memory();
-      }
+Status RowReduction::all_reduce_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                                     tfring_place place, void* context) {
+  const int size = execution_.group().size();
+  {
+    const Stopwatch stopwatch(execution_.record().adding());
+    row_sums_.begin(tensors, num_tensors, call.inactive != 0);
+    if (size == 1) {
+      row_sums_.number(row_sums_.own());
+    } else if (!row_sums_.sum_own(size)) {
+      return execution_.fail_without_memory();
     }
-    if (group->size() == 1) return write_rows(place, context);
-    const bool by_owner = static_cast<Algorithm>(header_.op) == Algorithm::kOwner;
-    return by_owner ? reduce_by_owner(place, context) : reduce_by_gathering(place, context);
-  });
+  }
+  if (size == 1) return write_rows(place, context);
+  const bool by_owner = static_cast<Algorithm>(execution_.call().header.op) == Algorithm::kOwner;
+  return by_owner ? reduce_by_owner(place, context) : reduce_by_gathering(place, context);
 }
 
-Status World::reduce_by_gathering(tfring_place place, void* context) {
-  const size_t size = static_cast<size_t>(group_->size());
+Status RowReduction::reduce_by_gathering(tfring_place place, void* context) {
+  const size_t size = static_cast<size_t>(execution_.group().size());
   const size_t num_tables = row_sums_.num_tables();
   std::vector<int64_t> sizes;
   const std::vector<int64_t>& blocks = row_sums_.block_sizes();
   const int64_t all = std::accumulate(blocks.begin(), blocks.end(), int64_t{0});
-  TFRING_TRY(exchange_bytes(Kind::kAllGather, row_sums_.blocks(), {all}, &row_sums_.received, &sizes));
+  TFRING_TRY(
+      exchange_.exchange_bytes(Kind::kAllGather, row_sums_.blocks(), {all}, &row_sums_.received, &sizes));
   std::vector<std::vector<Entries>> shares(size, std::vector<Entries>(size * num_tables));
   const char* at = row_sums_.received.get();
   int64_t sent = 0;
@@ -56,7 +57,7 @@ Status World::reduce_by_gathering(tfring_place place, void* context) {
   }
   int64_t summed = 0;
   {
-    const Stopwatch stopwatch(adding());
+    const Stopwatch stopwatch(execution_.record().adding());
     for (size_t o = 0; o < size; ++o) {
       row_sums_.number(shares[o]);
       summed += row_sums_.block_size(&row_sums_.counts()[o * num_tables]);
@@ -66,12 +67,12 @@ Status World::reduce_by_gathering(tfring_place place, void* context) {
   return write_rows(place, context);
 }
 
-Status World::reduce_by_owner(tfring_place place, void* context) {
-  const size_t size = static_cast<size_t>(group_->size());
+Status RowReduction::reduce_by_owner(tfring_place place, void* context) {
+  const size_t size = static_cast<size_t>(execution_.group().size());
   const size_t num_tables = row_sums_.num_tables();
   std::vector<int64_t> sizes;
-  TFRING_TRY(exchange_bytes(Kind::kAllToAll, row_sums_.blocks(), row_sums_.block_sizes(), &row_sums_.received,
-                            &sizes));
+  TFRING_TRY(exchange_.exchange_bytes(Kind::kAllToAll, row_sums_.blocks(), row_sums_.block_sizes(),
+                                      &row_sums_.received, &sizes));
   std::vector<Entries> mine(size * num_tables);
   const char* at = row_sums_.received.get();
   int64_t sent = 0;
@@ -81,12 +82,13 @@ Status World::reduce_by_owner(tfring_place place, void* context) {
     sent += sizes[m];
   }
   {
-    const Stopwatch stopwatch(adding());
+    const Stopwatch stopwatch(execution_.record().adding());
     row_sums_.number(mine);
-    if (!row_sums_.write_block(0, sent)) return no_memory();
+    if (!row_sums_.write_block(0, sent)) return execution_.fail_without_memory();
   }
   const int64_t block = row_sums_.block_size(row_sums_.counts().data());
-  TFRING_TRY(exchange_bytes(Kind::kAllGather, row_sums_.block(), {block}, &row_sums_.received, &sizes));
+  TFRING_TRY(
+      exchange_.exchange_bytes(Kind::kAllGather, row_sums_.block(), {block}, &row_sums_.received, &sizes));
   std::vector<Entries> sums(size * num_tables);
   at = row_sums_.received.get();
   sent = 0;
@@ -109,28 +111,30 @@ Status World::reduce_by_owner(tfring_place place, void* context) {
 }
 
 // Writes the numbered rows, share by share, to the caller's memory.
-Status World::write_rows(tfring_place place, void* context) {
+Status RowReduction::write_rows(tfring_place place, void* context) {
   std::vector<void*> outputs;
   TFRING_TRY(place_rows(row_sums_.counts(), place, context, &outputs));
-  const Stopwatch stopwatch(adding());
+  const Stopwatch stopwatch(execution_.record().adding());
   row_sums_.write_all(outputs.data());
   return {};
 }
 
 // counts[share][table].
-Status World::place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
-                         std::vector<void*>* outputs) {
+Status RowReduction::place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
+                                std::vector<void*>* outputs) {
   outputs->assign(2 * row_sums_.num_tables(), nullptr);
-  return ask_for_place(row_sums_.numbers(counts).data(), place, context, outputs->data());
+  return exchange_.ask_for_place(row_sums_.numbers(counts).data(), place, context, outputs->data());
 }
 
 // All members learn the same numbers, so they choose alike the next time.
-void World::observe(int64_t sent, int64_t summed) {
-  const uint64_t key = header_.key_hash ^ header_.shape_hash;
-  group_->seen[key % group_->seen.size()] = {key, sent, summed};
+void RowReduction::observe(int64_t sent, int64_t summed) {
+  const CallHeader& header = execution_.call().header;
+  const uint64_t key = header.key_hash ^ header.shape_hash;
+  Group& group = execution_.group();
+  group.seen[key % group.seen.size()] = {key, sent, summed};
 }
 
-Algorithm World::choose_way(const Group& group, const tfring_call& call, const CallHeader& header) const {
+Algorithm choose_way(const Group& group, const tfring_call& call, const CallHeader& header) {
   const uint64_t key = header.key_hash ^ header.shape_hash;
   const Observed& seen = group.seen[key % group.seen.size()];
   const bool known = seen.key == key;
@@ -138,13 +142,9 @@ Algorithm World::choose_way(const Group& group, const tfring_call& call, const C
                          group.size());
 }
 
-Status World::no_memory() {
-  return fail(Code::kInternal, "rank " + std::to_string(rank_) + " has no memory for " + here());
-}
-
-Status World::no_rows(size_t member) {
-  return fail(Code::kInternal,
-              "rank " + std::to_string(group_->ranks[member]) + " sent what are no rows in " + here());
+Status RowReduction::no_rows(size_t member) {
+  return execution_.fail(Code::kInternal, "rank " + std::to_string(execution_.group().ranks[member]) +
+                                              " sent what are no rows in " + execution_.here());
 }
 
 }  // namespace tfring

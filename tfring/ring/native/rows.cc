@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <new>
 
 #include "kernels.h"
 #include "tensor.h"
@@ -68,15 +67,6 @@ void Distinct::number_as(const void* ids, int64_t count, int32_t* positions) {
     }
     positions[i] = slots_[slot];
   }
-}
-
-bool Memory::reserve(int64_t size) {
-  if (size_ >= size) return true;
-  bytes_.reset();
-  size_ = 0;
-  bytes_.reset(new (std::nothrow) char[static_cast<size_t>(size)]);
-  if (bytes_ != nullptr) size_ = size;
-  return bytes_ != nullptr;
 }
 
 Status RowSums::check(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, int num_ranks) {

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "core.h"
 #include "dtype.h"
+#include "memory.h"
 #include "status.h"
 
 namespace tfring {
@@ -33,19 +33,6 @@ class Distinct {
   std::vector<int64_t> ids_;
   int64_t size_ = 0;
   int shift_ = 0;
-};
-
-// Memory that is used again from call to call.
-class Memory {
- public:
-  // Allocates memory and drops the contents. Returns false where there is none.
-  bool reserve(int64_t size);
-  char* get() const { return bytes_.get(); }
-  int64_t size() const { return size_; }
-
- private:
-  std::unique_ptr<char[]> bytes_;
-  int64_t size_ = 0;
 };
 
 // Rows of one table from one place.

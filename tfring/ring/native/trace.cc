@@ -6,7 +6,6 @@
 #include <mutex>
 
 #include "tensor.h"
-#include "world.h"
 
 namespace tfring {
 namespace {
@@ -21,6 +20,7 @@ struct Records {
   uint64_t taken = 0;
   int64_t lost = 0;
 };
+
 int64_t nanoseconds_of(clockid_t clock) {
   timespec time;
   clock_gettime(clock, &time);
@@ -33,10 +33,9 @@ int64_t other_threads() {
 
 Records* records = new Records;  // never destroyed: TensorFlow's threads outlive the end of main
 
-}  // namespace
-
 std::atomic<bool> trace_wanted{false};
 
+// Keeps it until it is taken; counts it as lost where there is no room.
 void keep_record(const tfring_record& record) {
   std::lock_guard<std::mutex> lock(records->mutex);
   if (records->added - records->taken >= records->capacity) {
@@ -46,43 +45,44 @@ void keep_record(const tfring_record& record) {
   records->kept[records->added++ % records->capacity] = record;
 }
 
+}  // namespace
+
 void forget_trace_in_child() {
   trace_wanted = false;
   records = new Records;
 }
 
-void World::start_record(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+void Record::start(const Settings& settings, const Call& call, const tfring_call& arguments,
+                   const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far) {
+  is_on_ = trace_wanted.load(std::memory_order_relaxed);
+  if (!is_on_) return;
+  const Group& group = *call.group;
   record_ = tfring_record{};
-  record_.kind = static_cast<int32_t>(kind);
+  record_.kind = static_cast<int32_t>(call.header.kind);
   record_.last = -1;
   record_.bytes = num_bytes(tensors, num_tensors);
-  const bool whole = call.compression == 0 || is_small(record_.bytes, group_->size());
-  if (kind == Kind::kAllReduce && whole) {
+  const bool whole = arguments.compression == 0 || is_small(record_.bytes, group.size());
+  if (call.kind() == Kind::kAllReduce && whole) {
     record_.algorithm = static_cast<int32_t>(
-        choose_all_reduce(algorithm_, record_.bytes, group_->size(), group_->local_size));
+        choose_all_reduce(settings.algorithm, record_.bytes, group.size(), group.local_size));
   }
-  if (kind == Kind::kAllReduceRows) record_.algorithm = header_.op;
-  record_.sequence = header_.sequence;
-  record_.sent = -statistics_.bytes_sent;
-  record_.received = -statistics_.bytes_received;
-  copy_text(record_.ring, sizeof(record_.ring), name_.c_str());
-  copy_text(record_.group, sizeof(record_.group), group_->is_world ? "" : group_->name.c_str());
-  copy_text(record_.name, sizeof(record_.name), call.name);
+  if (call.kind() == Kind::kAllReduceRows) record_.algorithm = call.header.op;
+  record_.sequence = call.header.sequence;
+  record_.sent = -so_far.bytes_sent;
+  record_.received = -so_far.bytes_received;
+  copy_text(record_.ring, sizeof(record_.ring), settings.name.c_str());
+  copy_text(record_.group, sizeof(record_.group), group.is_world ? "" : group.name.c_str());
+  copy_text(record_.name, sizeof(record_.name), arguments.name);
   if (record_.bytes >= kBytesBeside) record_.beside = -other_threads();
   record_.begin = now_nanoseconds();
 }
 
-// The header of a peer has come: so far this rank has waited, but for what it added meanwhile.
-void World::met(int rank) {
-  record_.last = rank;
-  record_.waited = now_nanoseconds() - record_.begin - record_.added;
-}
-
-void World::finish_record(const Status& status) {
+void Record::finish(const Status& status, const tfring_statistics& so_far) {
+  if (!is_on_) return;
   record_.end = now_nanoseconds();
   if (record_.beside != 0) record_.beside = std::max<int64_t>(0, record_.beside + other_threads());
-  record_.sent += statistics_.bytes_sent;
-  record_.received += statistics_.bytes_received;
+  record_.sent += so_far.bytes_sent;
+  record_.received += so_far.bytes_received;
   if (record_.kind == static_cast<int32_t>(Kind::kReceive)) record_.bytes = record_.received;
   record_.code = static_cast<int32_t>(status.code);
   keep_record(record_);
@@ -113,7 +113,7 @@ int64_t tfring_take_records(tfring_record* to, int64_t most, int64_t* lost) {
 }
 
 void tfring_mark(const char* name) {
-  if (!tfring::tracing()) return;
+  if (!tfring::trace_wanted) return;
   tfring_record record{};
   record.kind = TFRING_MARK;
   record.last = -1;

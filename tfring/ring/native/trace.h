@@ -4,16 +4,13 @@
 #include <atomic>
 #include <cstdint>
 
+#include "call.h"
 #include "clock.h"
 #include "core.h"
+#include "settings.h"
+#include "status.h"
 
 namespace tfring {
-
-extern std::atomic<bool> trace_wanted;
-inline bool tracing() { return trace_wanted.load(std::memory_order_relaxed); }
-
-// Keeps it until it is taken; counts it as lost where there is no room.
-void keep_record(const tfring_record& record);
 
 // Replaces what the parent's threads may have held.
 void forget_trace_in_child();
@@ -31,6 +28,27 @@ class Stopwatch {
  private:
   int64_t* const total_;
   const int64_t start_;
+};
+
+// The record of the call under way, if a trace is written.
+class Record {
+ public:
+  // `so_far` of both: what all calls have moved.
+  void start(const Settings& settings, const Call& call, const tfring_call& arguments,
+             const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far);
+  // The header of a peer has come: so far this rank has waited, but for what it added meanwhile.
+  void met(int rank) {
+    if (!is_on_) return;
+    record_.last = rank;
+    record_.waited = now_nanoseconds() - record_.begin - record_.added;
+  }
+  void finish(const Status& status, const tfring_statistics& so_far);
+  // For a Stopwatch over arithmetic.
+  int64_t* adding() { return is_on_ ? &record_.added : nullptr; }
+
+ private:
+  bool is_on_ = false;
+  tfring_record record_{};
 };
 
 }  // namespace tfring

@@ -1,0 +1,23 @@
+// The call under way.
+#pragma once
+
+#include <cstdint>
+
+#include "core.h"
+#include "frame.h"
+#include "group.h"
+
+namespace tfring {
+
+// Belongs to the thread that has the turn.
+struct Call {
+  Group* group = nullptr;
+  CallHeader header{};
+  int32_t caller = TFRING_ANY_THREAD;  // who waits, and so how Ctrl-C is noticed
+  bool is_of_all = false;              // all ranks of the world are in it
+  bool is_on_pool_thread = false;      // and it is on one of TensorFlow's
+
+  Kind kind() const { return static_cast<Kind>(header.kind); }
+};
+
+}  // namespace tfring

@@ -1,0 +1,45 @@
+// Collectives whose sizes are learned on the way, and sends and receives.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "collectives.h"
+#include "core.h"
+#include "execute.h"
+#include "frame.h"
+#include "memory.h"
+#include "schedule.h"
+#include "status.h"
+
+namespace tfring {
+
+// Lets the plan of the call under way grow as sizes become known, and asks the caller for memory.
+class Exchange {
+ public:
+  Exchange(Execution* execution, Collectives* collectives)
+      : execution_(*execution), collectives_(*collectives) {}
+
+  // Rows of tensors: an all_gather, gather, scatter or all_to_all.
+  Status exchange(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                  const int64_t* counts, tfring_place place, void* context);
+  // Bytes to each member, or all to all, and theirs to `to`, in the order of the members.
+  Status exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
+                        std::vector<int64_t>* theirs);
+  Status ask_for_place(const int64_t* numbers, tfring_place place, void* context, void** outputs);
+  Status send(const tfring_call& call, const tfring_tensor& tensor);
+  Status receive(const tfring_call& call, tfring_shape place, void* context);
+
+ private:
+  struct Rows;
+  Status announce_rows(Rows* rows);
+  Status check_rows(const Rows& rows) const;
+  void take_rows(const Rows& rows, void* const* outputs);
+
+  Execution& execution_;
+  Collectives& collectives_;
+  Schedule schedule_;
+  std::vector<Range> chunks_;
+};
+
+}  // namespace tfring

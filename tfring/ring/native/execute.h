@@ -1,0 +1,62 @@
+// The execution of a plan: moves bytes while any move.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "call.h"
+#include "core.h"
+#include "guarded.h"
+#include "links.h"
+#include "liveness.h"
+#include "news.h"
+#include "plan.h"
+#include "settings.h"
+#include "status.h"
+#include "trace.h"
+#include "wait.h"
+
+namespace tfring {
+
+// Knows the plan of the call under way and the links, and no collectives. Belongs to the thread that has the
+// turn.
+class Execution {
+ public:
+  Execution(const Settings& settings, Guarded<Liveness>* liveness, News* news);
+
+  // What it works on: the caller says whose call it is and fills the plan.
+  Call& call() { return call_; }
+  Plan& plan() { return plan_; }
+  Group& group() { return *call_.group; }
+  Links& links() { return links_; }
+  Record& record() { return record_; }
+  tfring_statistics& statistics() { return statistics_; }
+  const Settings& settings() const { return settings_; }
+  Waiting& waiting() { return waiting_; }
+
+  // Moves bytes until the plan is that far. A plan may then grow, and be executed further.
+  Status execute(Until until);
+  // Breaks the ring.
+  Status fail(Code code, const std::string& message);
+  Status fail_without_memory();
+  std::string here() const { return describe_in(call_.header, settings_.name); }
+
+ private:
+  Status send_some(Queue* queue, bool* moved);
+  Status receive_some(Queue* queue, bool* moved);
+  Status receive_header(Queue* queue, bool* moved);
+  Status receive_bytes(const Transfer& transfer, Link* link, int64_t* got);
+  void learn(int64_t start);
+
+  const Settings& settings_;
+  Guarded<Liveness>& liveness_;
+  Call call_;
+  Plan plan_;
+  Links links_;
+  Record record_;
+  tfring_statistics statistics_{};
+  int num_moves_ = 0;
+  Waiting waiting_;
+};
+
+}  // namespace tfring

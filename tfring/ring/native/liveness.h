@@ -1,0 +1,112 @@
+// Peers that leave, die, stop or are cut off, and why the world broke.
+#pragma once
+
+#include <poll.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "calls.h"
+#include "core.h"
+#include "fd.h"
+#include "frame.h"
+#include "news.h"
+#include "settings.h"
+#include "status.h"
+
+namespace tfring {
+
+// The control connection to one other rank, and what has come over it.
+struct Peer {
+  // Takes over the control descriptor.
+  Peer(const tfring_link& link, double lost_seconds);
+
+  const int rank;
+  const std::string host;
+  Fd control_fd;
+  bool left = false;           // it said goodbye,
+  uint64_t left_finished = 0;  // having finished this many calls with this rank
+  bool closed = false;         // nothing more comes
+  size_t fill = 0;             // bytes of `frame` read so far
+  ControlFrame frame{};
+  int64_t heard = 0;  // nanoseconds: its last sign of life; 0: none yet, and the world is not open
+  int64_t asked = 0;  // the last ping
+  int unanswered = 0;
+  int64_t answered = 0;  // the last pong, which told
+  Report report;
+  uint64_t fails_from = UINT64_MAX;  // it gave up in this one of the calls with this rank,
+  Status failure;                    // for this reason
+
+  std::string name() const { return "rank " + std::to_string(rank) + " on " + host; }
+};
+
+// Control connections, and the first failure, after which no call works. The call under way and the watcher's
+// thread share it, so it is reached through Guarded only.
+class Liveness {
+ public:
+  Liveness(const Settings& settings, News* news);
+
+  // Connections.
+  void add(std::unique_ptr<Peer> peer) { peers_[static_cast<size_t>(peer->rank)] = std::move(peer); }
+  // Tells a peer that comes to an open world what it has missed. Fails once the world is closed.
+  Status greet(const Peer& peer) const;
+  // Once the world is open: before, a peer may still be in Python, forming it.
+  void start_asking(int64_t now);
+  // As Watched::watch.
+  int watch(int64_t now, int64_t late, std::vector<pollfd>* fds);
+  Peer* peer(int rank) const { return peers_[static_cast<size_t>(rank)].get(); }
+  void ask(Peer* peer, int64_t now, double period);
+  // Says goodbye and closes all connections. Returns false where that was done before.
+  bool close();
+
+  // Calls. Fails with the first failure, once it is set.
+  Status check_usable();
+  Status begin(const CallHeader& header);
+  void end(const Status& status);
+  void tell_stands_still(bool stands) { stands_still_ = stands; }
+  Calls& calls() { return calls_; }
+
+  // Failures. Those that break the world return why calls fail from then on, ok where none does.
+  Status failure() const;
+  Status break_up(const Status& status);
+  Status interrupt(const Status& status);
+  Status check_left();
+  Status adopt_peer_failure();
+  Status lose_dead(int rank);
+  Status compare_calls(const Peer& peer);
+  Status report_disagreement(int rank, const CallHeader& theirs, int64_t now);
+
+ private:
+  void read_control(Peer* peer, int64_t now);
+  void take_control(Peer* peer);
+  void send_control(const Peer& peer, const ControlFrame& frame) const;
+  void answer(const Peer& peer) const;
+  bool adopt_due_failures();
+  Status lose(const std::string& message);
+  void pass_on(const Peer& peer) const;
+  Status refusal();
+
+  std::string here() const { return describe_in(calls_.header(), settings_.name); }
+  std::string during() const;
+  std::string died(const Peer& peer) const;
+  std::string cut_off(const Peer& peer, double seconds) const;
+  std::string silent(const Peer& peer, int64_t now) const;
+  std::string disagreement(int rank, const CallHeader& theirs) const;
+
+  const Settings& settings_;
+  News& news_;
+  Calls calls_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // [rank]; null where there is none
+  bool closed_ = false;
+  Status failure_;              // calls fail with it, once it is set
+  bool broke_in_call_ = false;  // it came while a call was under way
+  bool interrupted_ = false;    // this rank's doing
+  bool told_ = false;           // the caller knows failure_
+  bool stands_still_ = false;   // the call under way
+};
+
+std::string seconds_text(double seconds);
+
+}  // namespace tfring

@@ -1,0 +1,45 @@
+// The sum of rows under ids, over all members of a group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core.h"
+#include "exchange.h"
+#include "execute.h"
+#include "frame.h"
+#include "group.h"
+#include "rows.h"
+#include "schedule.h"
+#include "status.h"
+
+namespace tfring {
+
+// Made of exchanges.
+class RowReduction {
+ public:
+  RowReduction(Execution* execution, Exchange* exchange) : execution_(*execution), exchange_(*exchange) {}
+
+  Status all_reduce_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                         tfring_place place, void* context);
+  int64_t scratch_bytes() const { return row_sums_.num_bytes(); }
+
+ private:
+  Status reduce_by_gathering(tfring_place place, void* context);
+  Status reduce_by_owner(tfring_place place, void* context);
+  Status write_rows(tfring_place place, void* context);
+  Status place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
+                    std::vector<void*>* outputs);
+  void observe(int64_t sent, int64_t summed);
+  Status no_rows(size_t member);
+
+  Execution& execution_;
+  Exchange& exchange_;
+  RowSums row_sums_;
+};
+
+// Returns which way a call goes, kGather or kOwner, by what the two would have sent the last time.
+Algorithm choose_way(const Group& group, const tfring_call& call, const CallHeader& header);
+
+}  // namespace tfring

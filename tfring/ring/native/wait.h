@@ -1,0 +1,69 @@
+// Waiting while no bytes move.
+#pragma once
+
+#include <poll.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "guarded.h"
+#include "links.h"
+#include "liveness.h"
+#include "news.h"
+#include "plan.h"
+#include "settings.h"
+#include "stall_inspector.h"
+#include "status.h"
+
+namespace tfring {
+
+// Looks again for a while, then sleeps until something may move, and asks meanwhile why nothing does.
+class Waiting {
+ public:
+  // Adds up how long it sleeps in `seconds_waited`.
+  Waiting(const Settings& settings, const Call& call, const Plan& plan, const Links& links,
+          Guarded<Liveness>* liveness, News* news, double* seconds_waited);
+
+  void set_timeout(double seconds) { timeout_seconds_ = seconds; }
+  void begin(bool is_large);
+  // Bytes have moved, or need not any more.
+  void end() {
+    num_idle_ = 0;
+    inspector_.end();
+  }
+  // No bytes have moved.
+  Status wait();
+  // Looks for Ctrl-C and whether the world is closed, ten times a second, whether bytes move or not.
+  Status look_up(int64_t now);
+  Status look_up_at_once();
+  // Gives up in this call, as Ctrl-C asks; so the ring breaks.
+  Status interrupt();
+  // The data connection to that rank closed: waits for what its control connection tells of it.
+  Status peer_gone(int rank);
+
+ private:
+  Status check_step();
+  void sleep(int milliseconds);
+  std::string here() const { return describe_in(call_.header, settings_.name); }
+
+  const Settings& settings_;
+  const Call& call_;
+  const Plan& plan_;
+  const Links& links_;
+  Guarded<Liveness>& liveness_;
+  News& news_;
+  double& seconds_waited_;
+  double timeout_seconds_ = 0;
+
+  int num_idle_ = 0;        // looks in vain since something moved
+  int spins_ = 0;           // how many of them before it lets others run,
+  int yields_ = 0;          // and after how many more it sleeps
+  int64_t idle_since_ = 0;  // nanoseconds
+  int64_t looked_up_ = 0;   // when signals and news were looked at last
+  std::vector<pollfd> poll_fds_;
+  StallInspector inspector_;
+};
+
+}  // namespace tfring
