@@ -513,7 +513,7 @@ def _token(communicator: Any) -> tf.Tensor:
     A collective waits on a thread of TensorFlow's inter-op pool. With more rings than threads, two ranks
     could fill theirs with collectives of different rings and wait for each other for ever. So there are no
     more tokens than threads: rings beyond that share one, and their collectives run in program order. (Between
-    functions on different Python threads there is no such order; the core finds out and fails, see disagreement.cc.)
+    functions on different Python threads there is no such order; the core finds out and fails, see calls.cc.)
 
     Raises:
       ConfigurationError: in a graph of TensorFlow 1's kind.

@@ -11,7 +11,7 @@
 
 namespace tfring {
 
-// What a peer has told of its calls.
+// The calls of a peer, as it has told of them.
 struct Report {
   uint64_t begun = 0;  // calls with this rank
   Pong pong{};

@@ -24,7 +24,7 @@ class Execution {
  public:
   Execution(const Settings& settings, Guarded<Liveness>* liveness, News* news);
 
-  // What it works on: the caller says whose call it is and fills the plan.
+  // The state that it works on: the caller says whose call it is, and fills the plan.
   Call& call() { return call_; }
   Plan& plan() { return plan_; }
   Group& group() { return *call_.group; }

@@ -145,12 +145,13 @@ Status World::enter(const tfring_call& call, const Group* group) {
   if (busy_ && group != nullptr && group->size() > 1 && group == busy_group_ &&
       std::strcmp(call.name, busy_name_) == 0) {
     lock.unlock();
-    return execution_.fail(
-        Code::kMismatch,
-        "two threads of rank " + std::to_string(settings_.rank) + " called \"" + call.name + "\" of ring \"" +
-            group->name + "\" at the same time, and ranks cannot know whose call belongs to whose. " +
-            "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
-            "thread a communicator of its own");
+    return liveness_.lock()->break_up(
+        {Code::kMismatch,
+         "two threads of rank " + std::to_string(settings_.rank) + " called \"" + call.name +
+             "\" of ring \"" + group->name +
+             "\" at the same time, and ranks cannot know whose call belongs to whose. " +
+             "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
+             "thread a communicator of its own"});
   }
   while (busy_ && !news_.is_closing()) {
     turn_.wait_for(lock, kSlice);

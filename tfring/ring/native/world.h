@@ -1,32 +1,34 @@
 // A rank among the ranks it works with: links to its peers, groups of them, and the collectives it runs.
 //
-//     rank ◄──data──► peer        one link for each pair that exchanges anything; control frames apart from
-//     it
+//     rank ◄──data──► peer                   one link for each pair that exchanges anything; control frames
+//                                            apart from it
 //
-//   World (world.cc)                       the turn of calls, begin and end; puts together what follows
-//     Settings, Group (group.cc)           what never changes; some of the ranks
-//     RowReduction (reduce_rows.cc)  ─┐    the sum of rows under ids, made of exchanges; RowSums (rows.cc)
-//     Exchange (exchange.cc)         ─┤    collectives whose sizes are learned on the way, sends, receives
-//     Collectives (collectives.cc)   ─┤    those whose sizes are known
-//                                     ▼
-//     Execution (execute.cc)               moves the bytes of a Plan (plan.cc) over Links (links.cc) while
-//       │                                  any move; keeps a Record (trace.cc)
+//   World (world.cc)                         the turn of calls, their begin and end; puts together the others
+//
+//   of the thread that has the turn:
+//     RowReduction (reduce_rows.cc)          the sum of rows under ids, made of exchanges; RowSums (rows.cc)
+//     Exchange (exchange.cc)                 collectives whose sizes are learned on the way; sends, receives
+//     Collectives (collectives.cc)           those whose sizes are known
+//       │ Plan (plan.cc)
 //       ▼
-//       Waiting (wait.cc)                  none move: sleep
-//       └─ StallInspector (stall_inspector.cc)     and ask why: a slow rank, or some that wait for each other
-//                 │
-//                 ▼
-//     Guarded<Liveness> (liveness.cc)      control connections: peers that leave, die, stop or are cut off,
-//     and
-//       └─ Calls (calls.cc)                why the world broke; the calls that two ranks have begun together
-//                 ▲
-//     watcher's thread                     in a collective or not
+//     Execution (execute.cc)                 moves bytes of the plan over Links (links.cc) while any move;
+//       │                                    channels are shm_channel.cc, tcp_channel.cc
+//       ▼
+//     Waiting (wait.cc)                      while none move: looks again, sleeps,
+//     StallInspector (stall_inspector.cc)    and asks why: a rank is slow, or some wait for each other
+//       │
+//       ▼
+//   shared with the watcher's thread, and with threads that close or abort the world, behind a lock:
+//     Guarded<Liveness> (liveness.cc)        control connections: who left, died, stopped, is cut off, and
+//                                            why the world broke
+//     Calls (calls.cc)                       what each pair of ranks has begun together
 //
-// All above Liveness belongs to the thread that has the turn. Liveness is shared with the watcher's thread
-// and with those that close or abort the world, so it is reached with its lock held; News wakes the call
-// under way. A plan knows peers and memory, the execution knows plans and links; neither knows collectives.
-// Nothing is allocated while bytes move: plans keep their memory from one collective to the next, and scratch
-// grows before the first byte is sent.
+//   Settings never change; Group (group.cc): some of the ranks; Call: the one under way, which News wakes;
+//   Record (trace.cc): of a call, if a trace is written; Fd (fd.cc): closes in a forked child
+//
+// A plan knows peers and memory, the execution knows plans and links; neither knows collectives. Nothing is
+// allocated while bytes move: plans keep their memory from one collective to the next, and scratch grows
+// before the first byte is sent.
 #pragma once
 
 #include <atomic>
@@ -117,7 +119,7 @@ class World final : private Watched {
   const char* busy_name_ = "";         // what that is called
   std::atomic<std::thread::id> runner_{};  // whose call it is
 
-  // What the thread that has it uses.
+  // For the thread that has the turn.
   Execution execution_;
   Collectives collectives_;
   Exchange exchange_;
