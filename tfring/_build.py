@@ -35,6 +35,7 @@ CORE_SOURCES = (
     "stall_inspector.cc",
     "tcp_channel.cc",
     "trace.cc",
+    "turn.cc",
     "wait.cc",
     "watcher.cc",
     "world.cc",

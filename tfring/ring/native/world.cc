@@ -1,15 +1,14 @@
-// Opening, links, groups, and the turn of calls.
+// Opening, closing, and the begin and end of calls.
 #include "world.h"
 
-#include <chrono>
-#include <cstring>
+#include <mutex>
+#include <new>
+#include <string>
 
 #include "clock.h"
 
 namespace tfring {
 namespace {
-
-constexpr std::chrono::milliseconds kSlice(100);  // between looks at Ctrl-C
 
 // Validates a call without asking the other ranks; a rank rejected here has not begun, and may go on.
 Status check(int rank, const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
@@ -71,6 +70,7 @@ Status check(int rank, const Group& group, Kind kind, const tfring_call& call, c
 World::World(const tfring_options& options)
     : settings_(options),
       liveness_(settings_, &news_),
+      turn_(settings_, news_),
       execution_(settings_, &liveness_, &news_),
       collectives_(&execution_),
       exchange_(&execution_, &collectives_),
@@ -133,61 +133,12 @@ std::shared_ptr<Group> World::make_group(const Group& parent, const int32_t* mem
   return tfring::make_group(settings_, parent, members, num_members, name);
 }
 
-// Takes the turn, unless this thread has it: a signal handler that runs inside a collective calls another.
-// Two threads that call the same of one group at the same time have no order that other ranks could know.
-Status World::enter(const tfring_call& call, const Group* group) {
-  if (runner_ == std::this_thread::get_id()) {
-    return {Code::kInvalid, std::string("\"") + call.name +
-                                "\" was called from within a collective of ring \"" + settings_.name +
-                                "\", by a signal handler or a destructor"};
-  }
-  std::unique_lock<std::mutex> lock(turn_mutex_);
-  if (busy_ && group != nullptr && group->size() > 1 && group == busy_group_ &&
-      std::strcmp(call.name, busy_name_) == 0) {
-    lock.unlock();
-    return liveness_.lock()->break_up(
-        {Code::kMismatch,
-         "two threads of rank " + std::to_string(settings_.rank) + " called \"" + call.name +
-             "\" of ring \"" + group->name +
-             "\" at the same time, and ranks cannot know whose call belongs to whose. " +
-             "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
-             "thread a communicator of its own"});
-  }
-  while (busy_ && !news_.is_closing()) {
-    turn_.wait_for(lock, kSlice);
-    if (!busy_ || call.caller == TFRING_ANY_THREAD) continue;
-    lock.unlock();  // a handler may close this world
-    const bool interrupted =
-        call.caller == TFRING_PYTHON_MAIN_THREAD ? python_interrupted() : op_interrupted();
-    lock.lock();
-    if (interrupted)
-      return {Code::kInterrupted, "interrupted while another thread used ring \"" + settings_.name + "\""};
-  }
-  if (news_.is_closing()) return {Code::kInvalid, "this communicator is closed"};
-  busy_ = true;
-  busy_group_ = group;
-  busy_name_ = call.name;
-  runner_ = std::this_thread::get_id();
-  return {};
-}
-
-void World::leave() {
-  runner_ = std::thread::id();
-  std::lock_guard<std::mutex> lock(turn_mutex_);
-  busy_ = false;
-  turn_.notify_all();
-}
-
 // Ends a call in another thread, waits for that, says goodbye. From within a call of this thread's it only
 // ends that; the last owner of the world releases it.
 void World::close() {
   news_.announce_close();
-  if (runner_ == std::this_thread::get_id()) return;
-  {
-    std::unique_lock<std::mutex> lock(turn_mutex_);
-    turn_.notify_all();
-    turn_.wait(lock, [this] { return !busy_; });
-  }
+  if (turn_.is_this_threads()) return;
+  turn_.wait();
   unwatch(this);
   const auto liveness = liveness_.lock();
   if (!liveness->close()) return;
@@ -196,9 +147,8 @@ void World::close() {
 }
 
 tfring_statistics World::statistics() {
-  const bool mine = runner_ == std::this_thread::get_id();  // a signal handler's
-  std::unique_lock<std::mutex> lock(turn_mutex_);
-  if (!mine) turn_.wait(lock, [this] { return !busy_; });
+  std::unique_lock<std::mutex> lock;
+  if (!turn_.is_this_threads()) lock = turn_.wait();  // else it is a signal handler's
   tfring_statistics statistics = execution_.statistics();
   statistics.scratch_bytes = collectives_.scratch_bytes() + row_reduction_.scratch_bytes();
   return statistics;
@@ -215,7 +165,8 @@ int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
 template <typename Body>
 Status World::run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                   int num_tensors, Body body) {
-  TFRING_TRY(enter(call, kind == Kind::kBarrier ? nullptr : group));
+  const Status taken = turn_.take(call, kind == Kind::kBarrier ? nullptr : group);
+  if (!taken.ok()) return taken.code == Code::kMismatch ? liveness_.lock()->break_up(taken) : taken;
   Status status = begin(group, kind, call, tensors, num_tensors);
   if (status.ok()) {
     try {
@@ -225,7 +176,7 @@ Status World::run(Group* group, Kind kind, const tfring_call& call, const tfring
     }
     end(status);
   }
-  leave();
+  turn_.leave();
   return status;
 }
 

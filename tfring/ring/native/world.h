@@ -3,7 +3,8 @@
 //     rank ◄──data──► peer                   one link for each pair that exchanges anything; control frames
 //                                            apart from it
 //
-//   World (world.cc)                         the turn of calls, their begin and end; puts together the others
+//   World (world.cc)                         begin and end of calls, of which one at a time has the Turn
+//                                            (turn.cc); puts together the others
 //
 //   of the thread that has the turn:
 //     RowReduction (reduce_rows.cc)          the sum of rows under ids, made of exchanges; RowSums (rows.cc)
@@ -31,12 +32,8 @@
 // before the first byte is sent.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "collectives.h"
@@ -52,6 +49,7 @@
 #include "reduce_rows.h"
 #include "settings.h"
 #include "status.h"
+#include "turn.h"
 #include "watcher.h"
 
 namespace tfring {
@@ -100,26 +98,17 @@ class World final : private Watched {
   template <typename Body>
   Status run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
              Body body);
-  Status enter(const tfring_call& call, const Group* group);
   Status begin(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                int num_tensors);
   void end(const Status& status);
-  void leave();
 
   const Settings settings_;
   RingState state_;  // for the process's other worlds to read
   News news_;
   Guarded<Liveness> liveness_;
 
-  // The turn: one call at a time, of any group.
-  std::mutex turn_mutex_;
-  std::condition_variable turn_;
-  bool busy_ = false;
-  const Group* busy_group_ = nullptr;  // whose call it is; null where it does not matter which comes first
-  const char* busy_name_ = "";         // what that is called
-  std::atomic<std::thread::id> runner_{};  // whose call it is
-
-  // For the thread that has the turn.
+  Turn turn_;
+  // Of the thread that has the turn.
   Execution execution_;
   Collectives collectives_;
   Exchange exchange_;

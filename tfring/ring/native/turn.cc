@@ -1,0 +1,66 @@
+// Waiting for the turn, where Ctrl-C and the end of the world still come through.
+#include "turn.h"
+
+#include <chrono>
+#include <cstring>
+#include <string>
+
+#include "process.h"
+
+namespace tfring {
+namespace {
+
+constexpr std::chrono::milliseconds kSlice(100);  // between looks at Ctrl-C
+
+}  // namespace
+
+// A signal handler that runs inside a collective may call another on the thread that has the turn.
+Status Turn::take(const tfring_call& call, const Group* group) {
+  if (is_this_threads()) {
+    return {Code::kInvalid, std::string("\"") + call.name +
+                                "\" was called from within a collective of ring \"" + settings_.name +
+                                "\", by a signal handler or a destructor"};
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (is_taken_ && group != nullptr && group->size() > 1 && group == group_ &&
+      std::strcmp(call.name, name_) == 0) {
+    return {Code::kMismatch,
+            "two threads of rank " + std::to_string(settings_.rank) + " called \"" + call.name +
+                "\" of ring \"" + group->name +
+                "\" at the same time, and ranks cannot know whose call belongs to whose. " +
+                "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
+                "thread a communicator of its own"};
+  }
+  while (is_taken_ && !news_.is_closing()) {
+    changed_.wait_for(lock, kSlice);
+    if (!is_taken_ || call.caller == TFRING_ANY_THREAD) continue;
+    lock.unlock();  // a handler may close this world
+    const bool interrupted =
+        call.caller == TFRING_PYTHON_MAIN_THREAD ? python_interrupted() : op_interrupted();
+    lock.lock();
+    if (interrupted)
+      return {Code::kInterrupted, "interrupted while another thread used ring \"" + settings_.name + "\""};
+  }
+  if (news_.is_closing()) return {Code::kInvalid, "this communicator is closed"};
+  is_taken_ = true;
+  group_ = group;
+  name_ = call.name;
+  owner_ = std::this_thread::get_id();
+  return {};
+}
+
+void Turn::leave() {
+  owner_ = std::thread::id();
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_taken_ = false;
+  changed_.notify_all();
+}
+
+std::unique_lock<std::mutex> Turn::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.notify_all();  // those that wait for it see that the world closes
+  changed_.wait(lock, [this] { return !is_taken_; });
+  return lock;
+}
+
+}  // namespace tfring
