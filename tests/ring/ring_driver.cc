@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "calls.h"
 #include "core.h"
 #include "dtype.h"
 #include "process.h"
@@ -565,6 +566,53 @@ static void waiting_for_each_other() {
   tfring::leave_ring(&state_of_mine);
 }
 
+// Three ranks, each in a collective with the next, which the next has not begun: a circle, by their reports
+// alone; and two ranks in the same collective under two names.
+static void comparing_calls() {
+  constexpr int kRanks = 3;
+  std::vector<tfring::Calls> calls;
+  const auto begin = [&calls](int rank, int with, const char* name) {
+    tfring::Group group;
+    group.ranks = {rank, with};
+    const tfring_call call = named(name);
+    const uint64_t sequence = calls[static_cast<size_t>(rank)].count(tfring::Kind::kBarrier, 0, &group);
+    calls[static_cast<size_t>(rank)].begin(
+        tfring::make_header(group, tfring::Kind::kBarrier, call, nullptr, 0, sequence));
+  };
+  const auto of = [&calls](int rank) -> tfring::Calls& { return calls[static_cast<size_t>(rank)]; };
+  const auto report = [&](int from, int to) {
+    tfring::Report report;
+    report.begun = of(from).common(to);
+    of(from).tell(to, of(to).asked_number(from), &report.pong);
+    return report;
+  };
+  for (int r = 0; r < kRanks; ++r) calls.emplace_back(r, kRanks);
+  for (int r = 0; r < kRanks; ++r) begin(r, (r + 1) % kRanks, "crossed");
+  CHECK(!of(0).has_begun(1, report(1, 0)), "rank 1 is in a call with rank 2");
+  CHECK(of(1).follow(2, report(2, 1)).empty(), "rank 2 has not told yet for whom it waits");
+  CHECK(of(0).follow(1, report(1, 0)).empty(), "rank 1 has told of rank 2 only");
+  const std::string circle = of(2).follow(0, report(0, 2));
+  CHECK(circle == "rank 2 waits for rank 0, rank 0 for rank 1, rank 1 for rank 2", "%s", circle.c_str());
+  of(0).end();
+  CHECK(of(2).follow(0, report(0, 2)).empty(), "rank 0 is in no call");
+
+  calls.clear();
+  for (int r = 0; r < kRanks; ++r) calls.emplace_back(r, kRanks);
+  begin(0, 1, "one");
+  begin(1, 0, "one");
+  CHECK(of(0).has_begun(1, report(1, 0)) && of(0).contradiction(1, report(1, 0)) == nullptr, "they agree");
+  begin(0, 1, "one");
+  begin(1, 0, "another");
+  const tfring::Report theirs = report(1, 0);
+  const tfring::CallHeader* other = of(0).contradiction(1, theirs);
+  CHECK(other != nullptr && std::strcmp(other->name, "another") == 0, "the second has another name");
+  of(1).end();
+  begin(1, 2, "with rank 2");
+  const tfring::Report later = report(1, 0);
+  other = of(0).contradiction(1, later);
+  CHECK(other != nullptr && std::strcmp(other->name, "another") == 0, "rank 1 is through with it");
+}
+
 // A group's call where the others call another's: named, on every rank.
 static void crossed_groups(bool shared) {
   World(3, shared, 30).run([](int rank, int64_t ring) {
@@ -619,6 +667,7 @@ int main() {
   }
   sharing();
   waiting_for_each_other();
+  comparing_calls();
   over = true;
   taker.join();
   std::puts("every scenario passed");

@@ -108,7 +108,7 @@ class World final : private Watched {
   Guarded<Liveness> liveness_;
 
   Turn turn_;
-  // Of the thread that has the turn.
+  // These belong to the thread that has the turn.
   Execution execution_;
   Collectives collectives_;
   Exchange exchange_;
