@@ -24,7 +24,7 @@ ROWS = {
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
     3: ("cross_device_ops", "step"),
     2: ("reduction",),
-    1: ("ring", "servers"),
+    1: ("ring", "servers", "sharding"),
     0: (
         *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "downloads", "errors"),
         *("recognition", "_requirements", "_tf", "_build", "_version"),

@@ -9,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.reduction.cuts import Cut
 from tfring.reduction.dense import BucketSizes, all_gather_dense, reduce_dense, reduce_scatter_dense
 from tfring.reduction.sparse import SparseOptions, goes_dense, reduce_sparse
 from tfring.ring.collectives import Collectives, zeros_unless
+from tfring.sharding import Sharding
 
 
 class RingAllReduce(tf.distribute.CrossDeviceOps):
@@ -106,7 +106,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
     def reduce_scatter_over_workers(
         self,
         values: Sequence[tf.Tensor | tf.IndexedSlices],
-        cuts: Sequence[Cut],
+        shardings: Sequence[Sharding],
         *,
         name: str,
         value_names: Sequence[str],
@@ -117,7 +117,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
         Args:
           values: one worker's tensors and IndexedSlices.
-          cuts: the shards of each. Of IndexedSlices that are sharded by rows, a shard has its rows, each once; others
+          shardings: of each. Of IndexedSlices that are sharded by rows, a shard has its rows, each once; others
             become dense.
           name: what they are, for errors and traces.
           value_names: a name for each value.
@@ -127,13 +127,13 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         rank, world_size = self._collectives.rank, self._collectives.world_size
 
         def stays_sparse(i: int) -> bool:
-            return cuts[i].by_rows and not goes_dense(values[i], self._sparse, world_size)
+            return shardings[i].by_rows and not goes_dense(values[i], self._sparse, world_size)
 
         def reduce_scatter(tensors: Sequence[tf.Tensor], positions: Sequence[int]) -> list[tf.Tensor]:
             return reduce_scatter_dense(
                 self._collectives,
                 tensors,
-                [cuts[i] for i in positions],
+                [shardings[i] for i in positions],
                 name=name,
                 active=None if is_zero_unless_active else active,
                 buckets=self._buckets,
@@ -141,8 +141,8 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
 
         sums = self._reduce(values, stays_sparse, reduce_scatter, name, value_names, active)
         return [
-            _rows_of_shard(value, cut, rank) if isinstance(value, tf.IndexedSlices) else value
-            for value, cut in zip(sums, cuts, strict=True)
+            _rows_of_shard(value, sharding, rank) if isinstance(value, tf.IndexedSlices) else value
+            for value, sharding in zip(sums, shardings, strict=True)
         ]
 
     def _reduce(
@@ -165,9 +165,9 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
             results[i] = value
         return results
 
-    def gather_full(self, shards: Sequence[tf.Tensor], cuts: Sequence[Cut], *, name: str) -> list[tf.Tensor]:
-        """Gathers the full tensors of which each worker has a shard, as `cuts` describe."""
-        return all_gather_dense(self._collectives, shards, cuts, name=name, buckets=self._buckets)
+    def gather_full(self, shards: Sequence[tf.Tensor], shardings: Sequence[Sharding], *, name: str) -> list[tf.Tensor]:
+        """Gathers the full tensors of which each worker has a shard, as `plan_shards` has it."""
+        return all_gather_dense(self._collectives, shards, shardings, name=name, buckets=self._buckets)
 
     def sum_on_worker(self, per_replica: Any, active: Any = None) -> Any:
         """Sums the replicas of this worker onto its first device; inactive replicas count as zero.
@@ -250,12 +250,12 @@ def _mask(active: Any, value: Any) -> Any:
     return zeros_unless(active, [value])[0]
 
 
-def _rows_of_shard(value: Any, cut: Any, rank: int) -> Any:
+def _rows_of_shard(value: Any, sharding: Sharding, rank: int) -> Any:
     """Returns the rows of IndexedSlices in this rank's shard, with indices counted from its first row."""
-    begin, end = cut.bounds[rank]
-    inside = tf.logical_and(value.indices >= begin, value.indices < end)
-    indices = tf.boolean_mask(value.indices, inside) - begin
-    shape = tf.constant(cut.shape_of(rank), tf.int64)
+    [rows] = sharding.slices(rank)
+    inside = tf.logical_and(value.indices >= rows.start, value.indices < rows.stop)
+    indices = tf.boolean_mask(value.indices, inside) - rows.start
+    shape = tf.constant(sharding.shape_of(rank), tf.int64)
     return tf.IndexedSlices(tf.boolean_mask(value.values, inside), indices, shape)
 
 

@@ -11,7 +11,8 @@ from common import history_error, is_reference, relative_error
 from harness import strategy, workers
 
 import tfring
-from tfring._keras.sharding import axis_of
+from tfring._keras.sharding import sharding_of
+from tfring.sharding import at_stage, shard_along, shard_table
 
 BATCH = 20
 ROWS = 43  # the last batch has 3: fewer than microbatches
@@ -184,7 +185,8 @@ def trained(mesh, cases, floatx):
         found["held"] = sum(int(np.prod(v.shape)) for v in every)
         found["counted"] = pipeline.count_params(), pipeline.model.layers[-1].count_params()
         # Of that its part: others at other places of the mesh hold the same.
-        holders = [ring.mesh.size_along(axis_of(v) or "") for v in every]
+        shardings = [sharding_of(v) for v in every]
+        holders = [1 if sharding is None else len(sharding.parts) for sharding in shardings]
         found["part"] = sum(int(np.prod(v.shape)) * n / ring.mesh.size for v, n in zip(every, holders, strict=True))
         if is_reference(ring):
             alone = MODELS[kind]()
@@ -199,6 +201,28 @@ def trained(mesh, cases, floatx):
             found["all"] = sum(v.numpy().size for v in [*alone.weights, *alone.optimizer.variables])
         results.append(found)
     return results
+
+
+def test_shardings_of_a_stage():
+    """Ranks of the stage hold what they hold without one, those of other stages nothing; along one axis more."""
+    inner = [None, shard_along((7, 5), 1, 3, "model"), shard_along((7, 5), 0, 2, "data"), shard_table((7, 5), 2, "range")]
+    for sharding in inner:
+        for num_stages, stage in ((2, 0), (2, 1), (4, 2)):
+            found = at_stage((7, 5), sharding, stage, num_stages)
+            num_ranks = 1 if sharding is None else len(sharding.parts)
+            assert found.axis == ("pipeline" if sharding is None else f"pipeline+{sharding.axis}")
+            assert len(found.parts) == num_stages * num_ranks
+            for rank in range(len(found.parts)):
+                of_stage, place = divmod(rank, num_ranks)
+                if of_stage != stage:
+                    assert found.count(rank) == 0 and found.shape_of(rank).count(0) == 1
+                    assert found.slices(rank) == (slice(0, 0, 1),)
+                elif sharding is None:
+                    assert found.shape_of(rank) == (7, 5) and found.slices(rank) == (slice(0, 7, 1),)
+                else:
+                    assert found.shape_of(rank) == sharding.shape_of(place)
+                    assert found.slices(rank) == sharding.slices(place)
+    assert [at_stage((), None, 1, 2).shape_of(rank) for rank in (0, 1)] == [(0,), ()]
 
 
 @pytest.mark.parametrize(

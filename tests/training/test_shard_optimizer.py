@@ -17,21 +17,22 @@ from common import (
 from harness import strategy, workers
 
 import tfring
-from tfring.reduction.cuts import plan_cut
+from tfring.sharding import plan_shards
 
 VOCABULARY, DIM = 300, 5  # rows enough for four ranks to cut the table between rows
 
 
-def test_cuts():
+def test_plan_of_shards():
     for world_size in (2, 3, 4, 7):
         for shape in ((), (1,), (2,), (5, 3), (0, 4), (64 * world_size,), (64 * world_size + 1, 2), (3, 3, 5, 2)):
-            cut = plan_cut(shape, world_size)
+            sharding = plan_shards(shape, world_size)
             whole = np.arange(math.prod(shape))
-            lined_up = whole.reshape(cut.lined_up)
-            pieces = [lined_up[begin:end] for begin, end in cut.bounds]
-            assert [piece.shape for piece in pieces] == [cut.shape_of(rank) for rank in range(world_size)]
+            lined_up = whole.reshape(sharding.lined_up)
+            pieces = [lined_up[part] for rank in range(world_size) for part in sharding.slices(rank)]
+            assert [piece.shape for piece in pieces] == [sharding.shape_of(rank) for rank in range(world_size)]
+            assert [len(piece) for piece in pieces] == [sharding.count(rank) for rank in range(world_size)]
             assert np.array_equal(np.concatenate(pieces).reshape(-1), whole)
-            assert cut.by_rows == (bool(shape) and (shape[0] >= 64 * world_size or len(shape) == 1))
+            assert sharding.by_rows == (bool(shape) and (shape[0] >= 64 * world_size or len(shape) == 1))
             assert len({piece.size for piece in pieces}) <= 2
 
 

@@ -10,55 +10,59 @@ from common import assert_equal, element_wise_optimizers, optimizer_settings, re
 from harness import strategy, workers
 
 import tfring
-from tfring.reduction.placement import BY_ROWS, KINDS, Placement, place
+from tfring.layers.row_numbers import RowNumbers
+from tfring.sharding import BY_ROWS, KINDS, shard_table, shard_tables
 
 VOCABULARY, DIM = 30, 5
 
 
-def test_placements():
+def test_shardings_of_a_table():
     for world_size in (1, 2, 3, 4, 7):
         for rows in (1, 2, 3, 7, 8, 30):
             for kind in BY_ROWS:
-                placement = Placement((rows, 2), world_size, kind)
+                sharding = shard_table((rows, 2), world_size, kind)
+                numbers = RowNumbers(sharding, [rows])
+                assert (numbers.firsts, numbers.steps, numbers.end) == ([0], [1], rows)
                 whole = np.arange(rows)
-                pieces = [whole[placement.slices(rank)[0]] for rank in range(world_size)]
+                pieces = [whole[sharding.slices(rank)[0]] for rank in range(world_size)]
                 assert sorted(np.concatenate(pieces)) == list(whole)
                 for rank, piece in enumerate(pieces):
-                    assert placement.shape_of(rank) == (len(piece), 2)
+                    assert sharding.shape_of(rank) == (len(piece), 2)
                     assert len(piece) <= -(-rows // world_size)
-                    assert np.all(placement.owner(piece) == rank)
-                    assert np.array_equal(placement.row_of_owner(piece), np.arange(len(piece)))
+                    assert np.all(numbers.owner(piece) == rank)
+                    assert np.array_equal(numbers.row_of_owner(piece), np.arange(len(piece)))
                     for begin in range(rows):
                         for end in (begin + 1, begin + 5, rows):
-                            within = whole[begin:end][placement.part_within(rank, begin, min(end, rows))]
+                            within = whole[begin:end][sharding.within(rank, begin, min(end, rows))]
                             assert np.array_equal(within, piece[(piece >= begin) & (piece < end)])
     with pytest.raises(tfring.errors.ConfigurationError, match="placement='hash'"):
-        place((4, 2), 2, "hash")
+        shard_table((4, 2), 2, "hash")
 
 
-def test_placements_of_several_tables():
+def test_shardings_of_several_tables():
     sizes = (2, 5, 1, 7, 3)
     for world_size in (1, 2, 3, 4, 7):
         for owners in ((0, None, 1, None, 0), (None, 1, None, 0, 1), (2, 2, 0, 1, 0), (None,) * 5):
             owners = [None if owner is None else owner % world_size for owner in owners]
-            placement = Placement((18, 2), world_size, tables=tuple(zip(sizes, owners, strict=True)))
+            sharding = shard_tables((18, 2), world_size, list(zip(sizes, owners, strict=True)))
+            numbering = RowNumbers(sharding, sizes)
             whole = np.arange(18)
-            pieces = [np.concatenate([whole[part] for part in placement.slices(rank)]) for rank in range(world_size)]
+            pieces = [np.concatenate([whole[part] for part in sharding.slices(rank)]) for rank in range(world_size)]
             assert sorted(np.concatenate(pieces)) == list(whole)
-            assert [placement.shape_of(rank) for rank in range(world_size)] == [(len(piece), 2) for piece in pieces]
+            assert [sharding.shape_of(rank) for rank in range(world_size)] == [(len(piece), 2) for piece in pieces]
             begin = 0
-            for size, owner, (first, step) in zip(sizes, owners, placement.numbers, strict=True):
+            for size, owner, first, step in zip(sizes, owners, numbering.firsts, numbering.steps, strict=True):
                 numbers = first + step * np.arange(size)
-                assert numbers.max() < placement.end
-                places = zip(placement.owner(numbers), placement.row_of_owner(numbers), strict=True)
+                assert numbers.max() < numbering.end
+                places = zip(numbering.owner(numbers), numbering.row_of_owner(numbers), strict=True)
                 assert [pieces[rank][row] for rank, row in places] == list(range(begin, begin + size))
-                assert owner is None or set(placement.owner(numbers)) == {owner}
+                assert owner is None or set(numbering.owner(numbers)) == {owner}
                 for rank, piece in enumerate(pieces):
                     for last in (begin + 1, begin + size):
-                        within = whole[begin:last][placement.part_within(rank, begin, last)]
+                        within = whole[begin:last][sharding.within(rank, begin, last)]
                         assert np.array_equal(within, piece[(piece >= begin) & (piece < last)])
                 begin += size
-            assert placement.end < world_size * (max(map(len, pieces)) + 1)  # so int32 holds them as long as it can
+            assert numbering.end < world_size * (max(map(len, pieces)) + 1)  # so int32 holds them as long as it can
 
 
 def skewed_ids(num_rows=43, ids_per_row=3, seed=0):

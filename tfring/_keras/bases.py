@@ -43,12 +43,12 @@ class RingVariable(core.Variable):
     """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard."""
 
     def assign(self, value: Any) -> Any:
-        cut = sharding.cut_of(self)
         if isinstance(value, stores.Stored):
-            if cut is not None and value.shape == cut.shape == cut.lined_up:
-                return large.write_shard(self, cut, self._tfring_rank, value)
+            whole = sharding.sharding_of(self)
+            if whole is not None and value.shape == whole.shape == whole.lined_up:
+                return large.write_shard(self, whole, sharding.mark_of(self).rank, value)
             value = np.asarray(value)
-        return super().assign(sharding.piece_of(self, value))
+        return super().assign(sharding.shard_of(self, value))
 
     def assign_add(self, value: Any) -> Any:
         with state.adding_to(self):
@@ -66,7 +66,7 @@ class RingVariable(core.Variable):
             super()._initialize(value)
 
     def _deferred_initialize(self) -> None:
-        if sharding.cut_of(self) is None:
+        if sharding.sharding_of(self) is None:
             return super()._deferred_initialize()
         with tf.distribute.get_strategy().extended.variables_of_worker():
             return super()._deferred_initialize()
@@ -103,7 +103,7 @@ class RingLayer(TFLayer):
         return layer
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        pieces = [v for v in self.weights if sharding.cut_of(v) is not None]
+        pieces = [v for v in self.weights if sharding.sharding_of(v) is not None]
         if pieces:
             raise slots.refusal_to_write("weight", pieces, self, save_type)
         return super()._trackable_children(save_type, **kwargs)

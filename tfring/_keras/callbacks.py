@@ -20,7 +20,7 @@ from keras.src import utils
 from tfring._keras import configuration, loop, place
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import cut_of, slots
+from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def for_rank(callbacks: Sequence[Any], model: Any, strategy: RingStrategy) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
     sharded = "shard_optimizer=True" if strategy.shard_optimizer else ""
-    sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if cut_of(v) is not None), "")
+    sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if sharding_of(v) is not None), "")
     if sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
             "BackupAndRestore saves and restores on rank 0 alone, which has a shard of each slot. Received: "

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfring import _tf
 from tfring._keras.layers import all_layers
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.sharding import cut_of
+from tfring._keras.sharding import sharding_of
 
 _MOST_TEXT = 100  # characters of a value in an error
 # In configurations: where code lies, shapes of a rank's rows, what a rank draws for itself, what is compared by itself.
@@ -71,7 +71,8 @@ def of_model(model: Any) -> dict:
             items[f"input of {op}"] = item(parents)
     for number, variable in enumerate(model.variables):
         name = re.sub(r"^variable_\d+$", "variable", variable.name)
-        shape = "of which a rank holds a part" if cut_of(variable) is not None else f"of shape {tuple(variable.shape)}"
+        is_sharded = sharding_of(variable) is not None
+        shape = "of which a rank holds a part" if is_sharded else f"of shape {tuple(variable.shape)}"
         text = f"{variable.path!r} {shape}, {variable.dtype}, {'' if variable.trainable else 'not '}trainable"
         items[f"weight {number}"] = [text, json.dumps([name, shape, str(variable.dtype), bool(variable.trainable)])]
     return items

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import cut_of, whole_shape
+from tfring._keras.sharding import full_shape, sharding_of
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -67,7 +67,7 @@ def install() -> None:
         @seam(summary_utils, name)
         def count_whole(original: Callable[..., Any], weights: Iterable[Any]) -> Any:
             """Counts whole weights, also where this worker has a shard of them."""
-            return original([v if cut_of(v) is None else _Whole(whole_shape(v), v.dtype) for v in weights])
+            return original([v if sharding_of(v) is None else _Whole(full_shape(v), v.dtype) for v in weights])
 
     signature = inspect.signature(keras.Model.summary)
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfring import _tf
 from tfring._keras import aside, printing
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import cut_of, slots
+from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of_process
 
@@ -117,7 +117,7 @@ def install() -> None:
 
     @seam(Model, "export")
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        sharded = [v for v in self.variables if cut_of(v) is not None]
+        sharded = [v for v in self.variables if sharding_of(v) is not None]
         if sharded:
             ring = sharded[0].value.distribute_strategy  # the model is of none, where it was composed outside
             raise ConfigurationError(

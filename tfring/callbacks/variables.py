@@ -18,7 +18,7 @@ from tfring import blocks, equality
 from tfring._keras.callbacks import all_variables
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.optimizers.residuals import residuals_of
-from tfring._keras.sharding import axis_of, count, cut_of, gradient_is_complete, large, slots, stages, whole_shape
+from tfring._keras.sharding import full_shape, gradient_is_complete, large, mark_of, sharding_of, slots
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -100,7 +100,7 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
     ends = np.cumsum(num_replicas)
     for number, (variable, values, end) in enumerate(zip(variables, replicas, ends, strict=True)):
         digest = everyone[:, end - len(values) : end]
-        is_cut = cut_of(variable) is not None
+        is_cut = sharding_of(variable) is not None
         if id(variable) in accumulators:
             differs = not gradient_is_complete(variable)
         else:
@@ -108,7 +108,7 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
         description = {
             "path": variable.path,
             "dtype": variable.value.dtype.name,
-            "shape": list(whole_shape(variable)),
+            "shape": list(full_shape(variable)),
             "of_each_replica": differs,
         }
         array = None
@@ -121,7 +121,7 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
         else:
             array = bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
             if differs:  # one of the ranks of a replica has it: one that computes with it
-                sends = (here.pipeline, here.model) == (stages.stage_of(variable), 0)
+                sends = (here.pipeline, here.model) == (mark_of(variable).stage, 0)
                 array = gather(strategy, array if sends else array[:0], "variable of a backup")
         taken.descriptions.append(description)
         if strategy.cluster.is_chief:
@@ -131,19 +131,18 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
 
 def _describe_shards(strategy: RingStrategy, variable: keras.Variable, of_each_replica: bool) -> dict[str, Any]:
     """Describes the shards of a variable; of ranks that have the same shard, the first."""
-    cut, axis = cut_of(variable), axis_of(variable)
-    assert cut is not None and axis is not None
+    sharding = sharding_of(variable)
+    assert sharding is not None
     first: dict[tuple[int, int], int] = {}  # rank, by its replica and its place along the axis
     for rank in range(strategy.cluster.world_size):
         replica = strategy.mesh.coordinate("data", rank) if of_each_replica else 0
-        first.setdefault((replica, strategy.mesh.coordinate(axis, rank)), rank)
-    size = cut.lined_up[cut.dimension]
+        first.setdefault((replica, strategy.mesh.coordinate(sharding.axis, rank)), rank)
     of = [
-        [rank, [list(part.indices(size)) for part in cut.slices(place)], replica]
+        [rank, [[part.start, part.stop, part.step] for part in sharding.parts[place]], replica]
         for (replica, place), rank in first.items()
-        if count(cut, place)
+        if sharding.count(place)
     ]
-    return {"lined_up": list(cut.lined_up), "dimension": cut.dimension, "of": of}
+    return {"lined_up": list(sharding.lined_up), "dimension": sharding.dimension, "of": of}
 
 
 def give(
@@ -177,7 +176,7 @@ def give(
             step = per_worker_then if of_each else 1  # the replicas of a worker hold the same
             entries = None if entries is None else entries[::step]
             _give_accumulated(strategy, variable, entries, count_then // step, dtype)
-        elif cut_of(variable) is not None:
+        elif sharding_of(variable) is not None:
             scatter(strategy, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
         else:
             shape = (count_then, *description["shape"])
@@ -240,11 +239,11 @@ def _give_accumulated(
             return replica
         return 0 if replica == 0 or gradient_is_complete(variable) else None
 
-    if cut_of(variable) is not None:
+    if sharding_of(variable) is not None:
         scatter(strategy, entries, variable, dtype, entry_of)
         return
     stacked = None if entries is None else np.asarray(entries)
-    everyones = broadcast(strategy, stacked, (num_entries, *whole_shape(variable)), dtype)
+    everyones = broadcast(strategy, stacked, (num_entries, *full_shape(variable)), dtype)
     entry = entry_of(data)
     value = np.zeros_like(everyones[0]) if entry is None else everyones[entry]
     for replica in values_of(variable.value):
@@ -262,7 +261,7 @@ def _total(entries: np.ndarray) -> np.ndarray:
 def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[str, Any]]) -> None:
     """Raises ConfigurationError where the descriptions are not those of these variables."""
     then = [(d["dtype"], tuple(d["shape"])) for d in descriptions]
-    now = [(v.value.dtype.name, whole_shape(v)) for v in variables]
+    now = [(v.value.dtype.name, full_shape(v)) for v in variables]
     if then == now:
         return
     pairs = zip(then, now, strict=False)
@@ -333,22 +332,25 @@ def scatter(
       dtype: of the arrays.
       entry_of: the array, by its number, of which a replica's ranks get shards; None where they get zeros.
     """
-    dtype, cut, axis = np.dtype(dtype), cut_of(variable), axis_of(variable)
-    assert cut is not None and axis is not None
+    dtype, sharding = np.dtype(dtype), sharding_of(variable)
+    assert sharding is not None
     mesh, everyone = strategy.mesh, range(strategy.cluster.world_size)
-    places = [mesh.coordinate(axis, rank) for rank in everyone]
+    places = [mesh.coordinate(sharding.axis, rank) for rank in everyone]
     chosen = [entry_of(mesh.coordinate("data", rank)) for rank in everyone]
-    inner = tuple(np.delete(cut.lined_up, cut.dimension))
-    lined_up = [np.moveaxis(e.reshape(cut.lined_up), cut.dimension, 0) for e in (() if entries is None else entries)]
+    inner = tuple(np.delete(sharding.lined_up, sharding.dimension))
+    lined_up = [
+        np.moveaxis(entry.reshape(sharding.lined_up), sharding.dimension, 0)
+        for entry in (() if entries is None else entries)
+    ]
     nothing = np.empty((0, *inner), dtype)
-    counts = [count(cut, place) for place in places]
-    mine, shape = counts[strategy.cluster.rank], cut.shape_of(places[strategy.cluster.rank])
+    counts = [*map(sharding.count, places)]
+    mine, shape = counts[strategy.cluster.rank], sharding.shape_of(places[strategy.cluster.rank])
     step = blocks.rows_of_a_block(nothing, len(places))
     for begin in range(0, max(counts), step):
         octets, sizes = np.empty(0, np.uint8), None
         if entries is not None:
             everyones = [
-                [nothing] if entry is None else [lined_up[entry][rows] for rows in cut.slices(place)]
+                [nothing] if entry is None else [lined_up[entry][rows] for rows in sharding.slices(place)]
                 for entry, place in zip(chosen, places, strict=True)
             ]
             parts = [_octets(blocks.read_rows(begin, step, arrays)) for arrays in everyones]
@@ -358,12 +360,12 @@ def scatter(
         num_rows = min(step, mine - begin)
         if num_rows <= 0:
             continue
-        block = np.moveaxis(rows if len(rows) else np.zeros((num_rows, *inner), dtype), 0, cut.dimension)
+        block = np.moveaxis(rows if len(rows) else np.zeros((num_rows, *inner), dtype), 0, sharding.dimension)
         for replica in values_of(variable.value):
             if num_rows == mine:
                 replica.assign(block.reshape(shape))
             else:
-                large.write_block(replica, begin, block, cut.dimension)
+                large.write_block(replica, begin, block, sharding.dimension)
 
 
 def broadcast_bytes(strategy: RingStrategy, data: bytes) -> bytes:

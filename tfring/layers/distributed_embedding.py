@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras.sharding import Division, check_axis, cut_of, large, slots, stores, tables
+from tfring._keras.sharding import Division, check_axis, large, mark, sharding_of, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers import embedding_configs
@@ -30,8 +30,8 @@ from tfring.layers.choice import next_layer_number
 from tfring.layers.combiners import check_ids, combined, flat
 from tfring.layers.embedding_configs import FeatureConfig, TableConfig
 from tfring.layers.lookup import exchange
-from tfring.reduction.placement import Placement, place
 from tfring.reduction.table_plan import KINDS, TablePlan, deal, plan_tables
+from tfring.sharding import shard_table, shard_tables
 
 _BUNDLE = "preprocessed"  # the key of what `preprocess` returns
 
@@ -284,19 +284,20 @@ class _Stack:
         self._rank = division.collectives.rank
         name = f"embeddings_{last.embedding_dim}"
         if self._kind == "columns":
-            self._placement, name = place(shape, world_size, "columns"), f"{name}_by_columns"
+            name = f"{name}_by_columns"
+            self._sharding = shard_table(shape, world_size, "columns", division.axis)
         else:
-            owned = tuple((table.vocabulary_size, owners.get(table.name)) for table, _, _ in self._tables)
-            self._placement = Placement(shape, world_size, tables=owned)
+            owned = [(table.vocabulary_size, owners.get(table.name)) for table, _, _ in self._tables]
+            self._sharding = shard_tables(shape, world_size, owned, division.axis)
         self._held = sorted(self._tables, key=lambda each: each[0].name in owners)  # divided ones before whole ones
         if self._kind == "replicated":
             self._variable = layer.add_weight(name=last.name, shape=shape, initializer=last.initializer)
-            tables.sum_ids(self._variable)
+            mark(self._variable, sums_ids=True)
         else:
             parts = [(table.initializer, begin, end) for table, begin, end in self._held]
-            self._variable = tables.add_table(layer, name, parts, self._placement, division)
+            self._variable = tables.add_table(layer, name, parts, self._sharding, division)
         names = [(table.name, table.vocabulary_size) for table, _, _ in self._tables]
-        self._exchange = exchange(self._placement, names, division, f"{key}, {name}")
+        self._exchange = exchange(self._sharding, names, division, f"{key}, {name}")
 
     def rows(self, ids: Sequence[Any]) -> Iterator[tuple[int, tf.Tensor]]:
         """Pairs of the number of a feature and the rows of its ids, `[*flat(ids).shape, width]`."""
@@ -307,17 +308,17 @@ class _Stack:
     def whole(self) -> dict[str, np.ndarray]:
         """The whole tables by their names; all ranks call it."""
         variable = self._variable
-        value = variable.numpy() if cut_of(variable) is None else slots.whole(variable)
+        value = variable.numpy() if sharding_of(variable) is None else slots.whole(variable)
         return {table.name: value[begin:end] for table, begin, end in self._tables}
 
     def assign(self, whole: Mapping[str, Any]) -> None:
         """Keeps this worker's part of whole tables; of an array in a file nothing else is read."""
-        if cut_of(self._variable) is None:
+        if sharding_of(self._variable) is None:
             self._variable.assign(np.concatenate([np.asarray(whole[table.name]) for table, _, _ in self._held]))
             return
         at = 0
         for table, begin, end in self._held:
-            part = self._placement.part_within(self._rank, begin, end)
+            part = self._sharding.within(self._rank, begin, end)
             at = large.write(self._variable, at, whole[table.name], part)
 
 

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfring import step
-from tfring.reduction.cuts import Cut
-from tfring.reduction.placement import Placement
+from tfring.layers.row_numbers import RowNumbers
+from tfring.sharding import Sharding
 
 if TYPE_CHECKING:
     from tfring._keras.sharding import Division
@@ -51,18 +51,16 @@ class Exchange:
     """Looks up rows of a sharded table, or of several that lie one after another in one.
 
     Args:
-      placement: who owns which row of all together, a `Placement`.
+      sharding: of all together, by rows.
       tables: the name, for errors, and the number of rows of each table.
       division: over which ranks the rows are divided, see `tfring._keras.sharding.Division`.
       key: what the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
     """
 
-    def __init__(
-        self, placement: Placement | Cut, tables: Sequence[tuple[str, int]], division: Division, key: str
-    ) -> None:
-        self._placement: Any = placement  # a Placement; a Cut of columns
+    def __init__(self, sharding: Sharding, tables: Sequence[tuple[str, int]], division: Division, key: str) -> None:
+        self._sharding = sharding
         self._names, self._counts = zip(*tables, strict=True)
-        self._first, self._step, self._end = self._numbers()
+        self._first, self._step, self._end = self._number()
         self._collectives = division.collectives
         self._of = self._of_one_process
         if not division.is_alone:
@@ -83,17 +81,17 @@ class Exchange:
 
     # -- who owns what; `ColumnExchange` has others ------------------------------------------------------------------
 
-    def _numbers(self) -> tuple[Sequence[int], Sequence[int], int]:
+    def _number(self) -> tuple[Sequence[int], Sequence[int], int]:
         """Returns the number of each table's first row, and the step to that of its next; and the end of all."""
-        first, step = zip(*self._placement.numbers, strict=True)
-        return first, step, self._placement.end
+        self._numbers = RowNumbers(self._sharding, self._counts)
+        return self._numbers.firsts, self._numbers.steps, self._numbers.end
 
     def _row_of_owner(self, numbers: tf.Tensor) -> tf.Tensor:
-        return self._placement.row_of_owner(numbers)
+        return self._numbers.row_of_owner(numbers)
 
     def _by_owner(self, unique: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Returns ids by owner, and the inverse permutation."""
-        owner = tf.cast(self._placement.owner(unique), tf.int32)
+        owner = tf.cast(self._numbers.owner(unique), tf.int32)
         order = tf.dynamic_partition(tf.range(tf.size(unique)), owner, self._collectives.world_size)
         return order, tf.math.invert_permutation(tf.concat(order, 0))
 
@@ -194,9 +192,9 @@ class Exchange:
 
 
 class ColumnExchange(Exchange):
-    """An `Exchange` of tables sharded by columns, by a `Cut`: each rank is asked for all ids."""
+    """An `Exchange` of tables sharded by columns: each rank is asked for all ids."""
 
-    def _numbers(self) -> tuple[Sequence[int], Sequence[int], int]:
+    def _number(self) -> tuple[Sequence[int], Sequence[int], int]:
         *begins, end = itertools.accumulate(self._counts, initial=0)
         return begins, [1] * len(begins), end
 
@@ -218,19 +216,18 @@ class ColumnExchange(Exchange):
 
     @property
     def _widths(self) -> list[int]:
-        return [self._placement.shape_of(rank)[1] for rank in range(self._collectives.world_size)]
+        return [self._sharding.shape_of(rank)[1] for rank in range(self._collectives.world_size)]
 
     def _joined(self, flat: tf.Tensor) -> tf.Tensor:
         """Joins the parts of rows that came from each rank."""
-        count = tf.size(flat, tf.int64) // self._placement.shape[1]
+        count = tf.size(flat, tf.int64) // self._sharding.shape[1]
         parts = tf.split(flat, [count * width for width in self._widths])
         return tf.concat([tf.reshape(p, [count, width]) for p, width in zip(parts, self._widths, strict=True)], 1)
 
 
-def exchange(placement: Placement | Cut, tables: Sequence[tuple[str, int]], division: Division, key: str) -> Exchange:
-    """Returns the exchange of tables with this placement; arguments as of `Exchange`."""
-    kind = ColumnExchange if isinstance(placement, Cut) else Exchange
-    return kind(placement, tables, division, key)
+def exchange(sharding: Sharding, tables: Sequence[tuple[str, int]], division: Division, key: str) -> Exchange:
+    """Returns the exchange of tables that are sharded by rows or columns; arguments as of `Exchange`."""
+    return (ColumnExchange if sharding.dimension else Exchange)(sharding, tables, division, key)
 
 
 def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from tfring import _keras
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import Division, check_axis, cut_of, slots, stores, tables
+from tfring._keras.sharding import Division, check_axis, sharding_of, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
 from tfring.layers.combiners import check_combiner, check_ids, combined, flat
 from tfring.layers.lookup import exchange
-from tfring.reduction.placement import place
+from tfring.sharding import shard_table
 
 _REFUSED = ("embeddings_regularizer", "embeddings_constraint", "lora_rank", "lora_alpha", "quantization_config")
 
@@ -97,7 +97,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         check_combiner(combiner, self.name)
         tables.check_update(update)
         check_axis(axis)
-        place((input_dim, output_dim), 1, placement)  # which checks it
+        shard_table((input_dim, output_dim), 1, placement)  # which checks it
         self.combiner = combiner
         self.placement = placement
         self.update = update
@@ -112,11 +112,11 @@ class ShardedEmbedding(keras.layers.Embedding):
             return
         division = Division.of(self.axis, "ShardedEmbedding", "keras.layers.Embedding")
         shape = (self.input_dim, self.output_dim)
-        placement = place(shape, division.collectives.world_size, self.placement)
+        sharding = shard_table(shape, division.collectives.world_size, self.placement, division.axis)
         parts = [(self.embeddings_initializer, 0, self.input_dim)]
-        self._embeddings = tables.add_table(self, "embeddings", parts, placement, division)
+        self._embeddings = tables.add_table(self, "embeddings", parts, sharding, division)
         key = f"table {next_layer_number()}"
-        self._exchange = exchange(placement, [(self.name, self.input_dim)], division, key)
+        self._exchange = exchange(sharding, [(self.name, self.input_dim)], division, key)
         self.built = True
 
     def call(self, inputs: Any, id_weights: Any = None) -> Any:
@@ -152,7 +152,7 @@ class ShardedEmbedding(keras.layers.Embedding):
     def save_own_variables(self, store: Any) -> None:
         """All ranks call it, or are in `tfring.save` or `model.save` together."""
         if self.built:
-            store["0"] = self._embeddings if cut_of(self._embeddings) is None else slots.whole(self._embeddings)
+            store["0"] = self._embeddings if sharding_of(self._embeddings) is None else slots.whole(self._embeddings)
 
     def load_own_variables(self, store: Any) -> None:
         if not self.built:

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras.sharding import Division, InitialPiece, cut_of, slots, stores
+from tfring._keras.sharding import Division, InitialShard, sharding_of, slots, stores
 from tfring.errors import ConfigurationError
-from tfring.reduction.cuts import cut_along
+from tfring.sharding import shard_along
 
 _SUMS = ("L1", "L2", "L1L2")  # regularizers whose value for the full weight is the sum over shards
 
@@ -20,7 +20,7 @@ class ShardedWeights(keras.layers.Layer):
     """A base before a layer of Keras: this worker holds shards of the weights that `dimensions` names.
 
     Its `build` asks for full weights, by `add_weight` with a name; each is drawn in full, as one process draws it, and
-    the shard is kept. Optimizers, files, `get_weights` and `set_weights` know of shards (`tfring/_keras/sharding.py`).
+    the shard is kept. Optimizers, files, `get_weights` and `set_weights` know of shards (`tfring/_keras/sharding/`).
 
     Attributes:
       division: over which ranks.
@@ -43,35 +43,35 @@ class ShardedWeights(keras.layers.Layer):
         add_weight = super().add_weight
         if dimension is None:
             return add_weight(shape, initializer, name=name, regularizer=regularizer, **options)
-        cut = cut_along(shape, dimension, self.division.collectives.world_size)
-        if not all(end > begin for begin, end in cut.bounds):
+        sharding = shard_along(shape, dimension, self.division.collectives.world_size, self.division.axis)
+        if not all(sharding.parts):
             raise ConfigurationError(
-                f"A weight has a shard for each of {len(cut.bounds)} workers. Received: {name!r} of "
+                f"A weight has a shard for each of {len(sharding.parts)} workers. Received: {name!r} of "
                 f"{self.name!r}, of shape {tuple(shape)}, sharded along dimension {dimension}. Use fewer "
                 f"workers along the {self.division.axis} axis, or the layer of Keras."
             )
         if regularizer is not None:
             regularizer = _FullRegularizer(regularizer, self.division, f"regularizer of {name}")
-        initial = InitialPiece(keras.initializers.get(initializer), cut, self.division)
-        return self.division.add_weight(add_weight, cut, initial, name=name, regularizer=regularizer, **options)
+        initial = InitialShard(keras.initializers.get(initializer), sharding, self.division)
+        return self.division.add_weight(add_weight, sharding, initial, name=name, regularizer=regularizer, **options)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves full weights. All ranks call it, or are in `tfring.save` or `model.save` together."""
-        if not any(cut_of(v) is not None for v in self._own_variables()):
+        if not any(sharding_of(v) is not None for v in self._own_variables()):
             return super().save_own_variables(store)
         for number, variable in enumerate(self._own_variables()):
-            store[str(number)] = variable if cut_of(variable) is None else slots.whole(variable)
+            store[str(number)] = variable if sharding_of(variable) is None else slots.whole(variable)
         return None
 
     def load_own_variables(self, store: Any) -> None:
         stored = set(store.keys())
         store = stores.InBlocks(store)
         for number, variable in enumerate(self._own_variables()):
-            cut = cut_of(variable)
-            if cut is not None and str(number) in stored and tuple(store[str(number)].shape) != cut.shape:
+            sharding = sharding_of(variable)
+            if sharding is not None and str(number) in stored and tuple(store[str(number)].shape) != sharding.shape:
                 raise ValueError(
-                    f"A file for {self.name!r} has the full {variable.name!r}, of shape {cut.shape}. Received: shape "
-                    f"{tuple(store[str(number)].shape)}."
+                    f"A file for {self.name!r} has the full {variable.name!r}, of shape {sharding.shape}. Received: "
+                    f"shape {tuple(store[str(number)].shape)}."
                 )
         super().load_own_variables(store)
 

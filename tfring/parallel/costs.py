@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfring._keras.seam import ring_of_model
-from tfring._keras.sharding import axis_of
+from tfring._keras.sharding import is_sharded_along
 from tfring.errors import ConfigurationError
 from tfring.parallel.stages import calls_of, crossings_of, functional_of, outputs_of
 from tfring.reduction.stage_plan import LayerCost
@@ -88,7 +88,7 @@ def _check(model: keras.Model, **numbers: int) -> None:
         least = 0 if name == "slots" else 1
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
             raise ConfigurationError(f"`{name}` is a whole number, {least} or more. Received: {name}={number!r}")
-    divided = [v.path for v in model.weights if axis_of(v) == "pipeline"]
+    divided = [v.path for v in model.weights if is_sharded_along(v, "pipeline")]
     if divided:
         raise ConfigurationError(
             "Layers are measured where a worker has them all, before the model goes into a Pipeline. Received: model "

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from tfring._keras.layers import all_layers
 from tfring._keras.seam import ring_of_model
-from tfring._keras.sharding import axis_of, stages
-from tfring.cluster.mesh import axes_of
+from tfring._keras.sharding import is_sharded_along, mark, stages
 from tfring.errors import ConfigurationError
 from tfring.parallel.passes import Passes
 from tfring.parallel.stages import Cut, batch_normalizations, cut_model
@@ -102,7 +101,7 @@ class Pipeline(keras.Model):
         stages.refuse_new_weights()
         for stage in cut.stages:
             for variable in stage.variables:
-                stages.note(variable, stage.number)
+                mark(variable, stage=stage.number)
             for variable in stage.weights:
                 stages.give(strategy, variable, stage.number)
         self._passes = passes
@@ -184,7 +183,7 @@ def _check(model: keras.Model, cut: Cut, strategy: RingStrategy, schedule: Sched
             f"{mesh.pipeline - 1} of them begin. Received: {len(cut.stages) - 1} names, which make "
             f"{len(cut.stages)} stages, with {mesh}."
         )
-    given = [v for v in model.weights if "pipeline" in axes_of(axis_of(v) or "")]
+    given = [v for v in model.weights if is_sharded_along(v, "pipeline")]
     if given:
         raise ConfigurationError(
             "A model goes into one Pipeline, which leaves each weight to one stage. Received: "

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfring.reduction.buckets import plan_buckets
-from tfring.reduction.cuts import Cut
 from tfring.reduction.feedback import all_reduce_with_feedback
 from tfring.ring.collectives import Collectives, zeros_unless
+from tfring.sharding import Sharding
 
 BUCKET_BYTES = 32 << 20  # within a host, where adding and copying take the processors that would compute meanwhile
 NETWORK_BUCKET_BYTES, NETWORK_LAST_BYTES = 8 << 20, 1 << 20  # else; benchmarks/training has figures
@@ -77,25 +77,25 @@ def reduce_dense(
 def reduce_scatter_dense(
     collectives: Collectives,
     tensors: Sequence[tf.Tensor],
-    cuts: Sequence[Cut],
+    shardings: Sequence[Sharding],
     *,
     name: str,
     active: tf.Tensor | None = None,
     buckets: BucketSizes,
 ) -> list[tf.Tensor]:
-    """Sums over all ranks and returns this rank's shards, as `cuts` describe; the rest is as of `reduce_dense`."""
+    """Sums over all ranks and returns this rank's shards, as `plan_shards` has it; the rest is as of `reduce_dense`."""
 
     def reduce_scatter(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         return collectives.reduce_scatter(zeros_unless(active, [lined_up[i] for i in indices]), name=name)
 
-    lined_up = [tf.reshape(t, cut.lined_up) for t, cut in zip(tensors, cuts, strict=True)]
-    return _in_buckets(reduce_scatter, lined_up, [cut.shape for cut in cuts], name, buckets)
+    lined_up = [tf.reshape(t, sharding.lined_up) for t, sharding in zip(tensors, shardings, strict=True)]
+    return _in_buckets(reduce_scatter, lined_up, [sharding.shape for sharding in shardings], name, buckets)
 
 
 def all_gather_dense(
     collectives: Collectives,
     shards: Sequence[tf.Tensor],
-    cuts: Sequence[Cut],
+    shardings: Sequence[Sharding],
     *,
     name: str,
     buckets: BucketSizes,
@@ -105,8 +105,8 @@ def all_gather_dense(
     def all_gather(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
         return collectives.all_gather([shards[i] for i in indices], name=name)
 
-    gathered = _in_buckets(all_gather, shards, [cut.shape for cut in cuts], name, buckets)
-    return [tf.reshape(whole, cut.shape) for whole, cut in zip(gathered, cuts, strict=True)]
+    gathered = _in_buckets(all_gather, shards, [sharding.shape for sharding in shardings], name, buckets)
+    return [tf.reshape(full, sharding.shape) for full, sharding in zip(gathered, shardings, strict=True)]
 
 
 def _in_buckets(

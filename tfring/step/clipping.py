@@ -7,15 +7,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfring.sharding import Sharding
 
-def clip(optimizer: Any, strategy: Any, grads: Sequence[Any], axes: Sequence[str | None], by_value: Callable) -> list:
+
+def clip(
+    optimizer: Any, strategy: Any, grads: Sequence[Any], shardings: Sequence[Sharding | None], by_value: Callable
+) -> list:
     """Returns the gradients, clipped as Keras' `_clip_gradients` clips full ones.
 
     Args:
       optimizer: which says how to clip.
       strategy: the RingStrategy; None in one process.
       grads: tensors and IndexedSlices, which stay such.
-      axes: for each gradient the axis of the mesh along which other ranks have other shards; None for a full one.
+      shardings: of the value of which each gradient is that of a shard; None for a full one.
       by_value: Keras' `_clip_gradients`, for what needs no norm.
     """
     limit = optimizer.clipnorm or optimizer.global_clipnorm
@@ -23,7 +27,8 @@ def clip(optimizer: Any, strategy: Any, grads: Sequence[Any], axes: Sequence[str
         return by_value(grads)
     wide = tf.float64 if any(g.dtype == tf.float64 for g in grads) else tf.float32
     squares = tf.stack([tf.reduce_sum(tf.square(tf.cast(_values(g), wide))) for g in grads])
-    for axis in sorted({axis for axis in axes if axis}):
+    axes = [None if sharding is None else sharding.axis for sharding in shardings]
+    for axis in sorted({axis for axis in axes if axis is not None}):
         collectives = strategy.extended.along(axis, "gradients")
         [everyones] = collectives.all_reduce([squares], name="squares of gradients")
         squares = tf.where(tf.constant([a == axis for a in axes]), everyones, squares)

@@ -15,7 +15,7 @@ from tfring import _keras, equality
 from tfring import config as settings
 from tfring._keras.optimizers.late_gradients import LateGradients
 from tfring._keras.optimizers.local_steps import LocalSteps
-from tfring._keras.sharding import axis_of, gradient_is_complete
+from tfring._keras.sharding import gradient_is_complete, sharding_of
 from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
@@ -336,7 +336,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         variables = [v for v in variables if not gradient_is_complete(v)]  # others have other shards
         names = [getattr(v, "path", None) or v.name for v in variables]
         values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
-        equality.assert_equal(self, values, names, [axis_of(v) is not None for v in variables])
+        equality.assert_equal(self, values, names, [sharding_of(v) is not None for v in variables])
 
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfring._keras.optimizers import fused, optimizers_of, ring_optimizer
 from tfring._keras.optimizers.optimizer_class import join_ring, register
 from tfring._keras.optimizers.ring_optimizer import RingOptimizer
-from tfring._keras.sharding import tables
+from tfring._keras.sharding import mark_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 
@@ -77,7 +77,7 @@ def belongs_to_ring(optimizer: Any, variables: Sequence[Any]) -> bool:
     """
     if any(ring_of_variable(v) is not None for v in variables):
         raise _not_of_scope(optimizer, "to be applied to variables made in the scope")
-    return any(tables.update_of(v) or tables.sums_ids(v) for v in variables)
+    return any(mark_of(v).update or mark_of(v).sums_ids for v in variables)
 
 
 def install() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfring._keras.optimizers.residuals import Residuals
-from tfring._keras.sharding import axis_of, cut_of, mark, piece_of, slots, stores, tables
+from tfring._keras.sharding import mark, mark_of, shard_of, sharding_of, slots, stores, tables
 from tfring._keras.sharding.shards import Shards, refuse_unless_element_wise, shards_of
 from tfring.recognition import ring_of
 
@@ -40,7 +40,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
                     self, "shard_optimizer=True gives each worker a shard of every weight", "leave shard_optimizer out"
                 )
                 self._tfring_shards = Shards(ring, self, variables)
-            elif any(map(axis_of, variables)):
+            elif any(map(sharding_of, variables)):
                 refuse_unless_element_wise(
                     self,
                     "A worker has a shard of each weight that is sharded over workers",
@@ -57,7 +57,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         """Raises ConfigurationError where this optimizer would update tables wrongly."""
         every = [v for v in variables if tables.update_of(v) is not None]
         by_rows = [v for v in every if tables.update_of(v) == "rows"]
-        if by_rows or any(cut_of(v) is not None for v in every):
+        if by_rows or any(sharding_of(v) is not None for v in every):
             refuse_unless_element_wise(
                 self, "A ShardedEmbedding updates some rows of a table apart from others", "keras.layers.Embedding"
             )
@@ -74,16 +74,12 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         update = tables.update_of(reference_variable)
         if update is not None:
             initializer = tables.without_copies(initializer)
-        axis = axis_of(reference)
-        strategy: Any = None if axis is None else reference.value.distribute_strategy
-        own = contextlib.nullcontext() if axis is None else strategy.extended.variables_of_worker()
+        marked, own = mark_of(reference), contextlib.nullcontext()
+        if marked.sharding is not None:
+            own = reference.value.distribute_strategy.extended.variables_of_worker()
         with own:
             slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
-        if axis is not None:
-            mark(slot, strategy, cut_of(reference), axis)
-        if update is not None:
-            slot._tfring_table = update
-        return slot
+        return mark(slot, sharding=marked.sharding, rank=marked.rank, update=update)
 
     def add_variable(self, shape: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
         """Makes accumulators of the shards that a worker holds, where Keras 3.8 makes them of the weights' shapes."""
@@ -94,7 +90,7 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         return self.add_variable_from_reference(variable, name=name, initializer=kwargs["initializer"])
 
     def _is_in_shards(self) -> bool:
-        of_tables = any(tables.update_of(v) or axis_of(v) for v in self._trainable_variables)
+        of_tables = any(mark_of(v).update or mark_of(v).sharding for v in self._trainable_variables)
         return self._tfring_shards is not None or of_tables
 
     def _var_key(self, variable: Any) -> Any:
@@ -104,31 +100,31 @@ class OptimizerSlots(keras.optimizers.Optimizer):
     # -- full values given to slots --------------------------------------------------------------------------------
 
     def assign(self, variable: Any, value: Any) -> None:
-        super().assign(variable, piece_of(variable, value))  # of a slot that begins as its weight
+        super().assign(variable, shard_of(variable, value))  # of a slot that begins as its weight
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         if self._tfring_shards is not None:
-            weights = [piece_of(v, w) for v, w in zip(self._variables, weights, strict=False)]
+            weights = [shard_of(v, w) for v, w in zip(self._variables, weights, strict=False)]
         super().set_weights(weights)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save_own_variables(self, store: Any) -> None:
         variables = self.variables
-        if all(cut_of(v) is None for v in variables):
+        if all(sharding_of(v) is None for v in variables):
             return super().save_own_variables(store)
         for number, variable in enumerate(variables):
-            is_cut = cut_of(variable) is not None
+            is_cut = sharding_of(variable) is not None
             store[str(number)] = slots.whole(variable) if is_cut else variable.numpy()
         return None
 
     def load_own_variables(self, store: Any) -> None:
-        is_cut = any(cut_of(v) is not None for v in self.variables)
+        is_cut = any(sharding_of(v) is not None for v in self.variables)
         super().load_own_variables(stores.InBlocks(store) if is_cut else store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         if save_type == "checkpoint":  # else with a model, whose weights may be full
-            pieces = [v for v in self.variables if cut_of(v) is not None]
+            pieces = [v for v in self.variables if sharding_of(v) is not None]
             if pieces or shards_of(self) is not None:
                 raise slots.refusal_to_write("slot", pieces, self, save_type)
         return super()._trackable_children(save_type, **kwargs)

@@ -11,7 +11,7 @@ import keras
 from tfring import step
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.optimizers.updater import Updater
-from tfring._keras.sharding import axis_of, tables
+from tfring._keras.sharding import mark_of
 from tfring._keras.sharding.shards import is_value
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -47,7 +47,7 @@ class Outstanding(Updater):
         if optimizer._delegates:
             problem = "an optimizer around others"
         for variable in variables:
-            if axis_of(variable) or tables.update_of(variable) or is_value(variable):
+            if mark_of(variable).sharding or mark_of(variable).update or is_value(variable):
                 problem = f"the variable {variable.path!r}, which is sharded or no plain weight"
         return problem
 

@@ -41,7 +41,7 @@ from tfring._keras.optimizers.optimizer_class import join_ring
 from tfring._keras.optimizers.optimizer_slots import OptimizerSlots
 from tfring._keras.optimizers.overrides import ReducedForOverrides
 from tfring._keras.optimizers.residuals import refuse
-from tfring._keras.sharding import axis_of, cut_of, gradient_is_complete, piece_of, tables
+from tfring._keras.sharding import gradient_is_complete, mark_of, shard_of, sharding_of, tables
 from tfring._keras.sharding.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -172,7 +172,7 @@ class RingOptimizer(OptimizerSlots):
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         """Adds gradients to accumulators, or goes on with their sum where an update is due: Keras' own."""
-        if self._current_update is None and any(map(axis_of, trainable_variables)):
+        if self._current_update is None and any(map(sharding_of, trainable_variables)):
             raise _outside(self)
         pairs = zip(grads, trainable_variables, strict=True)
         grads = [tables.with_each_id_once(g) if self._sums_ids(g, v) else g for g, v in pairs]
@@ -186,8 +186,9 @@ class RingOptimizer(OptimizerSlots):
             return super()._backend_apply_gradients(grads, trainable_variables)
 
     def _sums_ids(self, gradient: Any, variable: Any) -> bool:
-        is_table = tables.update_of(variable) or (self._ring is None and tables.sums_ids(variable))
-        return bool(is_table) and isinstance(gradient, tf.IndexedSlices)
+        marked = mark_of(variable)
+        is_table = marked.update is not None or (self._ring is None and marked.sums_ids)
+        return is_table and isinstance(gradient, tf.IndexedSlices)
 
     # -- 3. reduce, 4. clip ----------------------------------------------------------------------------------------
 
@@ -204,10 +205,10 @@ class RingOptimizer(OptimizerSlots):
         held = variables if shards is None else shards.held(variables)
         if shards is not None and update.is_reduced and not update.is_sharded:
             pairs = zip(held, variables, grads, strict=True)
-            grads = [g if shard is v else piece_of(shard, g) for shard, v, g in pairs]
-        axes = [*map(axis_of, held)]
-        if any(axes) or any(map(tables.update_of, variables)):  # which Keras would make dense
-            return clipping.clip(self, self._ring, grads, axes, super()._clip_gradients)
+            grads = [g if shard is v else shard_of(shard, g) for shard, v, g in pairs]
+        shardings = [*map(sharding_of, held)]
+        if any(shardings) or any(map(tables.update_of, variables)):  # which Keras would make dense
+            return clipping.clip(self, self._ring, grads, shardings, super()._clip_gradients)
         return super()._clip_gradients(grads)
 
     def _reduce(self, grads: Sequence[Any], variables: Sequence[Any], shards: Shards | None) -> list[Any]:
@@ -240,20 +241,16 @@ class RingOptimizer(OptimizerSlots):
             for i, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
             if not (gradient is None or gradient_is_complete(variable) or (alone and tables.update_of(variable)))
         ]
-        cuts = {i: cut_of(shards.shard(variables[i])) for i in chosen} if shards else {}
-        sharded = [i for i in chosen if cuts.get(i)]
+        of_shards = {i: sharding_of(shards.shard(variables[i])) for i in chosen} if shards else {}
+        sharded = {i: sharding for i, sharding in of_shards.items() if sharding is not None}
         by_rows = [i for i in chosen if tables.update_of(variables[i]) == "rows"]
         others = [i for i in chosen if i not in sharded and i not in by_rows]
         residuals = self._tfring_residuals
         kept = None if residuals is None else residuals.of([variables[i] for i in others])
         reduce(others, ops.sum_over_workers, residuals=kept)
         reduce(by_rows, ops.sum_over_workers, keep_sparse=True)
-        reduce(
-            sharded,
-            ops.reduce_scatter_over_workers,
-            [cuts[i] for i in sharded],
-            is_zero_unless_active=update.is_weighed,
-        )
+        shardings = list(sharded.values())
+        reduce([*sharded], ops.reduce_scatter_over_workers, shardings, is_zero_unless_active=update.is_weighed)
         return results
 
     # -- 5. update, 6. gather --------------------------------------------------------------------------------------
@@ -333,7 +330,7 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
         shards = None if inner.gradient_accumulation_steps else shards_of(inner)  # accumulated in full
         reduced = self._reduce(grads, variables, shards)
         is_sharded = shards is not None
-        differs = is_sharded or any(cut_of(v) is not None for v in variables) or not ring.mesh.is_data_only
+        differs = is_sharded or any(sharding_of(v) is not None for v in variables) or not ring.mesh.is_data_only
         with self._updating(Update(is_reduced=True, is_sharded=is_sharded, differs_by_rank=differs)):
             return self._common_apply(reduced, trainable_variables=trainable_variables)
 

@@ -27,7 +27,7 @@ from tfring._keras import place
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.updater import Updater
 from tfring._keras.seam import seam
-from tfring._keras.sharding import axis_of, held, tables
+from tfring._keras.sharding import held, mark_of
 from tfring._keras.sharding.shards import is_element_wise
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -735,7 +735,7 @@ def _learning_rate(optimizer: Any) -> tf.Tensor:
 
 
 def _check_variable(variable: Any) -> None:
-    if axis_of(variable) is not None or tables.update_of(variable):
+    if mark_of(variable).sharding or mark_of(variable).update:
         raise ConfigurationError(
             "Servers hold full weights of layers that are not sharded. Received: "
             f"{variable.path!r}, of a layer that shards it over workers. Use keras.layers.Embedding, Dense or "

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfring.cluster.mesh import axes_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
-from tfring.reduction.cuts import Cut
-from tfring.reduction.owned import Owned
-from tfring.reduction.placement import Placement
 from tfring.ring.collectives import LocalCollectives
+from tfring.sharding import Sharding
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -29,23 +26,54 @@ if TYPE_CHECKING:
 DIVIDING = ("model", "data")  # the axes of a mesh over which a layer can be divided
 
 
-def cut_of(variable: Any) -> Cut | Owned | Placement | None:
-    """Returns the cut of the full value of which a Keras variable holds a shard; None for one that is not sharded."""
-    return getattr(variable, "_tfring_cut", None)
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """The mark on a Keras variable: what this worker holds of its value, and who computes and updates it.
+
+    Attributes:
+      sharding: of the value of which it holds a shard; None where it holds the full value.
+      rank: of this worker among those that hold the shards.
+      update: of a table of `tfring.layers`, "rows" or "dense"; None of any other variable.
+      sums_ids: whether an id counts once in its gradient, also in one process: it is a replicated table. Keras'
+        optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
+      stage: that computes with it, where ranks of all stages hold it: such as the seed of a Dropout.
+    """
+
+    sharding: Sharding | None = None
+    rank: int = 0
+    update: str | None = None
+    sums_ids: bool = False
+    stage: int = 0
 
 
-def axis_of(variable: Any) -> str | None:
-    """Returns the axis of the mesh, or axes joined by "+", along which ranks hold the shards of a Keras variable; None
-    for one that is not sharded."""
-    return getattr(variable, "_tfring_axis", None)
+_UNMARKED = Mark()
 
 
-def mark(variable: Any, strategy: RingStrategy, cut: Cut | Owned | Placement | None, axis: str = "data") -> Any:
-    """Notes that a Keras variable holds this worker's shard of a value, cut for the ranks along an axis or several."""
-    variable._tfring_cut = cut
-    variable._tfring_axis = axis
-    variable._tfring_rank = strategy.mesh.coordinate(axis, strategy.cluster.rank)
+def mark_of(variable: Any) -> Mark:
+    """Returns the mark on a Keras variable."""
+    return getattr(variable, "_tfring_mark", _UNMARKED)
+
+
+def mark(variable: Any, **fields: Any) -> Any:
+    """Sets fields of the mark on a Keras variable, and returns the variable."""
+    variable._tfring_mark = dataclasses.replace(mark_of(variable), **fields)
     return variable
+
+
+def mark_shard(variable: Any, strategy: RingStrategy, sharding: Sharding) -> Any:
+    """Notes that a Keras variable holds this worker's shard, and returns the variable."""
+    return mark(variable, sharding=sharding, rank=strategy.mesh.coordinate(sharding.axis, strategy.cluster.rank))
+
+
+def sharding_of(variable: Any) -> Sharding | None:
+    """Returns the sharding of the value of which a Keras variable holds a shard; None for one that is not sharded."""
+    return mark_of(variable).sharding
+
+
+def is_sharded_along(variable: Any, axis: str) -> bool:
+    """Returns whether ranks along an axis of the mesh hold different shards of the value of a Keras variable."""
+    sharding = sharding_of(variable)
+    return sharding is not None and axis in sharding.axes
 
 
 def gradient_is_complete(variable: Any) -> bool:
@@ -54,7 +82,7 @@ def gradient_is_complete(variable: Any) -> bool:
     Ranks along the data axis hold different shards then. What makes their gradients weighs and sums over all rows on
     its way, and an optimizer does neither.
     """
-    return "data" in axes_of(axis_of(variable) or "")
+    return is_sharded_along(variable, "data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,34 +138,34 @@ class Division:
         """The collectives of all workers."""
         return LocalCollectives() if self.is_alone else self.strategy.extended.world
 
-    def add_weight(self, add_weight: Callable, cut: Cut | Placement, initializer: Any, **options: Any) -> Any:
+    def add_weight(self, add_weight: Callable, sharding: Sharding, initializer: Any, **options: Any) -> Any:
         """Makes the weight of a layer that holds this worker's shard, and returns it.
 
         Args:
           add_weight: the layer's.
-          cut: of the full value.
+          sharding: of the full value.
           initializer: called with the shape of the shard, and its dtype.
           **options: for `add_weight`.
         """
         own = contextlib.nullcontext() if self.is_alone else self.strategy.extended.variables_of_worker()
         with own:
-            shape = cut.shape_of(self.collectives.rank)
+            shape = sharding.shape_of(self.collectives.rank)
             variable = add_weight(shape=shape, initializer=initializer, **options)
-        return variable if self.is_alone else mark(variable, self.strategy, cut, self.axis)
+        return variable if self.is_alone else mark_shard(variable, self.strategy, sharding)
 
 
-class InitialPiece:
+class InitialShard:
     """The initializer of a shard: its part of the full value that one process draws, with the values of rank 0.
 
     Args:
       initializer: of Keras, for the full value.
-      cut: of the full value.
+      sharding: of the full value.
       division: the ranks that have the shards.
     """
 
-    def __init__(self, initializer: Any, cut: Cut, division: Division) -> None:
+    def __init__(self, initializer: Any, sharding: Sharding, division: Division) -> None:
         self._initializer = initializer
-        self._cut = cut
+        self._sharding = sharding
         self._division = division
 
     def __call__(self, shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
@@ -145,9 +173,9 @@ class InitialPiece:
 
         if in_stateless_scope():  # while Keras looks what shapes come out
             return tf.zeros(shape, dtype)
-        whole = tf.convert_to_tensor(self._initializer(self._cut.shape, dtype=dtype))
-        [whole] = self._division.world.broadcast([whole], name="initial value of a weight in shards")
-        return tf.reshape(whole, self._cut.lined_up)[self._cut.part(self._division.collectives.rank)]
+        full = tf.convert_to_tensor(self._initializer(self._sharding.shape, dtype=dtype))
+        [full] = self._division.world.broadcast([full], name="initial value of a weight in shards")
+        return take_shard(self._sharding, tf.reshape(full, self._sharding.lined_up), self._division.collectives.rank)
 
 
 def check_axis(axis: str | None) -> None:
@@ -156,48 +184,41 @@ def check_axis(axis: str | None) -> None:
         raise ConfigurationError(f"`axis` is one of {DIVIDING} or None. Received: axis={axis!r}")
 
 
-def whole_shape(variable: Any) -> tuple[int, ...]:
+def full_shape(variable: Any) -> tuple[int, ...]:
     """Returns the shape of a variable in one process."""
-    cut = cut_of(variable)
-    return tuple(variable.shape if cut is None else cut.shape)
+    sharding = sharding_of(variable)
+    return tuple(variable.shape if sharding is None else sharding.shape)
 
 
 def gather(ops: Any, variables: Sequence[Any], *, name: str) -> list[tf.Tensor]:
     """Returns the full values of variables, on all ranks; `ops` is a RingAllReduce, `name` is for errors."""
     values = [held_of(variable) for variable in variables]
-    cuts = [cut_of(variable) for variable in variables]
-    chosen = [i for i, cut in enumerate(cuts) if cut is not None]
-    whole = ops.gather_full([values[i] for i in chosen], [cuts[i] for i in chosen], name=name)
-    for i, value in zip(chosen, whole, strict=True):
+    sharded = {i: sharding for i, sharding in enumerate(map(sharding_of, variables)) if sharding is not None}
+    full = ops.gather_full([values[i] for i in sharded], [*sharded.values()], name=name)
+    for i, value in zip(sharded, full, strict=True):
         values[i] = value
     return values
 
 
-def piece_of(variable: Any, value: Any) -> Any:
-    """Returns this worker's shard of a value, for a variable that holds a shard; else the value."""
-    cut = cut_of(variable)
-    if cut is None:
+def shard_of(variable: Any, value: Any) -> Any:
+    """Returns this worker's shard of a full value, for a variable that holds a shard; any other value as it is."""
+    sharding, rank = sharding_of(variable), mark_of(variable).rank
+    if sharding is None:
         return value
-    rank = variable._tfring_rank
-    if cut.lined_up == cut.shape == tuple(getattr(value, "shape", ())) and not tf.is_tensor(value):
-        return taken(cut, value, rank)  # of an array in a file no more is read
+    if sharding.lined_up == sharding.shape == tuple(getattr(value, "shape", ())) and not tf.is_tensor(value):
+        return take_shard(sharding, value, rank)  # of an array in a file no more is read
     value = held_of(value)
-    if value.shape != cut.shape:
+    if value.shape != sharding.shape:
         return value
-    return tf.reshape(taken(cut, tf.reshape(value, cut.lined_up), rank), cut.shape_of(rank))
+    return tf.reshape(take_shard(sharding, tf.reshape(value, sharding.lined_up), rank), sharding.shape_of(rank))
 
 
-def count(cut: Cut | Owned | Placement, rank: int) -> int:
-    """Returns how many rows of the lined-up full value a rank has; or columns or elements, what it is cut between."""
-    return sum(len(range(*rows.indices(cut.lined_up[cut.dimension]))) for rows in cut.slices(rank))
-
-
-def taken(cut: Cut | Owned | Placement, whole: Any, rank: int) -> Any:
-    """Returns a rank's shard of a lined-up full value: a tensor, an array, or one in a file."""
-    pieces = [whole[(*[slice(None)] * cut.dimension, rows)] for rows in cut.slices(rank)]
-    if len(pieces) == 1:
-        return pieces[0]
-    return (tf.concat if tf.is_tensor(whole) else np.concatenate)(pieces, cut.dimension)
+def take_shard(sharding: Sharding, lined_up: Any, rank: int) -> Any:
+    """Returns a rank's shard of a full value as it is lined up: a tensor, an array, or one in a file."""
+    parts = [lined_up[(*[slice(None)] * sharding.dimension, part)] for part in sharding.slices(rank)]
+    if len(parts) == 1:
+        return parts[0]
+    return (tf.concat if tf.is_tensor(lined_up) else np.concatenate)(parts, sharding.dimension)
 
 
 def held_of(value: Any) -> tf.Tensor:

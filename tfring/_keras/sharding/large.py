@@ -5,18 +5,14 @@ A variable whose rows have been looked up copies all of them when it is read, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring.blocks import rows_of_a_block
 from tfring.cross_device_ops import values_of
-
-if TYPE_CHECKING:
-    from tfring.reduction.cuts import Cut
-    from tfring.reduction.owned import Owned
-    from tfring.reduction.placement import Placement
+from tfring.sharding import Sharding
 
 
 def read(held: Any) -> tf.Tensor:
@@ -72,14 +68,14 @@ def write(variable: Any, begin: int, value: Any, part: tuple[slice, ...]) -> int
     return begin
 
 
-def write_shard(variable: Any, cut: Cut | Owned | Placement, rank: int, value: Any) -> None:
+def write_shard(variable: Any, sharding: Sharding, rank: int, value: Any) -> None:
     """Writes a rank's shard of an array, which may be one in a file, into its Keras variable."""
-    if 0 in cut.shape_of(rank):
+    if 0 in sharding.shape_of(rank):
         return
-    if cut.dimension == 0:
+    if sharding.dimension == 0:
         begin = 0
-        for rows in cut.slices(rank):
+        for rows in sharding.slices(rank):
             begin = write(variable, begin, value, (rows,))
     else:
-        [columns] = cut.slices(rank)
-        write(variable, 0, value, (*[slice(None)] * cut.dimension, columns))
+        [columns] = sharding.slices(rank)
+        write(variable, 0, value, (*[slice(None)] * sharding.dimension, columns))

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from tfring._keras.sharding import cut_of, gather, mark
+from tfring._keras.sharding import gather, mark_of, mark_shard
 from tfring.errors import ConfigurationError
-from tfring.reduction.cuts import plan_cut
+from tfring.sharding import plan_shards
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -45,7 +45,8 @@ class Shards:
         self.shards: dict = {}  # by the keys of the weights
         self.keys: dict = {}  # of weights, by those of their shards
         for variable in variables:
-            if is_value(variable) or cut_of(variable) is not None or hasattr(variable, "_tfring_table"):
+            marked = mark_of(variable)
+            if is_value(variable) or marked.sharding is not None or marked.update is not None:
                 continue  # or a shard already, or a table, of which some rows are updated
             shard = _new_shard(strategy, variable)
             key = self.key(variable)
@@ -107,14 +108,14 @@ def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
 
 
 def _new_shard(strategy: RingStrategy, variable: Any) -> Any:
-    cut = plan_cut(variable.shape, strategy.cluster.world_size)
+    sharding = plan_shards(variable.shape, strategy.cluster.world_size)
     with strategy.extended.variables_of_worker():
         shard = keras.Variable(
             "zeros",
-            shape=cut.shape_of(strategy.cluster.rank),
+            shape=sharding.shape_of(strategy.cluster.rank),
             dtype=variable.dtype,
             trainable=False,
             name="shard",
         )
     shard._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
-    return mark(shard, strategy, cut)
+    return mark_shard(shard, strategy, sharding)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfring import blocks
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import axis_of, count, cut_of, gather, held_of, large, piece_of, stores, whole_shape
+from tfring._keras.sharding import full_shape, gather, held_of, large, shard_of, sharding_of, stores
 from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ _gathered: dict[int, np.ndarray] = {}  # whole values while a model is saved, by
 def pieces_of(model: Any) -> list:
     """Returns the weights of a model, and the slots of its optimizers, of which each rank has a shard."""
     variables = [*model.variables, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
-    return [v for v in {id(v): v for v in variables}.values() if cut_of(v) is not None]
+    return [v for v in {id(v): v for v in variables}.values() if sharding_of(v) is not None]
 
 
 @contextlib.contextmanager
@@ -62,19 +62,19 @@ def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np
     """
     if id(variable) in _gathered:
         return _gathered[id(variable)]
-    held, cut, axis = np.atleast_1d(large.view(variable)), cut_of(variable), axis_of(variable)
-    assert cut is not None
+    held, sharding = np.atleast_1d(large.view(variable)), sharding_of(variable)
+    assert sharding is not None
     strategy = variable.value.distribute_strategy
     mesh = strategy.mesh
-    along = f"{axis}+data" if of_each_replica else axis
+    along = f"{sharding.axis}+data" if of_each_replica else sharding.axis
     collectives = strategy.extended.along(along)
     ranks = mesh.ranks(along, strategy.cluster.rank)
-    places = [(mesh.coordinate("data", r) if of_each_replica else 0, mesh.coordinate(axis, r)) for r in ranks]
-    sizes = [count(cut, place) for _, place in places]
+    places = [(mesh.coordinate("data", r) if of_each_replica else 0, mesh.coordinate(sharding.axis, r)) for r in ranks]
+    sizes = [sharding.count(place) for _, place in places]
     replicas = mesh.size_along("data") if of_each_replica else 1
-    result = blocks.allocate((replicas, *cut.lined_up) if keep else (0, 0), held.dtype)
-    held = np.moveaxis(held, cut.dimension, 0)
-    rows_of = [np.moveaxis(each, cut.dimension, 0) for each in result]  # views
+    result = blocks.allocate((replicas, *sharding.lined_up) if keep else (0, 0), held.dtype)
+    held = np.moveaxis(held, sharding.dimension, 0)
+    rows_of = [np.moveaxis(each, sharding.dimension, 0) for each in result]  # views
     step = blocks.rows_of_a_block(held, len(sizes))
     name = "shards of all ranks, which save together"  # not by the variable's: Keras numbers names on each rank
     for begin in range(0, max(sizes), step):
@@ -82,8 +82,9 @@ def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np
         block = collectives.all_gather(tf.constant(held[begin : begin + step]), name=name)
         parts = np.split(block.numpy(), np.cumsum(counts)[:-1]) if keep else ()
         for (replica, place), rows in zip(places, parts, strict=False):
-            blocks.write_rows(rows, begin, [rows_of[replica][part] for part in cut.slices(place)])
-    return result.reshape((replicas, *cut.shape) if of_each_replica else cut.shape) if keep else result
+            blocks.write_rows(rows, begin, [rows_of[replica][part] for part in sharding.slices(place)])
+    shape = (replicas, *sharding.shape) if of_each_replica else sharding.shape
+    return result.reshape(shape) if keep else result
 
 
 class _Whole:
@@ -139,24 +140,24 @@ def install() -> None:
     @seam(saving_lib, "is_memory_sufficient")
     def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
         """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
-        wholes = [math.prod(whole_shape(v)) * v.value.dtype.size for v in pieces_of(model)]
+        wholes = [math.prod(full_shape(v)) * v.value.dtype.size for v in pieces_of(model)]
         return max(wholes, default=0) < blocks.LARGE_BYTES and original(model)
 
     @seam(keras.layers.Layer, "get_weights")
     def get_weights(original: Callable[..., Any], self: Any) -> list:
-        if all(cut_of(v) is None for v in self.weights):
+        if all(sharding_of(v) is None for v in self.weights):
             return original(self)
-        return [v.numpy() if cut_of(v) is None else whole(v) for v in self.weights]
+        return [v.numpy() if sharding_of(v) is None else whole(v) for v in self.weights]
 
     @seam(keras.layers.Layer, "set_weights")
     def set_weights(original: Callable[..., Any], self: Any, weights: Sequence[Any]) -> Any:
         pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
-        pieces = [piece_of(v, np.asarray(w)) if cut_of(v) is not None else w for v, w in pairs]
+        pieces = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
         return original(self, [*pieces, *weights[len(pieces) :]])
 
     @seam(legacy_h5_format, "_legacy_weights")
     def legacy_weights(original: Callable[..., Any], layer: Any) -> list:
-        pieces = [v for v in layer.weights if cut_of(v) is not None]
+        pieces = [v for v in layer.weights if sharding_of(v) is not None]
         if pieces:
             raise ConfigurationError(
                 "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
@@ -167,8 +168,8 @@ def install() -> None:
     @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
     def save_optimizer_weights_to_hdf5_group(original: Callable[..., Any], group: Any, optimizer: Any) -> Any:
         variables = getattr(optimizer, "variables", ())
-        if any(cut_of(v) is not None for v in variables):
-            optimizer = _Weights([v if cut_of(v) is None else _Whole(v) for v in variables])
+        if any(sharding_of(v) is not None for v in variables):
+            optimizer = _Weights([v if sharding_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
     @seam(keras.callbacks.SwapEMAWeights, "_tf_swap_variables")
@@ -178,7 +179,7 @@ def install() -> None:
             return original(self, optimizer)
         for variable, average in _averaged(optimizer):
             value = held_of(average)
-            if cut_of(variable) is None:  # and of a table the average is as large a shard
+            if sharding_of(variable) is None:  # and of a table the average is as large a shard
                 [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
             average.assign(variable)
             variable.assign(value)

@@ -16,11 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfring._keras.seam import seam
-from tfring._keras.sharding import axis_of, cut_of, mark, whole_shape
+from tfring._keras.sharding import full_shape, is_sharded_along, mark_shard, sharding_of
 from tfring._keras.sharding.tables import update_of
-from tfring.cluster.mesh import axes_of
 from tfring.errors import ConfigurationError
-from tfring.reduction.owned import Owned
+from tfring.sharding import at_stage
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -28,28 +27,15 @@ if TYPE_CHECKING:
 
 def give(strategy: RingStrategy, variable: Any, stage: int) -> None:
     """Leaves a Keras variable, or its shards, to the workers of a stage; frees the memory of the others."""
-    axis, shards = axis_of(variable), cut_of(variable)
-    assert not isinstance(shards, Owned)
-    owners = 1 if axis is None else strategy.mesh.size_along(axis)
-    cut = Owned(whole_shape(variable), stage * owners, shards, owners)
-    axis = "pipeline" if axis is None else f"pipeline+{axis}"
+    assert not is_sharded_along(variable, "pipeline")
+    sharding = at_stage(full_shape(variable), sharding_of(variable), stage, strategy.mesh.pipeline)
     if strategy.mesh.coordinate("pipeline", strategy.cluster.rank) != stage:
-        shape = cut.shape_of(strategy.mesh.coordinate(axis, strategy.cluster.rank))
+        shape = sharding.shape_of(strategy.mesh.coordinate(sharding.axis, strategy.cluster.rank))
         with strategy.scope(), strategy.extended.variables_of_worker():
             variable._initialize(np.zeros(shape, variable.value.dtype.as_numpy_dtype))
         variable._shape = shape
         variable._ndim = len(shape)
-    mark(variable, strategy, cut, axis)
-
-
-def note(variable: Any, stage: int) -> None:
-    """Notes which stage computes with a Keras variable that all ranks have, such as the seed of a Dropout."""
-    variable._tfring_stage = stage
-
-
-def stage_of(variable: Any) -> int:
-    """The stage that computes with a Keras variable that all ranks have."""
-    return getattr(variable, "_tfring_stage", 0)
+    mark_shard(variable, strategy, sharding)
 
 
 @functools.cache
@@ -59,7 +45,7 @@ def refuse_new_weights() -> None:
     @seam(keras.layers.Layer, "add_weight")
     def add_weight(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         others = getattr(self, "_trainable_variables", ())  # there are none before a layer's __init__
-        if any("pipeline" in axes_of(axis_of(variable) or "") for variable in others):
+        if any(is_sharded_along(variable, "pipeline") for variable in others):
             raise without_wholes(f"another weight of {type(self).__name__} {self.name!r}")
         return original(self, *args, **kwargs)
 

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras.sharding import Division
+from tfring._keras.sharding import Division, mark, mark_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.reduction.cuts import Cut
-from tfring.reduction.placement import Placement
 from tfring.ring.collectives import LocalCollectives
+from tfring.sharding import Sharding
 
 UPDATES = ("rows", "dense")
 WHOLE_ELEMENTS = 1 << 24  # of a table that is drawn at once, as keras.layers.Embedding draws it
@@ -39,31 +38,17 @@ _NOT_SLOTS = ("_variables", "_trainable_variables")  # of an optimizer's lists
 
 def update_of(variable: Any) -> str | None:
     """Returns "rows" or "dense" for a table; None for any other variable."""
-    return getattr(variable, "_tfring_table", None)
+    return mark_of(variable).update
 
 
-def sum_ids(variable: Any) -> None:
-    """Marks a Keras variable that is looked up: also in one process an id counts once in its gradient.
-
-    Keras' optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
-    """
-    variable._tfring_sums_ids = True
-
-
-def sums_ids(variable: Any) -> bool:
-    """Returns whether `sum_ids` has marked a variable."""
-    return getattr(variable, "_tfring_sums_ids", False)
-
-
-def add_table(layer: Any, name: str, parts: Iterable[Any], placement: Placement | Cut, division: Division) -> Any:
+def add_table(layer: Any, name: str, parts: Iterable[Any], sharding: Sharding, division: Division) -> Any:
     """Makes the weight of a layer with `update` that holds this worker's shard of a table, or of several in one.
 
     `parts` are as of `InitialRows`.
     """
-    initializer = InitialRows(parts, placement, division, layer.name)
-    variable = division.add_weight(layer.add_weight, placement, initializer, name=name, trainable=True)
-    variable._tfring_table = layer.update
-    return variable
+    initializer = InitialRows(parts, sharding, division, layer.name)
+    variable = division.add_weight(layer.add_weight, sharding, initializer, name=name, trainable=True)
+    return mark(variable, update=layer.update)
 
 
 def check_update(update: str) -> None:
@@ -81,14 +66,14 @@ class InitialRows:
     Args:
       parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: an initializer of Keras
         for all of it, and its rows among those of all.
-      placement: of all together.
+      sharding: of all together.
       division: the ranks that have the shards.
       layer: its name, for errors.
     """
 
-    def __init__(self, parts: Iterable[Any], placement: Placement | Cut, division: Division, layer: str) -> None:
+    def __init__(self, parts: Iterable[Any], sharding: Sharding, division: Division, layer: str) -> None:
         self._parts = list(parts)
-        self._placement = placement
+        self._sharding = sharding
         self._rank = division.collectives.rank
         self._world = division.world
         for initializer, begin, end in self._parts:
@@ -97,7 +82,7 @@ class InitialRows:
                     f"A table of more than {WHOLE_ELEMENTS} elements is drawn in blocks of rows, by an initializer "
                     f"whose values do not depend on the number of rows: {', '.join(_ROW_BY_ROW)}, or VarianceScaling "
                     f'with mode="fan_out". Received: embeddings_initializer={type(initializer).__name__} for '
-                    f"{layer!r}, of shape {(end - begin, *placement.shape[1:])}."
+                    f"{layer!r}, of shape {(end - begin, *sharding.shape[1:])}."
                 )
 
     def __call__(self, shape: Any, dtype: Any = None) -> tf.Tensor:
@@ -112,18 +97,18 @@ class InitialRows:
         return drawn[0] if len(drawn) == 1 else tf.concat(drawn, 0)
 
     def _is_large(self, rows: int) -> bool:
-        return rows * math.prod(self._placement.shape[1:]) > WHOLE_ELEMENTS
+        return rows * math.prod(self._sharding.shape[1:]) > WHOLE_ELEMENTS
 
     def _at_once(self, initializer: Any, begin: int, end: int, dtype: Any) -> tf.Tensor:
-        whole = tf.convert_to_tensor(initializer((end - begin, *self._placement.shape[1:]), dtype=dtype))
+        whole = tf.convert_to_tensor(initializer((end - begin, *self._sharding.shape[1:]), dtype=dtype))
         [whole] = self._world.broadcast([whole], name="initial value of a table")
-        return whole[self._placement.part_within(self._rank, begin, end)]
+        return whole[self._sharding.within(self._rank, begin, end)]
 
     def _in_blocks(self, initializer: Any, begin: int, end: int, dtype: Any) -> tf.Tensor:
-        row_shape = self._placement.shape[1:]
+        row_shape = self._sharding.shape[1:]
         step = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
         config, seed = initializer.get_config(), self._agreed_seed(initializer)
-        result = _Filled((self._count(begin, end), *self._placement.shape_of(self._rank)[1:]), dtype)
+        result = _Filled((self._count(begin, end), *self._sharding.shape_of(self._rank)[1:]), dtype)
         filled = 0
         for number, first in enumerate(range(begin, end, step)):
             last = min(first + step, end)
@@ -133,13 +118,13 @@ class InitialRows:
             if "seed" in config:
                 config["seed"] = int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
             block = type(initializer).from_config(config)((last - first, *row_shape), dtype=dtype)
-            result.write(filled, tf.convert_to_tensor(block)[self._placement.part_within(self._rank, first, last)])
+            result.write(filled, tf.convert_to_tensor(block)[self._sharding.within(self._rank, first, last)])
             filled += count
         return result.finish()
 
     def _count(self, begin: int, end: int) -> int:
         """Returns how many of these rows are this worker's."""
-        rows, *_ = self._placement.part_within(self._rank, begin, end)
+        rows, *_ = self._sharding.within(self._rank, begin, end)
         return len(range(*rows.indices(end - begin)))
 
     def _agreed_seed(self, initializer: Any) -> int:
@@ -244,7 +229,7 @@ def update_rows(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any
     vars(of_rows).update(vars(optimizer))
     for name, slots in vars(optimizer).items():
         slot = slots[index] if isinstance(slots, list) and name not in _NOT_SLOTS and len(slots) > index else None
-        if getattr(slot, "_tfring_table", None) is not None:
+        if update_of(slot) is not None:
             parts.append(_Rows(slot, gradient.indices, key))
             vars(of_rows)[name] = {index: parts[-1]}
     if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):

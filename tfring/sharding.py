@@ -1,0 +1,223 @@
+"""The sharding of a value: which rank holds which part of it. Pure, the same on all ranks, and written to files.
+
+```
+plan_shards    [130, 3] of 2 ranks, by rows        rank 0: rows 0 to 65         rank 1: rows 65 to 130
+               [3, 3]   of 2 ranks, flattened      rank 0: elements 0 to 5      rank 1: elements 5 to 9
+shard_along    [3, 5]   of 2 ranks, dimension 1    rank 0: columns 0 to 3       rank 1: columns 3 to 5
+shard_table    [10, 4]  of 3 ranks, interleaved    rank 0: rows 0 3 6 9         rank 1: 1 4 7        rank 2: 2 5 8
+                                    range          rank 0: rows 0 1 2 3         rank 1: 4 5 6 7      rank 2: 8 9
+at_stage 1     [3, 5]   of 2 stages of 2 ranks     ranks 0, 1: nothing          rank 2: columns 0 to 3   rank 3: 3 to 5
+```
+
+`plan_shards` is for ranks that share the work of an optimizer. A weight of many rows is cut between rows, so that a
+sparse gradient of it (an embedding's) stays sparse: each rank takes the ids that are its own. Any other is cut between
+elements. `shard_along` is for layers whose operation says along which dimension. Shards differ by one row, column or
+element, and may be empty.
+
+`shard_table` and `shard_tables` are for tables. Ids are often sorted by how frequent they are; interleaved, every rank
+then has as many frequent ones. By range a rank has rows that lie together in a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from tfring.cluster.mesh import axes_of
+from tfring.errors import ConfigurationError
+from tfring.ring.schedule import chunk_bounds
+
+ROWS_A_RANK = 64  # with fewer, a row more or less would matter
+BY_ROWS = ("interleaved", "range")
+KINDS = (*BY_ROWS, "columns")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """The shards of a value, one for each rank along an axis of the mesh, or along several.
+
+    Attributes:
+      shape: of the full value.
+      parts: for each rank the ranges of a dimension that it holds, in its order.
+      axis: of the mesh, or axes joined by "+": "pipeline+model".
+      dimension: which one it is that ranges are of.
+      is_flat: whether it is that of the flattened value.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[range, ...], ...]
+    axis: str = "data"
+    dimension: int = 0
+    is_flat: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which ranks hold different shards."""
+        return axes_of(self.axis)
+
+    @property
+    def lined_up(self) -> tuple[int, ...]:
+        """The shape along one of whose dimensions the value is cut: `shape`, or that of the flattened value."""
+        return (math.prod(self.shape),) if self.is_flat else self.shape or (1,)
+
+    @property
+    def by_rows(self) -> bool:
+        """True if shards are rows of the value."""
+        return self.lined_up == self.shape and self.dimension == 0
+
+    def count(self, rank: int) -> int:
+        """Returns how many rows of the lined-up value a rank has; or columns or elements, what it is cut between."""
+        return sum(map(len, self.parts[rank]))
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of a rank's shard.
+
+        >>> plan_shards((3, 3), 2).shape_of(1), shard_along((3, 5), 1, 2).shape_of(1)
+        ((4,), (3, 2))
+        >>> [at_stage((), None, stage=1, num_stages=2).shape_of(rank) for rank in (0, 1)]
+        [(0,), ()]
+        """
+        if self.parts[rank] and not self.shape and not self.is_flat:
+            return ()
+        return (*self.lined_up[: self.dimension], self.count(rank), *self.lined_up[self.dimension + 1 :])
+
+    def slices(self, rank: int) -> tuple[slice, ...]:
+        """Returns a rank's slices of the dimension along which the value is cut, in its order; at least an empty one.
+
+        >>> shard_table((10, 4), 3, "interleaved").slices(1), shard_table((4, 4), 3, "range").slices(2)
+        ((slice(1, 10, 3),), (slice(0, 0, 1),))
+        """
+        return tuple(slice(part.start, part.stop, part.step) for part in self.parts[rank] or (range(0),))
+
+    def within(self, rank: int, begin: int, end: int) -> tuple[slice, ...]:
+        """Returns a rank's slices of rows `begin` to `end` of a matrix, counted from `begin`: of rows of one table.
+
+        >>> shard_table((10, 4), 3, "interleaved").within(1, 5, 8), shard_along((9, 5), 1, 2).within(1, 4, 6)
+        ((slice(2, 5, 3),), (slice(0, 2, 1), slice(3, 5, 1)))
+        """
+        if self.dimension:
+            return (slice(0, end - begin, 1), *self.slices(rank))
+        inside = [part[bisect_left(part, begin) : bisect_left(part, end)] for part in self.parts[rank]]
+        [rows] = [rows for rows in inside if rows] or [range(begin, begin)]
+        return (slice(rows.start - begin, rows.stop - begin, rows.step),)
+
+
+def _between(bounds: Sequence[tuple[int, int]]) -> tuple[tuple[range, ...], ...]:
+    return tuple((range(begin, end),) if begin < end else () for begin, end in bounds)
+
+
+def plan_shards(shape: Sequence[int], num_ranks: int, axis: str = "data") -> Sharding:
+    """Returns the sharding of a weight of this shape over ranks that each update a shard of it.
+
+    >>> plan_shards((130, 3), 2)
+    Sharding(shape=(130, 3), parts=((range(0, 65),), (range(65, 130),)), axis='data', dimension=0, is_flat=False)
+    >>> plan_shards((), 3).parts
+    ((range(0, 1),), (), ())
+    """
+    shape = tuple(int(size) for size in shape)
+    is_flat = not shape or shape[0] < ROWS_A_RANK * num_ranks
+    size = math.prod(shape) if is_flat else shape[0]
+    return Sharding(shape, _between(chunk_bounds(size, num_ranks)), axis, is_flat=is_flat)
+
+
+def shard_along(shape: Sequence[int], dimension: int, num_ranks: int, axis: str = "data") -> Sharding:
+    """Returns the sharding of a weight along one of its dimensions.
+
+    >>> shard_along((3, 5), 1, 2, "model").parts
+    ((range(0, 3),), (range(3, 5),))
+    """
+    shape = tuple(int(size) for size in shape)
+    return Sharding(shape, _between(chunk_bounds(shape[dimension], num_ranks)), axis, dimension)
+
+
+def shard_table(shape: tuple[int, int], num_ranks: int, kind: str, axis: str = "data") -> Sharding:
+    """Returns the sharding of a table: by rows, or by columns of all rows.
+
+    Args:
+      shape: of the full table, rows first.
+      num_ranks: how many ranks share it.
+      kind: one of `KINDS`.
+      axis: as of `Sharding`.
+
+    Raises:
+      ConfigurationError: for another kind.
+
+    >>> shard_table((10, 4), 3, "range").parts
+    ((range(0, 4),), (range(4, 8),), (range(8, 10),))
+    """
+    if kind not in KINDS:
+        raise ConfigurationError(f"`placement` is one of {KINDS}. Received: placement={kind!r}")
+    rows = shape[0]
+    if kind == "columns":
+        return shard_along(shape, 1, num_ranks, axis)
+    if kind == "interleaved":
+        return shard_tables(shape, num_ranks, [(rows, None)], axis)
+    rows_a_rank = -(-rows // num_ranks)
+    bounds = [(rank * rows_a_rank, min((rank + 1) * rows_a_rank, rows)) for rank in range(num_ranks)]
+    return Sharding(shape, _between(bounds), axis)
+
+
+def shard_tables(
+    shape: tuple[int, int], num_ranks: int, tables: Sequence[tuple[int, int | None]], axis: str = "data"
+) -> Sharding:
+    """Returns the sharding of tables that lie one after another, each interleaved or in full at one rank.
+
+    A rank has those that it holds in full behind its other rows:
+
+    ```
+    a, in full at rank 2; b, interleaved; c, in full at rank 0
+
+    all         a0 a1 | b0 b1 b2 b3 | c0 c1 c2
+    rank 0              b0       b3   c0 c1 c2
+    rank 1                 b1
+    rank 2      a0 a1         b2                    held as b2 a0 a1
+    ```
+
+    Args:
+      shape: of all tables together.
+      num_ranks: how many ranks share them.
+      tables: for each how many rows it has, and the rank that holds it in full, or None.
+      axis: as of `Sharding`.
+
+    >>> shard_tables((9, 4), 3, [(2, 2), (4, None), (3, 0)]).parts
+    ((range(2, 6, 3), range(6, 9)), (range(3, 6, 3),), (range(4, 6, 3), range(0, 2)))
+    """
+    assert sum(rows for rows, _ in tables) == shape[0]
+    shared: list[list[range]] = [[] for _ in range(num_ranks)]
+    in_full: list[list[range]] = [[] for _ in range(num_ranks)]
+    begin = dealt = 0
+    for rows, owner in tables:
+        end = begin + rows
+        if owner is None:
+            for rank in range(num_ranks):
+                shared[rank].append(range(min(begin + (rank - dealt) % num_ranks, end), end, num_ranks))
+            dealt += rows
+        else:
+            in_full[owner].append(range(begin, end))
+        begin = end
+    parts = zip(shared, in_full, strict=True)
+    return Sharding(shape, tuple(tuple(part for part in [*a, *b] if part) for a, b in parts), axis)
+
+
+def at_stage(shape: Sequence[int], sharding: Sharding | None, stage: int, num_stages: int) -> Sharding:
+    """Returns the sharding of a weight that the ranks of one stage of a pipeline hold, and the others not at all.
+
+    Args:
+      shape: of the full weight.
+      sharding: over the ranks of the stage; None where each of them holds the weight in full.
+      stage: which one it is.
+      num_stages: how many there are.
+
+    >>> columns = at_stage((3, 5), shard_along((3, 5), 1, 2, "model"), stage=1, num_stages=2)
+    >>> columns.parts, columns.axis
+    (((), (), (range(0, 3),), (range(3, 5),)), 'pipeline+model')
+    """
+    shape = tuple(int(size) for size in shape)
+    if sharding is None:
+        num_rows = shape[0] if shape else 1
+        sharding = Sharding(shape, _between([(0, num_rows)]), axis="")
+    nothing = ((),) * len(sharding.parts)
+    parts = nothing * stage + sharding.parts + nothing * (num_stages - stage - 1)
+    return dataclasses.replace(sharding, parts=parts, axis="+".join(("pipeline", *sharding.axes)))
