@@ -205,8 +205,8 @@ def trained(mesh, cases, floatx):
 
 def test_shardings_of_a_stage():
     """Ranks of the stage hold what they hold without one, those of other stages nothing; along one axis more."""
-    inner = [None, shard_along((7, 5), 1, 3, "model"), shard_along((7, 5), 0, 2, "data"), shard_table((7, 5), 2, "range")]
-    for sharding in inner:
+    columns, rows = shard_along((7, 5), 1, 3, "model"), shard_along((7, 5), 0, 2)
+    for sharding in (None, columns, rows, shard_table((7, 5), 2, "interleaved")):
         for num_stages, stage in ((2, 0), (2, 1), (4, 2)):
             found = at_stage((7, 5), sharding, stage, num_stages)
             num_ranks = 1 if sharding is None else len(sharding.parts)

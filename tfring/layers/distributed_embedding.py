@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _keras
-from tfring._keras.sharding import Division, check_axis, large, mark, sharding_of, slots, stores, tables
+from tfring._keras.sharding import ShardGroup, check_axis, large, mark, sharding_of, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers import embedding_configs
@@ -131,10 +131,10 @@ class DistributedEmbedding(keras.layers.Layer):
     def build(self, input_shape: Any = None) -> None:
         if self.built:
             return
-        division = Division.of(self.axis, "DistributedEmbedding", "keras.layers.Embedding")
-        number, owners = next_layer_number(), self._owners(division.collectives.world_size)
+        group = ShardGroup.of(self.axis, "DistributedEmbedding", "keras.layers.Embedding")
+        number, owners = next_layer_number(), self._owners(group.collectives.world_size)
         for stack in self._stacks:
-            stack.build(self, division, owners, f"tables {number}")
+            stack.build(self, group, owners, f"tables {number}")
 
     def _owners(self, world_size: int) -> dict[str, int]:
         """Returns the worker that owns each whole table; empty for a process alone."""
@@ -274,30 +274,30 @@ class _Stack:
         numbers = {table.name: number for number, table in enumerate(chosen)}
         self._lookups = [(i, numbers[f.table.name]) for i, f in enumerate(features) if f.table.name in numbers]
 
-    def build(self, layer: keras.layers.Layer, division: Division, owners: Mapping[str, int], key: str) -> None:
-        division = Division() if self._kind == "replicated" else division
+    def build(self, layer: keras.layers.Layer, group: ShardGroup, owners: Mapping[str, int], key: str) -> None:
+        group = ShardGroup() if self._kind == "replicated" else group
         if sum(end - begin for table, begin, end in self._tables if table.name not in owners) == 1:
             # Which is not divided either: so a worker that has all rows has them in the order of whole tables.
             owners = {table.name: owners.get(table.name, 0) for table, _, _ in self._tables}
         last, _, rows = self._tables[-1]
-        shape, world_size = (rows, last.embedding_dim), division.collectives.world_size
-        self._rank = division.collectives.rank
+        shape, world_size = (rows, last.embedding_dim), group.collectives.world_size
+        self._rank = group.collectives.rank
         name = f"embeddings_{last.embedding_dim}"
         if self._kind == "columns":
             name = f"{name}_by_columns"
-            self._sharding = shard_table(shape, world_size, "columns", division.axis)
+            self._sharding = shard_table(shape, world_size, "columns", group.axis)
         else:
             owned = [(table.vocabulary_size, owners.get(table.name)) for table, _, _ in self._tables]
-            self._sharding = shard_tables(shape, world_size, owned, division.axis)
+            self._sharding = shard_tables(shape, world_size, owned, group.axis)
         self._held = sorted(self._tables, key=lambda each: each[0].name in owners)  # divided ones before whole ones
         if self._kind == "replicated":
             self._variable = layer.add_weight(name=last.name, shape=shape, initializer=last.initializer)
             mark(self._variable, sums_ids=True)
         else:
             parts = [(table.initializer, begin, end) for table, begin, end in self._held]
-            self._variable = tables.add_table(layer, name, parts, self._sharding, division)
+            self._variable = tables.add_table(layer, name, parts, self._sharding, group)
         names = [(table.name, table.vocabulary_size) for table, _, _ in self._tables]
-        self._exchange = exchange(self._sharding, names, division, f"{key}, {name}")
+        self._exchange = exchange(self._sharding, names, group, f"{key}, {name}")
 
     def rows(self, ids: Sequence[Any]) -> Iterator[tuple[int, tf.Tensor]]:
         """Pairs of the number of a feature and the rows of its ids, `[*flat(ids).shape, width]`."""

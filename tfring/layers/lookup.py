@@ -44,7 +44,7 @@ from tfring.layers.row_numbers import RowNumbers
 from tfring.sharding import Sharding
 
 if TYPE_CHECKING:
-    from tfring._keras.sharding import Division
+    from tfring._keras.sharding import ShardGroup
 
 
 class Exchange:
@@ -53,18 +53,18 @@ class Exchange:
     Args:
       sharding: of all together, by rows.
       tables: the name, for errors, and the number of rows of each table.
-      division: over which ranks the rows are divided, see `tfring._keras.sharding.Division`.
+      group: the ranks over which they are sharded.
       key: what the collectives are called, the same on all ranks; Keras numbers names of layers on each rank.
     """
 
-    def __init__(self, sharding: Sharding, tables: Sequence[tuple[str, int]], division: Division, key: str) -> None:
+    def __init__(self, sharding: Sharding, tables: Sequence[tuple[str, int]], group: ShardGroup, key: str) -> None:
         self._sharding = sharding
         self._names, self._counts = zip(*tables, strict=True)
         self._first, self._step, self._end = self._number()
-        self._collectives = division.collectives
+        self._collectives = group.collectives
         self._of = self._of_one_process
-        if not division.is_alone:
-            self._of = self._of_same_ids if division.axis == "model" else self._of_workers
+        if not group.is_alone:
+            self._of = self._of_same_ids if group.axis == "model" else self._of_workers
         self._key = key
 
     def rows(self, variable: tf.Variable, lookups: Sequence[tuple[int, tf.Tensor]]) -> list[tf.Tensor]:
@@ -225,9 +225,9 @@ class ColumnExchange(Exchange):
         return tf.concat([tf.reshape(p, [count, width]) for p, width in zip(parts, self._widths, strict=True)], 1)
 
 
-def exchange(sharding: Sharding, tables: Sequence[tuple[str, int]], division: Division, key: str) -> Exchange:
+def exchange(sharding: Sharding, tables: Sequence[tuple[str, int]], group: ShardGroup, key: str) -> Exchange:
     """Returns the exchange of tables that are sharded by rows or columns; arguments as of `Exchange`."""
-    return (ColumnExchange if sharding.dimension else Exchange)(sharding, tables, division, key)
+    return (ColumnExchange if sharding.dimension else Exchange)(sharding, tables, group, key)
 
 
 def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:

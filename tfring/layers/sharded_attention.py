@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfring import _keras
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import Division
+from tfring._keras.sharding import ShardGroup
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
 from tfring.layers.same_rows import SameRows
@@ -63,11 +63,11 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         self._ranks: SameRows | None = None
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        division = Division.of("model", "ShardedMultiHeadAttention", "keras.layers.MultiHeadAttention")
+        group = ShardGroup.of("model", "ShardedMultiHeadAttention", "keras.layers.MultiHeadAttention")
         number = next_layer_number()
-        if division.is_alone:
+        if group.is_alone:
             return super().build(query_shape, value_shape, key_shape)
-        collectives, heads = division.collectives, self._num_heads
+        collectives, heads = group.collectives, self._num_heads
         if heads % collectives.world_size:
             raise ConfigurationError(
                 "Each worker along the model axis has as many heads. Received: "
@@ -80,7 +80,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
 
         def heads_of(shape: Any, size: int, name: str, **options: Any) -> _Projection:
             parts = {"kernel": 1, "bias": 0}
-            return self._projection(_Projection, division, parts, shape, 1, (heads, size), name, **options)
+            return self._projection(_Projection, group, parts, shape, 1, (heads, size), name, **options)
 
         # Made in the order of Keras, so that what is drawn is the same.
         self._query_dense = heads_of(query_shape, self._key_dim, "query")
@@ -92,7 +92,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         shape = (*query_shape[:-1], heads, self._value_dim)
         outputs = self._output_shape or (query_shape[-1],)
         self._output_dense = self._projection(
-            _Summed, division, {"kernel": 0}, shape, 2, outputs, "attention_output", ranks=self._ranks
+            _Summed, group, {"kernel": 0}, shape, 2, outputs, "attention_output", ranks=self._ranks
         )
         self.built = True
         return None
@@ -100,7 +100,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
     def _projection(
         self,
         kind: type[_Projection],
-        division: Division,
+        group: ShardGroup,
         dimensions: dict[str, int],
         shape: Any,
         num_bound: int,
@@ -121,7 +121,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
             **options,
             **self._get_common_kwargs_for_sublayer(),
         )
-        layer.division, layer.dimensions = division, dimensions
+        layer.shard_group, layer.dimensions = group, dimensions
         layer.build(shape)
         return layer
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfring import _keras
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import Division, check_axis
+from tfring._keras.sharding import ShardGroup, check_axis
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
 from tfring.layers.own_rows import OwnRows
@@ -110,22 +110,22 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
             raise _wrong(self, "a worker has no outputs of others", "gather_output=False with an activity_regularizer")
 
     def build(self, input_shape: Any) -> None:
-        division = self.division = Division.of(self.axis, "ShardedDense", "keras.layers.Dense")
+        group = self.shard_group = ShardGroup.of(self.axis, "ShardedDense", "keras.layers.Dense")
         number = next_layer_number()
-        if division.is_alone:
+        if group.is_alone:
             return super().build(input_shape)
-        collectives, features = division.collectives, input_shape[-1]
+        collectives, features = group.collectives, input_shape[-1]
         if self.takes_parts and not self._is_of_one_process:
             features = self._all_features(features)
         self.supports_jit = False  # XLA has no collectives of a ring
         self.dimensions = {"kernel": 1, "bias": 0} if self.split == "columns" else {"kernel": 0}
         super().build((*input_shape[:-1], features))
-        divided = chunk_bounds(self.units if self.split == "columns" else features, collectives.world_size)
+        bounds = chunk_bounds(self.units if self.split == "columns" else features, collectives.world_size)
         if self.takes_parts:
-            begin, end = divided[collectives.rank]
+            begin, end = bounds[collectives.rank]
             self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: end - begin})
         self._features = features
-        self._ranks = (SameRows if division.axis == "model" else OwnRows)(collectives, divided, f"dense {number}")
+        self._ranks = (SameRows if group.axis == "model" else OwnRows)(collectives, bounds, f"dense {number}")
         return None
 
     def get_build_config(self) -> dict[str, Any] | None:
@@ -142,16 +142,16 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
     @property
     def leaves_parts(self) -> bool:
         """Returns True if outputs are the units of this worker's columns."""
-        return self.division.axis == "model" and not self.gather_output and not self.division.is_alone
+        return self.shard_group.axis == "model" and not self.gather_output and not self.shard_group.is_alone
 
     @property
     def takes_parts(self) -> bool:
         """Returns True if inputs are the features of this worker's rows."""
-        return self.division.axis == "model" and self.input_is_parallel and not self.division.is_alone
+        return self.shard_group.axis == "model" and self.input_is_parallel and not self.shard_group.is_alone
 
     def _all_features(self, mine: int) -> int:
         """Returns the number of features of all workers together."""
-        collectives = self.division.collectives
+        collectives = self.shard_group.collectives
         with tf.init_scope():  # also while a step is traced
             everyones = collectives.gather_equal(tf.constant([mine]), name="features of a dense layer").numpy().tolist()
         features = sum(everyones)
@@ -180,7 +180,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         """Units of what comes out on this worker."""
         if not self.leaves_parts:
             return self.units
-        collectives = self.division.collectives
+        collectives = self.shard_group.collectives
         begin, end = chunk_bounds(self.units, collectives.world_size)[collectives.rank]
         return end - begin
 

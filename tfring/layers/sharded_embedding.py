@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfring import _keras
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import Division, check_axis, sharding_of, slots, stores, tables
+from tfring._keras.sharding import ShardGroup, check_axis, sharding_of, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
@@ -110,13 +110,13 @@ class ShardedEmbedding(keras.layers.Embedding):
     def build(self, input_shape: Any = None) -> None:
         if getattr(self, "built", False):
             return
-        division = Division.of(self.axis, "ShardedEmbedding", "keras.layers.Embedding")
+        group = ShardGroup.of(self.axis, "ShardedEmbedding", "keras.layers.Embedding")
         shape = (self.input_dim, self.output_dim)
-        sharding = shard_table(shape, division.collectives.world_size, self.placement, division.axis)
+        sharding = shard_table(shape, group.collectives.world_size, self.placement, group.axis)
         parts = [(self.embeddings_initializer, 0, self.input_dim)]
-        self._embeddings = tables.add_table(self, "embeddings", parts, sharding, division)
+        self._embeddings = tables.add_table(self, "embeddings", parts, sharding, group)
         key = f"table {next_layer_number()}"
-        self._exchange = exchange(sharding, [(self.name, self.input_dim)], division, key)
+        self._exchange = exchange(sharding, [(self.name, self.input_dim)], group, key)
         self.built = True
 
     def call(self, inputs: Any, id_weights: Any = None) -> Any:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras.sharding import Division, InitialShard, sharding_of, slots, stores
+from tfring._keras.sharding import InitialShard, ShardGroup, sharding_of, slots, stores
 from tfring.errors import ConfigurationError
 from tfring.sharding import shard_along
 
@@ -23,11 +23,11 @@ class ShardedWeights(keras.layers.Layer):
     the shard is kept. Optimizers, files, `get_weights` and `set_weights` know of shards (`tfring/_keras/sharding/`).
 
     Attributes:
-      division: over which ranks.
+      shard_group: the ranks over which the layer is sharded.
       dimensions: by the name of a weight, the dimension along which it is sharded.
     """
 
-    division = Division()
+    shard_group = ShardGroup()
     dimensions: dict[str, int] = {}
 
     def add_weight(
@@ -39,21 +39,21 @@ class ShardedWeights(keras.layers.Layer):
         regularizer: Any = None,
         **options: Any,
     ) -> Any:
-        dimension = None if self.division.is_alone or name is None else self.dimensions.get(name)
+        dimension = None if self.shard_group.is_alone or name is None else self.dimensions.get(name)
         add_weight = super().add_weight
         if dimension is None:
             return add_weight(shape, initializer, name=name, regularizer=regularizer, **options)
-        sharding = shard_along(shape, dimension, self.division.collectives.world_size, self.division.axis)
+        sharding = shard_along(shape, dimension, self.shard_group.collectives.world_size, self.shard_group.axis)
         if not all(sharding.parts):
             raise ConfigurationError(
                 f"A weight has a shard for each of {len(sharding.parts)} workers. Received: {name!r} of "
                 f"{self.name!r}, of shape {tuple(shape)}, sharded along dimension {dimension}. Use fewer "
-                f"workers along the {self.division.axis} axis, or the layer of Keras."
+                f"workers along the {self.shard_group.axis} axis, or the layer of Keras."
             )
         if regularizer is not None:
-            regularizer = _FullRegularizer(regularizer, self.division, f"regularizer of {name}")
-        initial = InitialShard(keras.initializers.get(initializer), sharding, self.division)
-        return self.division.add_weight(add_weight, sharding, initial, name=name, regularizer=regularizer, **options)
+            regularizer = _FullRegularizer(regularizer, self.shard_group, f"regularizer of {name}")
+        initial = InitialShard(keras.initializers.get(initializer), sharding, self.shard_group)
+        return self.shard_group.add_weight(add_weight, sharding, initial, name=name, regularizer=regularizer, **options)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves full weights. All ranks call it, or are in `tfring.save` or `model.save` together."""
@@ -82,22 +82,22 @@ class ShardedWeights(keras.layers.Layer):
 class _FullRegularizer(keras.regularizers.Regularizer):
     """Applies a regularizer to the full weight; each shard has its own gradient of it."""
 
-    def __init__(self, regularizer: Any, division: Division, name: str) -> None:
+    def __init__(self, regularizer: Any, group: ShardGroup, name: str) -> None:
         self._regularizer = regularizer
-        self._division = division
+        self._group = group
         self._name = name
 
     def __call__(self, shard: Any) -> tf.Tensor:
         running = step.current()
         # The gradient of a shard of the data axis is not weighed again (`gradient_is_complete`): one a microbatch.
-        part = running.part if running is not None and self._division.axis == "data" else None
+        part = running.part if running is not None and self._group.axis == "data" else None
 
         @tf.custom_gradient
         def summed(value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
             def gradient(given: tf.Tensor) -> tf.Tensor:
                 return given if part is None else given * tf.cast(part, given.dtype)
 
-            return self._division.collectives.all_reduce([value], name=self._name)[0], gradient
+            return self._group.collectives.all_reduce([value], name=self._name)[0], gradient
 
         return summed(self._regularizer(shard))
 

@@ -23,7 +23,7 @@ from tfring.sharding import Sharding
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
-DIVIDING = ("model", "data")  # the axes of a mesh over which a layer can be divided
+AXES = ("model", "data")  # of a mesh, over which a layer can be sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def gradient_is_complete(variable: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class ShardGroup:
     """The ranks over which a layer is sharded: those along an axis of a strategy's mesh, or this process alone.
 
     Attributes:
@@ -98,8 +98,8 @@ class Division:
     axis: str = "data"
 
     @classmethod
-    def of(cls, axis: str | None, layer: str, instead: str) -> Division:
-        """Returns the division of a layer that is built under the strategy in scope.
+    def of(cls, axis: str | None, layer: str, instead: str) -> ShardGroup:
+        """Returns the group of a layer that is built under the strategy in scope.
 
         Args:
           axis: "model" or "data"; None for the model axis where the mesh has one, else the data axis.
@@ -160,13 +160,13 @@ class InitialShard:
     Args:
       initializer: of Keras, for the full value.
       sharding: of the full value.
-      division: the ranks that have the shards.
+      group: the ranks that have the shards.
     """
 
-    def __init__(self, initializer: Any, sharding: Sharding, division: Division) -> None:
+    def __init__(self, initializer: Any, sharding: Sharding, group: ShardGroup) -> None:
         self._initializer = initializer
         self._sharding = sharding
-        self._division = division
+        self._group = group
 
     def __call__(self, shape: Sequence[int], dtype: Any = None) -> tf.Tensor:
         from keras.src.backend.common.stateless_scope import in_stateless_scope
@@ -174,14 +174,14 @@ class InitialShard:
         if in_stateless_scope():  # while Keras looks what shapes come out
             return tf.zeros(shape, dtype)
         full = tf.convert_to_tensor(self._initializer(self._sharding.shape, dtype=dtype))
-        [full] = self._division.world.broadcast([full], name="initial value of a weight in shards")
-        return take_shard(self._sharding, tf.reshape(full, self._sharding.lined_up), self._division.collectives.rank)
+        [full] = self._group.world.broadcast([full], name="initial value of a weight in shards")
+        return take_shard(self._sharding, tf.reshape(full, self._sharding.lined_up), self._group.collectives.rank)
 
 
 def check_axis(axis: str | None) -> None:
     """Raises ConfigurationError for an axis over which layers are not sharded."""
-    if axis not in (None, *DIVIDING):
-        raise ConfigurationError(f"`axis` is one of {DIVIDING} or None. Received: axis={axis!r}")
+    if axis not in (None, *AXES):
+        raise ConfigurationError(f"`axis` is one of {AXES} or None. Received: axis={axis!r}")
 
 
 def full_shape(variable: Any) -> tuple[int, ...]:

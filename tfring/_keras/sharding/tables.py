@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras.sharding import Division, mark, mark_of
+from tfring._keras.sharding import ShardGroup, mark, mark_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
@@ -41,13 +41,13 @@ def update_of(variable: Any) -> str | None:
     return mark_of(variable).update
 
 
-def add_table(layer: Any, name: str, parts: Iterable[Any], sharding: Sharding, division: Division) -> Any:
+def add_table(layer: Any, name: str, parts: Iterable[Any], sharding: Sharding, group: ShardGroup) -> Any:
     """Makes the weight of a layer with `update` that holds this worker's shard of a table, or of several in one.
 
     `parts` are as of `InitialRows`.
     """
-    initializer = InitialRows(parts, sharding, division, layer.name)
-    variable = division.add_weight(layer.add_weight, sharding, initializer, name=name, trainable=True)
+    initializer = InitialRows(parts, sharding, group, layer.name)
+    variable = group.add_weight(layer.add_weight, sharding, initializer, name=name, trainable=True)
     return mark(variable, update=layer.update)
 
 
@@ -67,15 +67,15 @@ class InitialRows:
       parts: `(initializer, begin, end)` of each table, in the order in which workers hold them: an initializer of Keras
         for all of it, and its rows among those of all.
       sharding: of all together.
-      division: the ranks that have the shards.
+      group: the ranks that have the shards.
       layer: its name, for errors.
     """
 
-    def __init__(self, parts: Iterable[Any], sharding: Sharding, division: Division, layer: str) -> None:
+    def __init__(self, parts: Iterable[Any], sharding: Sharding, group: ShardGroup, layer: str) -> None:
         self._parts = list(parts)
         self._sharding = sharding
-        self._rank = division.collectives.rank
-        self._world = division.world
+        self._rank = group.collectives.rank
+        self._world = group.world
         for initializer, begin, end in self._parts:
             if self._is_large(end - begin) and not _draws_row_by_row(initializer):
                 raise ConfigurationError(
