@@ -99,8 +99,8 @@ class Sharding:
         """
         if self.dimension:
             return (slice(0, end - begin, 1), *self.slices(rank))
-        inside = [part[bisect_left(part, begin) : bisect_left(part, end)] for part in self.parts[rank]]
-        [rows] = [rows for rows in inside if rows] or [range(begin, begin)]
+        [part] = [part for part in self.parts[rank] if part[0] < end and begin <= part[-1]] or [range(begin, begin)]
+        rows = part[bisect_left(part, begin) : bisect_left(part, end)]
         return (slice(rows.start - begin, rows.stop - begin, rows.step),)
 
 

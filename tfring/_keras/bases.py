@@ -103,9 +103,9 @@ class RingLayer(TFLayer):
         return layer
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        pieces = [v for v in self.weights if sharding.sharding_of(v) is not None]
-        if pieces:
-            raise slots.refusal_to_write("weight", pieces, self, save_type)
+        sharded = [*filter(sharding.sharding_of, self.weights)]
+        if sharded:
+            raise slots.refusal_to_write("weight", sharded, self, save_type)
         return super()._trackable_children(save_type, **kwargs)
 
 

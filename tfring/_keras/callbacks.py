@@ -55,7 +55,7 @@ class _SaveNothing:
         self._model = model
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        with slots.whole_pieces(self._model, keep=False):
+        with slots.with_full_values(self._model, keep=False):
             pass
 
     save_weights = save

@@ -100,11 +100,11 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
     ends = np.cumsum(num_replicas)
     for number, (variable, values, end) in enumerate(zip(variables, replicas, ends, strict=True)):
         digest = everyone[:, end - len(values) : end]
-        is_cut = sharding_of(variable) is not None
+        is_sharded = sharding_of(variable) is not None
         if id(variable) in accumulators:
             differs = not gradient_is_complete(variable)
         else:
-            differs = not is_cut and (_is_read_as_sum(variable) or bool((digest != digest[0, 0]).any()))
+            differs = not is_sharded and (_is_read_as_sum(variable) or bool((digest != digest[0, 0]).any()))
         description = {
             "path": variable.path,
             "dtype": variable.value.dtype.name,
@@ -112,12 +112,12 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
             "of_each_replica": differs,
         }
         array = None
-        if is_cut and apart:
+        if is_sharded and apart:
             description["pieces"] = _describe_shards(strategy, variable, differs)
             if any(rank == strategy.cluster.rank for rank, *_ in description["pieces"]["of"]):
                 taken.shards[number] = bits(np.atleast_1d(large.view(variable)))
-        elif is_cut:
-            array = bits(slots.whole(variable, keep=strategy.cluster.is_chief, of_each_replica=differs))
+        elif is_sharded:
+            array = bits(slots.gather_full(variable, keep=strategy.cluster.is_chief, of_each_replica=differs))
         else:
             array = bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
             if differs:  # one of the ranks of a replica has it: one that computes with it

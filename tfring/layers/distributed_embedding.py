@@ -307,8 +307,7 @@ class _Stack:
 
     def whole(self) -> dict[str, np.ndarray]:
         """The whole tables by their names; all ranks call it."""
-        variable = self._variable
-        value = variable.numpy() if sharding_of(variable) is None else slots.whole(variable)
+        value = slots.gather_full(self._variable)
         return {table.name: value[begin:end] for table, begin, end in self._tables}
 
     def assign(self, whole: Mapping[str, Any]) -> None:

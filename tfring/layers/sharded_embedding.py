@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfring import _keras
 from tfring._keras.layers import save_under_name_of
-from tfring._keras.sharding import ShardGroup, check_axis, sharding_of, slots, stores, tables
+from tfring._keras.sharding import ShardGroup, check_axis, slots, stores, tables
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.layers.choice import next_layer_number
@@ -152,7 +152,7 @@ class ShardedEmbedding(keras.layers.Embedding):
     def save_own_variables(self, store: Any) -> None:
         """All ranks call it, or are in `tfring.save` or `model.save` together."""
         if self.built:
-            store["0"] = self._embeddings if sharding_of(self._embeddings) is None else slots.whole(self._embeddings)
+            store["0"] = slots.gather_full(self._embeddings)
 
     def load_own_variables(self, store: Any) -> None:
         if not self.built:

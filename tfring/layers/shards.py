@@ -57,10 +57,10 @@ class ShardedWeights(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Saves full weights. All ranks call it, or are in `tfring.save` or `model.save` together."""
-        if not any(sharding_of(v) is not None for v in self._own_variables()):
+        if not any(map(sharding_of, self._own_variables())):
             return super().save_own_variables(store)
         for number, variable in enumerate(self._own_variables()):
-            store[str(number)] = variable if sharding_of(variable) is None else slots.whole(variable)
+            store[str(number)] = slots.gather_full(variable)
         return None
 
     def load_own_variables(self, store: Any) -> None:

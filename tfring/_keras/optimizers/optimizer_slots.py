@@ -111,20 +111,19 @@ class OptimizerSlots(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         variables = self.variables
-        if all(sharding_of(v) is None for v in variables):
+        if not any(map(sharding_of, variables)):
             return super().save_own_variables(store)
         for number, variable in enumerate(variables):
-            is_cut = sharding_of(variable) is not None
-            store[str(number)] = slots.whole(variable) if is_cut else variable.numpy()
+            store[str(number)] = slots.gather_full(variable)
         return None
 
     def load_own_variables(self, store: Any) -> None:
-        is_cut = any(sharding_of(v) is not None for v in self.variables)
-        super().load_own_variables(stores.InBlocks(store) if is_cut else store)
+        is_sharded = any(map(sharding_of, self.variables))
+        super().load_own_variables(stores.InBlocks(store) if is_sharded else store)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         if save_type == "checkpoint":  # else with a model, whose weights may be full
-            pieces = [v for v in self.variables if sharding_of(v) is not None]
-            if pieces or shards_of(self) is not None:
-                raise slots.refusal_to_write("slot", pieces, self, save_type)
+            sharded = [*filter(sharding_of, self.variables)]
+            if sharded or shards_of(self) is not None:
+                raise slots.refusal_to_write("slot", sharded, self, save_type)
         return super()._trackable_children(save_type, **kwargs)

@@ -241,16 +241,16 @@ class RingOptimizer(OptimizerSlots):
             for i, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
             if not (gradient is None or gradient_is_complete(variable) or (alone and tables.update_of(variable)))
         ]
-        of_shards = {i: sharding_of(shards.shard(variables[i])) for i in chosen} if shards else {}
-        sharded = {i: sharding for i, sharding in of_shards.items() if sharding is not None}
+        held = variables if shards is None else shards.held(variables)
+        sharded = [i for i in chosen if held[i] is not variables[i]]
         by_rows = [i for i in chosen if tables.update_of(variables[i]) == "rows"]
         others = [i for i in chosen if i not in sharded and i not in by_rows]
         residuals = self._tfring_residuals
         kept = None if residuals is None else residuals.of([variables[i] for i in others])
         reduce(others, ops.sum_over_workers, residuals=kept)
         reduce(by_rows, ops.sum_over_workers, keep_sparse=True)
-        shardings = list(sharded.values())
-        reduce([*sharded], ops.reduce_scatter_over_workers, shardings, is_zero_unless_active=update.is_weighed)
+        shardings = [sharding_of(held[i]) for i in sharded]
+        reduce(sharded, ops.reduce_scatter_over_workers, shardings, is_zero_unless_active=update.is_weighed)
         return results
 
     # -- 5. update, 6. gather --------------------------------------------------------------------------------------

@@ -23,30 +23,30 @@ from tfring._keras.sharding import full_shape, gather, held_of, large, shard_of,
 from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 
-_gathered: dict[int, np.ndarray] = {}  # whole values while a model is saved, by the identity of the variable
+_gathered: dict[int, np.ndarray] = {}  # full values while a model is saved, by the identity of the variable
 
 
-def pieces_of(model: Any) -> list:
+def sharded_variables_of(model: Any) -> list:
     """Returns the weights of a model, and the slots of its optimizers, of which each rank has a shard."""
     variables = [*model.variables, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
     return [v for v in {id(v): v for v in variables}.values() if sharding_of(v) is not None]
 
 
 @contextlib.contextmanager
-def whole_pieces(model: Any, keep: bool = True) -> Iterator[None]:
+def with_full_values(model: Any, keep: bool = True) -> Iterator[None]:
     """Gathers the full values of a model's shards while it is saved; all ranks call it. `keep`: this rank writes."""
     strategy = ring_of_model(model)
     if strategy is not None and strategy.updater is not None:
         strategy.updater.before_saving(model, keep)
-    pieces = [] if _gathered else pieces_of(model)
-    for piece in pieces:  # one by one: a rank that does not write has memory for no more
-        value = whole(piece, keep)
+    sharded = [] if _gathered else sharded_variables_of(model)
+    for variable in sharded:  # one by one: a rank that does not write has memory for no more
+        value = gather_full(variable, keep)
         if keep:
-            _gathered[id(piece)] = value
+            _gathered[id(variable)] = value
     try:
         yield
     finally:
-        if pieces:
+        if sharded:
             _gathered.clear()
 
 
@@ -55,15 +55,17 @@ def gathered(variable: Any) -> np.ndarray | None:
     return _gathered.get(id(variable))
 
 
-def whole(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
-    """Returns the full value of which a variable holds a shard, or an empty array where this rank does not `keep` it.
+def gather_full(variable: Any, keep: bool = True, of_each_replica: bool = False) -> np.ndarray:
+    """Returns the full value of a variable; where it holds a shard an empty array if this rank does not `keep` it.
 
     All ranks call it. With `of_each_replica` full values of all replicas, which differ, stacked along the data axis.
     """
+    sharding = sharding_of(variable)
+    if sharding is None:
+        return variable.numpy()
     if id(variable) in _gathered:
         return _gathered[id(variable)]
-    held, sharding = np.atleast_1d(large.view(variable)), sharding_of(variable)
-    assert sharding is not None
+    held = np.atleast_1d(large.view(variable))
     strategy = variable.value.distribute_strategy
     mesh = strategy.mesh
     along = f"{sharding.axis}+data" if of_each_replica else sharding.axis
@@ -92,7 +94,7 @@ class _Whole:
 
     def __init__(self, slot: Any) -> None:
         self.path = slot.path
-        self._value = whole(slot)
+        self._value = gather_full(slot)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._value if dtype is None else self._value.astype(dtype)
@@ -140,35 +142,35 @@ def install() -> None:
     @seam(saving_lib, "is_memory_sufficient")
     def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
         """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
-        wholes = [math.prod(full_shape(v)) * v.value.dtype.size for v in pieces_of(model)]
-        return max(wholes, default=0) < blocks.LARGE_BYTES and original(model)
+        sizes = [math.prod(full_shape(v)) * v.value.dtype.size for v in sharded_variables_of(model)]
+        return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)
 
     @seam(keras.layers.Layer, "get_weights")
     def get_weights(original: Callable[..., Any], self: Any) -> list:
-        if all(sharding_of(v) is None for v in self.weights):
+        if not any(map(sharding_of, self.weights)):
             return original(self)
-        return [v.numpy() if sharding_of(v) is None else whole(v) for v in self.weights]
+        return [*map(gather_full, self.weights)]
 
     @seam(keras.layers.Layer, "set_weights")
     def set_weights(original: Callable[..., Any], self: Any, weights: Sequence[Any]) -> Any:
         pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
-        pieces = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
-        return original(self, [*pieces, *weights[len(pieces) :]])
+        held = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
+        return original(self, [*held, *weights[len(held) :]])
 
     @seam(legacy_h5_format, "_legacy_weights")
     def legacy_weights(original: Callable[..., Any], layer: Any) -> list:
-        pieces = [v for v in layer.weights if sharding_of(v) is not None]
-        if pieces:
+        sharded = [v for v in layer.weights if sharding_of(v) is not None]
+        if sharded:
             raise ConfigurationError(
                 "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
-                f"{pieces[0].path!r}. Save a .keras or a .weights.h5 file."
+                f"{sharded[0].path!r}. Save a .keras or a .weights.h5 file."
             )
         return original(layer)
 
     @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
     def save_optimizer_weights_to_hdf5_group(original: Callable[..., Any], group: Any, optimizer: Any) -> Any:
         variables = getattr(optimizer, "variables", ())
-        if any(sharding_of(v) is not None for v in variables):
+        if any(map(sharding_of, variables)):
             optimizer = _Weights([v if sharding_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
