@@ -44,9 +44,9 @@ class RingVariable(core.Variable):
 
     def assign(self, value: Any) -> Any:
         if isinstance(value, stores.Stored):
-            whole = sharding.sharding_of(self)
-            if whole is not None and value.shape == whole.shape == whole.lined_up:
-                return large.write_shard(self, whole, sharding.mark_of(self).rank, value)
+            mark = sharding.mark_of(self)
+            if mark.sharding is not None and value.shape == mark.sharding.shape == mark.sharding.lined_up:
+                return large.write_shard(self, mark.sharding, mark.rank, value)
             value = np.asarray(value)
         return super().assign(sharding.shard_of(self, value))
 

@@ -55,7 +55,7 @@ class _SaveNothing:
         self._model = model
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        with slots.with_full_values(self._model, keep=False):
+        with slots.full_values_of(self._model, keep=False):
             pass
 
     save_weights = save

@@ -54,7 +54,7 @@ def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
         write(path, **options)
         return
     error = None
-    with slots.with_full_values(model, keep=strategy.cluster.is_chief):
+    with slots.full_values_of(model, keep=strategy.cluster.is_chief):
         if strategy.cluster.is_chief:
             try:
                 write(path, **options)
@@ -85,14 +85,14 @@ def install() -> None:
     def save_model(
         original: Callable[..., Any], model: Any, filepath: Any, weights_format: str = "h5", zipped: bool = True
     ) -> None:
-        with slots.with_full_values(model):
+        with slots.full_values_of(model):
             if zipped:
                 written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
             else:
                 folder(model, filepath, lambda path: original(model, path, weights_format, zipped))
 
     def whole_and_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        with slots.with_full_values(model):
+        with slots.full_values_of(model):
             return written_aside(original, model, filepath, *args, **kwargs)
 
     def written_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from tfring._keras.metrics import metrics_of
 from tfring._keras.sharding import gradient_is_complete, stages
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.parallel.stages import Crossing, Cut
+from tfring.parallel.stages import Crossing, StagedModel
 from tfring.reduction.pipeline_schedule import FORWARD, Schedule
 
 if TYPE_CHECKING:
@@ -77,23 +77,23 @@ class Passes:
 
     Args:
       pipeline: the `Pipeline`, for its losses, metrics and optimizer.
-      cut: its model in stages.
+      staged: its model in stages.
       strategy: the RingStrategy, whose mesh has as many stages.
       recompute: whether forward passes run again before backward passes.
     """
 
-    def __init__(self, pipeline: Any, cut: Cut, strategy: RingStrategy, recompute: bool) -> None:
+    def __init__(self, pipeline: Any, staged: StagedModel, strategy: RingStrategy, recompute: bool) -> None:
         self._pipeline = pipeline
-        self._cut = cut
+        self._staged = staged
         self._strategy = strategy
         self._recompute = recompute
         self.control = strategy.extended.along("pipeline", "control")
         self.gradients = strategy.extended.along("pipeline", "gradients")
         self.number = self.control.rank
-        self.stage = cut.stages[self.number]
-        self.is_last = self.number == len(cut.stages) - 1
-        self._into = cut.into(self.number)
-        self._out_of = cut.out_of(self.number)
+        self.stage = staged.stages[self.number]
+        self.is_last = self.number == len(staged.stages) - 1
+        self._into = staged.into(self.number)
+        self._out_of = staged.out_of(self.number)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -137,21 +137,21 @@ class Passes:
         """The outputs for all rows, on all stages."""
         passed = self._forward_only((x, None, None), num_microbatches, None, training)
         outputs = []
-        for number, tensor in enumerate(self._cut.model.outputs):
+        for number, tensor in enumerate(self._staged.model.outputs):
             if self.is_last:
                 rows = [one.values[id(tensor)][: one.microbatch.rows] for one in passed]
                 outputs.append(rows[0] if len(rows) == 1 else tf.concat(rows, 0))
                 for to in range(self.number):
                     self.control.send(outputs[-1], to, name=f"output {number}")
             else:
-                last = len(self._cut.stages) - 1
+                last = len(self._staged.stages) - 1
                 outputs.append(self.control.receive(last, *_kind_of(tensor), name=f"output {number}"))
         return self._packed(outputs)
 
     def symbolic_outputs(self) -> Any:
         """Returns placeholders for the model's outputs, where Keras only asks for dtypes and shapes."""
         outputs = []
-        for tensor in self._cut.model.outputs:
+        for tensor in self._staged.model.outputs:
             dtype, shape = _kind_of(tensor)
             outputs.append(tf.compat.v1.placeholder(dtype, shape))
         return self._packed(outputs)
@@ -213,7 +213,7 @@ class Passes:
     ) -> tuple[list, list]:
         """The gradients of weights, None where there is none, and of what crosses into this stage."""
         if one.tape is None:
-            into = {id(tensor) for tensor in _tensors(self._into)} | {id(t) for t in self._cut.model.inputs}
+            into = {id(tensor) for tensor in _tensors(self._into)} | {id(t) for t in self._staged.model.inputs}
             one.values = {key: value for key, value in one.values.items() if key in into}
             with contextlib.nullcontext() if one.seeds is None else randomness.replayed(one.seeds):
                 self._taped(one, counted)
@@ -238,7 +238,7 @@ class Passes:
         """On the last stage the loss that was compiled; and what this stage's layers add. None where there is none."""
         pipeline = self._pipeline
         if self.is_last:
-            y_pred = self._packed([one.values[id(tensor)] for tensor in self._cut.model.outputs])
+            y_pred = self._packed([one.values[id(tensor)] for tensor in self._staged.model.outputs])
             batch = one.microbatch
             return pipeline._compute_loss(
                 x=batch.x, y=batch.y, y_pred=y_pred, sample_weight=batch.sample_weight, training=training
@@ -256,14 +256,14 @@ class Passes:
         rows = tf.shape(tf.nest.flatten(batch.x)[0])[0]
         pipeline._loss_tracker.update_state(before_division(loss), sample_weight=rows)
         if pipeline._compile_metrics is not None:
-            y_pred = self._packed([one.values[id(tensor)] for tensor in self._cut.model.outputs])
+            y_pred = self._packed([one.values[id(tensor)] for tensor in self._staged.model.outputs])
             pipeline._compile_metrics.update_state(batch.y, y_pred, batch.sample_weight)
 
     def _share_metrics(self, counted: _Counted) -> None:
         """Gives all stages the state of all metrics: one collective a dtype."""
         pipeline = self._pipeline
-        owners = {id(m): s.number for s in self._cut.stages for m in _metrics_of_layers(s.parts)}
-        last = len(self._cut.stages) - 1
+        owners = {id(m): s.number for s in self._staged.stages for m in _metrics_of_layers(s.parts)}
+        last = len(self._staged.stages) - 1
         by_dtype: dict = {}
         for metric in metrics_of(pipeline):
             for variable in metric.variables:
@@ -305,7 +305,7 @@ class Passes:
 
     def _received(self, microbatch: Microbatch) -> dict[int, Any]:
         """The values a forward pass begins with."""
-        model = self._cut.model
+        model = self._staged.model
         values = dict(zip(map(id, model.inputs), model._standardize_inputs(microbatch.x), strict=True))
         for crossing in self._into:
             values[id(crossing.tensor)] = self.control.receive(
@@ -317,7 +317,7 @@ class Passes:
         """Returns the tensors with which the forward pass is done."""
         tensors = [one.values[id(tensor)] for tensor in _tensors(self._out_of)]
         if self.is_last:
-            tensors += [one.values[id(t)] for t in self._cut.model.outputs if id(t) in one.values]
+            tensors += [one.values[id(t)] for t in self._staged.model.outputs if id(t) in one.values]
         return tensors if one.loss is None else [*tensors, one.loss]
 
     def _send(self, one: Held) -> None:
@@ -346,7 +346,7 @@ class Passes:
                 self.gradients.send(gradients[id(crossing.tensor)], crossing.source, name=name)
 
     def _packed(self, outputs: Sequence[Any]) -> Any:
-        packed = keras.tree.pack_sequence_as(self._cut.model._outputs_struct, outputs)
+        packed = keras.tree.pack_sequence_as(self._staged.model._outputs_struct, outputs)
         return packed[0] if isinstance(packed, (list, tuple)) and len(packed) == 1 else packed
 
 

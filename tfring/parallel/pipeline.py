@@ -15,7 +15,7 @@ from tfring._keras.seam import ring_of_model
 from tfring._keras.sharding import is_sharded_along, mark, stages
 from tfring.errors import ConfigurationError
 from tfring.parallel.passes import Passes
-from tfring.parallel.stages import Cut, batch_normalizations, cut_model
+from tfring.parallel.stages import StagedModel, batch_normalizations, cut_model
 from tfring.recognition import current_ring
 from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
 from tfring.ring.collectives import RingCollectives
@@ -74,14 +74,14 @@ class Pipeline(keras.Model):
         recompute: bool = False,
         **kwargs: Any,
     ) -> None:
-        cut = cut_model(model, stages)
+        staged = cut_model(model, stages)
         strategy = ring_of_model(model)
         if strategy is None and current_ring() is not None:
             raise ConfigurationError(
                 "A Pipeline belongs to the strategy in whose scope its model was made. Received: model "
                 f"{model.name!r}, made outside. Move the lines that make it inside `with strategy.scope():`."
             )
-        self._schedule: Schedule = plan_schedule(schedule, len(cut.stages), num_microbatches)
+        self._schedule: Schedule = plan_schedule(schedule, len(staged.stages), num_microbatches)
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             super().__init__(**{"name": f"pipeline_of_{model.name}", "dtype": model.dtype_policy, **kwargs})
         self.model = model
@@ -90,16 +90,16 @@ class Pipeline(keras.Model):
         self.num_microbatches = num_microbatches
         self._passes: Passes | None = None
         if strategy is not None and strategy.mesh.pipeline > 1:
-            self._divide(cut, strategy, bool(recompute))
+            self._divide(staged, strategy, bool(recompute))
         self.built = True
 
-    def _divide(self, cut: Cut, strategy: RingStrategy, recompute: bool) -> None:
+    def _divide(self, staged: StagedModel, strategy: RingStrategy, recompute: bool) -> None:
         """Leaves each stage to its workers."""
-        _check(self.model, cut, strategy, self._schedule, recompute)
-        passes = Passes(self, cut, strategy, recompute)
+        _check(self.model, staged, strategy, self._schedule, recompute)
+        passes = Passes(self, staged, strategy, recompute)
         _check_channels(passes, self._schedule)
         stages.refuse_new_weights()
-        for stage in cut.stages:
+        for stage in staged.stages:
             for variable in stage.variables:
                 mark(variable, stage=stage.number)
             for variable in stage.weights:
@@ -175,13 +175,15 @@ class Pipeline(keras.Model):
         return self.model.load_weights(*args, **kwargs)
 
 
-def _check(model: keras.Model, cut: Cut, strategy: RingStrategy, schedule: Schedule, recompute: bool) -> None:
+def _check(
+    model: keras.Model, staged: StagedModel, strategy: RingStrategy, schedule: Schedule, recompute: bool
+) -> None:
     mesh = strategy.mesh
-    if len(cut.stages) != mesh.pipeline:
+    if len(staged.stages) != mesh.pipeline:
         raise ConfigurationError(
             "A Pipeline has a stage for each worker along the pipeline axis: `stages` names the layers with which "
-            f"{mesh.pipeline - 1} of them begin. Received: {len(cut.stages) - 1} names, which make "
-            f"{len(cut.stages)} stages, with {mesh}."
+            f"{mesh.pipeline - 1} of them begin. Received: {len(staged.stages) - 1} names, which make "
+            f"{len(staged.stages)} stages, with {mesh}."
         )
     given = [v for v in model.weights if is_sharded_along(v, "pipeline")]
     if given:
@@ -201,7 +203,7 @@ def _check(model: keras.Model, cut: Cut, strategy: RingStrategy, schedule: Sched
             f"recompute={recompute}. Freeze it (`trainable = False`), use LayerNormalization or GroupNormalization, or "
             "num_microbatches=1 and recompute=False."
         )
-    fixed = [tensor.name for tensor in cut.model.inputs if tensor.shape[0] is not None]
+    fixed = [tensor.name for tensor in staged.model.inputs if tensor.shape[0] is not None]
     if fixed and schedule.num_microbatches > 1:
         raise ConfigurationError(
             "Microbatches have fewer rows than the batch. Received: an input of the model with a fixed number of rows, "

@@ -84,7 +84,7 @@ class _Untracked:
         self.value = value
 
 
-class Cut(NamedTuple):
+class StagedModel(NamedTuple):
     """A model cut into stages.
 
     Attributes:
@@ -104,7 +104,7 @@ class Cut(NamedTuple):
         return [crossing for crossing in self.crossings if crossing.source == stage]
 
 
-def cut_model(model: keras.Model, names: Sequence[str]) -> Cut:
+def cut_model(model: keras.Model, names: Sequence[str]) -> StagedModel:
     """Cuts a model before the named layers.
 
     Args:
@@ -125,7 +125,7 @@ def cut_model(model: keras.Model, names: Sequence[str]) -> Cut:
     crossings = crossings_of(functional, nodes, stage_of)
     count = len(begins) + 1
     stages = [Stage(s, [n for n, of in zip(nodes, stage_of, strict=True) if of == s]) for s in range(count)]
-    return Cut(functional, stages, crossings)
+    return StagedModel(functional, stages, crossings)
 
 
 def crossings_of(model: keras.Model, nodes: Sequence, stage_of: Sequence[int]) -> list[Crossing]:

@@ -23,7 +23,7 @@ from tfring.sharding import Sharding
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
-AXES = ("model", "data")  # of a mesh, over which a layer can be sharded
+_AXES_OF_LAYERS = ("model", "data")  # along which a layer can be sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +180,8 @@ class InitialShard:
 
 def check_axis(axis: str | None) -> None:
     """Raises ConfigurationError for an axis over which layers are not sharded."""
-    if axis not in (None, *AXES):
-        raise ConfigurationError(f"`axis` is one of {AXES} or None. Received: axis={axis!r}")
+    if axis not in (None, *_AXES_OF_LAYERS):
+        raise ConfigurationError(f"`axis` is one of {_AXES_OF_LAYERS} or None. Received: axis={axis!r}")
 
 
 def full_shape(variable: Any) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ def sharded_variables_of(model: Any) -> list:
 
 
 @contextlib.contextmanager
-def with_full_values(model: Any, keep: bool = True) -> Iterator[None]:
+def full_values_of(model: Any, keep: bool = True) -> Iterator[None]:
     """Gathers the full values of a model's shards while it is saved; all ranks call it. `keep`: this rank writes."""
     strategy = ring_of_model(model)
     if strategy is not None and strategy.updater is not None:
