@@ -24,7 +24,8 @@ VOCABULARY, DIM = 300, 5  # rows enough for four ranks to cut the table between 
 
 def test_plan_of_shards():
     for world_size in (2, 3, 4, 7):
-        for shape in ((), (1,), (2,), (5, 3), (0, 4), (64 * world_size,), (64 * world_size + 1, 2), (3, 3, 5, 2)):
+        many = 64 * world_size
+        for shape in ((), (1,), (2,), (5, 3), (0, 4), (many - 1, 2), (many,), (many, 2), (many + 1, 2), (3, 3, 5, 2)):
             sharding = plan_shards(shape, world_size)
             whole = np.arange(math.prod(shape))
             lined_up = whole.reshape(sharding.lined_up)
@@ -32,7 +33,7 @@ def test_plan_of_shards():
             assert [piece.shape for piece in pieces] == [sharding.shape_of(rank) for rank in range(world_size)]
             assert [len(piece) for piece in pieces] == [sharding.count(rank) for rank in range(world_size)]
             assert np.array_equal(np.concatenate(pieces).reshape(-1), whole)
-            assert sharding.by_rows == (bool(shape) and (shape[0] >= 64 * world_size or len(shape) == 1))
+            assert sharding.by_rows == (bool(shape) and (shape[0] >= many or len(shape) == 1))
             assert len({piece.size for piece in pieces}) <= 2
 
 
