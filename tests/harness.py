@@ -1,4 +1,4 @@
-"""Worker processes shared by the whole test session, each with TensorFlow imported once.
+"""Worker processes shared by the whole test session, forked from two that have imported TensorFlow.
 
 A test hands a module-level function to N real processes and gets their results by rank:
 
@@ -15,12 +15,19 @@ A test hands a module-level function to N real processes and gets their results 
 How it is laid out:
 
     pytest ──pipe (task: pickled function and arguments; result or traceback)── worker process, rank 0
-           ──pipe──────────────────────────────────────────────────────────── worker process, rank 1 ...
+      │    ──pipe──────────────────────────────────────────────────────────── worker process, rank 1 ...
+      │                                                                         │
+      └──socket (file descriptors, environment; process id, exit code)── forks ranks 0, 2, ...
+      └──socket─────────────────────────────────────────────────────────  forks ranks 1, 3, ...
 
 Over the ring engine a process is a rank of any world size, because its place in the ring comes with each
 task; so `workers(2)`, `workers(3)` and `workers(4)` share four processes. TensorFlow's own runtime is wired
 up once in a process's life, so over it each world size has its own processes. Five such pools live at a time, and
 processes that have grown large make room for new ones.
+
+An import of TensorFlow costs seconds, a fork milliseconds. A process that forks has imported and done nothing else,
+so it has one thread, and neither a context nor a device of TensorFlow. There are two of them: neighbors that hash
+strings alike would iterate over sets in one order.
 """
 
 from __future__ import annotations
@@ -56,6 +63,7 @@ _START_SECONDS = 180
 _CLEAN_UP_SECONDS = 60
 _GRACE_SECONDS = 10  # how long the others may go on after the first rank has failed
 _TAIL_LINES = 60
+_MESSAGE_BYTES = 1 << 17
 _FULL_BYTES = 1536 << 20  # resident; what tasks leave to TensorFlow is never collected, see _clean_up
 
 # ------------------------------------------------------------------------------------------- in the test
@@ -117,7 +125,7 @@ def workers(
         communication: "ring" or "tensorflow"; what `harness.strategy()` passes to `RingStrategy`.
         logical_cpus: Logical CPU devices in each process, so that a worker holds several replicas.
         tensorflow: Whether the processes import it; without, they start in a moment.
-        env: Environment of the processes, for what is read once when TensorFlow is imported.
+        env: Environment of the processes, for what is read once, with TensorFlow's first device.
     """
     if communication not in COMMUNICATIONS:
         raise ValueError(f"`communication` is one of {COMMUNICATIONS}. Received: {communication!r}.")
@@ -131,6 +139,9 @@ def shut_down() -> None:
     """Stops all processes; called at the end of the session."""
     for kind in list(_pools):
         _discard(kind)
+    while _forkers:
+        for forker in _forkers.popitem()[1]:
+            forker.kill()
 
 
 def listening_sockets(n: int) -> list[socket.socket]:
@@ -246,31 +257,19 @@ class _Process:
         self.pipe, theirs = connection.Pipe()
         # A worker listens for one cluster as long as it lives; so a socket for every world size.
         listeners = [] if free_port else listening_sockets(_MAX_WORLD_SIZE)
-        self.listen_fds = {n: listener.fileno() for n, listener in enumerate(listeners, 1)}
         self.ports = {n: listener.getsockname()[1] for n, listener in enumerate(listeners, 1)}
         if kind.fixed_size:
             self.ports = {kind.fixed_size: free_port[0]}
-        options = (kind.communication, kind.logical_cpus, kind.tensorflow)
-        start = (
-            f"import sys; sys.path[:] = {sys.path!r}; import harness; "
-            f"harness._serve({os.getpid()}, {theirs.fileno()}, *{options!r})"
-        )
         environ = {
             name: value for name, value in os.environ.items() if name not in (*launch_variables.ALL, "TF_CONFIG")
         }
-        with self.log.open("wb") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-c", start],
-                env={**environ, **_limits(), "TMPDIR": str(folder), **dict(kind.env)},
-                pass_fds=[theirs.fileno(), *self.listen_fds.values()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        theirs.close()
-        for listener in listeners:
-            listener.close()
+        environ = {**environ, **_limits(), "TMPDIR": str(folder), **dict(kind.env)}
+        self._forker = _forkers_of(kind.tensorflow)[index % 2]
+        self._exit_code: int | None = None
+        with self.log.open("wb") as output, theirs, contextlib.ExitStack() as stack:
+            fds = [output.fileno(), theirs.fileno(), *(stack.enter_context(each).fileno() for each in listeners)]
+            self.pid, (_, _, *listen_fds) = self._forker.fork(fds, (environ, kind.communication, kind.logical_cpus))
+        self.listen_fds = dict(enumerate(listen_fds, 1))
 
     def send(self, message: Any) -> None:
         self._log_start = self.log.stat().st_size
@@ -281,27 +280,33 @@ class _Process:
         try:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
-            return _Reply("died", f"The process died: {_exit_text(self.popen.wait())}.")
+            return _Reply("died", f"The process died: {_exit_text(self._wait())}.")
         except Exception:
             return _Reply("raised", f"The result does not unpickle in the test:\n{traceback.format_exc()}")
         return _Reply(kind, value)
 
     def resident_bytes(self) -> int:
         try:
-            pages = pathlib.Path(f"/proc/{self.popen.pid}/statm").read_text().split()[1]
+            pages = pathlib.Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         except (OSError, IndexError):  # it is gone
             return 0
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def dump_stacks(self) -> None:
-        self.popen.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        if self.popen.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.popen.pid, signal.SIGKILL)  # and what the task may have started
-        self.popen.wait()
+        if self._exit_code is None:
+            for kill in (os.killpg, os.kill):  # its session, with what the task may have started; or it has none yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
+            self._wait()
         self.pipe.close()
+
+    def _wait(self) -> int:
+        if self._exit_code is None:
+            self._exit_code = self._forker.wait(self.pid)
+        return self._exit_code
 
     def log_tail(self) -> str:
         with self.log.open("rb") as file:
@@ -309,6 +314,64 @@ class _Process:
             lines = file.read().decode(errors="replace").splitlines()
         cut = [f"... ({len(lines) - _TAIL_LINES} lines before)"] if len(lines) > _TAIL_LINES else []
         return "\n".join(cut + lines[-_TAIL_LINES:])
+
+
+class _Forker:
+    """A process that forks workers, and waits for them: they are its children."""
+
+    def __init__(self, tensorflow: bool) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_START_SECONDS)
+        start = (
+            f"import sys; sys.path[:] = {sys.path!r}; import harness; "
+            f"harness._fork_workers({os.getpid()}, {theirs.fileno()}, {tensorflow})"
+        )
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", start],
+                env={**os.environ, **_limits()},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
+
+    def fork(self, fds: list[int], options: tuple) -> tuple[int, list[int]]:
+        """Returns the process id of a worker, and its numbers of these file descriptors."""
+        return self._ask(options, fds)
+
+    def wait(self, pid: int) -> int:
+        """Returns the exit code of a worker that has ended or been killed."""
+        return self._ask(pid)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+        self._socket.close()
+        self._log.close()
+
+    def _ask(self, request: Any, fds: Sequence[int] = ()) -> Any:
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+            reply = self._socket.recv(_MESSAGE_BYTES)
+        except OSError as error:
+            reply = b""
+            self._log.write(repr(error).encode())
+        if not reply:
+            self._log.seek(0)
+            raise WorkersFailedError(f"No worker can be forked.\n{self._log.read().decode(errors='replace')}")
+        return pickle.loads(reply)
+
+
+_forkers: dict[bool, list[_Forker]] = {}  # by whether they import TensorFlow
+
+
+def _forkers_of(tensorflow: bool) -> list[_Forker]:
+    if tensorflow not in _forkers:
+        _forkers[tensorflow] = [_Forker(tensorflow) for _ in range(2)]
+    return _forkers[tensorflow]
 
 
 class _Reply:
@@ -393,23 +456,58 @@ def communication() -> str:
     return _communication
 
 
-def _serve(parent: int, pipe_fd: int, communication: str, logical_cpus: int, tensorflow: bool) -> None:
-    global _communication
-    _communication = communication
+def _fork_workers(parent: int, fd: int, tensorflow: bool) -> None:
+    """Forks a worker for each request, and returns in the worker when that has ended."""
     _die_with(parent)
-    os.set_inheritable(pipe_fd, False)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
     _rewrite_asserts()
+    if tensorflow:
+        import keras  # noqa: F401  once for all workers
+        import tensorflow as tf  # noqa: F401
+    gc.collect()
+    gc.freeze()  # TensorFlow's own objects are for ever: no need to walk them after each task
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has no copies of other threads, and of the locks they hold"
+    with socket.socket(fileno=fd) as requests:
+        while True:
+            message, fds, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 2 + _MAX_WORLD_SIZE)
+            if not message:
+                return
+            request = pickle.loads(message)
+            if isinstance(request, int):
+                _, status = os.waitpid(request, 0)
+                requests.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
+                continue
+            forker = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                break
+            requests.send(pickle.dumps((pid, fds)))
+            for each in fds:
+                os.close(each)
+    _serve(forker, fds, tensorflow, *request)
+
+
+def _serve(
+    parent: int, fds: list[int], tensorflow: bool, environ: dict[str, str], communication: str, logical_cpus: int
+) -> None:
+    global _communication
+    _communication = communication
+    os.setsid()
+    _die_with(parent)
+    log, pipe_fd, *_ = fds
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.set_inheritable(pipe_fd, False)
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None  # TMPDIR is another
     pipe = connection.Connection(pipe_fd)
     with _replying(pipe):
         if tensorflow:
             _prepare_tensorflow(logical_cpus)
-        gc.collect()
-        gc.freeze()  # TensorFlow's own objects are for ever: no need to walk them after each task
         pipe.send(("returned", None))
-    environ = dict(os.environ)
     while True:
         try:
             message = pipe.recv()
@@ -456,9 +554,10 @@ def _rewrite_asserts() -> None:
 
 
 def _prepare_tensorflow(logical_cpus: int) -> None:
-    import keras  # noqa: F401  once for all tasks
+    import numpy as np
     import tensorflow as tf
 
+    np.random.seed(None)  # Python's own generator is seeded in a forked process, NumPy's is a copy
     if logical_cpus > 1:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * logical_cpus)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import time
@@ -50,6 +51,13 @@ def logical_cpus():
     import tensorflow as tf
 
     return [device.name for device in tf.config.list_logical_devices("CPU")]
+
+
+def draws():
+    import numpy as np
+    import tensorflow as tf
+
+    return random.random(), np.random.random(), float(tf.random.uniform(())), hash("a string"), os.environ["TMPDIR"]
 
 
 def leave_a_mess():
@@ -132,6 +140,12 @@ def test_death_is_told():
 
 def test_two_logical_cpus():
     assert [len(names) for names in harness.workers(2, logical_cpus=2).run(logical_cpus)] == [2, 2]
+
+
+def test_forked_processes_draw_differently():
+    one, other = harness.workers(2, logical_cpus=2).run(draws)
+    assert all(mine != theirs for mine, theirs in zip(one[:-1], other[:-1], strict=True))
+    assert one[-1] == other[-1] and one[-1].rpartition("/")[2].startswith("tfring-test-")
 
 
 def test_keras_is_cleaned_up_between_tasks():
