@@ -1,5 +1,7 @@
 """SyncBatchNormalization on 2, 3 and 4 workers equals keras.layers.BatchNormalization on the whole batch."""
 
+import functools
+
 import harness
 import numpy as np
 import pytest
@@ -49,64 +51,71 @@ EVERYWHERE = [
 ]
 
 
-def compare(case):
-    """In a worker: `compare_on_shards` as a case says."""
-    return compare_on_shards(**case)
+def options_of(case):
+    return {"axis": case.get("axis", -1), "dtype": case.get("policy") or case.get("dtype"), **case.get("layer", {})}
 
 
-def compare_on_shards(
-    shape,
-    dtype="float32",
-    policy=None,
-    axis=-1,
-    masked=False,
-    empty=(),
-    layer=None,
-    eager=False,
-    tolerance=1e-5,
-    weights_tolerance=None,
-    devices=None,
-):
-    """Trains the layer on this worker's shards and Keras' own on the whole batch; the bits of the weights."""
+def batches_of(case):
+    dtype = case.get("dtype", "float32")
+    dtype = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    return shards.batches(case["shape"], dtype=dtype, axis=case.get("axis", -1), masked=case.get("masked", False))
+
+
+def train_alone(case):
+    """In a worker: trains Keras' own layer on the whole batch."""
     import keras
 
-    import tfring
-
-    options = {"axis": axis, "dtype": policy or dtype, **(layer or {})}
-    strategy = harness.strategy(devices=devices)
-    with strategy.scope():
-        synchronized = tfring.SyncBatchNormalization(**options)
-        synchronized.build(shape)
+    options = options_of(case)
     options.pop("synchronization", None)
     alone = keras.layers.BatchNormalization(**options)
-    alone.build(shape)
-
-    data = dict(shape=shape, dtype=np.dtype("float32" if dtype == "bfloat16" else dtype), axis=axis, masked=masked)
-    replicas = len(strategy.extended.worker_devices)
-    mine = shards.bounds(shape[0], strategy.num_replicas_in_sync, empty)
-    mine = mine[strategy.cluster.rank * replicas :][:replicas]
-    got = shards.train(synchronized, shards.batches(**data), strategy, mine, eager)
+    alone.build(case["shape"])
     with shards.exact_masks():
-        want = shards.train(alone, shards.batches(**data))
-    shards.assert_close(got, want, slice(mine[0][0], mine[-1][1]), tolerance, weights_tolerance)
+        return shards.train(alone, batches_of(case))
+
+
+def compare(case, devices, want):
+    """In a worker: trains the layer on its shards, compares it with `want`, and returns the bits of the weights."""
+    import tfring
+
+    strategy = harness.strategy(devices=devices)
+    with strategy.scope():
+        synchronized = tfring.SyncBatchNormalization(**options_of(case))
+        synchronized.build(case["shape"])
+    replicas = len(strategy.extended.worker_devices)
+    mine = shards.bounds(case["shape"][0], strategy.num_replicas_in_sync, case.get("empty", ()))
+    mine = mine[strategy.cluster.rank * replicas :][:replicas]
+    got = shards.train(synchronized, batches_of(case), strategy, mine, case.get("eager", False))
+    rows = slice(mine[0][0], mine[-1][1])
+    shards.assert_close(got, want, rows, case.get("tolerance", 1e-5), case.get("weights_tolerance"))
     [bits] = shards.bits(synchronized)
     return bits
 
 
+@functools.cache
+def alone(name):
+    [want] = workers(1).run(train_alone, CASES[name])
+    return want
+
+
+def assert_equal(name, group, devices=None):
+    want = alone(name)
+    assert len(set(group.run(compare, CASES[name], devices, want))) == 1
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_three_workers(name):
-    assert len(set(workers(3).run(compare, CASES[name]))) == 1
+    assert_equal(name, workers(3))
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_other_world_sizes(world_size, name):
-    assert len(set(workers(world_size).run(compare, CASES[name]))) == 1
+    assert_equal(name, workers(world_size))
 
 
 @pytest.mark.parametrize("name", [*EVERYWHERE, "eager"])
 def test_two_replicas_a_worker(name):
-    assert len(set(workers(2, logical_cpus=2).run(compare, {**CASES[name], "devices": ["CPU:0", "CPU:1"]}))) == 1
+    assert_equal(name, workers(2, logical_cpus=2), ["CPU:0", "CPU:1"])
 
 
 def variances_about(means):
@@ -135,4 +144,4 @@ def test_variance_about_a_large_mean():
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_tensorflow_collectives(name):
-    assert len(set(workers(3, "tensorflow").run(compare, CASES[name]))) == 1
+    assert_equal(name, workers(3, "tensorflow"))

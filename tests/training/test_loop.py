@@ -33,7 +33,7 @@ def batch_normalized(**options):
 
     layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     model = keras.Sequential([keras.layers.Input((4,)), *layers])
-    model.compile("sgd", "mse", metrics=["mae"], **options)
+    model.compile("sgd", "mse", **options)
     return model
 
 
@@ -42,10 +42,17 @@ def count_calls():
 
     ring = strategy()
     x, y = skewed_rows(18 * 10)
+    models = {}  # by how they are made: traced once
+
+    def model_of(make, **options):
+        key = make, *options.items()
+        if key not in models:
+            with ring.scope():
+                models[key] = make(metrics=["mae"], **options)
+        return models[key]
 
     def fit(make, callbacks=(), verbose=0, **options):
-        with ring.scope():
-            model = make(**options)
+        model = model_of(make, **options)
         return calls_a_step(
             ring,
             lambda steps: model.fit(
@@ -54,8 +61,7 @@ def count_calls():
         )
 
     def evaluate(callbacks=()):
-        with ring.scope():
-            model = small_model(metrics=["mae"])
+        model = model_of(small_model)
         return calls_a_step(
             ring,
             lambda steps: model.evaluate(
@@ -68,7 +74,7 @@ def count_calls():
     begins = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: None)
     epochs = keras.callbacks.EarlyStopping("loss", patience=5)
     return {
-        "plain": fit(small_model, metrics=["mae"]),
+        "plain": fit(small_model),
         "of an epoch alone": fit(small_model, [epochs, keras.callbacks.ReduceLROnPlateau("loss")]),
         "progress bar on rank 0": fit(small_model, verbose="auto"),
         "logs are read on rank 1": fit(small_model, [reads] if ring.cluster.rank == 1 else []),
@@ -187,12 +193,36 @@ def of_unknown_length(x, y):
     return batches.filter(lambda x, y: True)
 
 
-def course_of(ring, stops_at, stopping, *, watch_begin=False, unknown=False, options=None):
-    """On each rank what callbacks saw, the weights and warnings; on rank 0 the error against one process too."""
-    import keras
+class Models:
+    """A model under a strategy, and on rank 0 one alone: compiled and traced once for many courses from one start."""
 
+    def __init__(self, ring, **options):
+        import keras
+
+        def make():
+            model = small_model(keras.optimizers.SGD(0.01, momentum=0.9), metrics=["mae"], **options)
+            model.optimizer.build(model.trainable_variables)
+            return model
+
+        keras.utils.set_random_seed(1)
+        with ring.scope():
+            self.model = make()
+        self.alone = make() if ring.cluster.rank == 0 else None
+        self._start = self.model.get_weights(), [v.numpy() for v in self.model.optimizer.variables]
+
+    def reset(self):
+        weights, state = self._start
+        for model in (self.model, self.alone):
+            if model is not None:
+                model.set_weights(weights)
+                for variable, value in zip(model.optimizer.variables, state, strict=True):
+                    variable.assign(value)
+                model.stop_training = model.stop_evaluating = False
+
+
+def course_of(ring, models, stops_at, stopping, *, watch_begin=False, unknown=False):
+    """On each rank what callbacks saw, the weights and warnings; on rank 0 the error against one process too."""
     x, y = skewed_rows(43)
-    options = options or {}
 
     def run(model, stops):
         course = Course(stops_at, stops, watch_begin)
@@ -208,15 +238,11 @@ def course_of(ring, stops_at, stopping, *, watch_begin=False, unknown=False, opt
         updates = int(model.optimizer.iterations.numpy())
         return course.seen, said, updates, {**history, "again": again["loss"]}
 
-    keras.utils.set_random_seed(1)
-    with ring.scope():
-        model = small_model(keras.optimizers.SGD(0.01, momentum=0.9), metrics=["mae"], **options)
-    start = model.get_weights()
+    models.reset()
+    model, alone = models.model, models.alone
     got = run(model, ring.cluster.rank in stopping)
     errors = {}
-    if ring.cluster.rank == 0:
-        alone = small_model(keras.optimizers.SGD(0.01, momentum=0.9), metrics=["mae"], **options)
-        alone.set_weights(start)
+    if alone is not None:
         want = run(alone, True)
         assert got[0] == want[0], (got[0], want[0])
         assert got[1] == want[1] and got[3].keys() == want[3].keys()
@@ -239,16 +265,24 @@ CASES = {
     "in a validation": (("test batch", 1), {}),
     "last of a validation": (("test batch", 3), {}),
     "when an epoch begins": (("epoch", 2), {}),
-    "two steps": (("batch", 1), {"options": {"steps_per_execution": 2}}),
-    "eagerly": (("batch", 2), {"options": {"run_eagerly": True}}),
     "nobody": (("batch", 99), {}),
+}
+OTHERWISE = {
+    "two steps": (("batch", 1), {"steps_per_execution": 2}),
+    "eagerly": (("batch", 2), {"run_eagerly": True}),
 }
 FEW = ["in mid-epoch", "after an epoch's last", "unknown length", "in a validation"]
 
 
 def courses(names, stopping):
     ring = strategy(**devices())
-    return {name: course_of(ring, CASES[name][0], stopping, **CASES[name][1]) for name in names}
+    models = Models(ring)
+    return {name: course_of(ring, models, CASES[name][0], stopping, **CASES[name][1]) for name in names}
+
+
+def courses_otherwise(stopping):
+    ring = strategy(**devices())
+    return {name: course_of(ring, Models(ring, **options), at, stopping) for name, (at, options) in OTHERWISE.items()}
 
 
 def check_courses(results):
@@ -261,6 +295,7 @@ def check_courses(results):
 @pytest.mark.oldest
 def test_one_rank_stops_all_where_one_process_stops():
     check_courses(workers(2).run(courses, list(CASES), [1], timeout=300))
+    check_courses(workers(2).run(courses_otherwise, [1], timeout=300))
 
 
 def test_some_and_all_ranks_stop():
