@@ -10,31 +10,27 @@ from own_state import net, programs, refused, warned
 from tfring.errors import ConfigurationError
 
 
-def train(names):
+def train(names, batch_size=20):
     """Trains the programs named on all workers, and on one rank alone too: relative errors by program."""
     ring = strategy(**devices())
     found = programs()
     cases = {}
     for name in names:
         make, (x, y) = found[name]
-        cases[name] = train_both(ring, make, x, y, epochs=2, validation_data=(x[:41], y[:41]), evaluate=(x, y))
+        some = 2 * batch_size + 1  # in the last batch one worker has no row
+        data = {"validation_data": (x[:some], y[:some]), "evaluate": (x, y)}
+        cases[name] = train_both(ring, make, x, y, epochs=2, batch_size=batch_size, **data)
     return cases
 
 
 def test_programs():
-    names = list(programs())
-    assert_equal(workers(2).run(train, names, timeout=500))
+    # Batches of 19: shares of 10 and 9 rows, and of 4 and 3 in the last.
+    assert_equal(workers(2).run(train, list(programs()), 19, timeout=500))
 
 
 @pytest.mark.oldest
 def test_some_programs_on_three_workers():
     names = ["accumulated by hand", "tf.Variable", "metrics that assign", "means and counts"]
-    assert_equal(workers(3).run(train, names, timeout=400))
-
-
-def test_others_on_three_workers():
-    names = ["weighted means", "compiled again", "queue", "by inputs, mean", "as advised"]
-    names += ["optimizer, apply", "optimizer, apply_gradients"]
     assert_equal(workers(3).run(train, names, timeout=400))
 
 
@@ -97,9 +93,8 @@ def said():
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_cannot_be_one_value_is_named(n):
-    for rank, found in enumerate(workers(n).run(said)):
+def test_what_cannot_be_one_value_is_named():
+    for rank, found in enumerate(workers(2).run(said)):
         assert "'welford/mean'" in found["welford"] and "gather_for_loss" in found["welford"], found["welford"]
         assert "ConfigurationError" in found["welford"]
         for name, variable in {"queue": "/memory'", "scatter": "/memory'", "scatter_update": "'other:0'"}.items():
@@ -125,9 +120,8 @@ def formulas():
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_what_follows_from_no_mean_is_warned_of_once(n):
-    first, *others = workers(n).run(formulas)
+def test_what_follows_from_no_mean_is_warned_of_once():
+    first, *others = workers(2).run(formulas)
     for name, (_, text) in warned().items():
         assert not any(other[name] for other in others), (name, others)
         assert len(first[name]) == (text is not None), (name, first[name])

@@ -93,7 +93,7 @@ def train_embeddings(strategy, names):
     small_pieces()
     x, y = skewed_ids(vocabulary=VOCABULARY)
     cases = {}
-    for name in names:
+    for number, name in enumerate(names):
         make = {**all_optimizers(), **optimizer_settings()}[name]
         keras.utils.set_random_seed(1)
         with strategy.scope():
@@ -110,6 +110,8 @@ def train_embeddings(strategy, names):
             want = alone.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0).history
             errors["weights"] = relative_error(model.get_weights(), alone.get_weights())
             errors["history"] = relative_error([history[k] for k in want], [want[k] for k in want])
+        if number > 1:  # the first two, of which each worker compares one
+            continue
         evaluated, predicted = model.evaluate(x, y, batch_size=20, verbose=0), model.predict(x, verbose=0)
         if "weights" in errors:
             errors["evaluate"] = relative_error([evaluated], [alone.evaluate(x, y, batch_size=20, verbose=0)])
