@@ -27,7 +27,6 @@ def trained(stages):
     return curves, strategy.bytes_sent() - before
 
 
-@pytest.mark.oldest
 def test_as_one_process():
     [(alone, _)] = workers(1).run(trained, 1)
     for curves, sent in workers(2).run(trained, 2):

@@ -9,7 +9,6 @@ import tfring
 # Four inter-op threads: iterating a dataset within a function with two devices a worker stands still with two threads,
 # under MirroredStrategy as well.
 GROUPS = [
-    pytest.param((2, "ring", 1), marks=pytest.mark.oldest),
     (1, "ring", 2),
     pytest.param((2, "ring", 2), marks=pytest.mark.oldest),
     (3, "ring", 1),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from harness import strategy, workers
 
-GROUPS = [pytest.param(2, "ring", 1, marks=pytest.mark.oldest), (3, "ring", 1), (2, "ring", 2), (2, "tensorflow", 1)]
+GROUPS = [pytest.param(3, "ring", 1, marks=pytest.mark.oldest), (2, "ring", 2), (2, "tensorflow", 1)]
 
 
 def ring_strategy():

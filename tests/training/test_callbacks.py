@@ -79,10 +79,9 @@ def extended_writers(folder):
     return (history, bits(model)), errors
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_callbacks_that_extend_writers_run_on_every_rank(tmp_path, n):
-    found, errors = zip(*workers(n).run(extended_writers, str(tmp_path)), strict=True)
-    assert found == found[:1] * n and sorted(found[0][0]) == ["loss", "lr", "steps"]
+def test_callbacks_that_extend_writers_run_on_every_rank(tmp_path):
+    found, errors = zip(*workers(2).run(extended_writers, str(tmp_path)), strict=True)
+    assert found == found[:1] * 2 and sorted(found[0][0]) == ["loss", "lr", "steps"]
     assert found[0][0]["steps"] == [5, 10] and max(map(max, filter(None, errors))) <= 1e-5, errors
     assert (tmp_path / "log.csv").read_text().count("\n") == 3
 

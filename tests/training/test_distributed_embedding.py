@@ -181,8 +181,9 @@ def fitted(names):
     return results
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize(("n", "names"), [(3, ["momentum", "Adagrad"]), (2, ["Adam", "dense Adam"])])
+@pytest.mark.parametrize(("n", "names"), [
+    (3, ["momentum", "Adagrad"]), pytest.param(2, ["Adam", "dense Adam"], marks=pytest.mark.oldest),
+])  # fmt: skip
 def test_equals_one_layer_for_each_table(n, names):
     results = workers(n).run(fitted, names)
     for name in names:
@@ -288,8 +289,7 @@ def lookups():
     return errors, [symbolic["b"][0].shape, symbolic["b"][1][0].shape], shapes["b"][1][0], held
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.oldest)])
 def test_lookups(n):
     results = workers(n).run(lookups)
     for errors, symbolic, shape, _ in results:

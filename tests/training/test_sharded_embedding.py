@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from common import assert_equal, element_wise_optimizers, optimizer_settings, relative_error, train_both
+from common import assert_equal, element_wise_optimizers, is_reference, optimizer_settings, relative_error, train_both
 from harness import strategy, workers
 
 import tfring
@@ -226,14 +226,14 @@ def updates(update, names, shard_optimizer):
         with ring.scope():
             optimizer = optimizers()[name]()
             weights, slots = ours(optimizer), stored(optimizer)
-        optimizer = optimizers()[name]()
-        want_weights, want_slots = alone(optimizer), stored(optimizer)
-        errors[name] = {"weights": relative_error(weights, want_weights)}
         if name == "accumulation":  # of other variables by each worker for itself
             slots = []
-        else:
-            errors[name]["slots"] = relative_error(slots, want_slots)
-        errors[name]["bits"] = b"".join(np.ascontiguousarray(w).tobytes() for w in [*weights, *slots])
+        errors[name] = {"bits": b"".join(np.ascontiguousarray(w).tobytes() for w in [*weights, *slots])}
+        if is_reference(ring):
+            optimizer = optimizers()[name]()
+            want_weights, want_slots = alone(optimizer), stored(optimizer)
+            errors[name]["weights"] = relative_error(weights, want_weights)
+            errors[name]["slots"] = relative_error(slots, want_slots if slots else [])
     return errors
 
 
@@ -241,10 +241,9 @@ def names_of(kinds):
     return list(kinds())
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize(("n", "update", "shard_optimizer"), [
     (3, "dense", False),
-    (3, "rows", False),
+    pytest.param(3, "rows", False, marks=pytest.mark.oldest),
     (1, "rows", False),
     (2, "rows", True),
 ])

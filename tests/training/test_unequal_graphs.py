@@ -51,7 +51,6 @@ def branches(with_detour):
     }
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize(("world_size", "detour"), [(2, 1), (3, 1)])
+@pytest.mark.parametrize(("world_size", "detour"), [pytest.param(2, 1, marks=pytest.mark.oldest), (3, 1)])
 def test_branches_that_one_rank_visits_otherwise(world_size, detour):
     assert_equal(workers(world_size).run(branches, detour, timeout=300))
