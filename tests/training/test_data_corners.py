@@ -148,11 +148,11 @@ def train(names):
     return results
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_as_one_process(n):
-    names = ["anchors", "lookup", "generator of None"]  # cut unevenly among three
-    if n == 2:
-        names += ["anchors, drop_remainder", "anchors, an input", "to_number, mapped", "bfloat16"]
+@pytest.mark.parametrize(("n", "names"), [
+    (3, ["anchors", "lookup", "generator of None"]),  # cut unevenly
+    (2, ["anchors, drop_remainder", "anchors, an input", "to_number, mapped", "bfloat16"]),
+])  # fmt: skip
+def test_as_one_process(n, names):
     assert_equal(workers(n).run(train, names, timeout=400))
 
 
@@ -201,9 +201,8 @@ def outputs_of_predict():
     return same, message
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_outputs_that_are_not_one_a_row(n):
-    for same, message in workers(n).run(outputs_of_predict):
+def test_outputs_that_are_not_one_a_row():
+    for same, message in workers(2).run(outputs_of_predict):
         assert all(all(of.values()) for of in same), same
         assert message.startswith("MismatchError: An output of `predict` that has no dimension of rows"), message
 
@@ -296,9 +295,8 @@ def refusals():
     return messages
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name(n):
-    for sizes, arrays, shard, static in workers(n).run(refusals):
+def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
+    for sizes, arrays, shard, static in workers(2).run(refusals):
         assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
@@ -347,11 +345,9 @@ def one_after_another(names):
     return results
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_shuffled_datasets_go_on_as_in_one_process(n):
+def test_shuffled_datasets_go_on_as_in_one_process():
     names = itertools.product(("rows", "batches", "mapped", "unknown length"), (False, True))
-    some = [("rows", False), ("unknown length", True)]
-    assert_equal(workers(n).run(one_after_another, list(names) if n == 2 else some, timeout=400))
+    assert_equal(workers(2).run(one_after_another, list(names), timeout=400))
 
 
 def random_pipelines(folder):

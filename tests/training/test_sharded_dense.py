@@ -48,7 +48,7 @@ def test_equals_one_process(n, communication, cases):
 
 @pytest.mark.parametrize(("mesh", "cases"), [
     pytest.param(MODEL, [("columns", "Adam"), ("one sum", "global_clipnorm")], marks=pytest.mark.oldest),
-    (BOTH, [*CASES, ("one sum", "global_clipnorm")]),
+    (BOTH, [("columns", "SGD"), ("pair", "Adam"), ("one sum", "global_clipnorm")]),
     (tfring.Mesh(data=1, model=3), [("pair", "SGD")]),
 ], ids=str)  # fmt: skip
 def test_equals_one_process_on_a_mesh(mesh, cases):
