@@ -155,8 +155,7 @@ def accumulate(compression, feedback):
     return moved[::2], moved[1::2], kept[0][::2] if kept else None
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("compression", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("n", "compression"), [(2, "bfloat16"), (3, "float16")])
 def test_small_parts_of_gradients_arrive(n, compression):
     """Of what is below a rounding nothing arrives without error feedback, and with it all but the last rounding."""
     small, large, kept = workers(n).run(accumulate, compression, True)[0]

@@ -12,14 +12,18 @@ from programs import compiled, gathered_dice, loss_of_all_rows, mean_loss, progr
 LOGS_OF_THEIR_OWN = "compute_loss", "guide", "vae", "gan", "low level", "by hand", "of rows", "average", "unreduced"
 
 
-def train(names=None):
-    """Trains the programs named on all workers, and on rank 0 alone: relative errors by program."""
+def train(names, batch_size=20):
+    """Trains the programs named on all workers, and on one rank alone: relative errors by program."""
+    import tensorflow as tf
+
     ring = strategy(**devices())
     found = programs()
     cases = {}
-    for name in names or found:
-        make, data, options = found[name]
-        cases[name] = train_both(ring, make, *data, **{"epochs": 1, **options})
+    end = 2 * batch_size + 1  # of 41 rows as many as leave one for the last batch
+    for name in names:
+        make, *given = found[name]
+        data, options = tf.nest.map_structure(lambda rows: rows[:end] if len(rows) == 41 else rows, given)
+        cases[name] = train_both(ring, make, *data, **{"epochs": 1, "batch_size": batch_size, **options})
         if any(part in name for part in LOGS_OF_THEIR_OWN):
             cases[name].pop("history", None)
     return cases
@@ -37,9 +41,12 @@ def test_programs():
 
 
 def test_other_programs():
-    names = [name for name in programs() if name not in SOME]
+    three = ["circle", "synchronized normalization"]  # roundings of other batches lead these apart
+    names = [name for name in programs() if name not in (*SOME, *three)]
     assert len(names) > 20
-    assert_equal(workers(3).run(train, names, timeout=400))
+    # Batches of 19: shares of 10 and 9 rows, and of 1 and 0 in the last.
+    assert_equal(workers(2).run(train, names, 19, timeout=400))
+    assert_equal(workers(3).run(train, three))
 
 
 @pytest.mark.long
@@ -153,8 +160,7 @@ def own_loop(counts):
     return [[np.asarray(v) for v in values] for values in results]
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("logical_cpus", [1, 2])
+@pytest.mark.parametrize("logical_cpus", [1, pytest.param(2, marks=pytest.mark.oldest)])
 def test_own_loops_sum(logical_cpus):
     counts = {1: [3, 0, 2], 2: [3, 0, 2, 1]}[logical_cpus]
     results = workers(len(counts) // logical_cpus, logical_cpus=logical_cpus).run(own_loop, counts)

@@ -61,8 +61,8 @@ def fitted(mesh, dtype):
         "masked": model_of(lambda: o.SGD(0.01), masked=True),
         "regularized": model_of(lambda: o.SGD(0.01, momentum=0.9), **regularized),
     }
-    also = {"evaluate": (x, y), "predict": x}
-    return {name: train_both(ring, make, x, y, **also) for name, make in cases.items()}
+    also = {"masked": {"evaluate": (x, y), "predict": x}}
+    return {name: train_both(ring, make, x, y, **also.get(name, {})) for name, make in cases.items()}
 
 
 @pytest.mark.parametrize(("mesh", "dtype"), [
