@@ -283,8 +283,6 @@ Status Liveness::refusal() {
   return failure_;
 }
 
-Status Liveness::check_usable() { return failure_.ok() ? Status() : refusal(); }
-
 Status Liveness::begin(const CallHeader& header) {
   calls_.begin(header);
   if (!adopt_due_failures() && check_left().ok()) return {};

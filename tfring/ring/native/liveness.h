@@ -62,7 +62,7 @@ class Liveness {
   bool close();
 
   // Calls. Fails with the first failure, once it is set.
-  Status check_usable();
+  Status check_usable() { return failure_.ok() ? Status() : refusal(); }
   Status begin(const CallHeader& header);
   void end(const Status& status);
   void tell_stands_still(bool stands) { stands_still_ = stands; }

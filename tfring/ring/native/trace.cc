@@ -33,8 +33,6 @@ int64_t other_threads() {
 
 Records* records = new Records;  // never destroyed: TensorFlow's threads outlive the end of main
 
-std::atomic<bool> trace_wanted{false};
-
 // Keeps it until it is taken; counts it as lost where there is no room.
 void keep_record(const tfring_record& record) {
   std::lock_guard<std::mutex> lock(records->mutex);
@@ -47,15 +45,15 @@ void keep_record(const tfring_record& record) {
 
 }  // namespace
 
+std::atomic<bool> trace_wanted{false};
+
 void forget_trace_in_child() {
   trace_wanted = false;
   records = new Records;
 }
 
-void Record::start(const Settings& settings, const Call& call, const tfring_call& arguments,
-                   const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far) {
-  is_on_ = trace_wanted.load(std::memory_order_relaxed);
-  if (!is_on_) return;
+void Record::fill(const Settings& settings, const Call& call, const tfring_call& arguments,
+                  const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far) {
   const Group& group = *call.group;
   record_ = tfring_record{};
   record_.kind = static_cast<int32_t>(call.header.kind);
@@ -77,8 +75,7 @@ void Record::start(const Settings& settings, const Call& call, const tfring_call
   record_.begin = now_nanoseconds();
 }
 
-void Record::finish(const Status& status, const tfring_statistics& so_far) {
-  if (!is_on_) return;
+void Record::keep(const Status& status, const tfring_statistics& so_far) {
   record_.end = now_nanoseconds();
   if (record_.beside != 0) record_.beside = std::max<int64_t>(0, record_.beside + other_threads());
   record_.sent += so_far.bytes_sent;

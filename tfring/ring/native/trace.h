@@ -15,6 +15,8 @@ namespace tfring {
 // Replaces what the parent's threads may have held.
 void forget_trace_in_child();
 
+extern std::atomic<bool> trace_wanted;
+
 // Adds to `total` how long it lives; to null, it does nothing.
 class Stopwatch {
  public:
@@ -35,18 +37,27 @@ class Record {
  public:
   // `so_far` of both: what all calls have moved.
   void start(const Settings& settings, const Call& call, const tfring_call& arguments,
-             const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far);
+             const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far) {
+    is_on_ = trace_wanted.load(std::memory_order_relaxed);
+    if (is_on_) fill(settings, call, arguments, tensors, num_tensors, so_far);
+  }
   // The header of a peer has come: so far this rank has waited, but for what it added meanwhile.
   void met(int rank) {
     if (!is_on_) return;
     record_.last = rank;
     record_.waited = now_nanoseconds() - record_.begin - record_.added;
   }
-  void finish(const Status& status, const tfring_statistics& so_far);
+  void finish(const Status& status, const tfring_statistics& so_far) {
+    if (is_on_) keep(status, so_far);
+  }
   // For a Stopwatch over arithmetic.
   int64_t* adding() { return is_on_ ? &record_.added : nullptr; }
 
  private:
+  void fill(const Settings& settings, const Call& call, const tfring_call& arguments,
+            const tfring_tensor* tensors, int num_tensors, const tfring_statistics& so_far);
+  void keep(const Status& status, const tfring_statistics& so_far);
+
   bool is_on_ = false;
   tfring_record record_{};
 };

@@ -14,7 +14,6 @@ namespace {
 constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
 constexpr double kSliceSeconds = 0.1;
 constexpr double kLastWordsSeconds = 0.5;  // in which a peer's control connection tells why the other closed
-constexpr int kYields = 100;               // where ranks outnumber the cores; they let each other run
 
 void relax() {
 #if defined(__x86_64__)
@@ -34,16 +33,6 @@ Waiting::Waiting(const Settings& settings, const Call& call, const Plan& plan, c
       news_(*news),
       seconds_waited_(*seconds_waited),
       inspector_(settings, call, plan, liveness) {}
-
-void Waiting::begin(bool is_large) {
-  end();
-  spins_ = 0;
-  for (const Queue& queue : plan_.queues) {  // over TCP each look is a system call
-    const bool shared = links_.to(queue.rank)->own != nullptr;
-    spins_ = std::max(spins_, shared ? settings_.num_spins : is_large ? 0 : settings_.num_spins / 10);
-  }
-  yields_ = settings_.num_spins > 0 ? 0 : kYields;
-}
 
 Status Waiting::wait() {
   if (++num_idle_ <= spins_) {

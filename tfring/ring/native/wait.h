@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -18,6 +19,8 @@
 #include "status.h"
 
 namespace tfring {
+
+constexpr int kMostYields = 100;  // where ranks outnumber the cores; they let each other run
 
 // Looks again for a while, then sleeps until something may move, and asks meanwhile why nothing does.
 class Waiting {
@@ -65,5 +68,15 @@ class Waiting {
   std::vector<pollfd> poll_fds_;
   StallInspector inspector_;
 };
+
+inline void Waiting::begin(bool is_large) {
+  end();
+  spins_ = 0;
+  for (const Queue& queue : plan_.queues) {  // over TCP each look is a system call
+    const bool shared = links_.to(queue.rank)->own != nullptr;
+    spins_ = std::max(spins_, shared ? settings_.num_spins : is_large ? 0 : settings_.num_spins / 10);
+  }
+  yields_ = settings_.num_spins > 0 ? 0 : kMostYields;
+}
 
 }  // namespace tfring
