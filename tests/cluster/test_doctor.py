@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -457,6 +458,7 @@ def test_servers_of_the_launcher_are_examined_too(start):
     assert err == ""
     assert "tfring doctor: 3 ranks, from tfring launch; rank 2 is the parameter server\n" in out
     assert "6 of 6 ordered pairs" in out
+    assert re.search(r"ranks 0-2, \d+ CPUs? for 2 workers and 1 parameter server \(", out), out
     assert out.endswith("Ready: 2 workers and 1 parameter server on 1 host can train.\n")
 
 
@@ -471,3 +473,5 @@ def test_a_server_of_tf_config_that_never_came_is_named(start):
     found = document(first, 1)
     assert found["cluster"]["num_servers"] == 2 and found["cluster"]["addresses"] == [worker, *servers]
     assert [each["rank"] for each in found["missing"]] == [1] and servers[0] in words(found)
+    assert "Rank 1 (parameter server 0) never came." in words(found)
+    assert [each["role"] for each in found["ranks"]] == ["worker", "parameter server"]

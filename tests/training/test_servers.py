@@ -391,11 +391,3 @@ def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_
 def test_settings_of_snapshots_are_checked(options, says):
     with pytest.raises(ValueError, match=says):
         tfring.ParameterServerStrategy(**options)
-
-
-def test_a_trace_of_workers_that_go_on_by_themselves_is_refused(tmp_path):
-    from tfring.cluster.roles import Roles
-
-    roles_of_one = Roles(("127.0.0.1:1",), ("127.0.0.1:2",), False, 0, "a test")
-    with pytest.raises(ValueError, match="A trace tells of steps that workers take together"):
-        tfring.ParameterServerStrategy(update="async", roles=roles_of_one, trace=tmp_path)

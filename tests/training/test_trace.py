@@ -217,7 +217,7 @@ def test_a_collective_is_hidden_where_an_eighth_of_it_was_computed_beside(beside
     calls = [bucket(1, 200, 600, beside), bucket(2, 700, 900, 0)]
     marks = [files.Mark(f"{trace.READY} bucket 2", 650)]  # the last gradient was there, and the thread still busy
     steps = [files.Step("train", 0, 0, 1000, False)]
-    [step] = timeline.steps(files.Rank(0, "here", calls, marks, steps, {}, {}, True, 0))
+    [step] = timeline.steps(files.Rank(0, "here", calls, marks, steps, [], {}, {}, True, 0))
     waiting = [(span.begin, span.end) for span in step.spans if span.category == "waiting"]
     assert (step.gradients, step.beside) == (600, beside)
     if beside >= 400 / 8:

@@ -53,7 +53,8 @@ def problems(found: dict[str, Any]) -> Iterator[Finding]:
     yield from _of_missing(found)
     yield from _of_connections(found)
     for rank, problem in found.get("lost", {}).items():
-        yield Finding(f"Rank {rank} was there and is gone: {problem}.", "See what it printed, and ask again.")
+        who = _capital(named([rank], found))
+        yield Finding(f"{who} was there and is gone: {problem}.", "See what it printed, and ask again.")
     ring = found.get("ring", {})
     if "problem" in ring:
         yield Finding(f"The ring does not form: {ring['problem']}", "Mend that, and ask again.")
@@ -68,7 +69,7 @@ def warnings(found: dict[str, Any]) -> Iterator[Finding]:
     facts = found["facts"]
     yield from _of_python(facts)
     yield from _of_memory(found)
-    yield from _of_cpus(facts)
+    yield from _of_cpus(found)
     yield from _of_clocks(found)
     yield from _of_interfaces(found)
 
@@ -121,6 +122,36 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     *most, last = parts
     return f"rank{'s' if len(every) > 1 else ''} {', '.join(most)}{' and ' if most else ''}{last}"
+
+
+def counted(ranks: Sequence[int], num_workers: int) -> str:
+    """Returns how many ranks have which role.
+
+    >>> counted([0, 1], 2), counted([1, 2, 3], 2)
+    ('2 workers', '1 worker and 2 parameter servers')
+    """
+    num_servers = sum(rank >= num_workers for rank in ranks)
+    numbers = {"worker": len(ranks) - num_servers, "parameter server": num_servers}
+    return " and ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in numbers.items() if n)
+
+
+def named(ranks: Sequence[int], found: dict[str, Any]) -> str:
+    """Returns ranks as a person says them, with the numbers of those that are parameter servers.
+
+    >>> named([1, 2], {"world_size": 4, "num_servers": 2})
+    'ranks 1 and 2 (rank 2 is parameter server 0)'
+    >>> named([2, 3], {"world_size": 4, "num_servers": 2})
+    'ranks 2 and 3 (parameter servers 0 and 1)'
+    """
+    num_workers = (found["world_size"] or 0) - found.get("num_servers", 0)
+    servers = [rank for rank in ranks if rank >= num_workers]
+    words = ranks_in_words(ranks)
+    if not servers:
+        return words
+    roles = ranks_in_words(rank - num_workers for rank in servers).replace("rank", "parameter server")
+    if len(servers) < len(ranks):
+        roles = f"{ranks_in_words(servers)} {'are' if len(servers) > 1 else 'is'} {roles}"
+    return f"{words} ({roles})"
 
 
 def _of_hosts(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
@@ -187,14 +218,14 @@ def _of_missing(found: dict[str, Any]) -> Iterator[Finding]:
         else:
             why, do = _explain(kind, detail, found["source"])
         if kind == links.REFUSED:
-            do = f"Start the doctor for {ranks_in_words(ranks)} too, at the same time, or see why it ended."
+            do = f"Start the doctor for {named(ranks, found)} too, at the same time, or see why it ended."
         elif kind == links.UNRESOLVED:
             do = f"Correct the name {name!r}, then start the doctor on that host too."
         rows = found.get("connections", {}).items()
         reach = [rank for rank, row in rows if row.get(ranks[0], {}).get("kind") == links.CONNECTED]
         if reach and kind != links.CONNECTED:
             why += f". It is there, for {ranks_in_words(reach)} can reach it, and rank 0 cannot"
-        yield Finding(f"{_capital(ranks_in_words(ranks))} never came. {where}: {why}.", do)
+        yield Finding(f"{_capital(named(ranks, found))} never came. {where}: {why}.", do)
 
 
 def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
@@ -213,10 +244,10 @@ def _of_connections(found: dict[str, Any]) -> Iterator[Finding]:
         detail = found["connections"][first][second].get("detail")
         why, do = _explain(kind, detail, found["source"])
         if here == there:
-            between = f"{ranks_in_words(senders)} to {ranks_in_words(receivers)} on {_name(facts, found, second)}"
+            between = f"{named(senders, found)} to {named(receivers, found)} on {_name(facts, found, second)}"
         else:
             between = (
-                f"{ranks_in_words(senders)} on {_name(facts, found, first)} to {ranks_in_words(receivers)} on "
+                f"{named(senders, found)} on {_name(facts, found, first)} to {named(receivers, found)} on "
                 f"{_name(facts, found, second)}"
             )
         yield Finding(f"No connection from {between} ({addresses[second]}{more}): {why}.", do)
@@ -293,12 +324,13 @@ def _of_memory(found: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_cpus(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+def _of_cpus(found: dict[str, Any]) -> Iterator[Finding]:
+    facts, num_workers = found["facts"], (found["world_size"] or 0) - found.get("num_servers", 0)
     for ranks in hosts_of(facts).values():
         cpus = cpus_of([facts[rank] for rank in ranks])
         if cpus < len(ranks):
             yield Finding(
-                f"{_on(ranks, facts)}: {len(ranks)} workers share {cpus} CPU{'s' if cpus > 1 else ''}.",
+                f"{_on(ranks, facts)}: {counted(ranks, num_workers)} share {cpus} CPU{'s' if cpus > 1 else ''}.",
                 "They wait for each other in every step: start fewer there, or allow them more CPUs.",
             )
 

@@ -34,6 +34,7 @@ def document(found: dict[str, Any]) -> dict[str, Any]:
         "ranks": [
             {
                 **fact,
+                "role": "worker" if rank < (found["world_size"] or 1) - found["num_servers"] else "parameter server",
                 "used_interface": (findings.used_interface(found, rank) or {}).get("name"),
                 "clock": found.get("clocks", {}).get(rank),
             }
@@ -77,10 +78,7 @@ def _verdict(found: dict[str, Any], num_hosts: int, problems: list[dict[str, Any
     if found["world_size"] == 1:
         return f"Ready: 1 worker can train, alone ({found['source']})."
     num_servers = found["num_servers"]
-    num_workers = found["world_size"] - num_servers
-    who = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
-    if num_servers:
-        who += f" and {num_servers} parameter server{'s' if num_servers > 1 else ''}"
+    who = findings.counted(range(found["world_size"]), found["world_size"] - num_servers)
     return f"Ready: {who} on {num_hosts} host{'s' if num_hosts > 1 else ''} can train."
 
 
@@ -124,13 +122,13 @@ def _same(ranks: list[dict[str, Any]], label: str, of: Any) -> list[str]:
 
 def _hosts(document: dict[str, Any]) -> list[str]:
     ranks = {rank["rank"]: rank for rank in document["ranks"]}
+    num_workers = (document["cluster"]["world_size"] or 1) - document["cluster"]["num_servers"]
     lines = []
     for number, on_host in enumerate(document["hosts"]):
         first = ranks[on_host[0]]
         num_cpus = findings.cpus_of([ranks[rank] for rank in on_host])
-        workers = f"{len(on_host)} worker{'s' if len(on_host) > 1 else ''}"
         share = f"{num_cpus / len(on_host):.2g} each"
-        cpus = f"{num_cpus} CPU{'s' if num_cpus > 1 else ''} for {workers} ({share})"
+        cpus = f"{num_cpus} CPU{'s' if num_cpus > 1 else ''} for {findings.counted(on_host, num_workers)} ({share})"
         where = findings.ranks_in_words(on_host) if len(ranks) > 1 else ""
         lines.append(_line("" if number else "Hosts", f"{first['hostname']}: {where}{', ' if where else ''}{cpus}"))
         used = {ranks[rank]["used_interface"] for rank in on_host}

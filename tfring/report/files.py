@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tfring.errors import TfringError
+from tfring.ring.trace import Request
 
 SCHEMA = 1
-_NAME = re.compile(r"rank-(\d+)\.jsonl")
+_NAME = re.compile(r"(rank|server)-(\d+)\.jsonl")
 
 
 class ReportError(TfringError):
@@ -60,13 +61,14 @@ class Mark(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """The trace of one rank."""
+    """The trace of one rank, or of a parameter server by its number, which has requests alone."""
 
     rank: int
     host: str
     calls: list[Call]  # by begin, as are the others
     marks: list[Mark]
     steps: list[Step]
+    requests: list[Request]
     totals: dict[str, Any]
     compiled: dict[str, dict[str, Any]]  # by kind of step, where XLA compiles it
     ended: bool  # by itself
@@ -74,11 +76,14 @@ class Rank(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The traces of all ranks."""
+    """The traces of all ranks, and of parameter servers."""
 
     ranks: list[Rank]
     missing: list[int]
+    servers: list[Rank]
+    missing_servers: list[int]
     world_size: int
+    num_servers: int
     started: float  # seconds since 1970
     steps_kept: int
 
@@ -90,25 +95,28 @@ def read(folder: pathlib.Path) -> Run:
         ReportError: There are none, one cannot be read, or they are of different runs.
     """
     found = sorted(
-        (int(match[1]), path) for path in folder.glob("*") if (match := _NAME.fullmatch(path.name)) is not None
+        (match[1], int(match[2]), path)
+        for path in folder.glob("*")
+        if (match := _NAME.fullmatch(path.name)) is not None
     )
-    if not found:
+    if not any(role == "rank" for role, _, _ in found):
         raise ReportError(
             f"{folder} holds no file rank-<rank>.jsonl of a trace. They are written where "
             'RingStrategy(trace="folder"), or TFRING_TRACE, says.'
         )
-    heads, ranks = [], []
-    for _, path in found:
+    heads: list[dict[str, Any]] = []
+    ranks: dict[str, list[Rank]] = {"rank": [], "server": []}
+    for role, _, path in found:
         lines = list(_lines(path))
         if not lines or lines[0].get("type") != "run" or lines[0].get("schema") != SCHEMA:
             raise ReportError(f"{path} is no trace that this version of tfring reads.")
-        heads.append(lines[0])
-        ranks.append(_rank(lines))
+        heads.append({**lines[0], "role": role})
+        ranks[role].append(_rank(lines))
     runs = {head["run"]: head for head in heads}
     if len(runs) > 1:
         parts = [
-            f"{head['world_size']} ranks from {head['started']:.0f} s: rank "
-            + ", ".join(str(h["rank"]) for h in heads if h["run"] == run)
+            f"{head['world_size']} ranks from {head['started']:.0f} s: "
+            + ", ".join(f"{h['role']} {h['rank']}" for h in heads if h["run"] == run)
             for run, head in runs.items()
         ]
         raise ReportError(
@@ -116,8 +124,18 @@ def read(folder: pathlib.Path) -> Run:
             "folder of its own."
         )
     head = heads[0]
-    missing = sorted(set(range(head["world_size"])) - {rank.rank for rank in ranks})
-    return Run(_waiting_for_the_last(ranks, missing), missing, head["world_size"], head["started"], head["steps_kept"])
+    world_size, num_servers = head["world_size"], head.get("num_servers", 0)
+    missing = sorted(set(range(world_size)) - {rank.rank for rank in ranks["rank"]})
+    return Run(
+        _waiting_for_the_last(ranks["rank"], missing),
+        missing,
+        ranks["server"],
+        sorted(set(range(num_servers)) - {server.rank for server in ranks["server"]}),
+        world_size,
+        num_servers,
+        head["started"],
+        head["steps_kept"],
+    )
 
 
 def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -132,7 +150,7 @@ def _lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def _rank(lines: list[dict[str, Any]]) -> Rank:
-    kinds = ("clock", "calls", "steps", "compiled", "totals")
+    kinds = ("clock", "calls", "steps", "requests", "compiled", "totals")
     of = {kind: [line for line in lines if line["type"] == kind] for kind in kinds}
     clocks = [(line["at"], line["offset"]) for line in of["clock"]]
 
@@ -153,12 +171,16 @@ def _rank(lines: list[dict[str, Any]]) -> Rank:
         for line in of["steps"]
         for kind, loop, begin, end, built in line["rows"]
     ]
+    requests = [
+        Request(to_rank_0(row[0]), to_rank_0(row[1]), *row[2:]) for line in of["requests"] for row in line["rows"]
+    ]
     return Rank(
         lines[0]["rank"],
         lines[0]["host"],
         sorted(calls),
         sorted(marks, key=lambda mark: mark.at),
         sorted(steps, key=lambda step: step.begin),
+        sorted(requests),
         of["totals"][-1] if of["totals"] else {},
         {line["kind"]: {key: line[key] for key in ("operations", "by_xla", "others")} for line in of["compiled"]},
         any(line["type"] == "end" for line in lines),

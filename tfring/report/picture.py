@@ -11,10 +11,11 @@ _COLORS = {
     "dispatch": "tab:olive",
     "compute": "tab:green",
     "waiting": "tab:red",
+    "server": "tab:orange",
     "moving": "tab:blue",
     "adding": "tab:cyan",
 }
-_TITLES = {"moving": "send, receive", "adding": "add", "waiting": "wait for another rank"}
+_TITLES = {"moving": "send, receive", "adding": "add", "waiting": "wait for another rank", "server": "server"}
 _STEPS = 3
 _MOST_RANKS = 8
 

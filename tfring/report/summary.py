@@ -7,33 +7,97 @@ from typing import Any
 
 from tfring.report import timeline
 from tfring.report.files import Rank, Run
+from tfring.ring.trace import Request
 
 _SLOWEST = 8
 _WORTH_TELLING = 0.05  # of a step
+_SLOWER = 1.5  # times the others' step, where no rank waits
 _MILLISECOND = 1e6  # nanoseconds
 
 
 def document(run: Run) -> dict[str, Any]:
     """Returns the document that `--json` prints."""
     kinds = dict.fromkeys(step.kind for rank in run.ranks for step in rank.steps)
-    uncertainty = max(rank.uncertainty for rank in run.ranks)
+    uncertainty = max(each.uncertainty for each in (*run.ranks, *run.servers))
     found: dict[str, Any] = {
         "schema": 1,
         "world_size": run.world_size,
         "missing": run.missing,
-        "hosts": sorted({rank.host for rank in run.ranks}),
+        "hosts": sorted({each.host for each in (*run.ranks, *run.servers)}),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.started)),
         "ended": [rank.rank for rank in run.ranks if rank.ended],
+        "ended_servers": [server.rank for server in run.servers if server.ended],
         "clock_uncertainty_microseconds": uncertainty / 1e3,
         "lost": {str(rank.rank): rank.totals.get("lost", 0) for rank in run.ranks},
         "steps_kept": run.steps_kept,
         "steps": {kind: _of_kind(run, kind) for kind in kinds},
         "whole_run": {str(rank.rank): _whole(rank) for rank in run.ranks},
         "collectives": _slowest(run),
+        "num_servers": run.num_servers,
+        "missing_servers": run.missing_servers,
+        "servers": {str(server.rank): _of_server(run, server) for server in run.servers},
+        "requests": _of_workers(run),
         "compiled": run.ranks[0].compiled,
     }
     found["findings"] = [line for kind in kinds for line in findings(kind, found["steps"][kind])]
+    if "train" in kinds:
+        found["findings"] += findings_of_servers(found["steps"]["train"], found["requests"])
     found["findings"] += [_of_xla(kind, compiled) for kind, compiled in found["compiled"].items()]
+    return found
+
+
+def _of_server(run: Run, server: Rank) -> dict[str, Any]:
+    """Returns the requests as a server sees them, without those of steps in which a graph was built."""
+    graphs = {rank.rank: _building(rank) for rank in run.ranks}
+    counted = [r for r in server.requests if not any(a <= r.begin < b for a, b in graphs.get(r.other, []))]
+    return {"host": server.host, "requests": _by_kind(counted)}
+
+
+def _of_workers(run: Run) -> dict[str, dict[str, Any]]:
+    """Returns the requests to each server as workers see them, of all workers."""
+    counted: dict[int, list[Request]] = {server: [] for server in range(run.num_servers)}
+    for rank in run.ranks:
+        graphs = _building(rank)
+        for request in rank.requests:
+            if not any(begin <= request.begin < end for begin, end in graphs):
+                counted[request.other].append(request)
+    return {str(server): _by_kind(requests) for server, requests in counted.items()}
+
+
+def _building(rank: Rank) -> list[tuple[int, int]]:
+    return [(step.begin, step.end) for step in rank.steps if step.built]
+
+
+def _by_kind(requests: list[Request]) -> dict[str, Any]:
+    """Returns counts, and means of a request; the longest in all first."""
+    by_kind: dict[str, list[Request]] = {}
+    for request in requests:
+        by_kind.setdefault(request.kind, []).append(request)
+    found = {}
+    for kind, of_kind in sorted(by_kind.items(), key=lambda item: -sum(r.end - r.begin for r in item[1])):
+        number = len(of_kind)
+        waits: dict[str, int] = {}
+        for request in of_kind:
+            waits[str(request.whom)] = waits.get(str(request.whom), 0) + request.waited
+        means = {
+            "milliseconds": sum(r.end - r.begin for r in of_kind),
+            "waiting": sum(r.waited for r in of_kind),
+            "queued": sum(r.queued for r in of_kind),
+            "working": sum(r.served - r.queued for r in of_kind),
+            "moving": sum(r.moved for r in of_kind),
+        }
+        staleness = [r.staleness for r in of_kind if r.staleness >= 0]
+        found[kind] = {
+            "count": number,
+            **{name: total / number / _MILLISECOND for name, total in means.items()},
+            "sent": sum(r.sent for r in of_kind) / number,
+            "received": sum(r.received for r in of_kind) / number,
+            "waits_for": {
+                who: total / number / _MILLISECOND for who, total in sorted(waits.items(), key=lambda item: -item[1])
+            },
+            "staleness": sum(staleness) / len(staleness) if staleness else None,
+            "max_staleness": max(staleness, default=None),
+        }
     return found
 
 
@@ -79,9 +143,9 @@ def _whole(rank: Rank) -> dict[str, Any]:
         for kind, total in rank.totals.get("steps", {}).items()
     }
     drawn = rank.totals.get("input", {"count": 0, "nanoseconds": 0})
-    collectives = rank.totals.get("collectives", [])
+    collectives, requests = rank.totals.get("collectives", []), rank.totals.get("requests", [])
     waits: dict[str, int] = {}
-    for total in collectives:
+    for total in (*collectives, *requests):
         for who, waited in total["waited_for"].items():
             waits[who] = waits.get(who, 0) + waited
     return {
@@ -90,7 +154,9 @@ def _whole(rank: Rank) -> dict[str, Any]:
         "collectives": sum(total["count"] for total in collectives),
         "seconds_in_collectives": sum(total["nanoseconds"] for total in collectives) / 1e9,
         "seconds_waited_for": {who: waited / 1e9 for who, waited in waits.items()},
-        "bytes_sent": sum(total["sent"] for total in collectives),
+        "requests": sum(total["count"] for total in requests),
+        "seconds_in_requests": sum(total["nanoseconds"] for total in requests) / 1e9,
+        "bytes_sent": sum(total["sent"] for total in (*collectives, *requests)),
     }
 
 
@@ -160,17 +226,14 @@ def findings(kind: str, steps: dict[str, Any]) -> list[str]:
         pass
     elif mean < _WORTH_TELLING * step and own_waiting < _WORTH_TELLING * step:
         told.append(f"{kind}: ranks hardly wait for each other: {mean:.2f} of {step:.2f} ms a step.")
+        told += _slow(kind, ranks)
     elif own_waiting > mean / 2:
         told.append(
             f"{kind}: no rank is slower than the others all the time: they wait for each other in turns, "
             f"{sum(row['waiting'] for row in ranks.values()) / len(ranks):.2f} of {step:.2f} ms a step."
         )
     else:
-        more = {name: ranks[whom][name] - sum(row[name] for row in others) / len(others) for name in _OWN}
-        cause = max(more, key=lambda name: more[name])
-        why = ""
-        if more[cause] > 0.2 * mean:
-            why = f": {_OWN[cause]} {ranks[whom][cause]:.1f} ms a step, {more[cause]:.1f} more than that of the others"
+        why = _why(ranks[whom], others, 0.2 * mean)
         told.append(f"{kind}: rank {whom} is what the others wait for, {mean:.1f} of {step:.1f} ms a step{why}.")
     largest = max(_OWN, key=lambda name: sum(row[name] for row in ranks.values()))
     share = sum(row[largest] / max(row["milliseconds"], 1e-9) for row in ranks.values()) / len(ranks)
@@ -179,4 +242,66 @@ def findings(kind: str, steps: dict[str, Any]) -> list[str]:
         f"{kind}: {100 * share:.0f} % of a step is {largest}, the mean of all ranks; sending, receiving and adding "
         f"take {passing:.2f} ms that nothing hides."
     )
+    return told
+
+
+def _why(row: dict[str, Any], others: list[dict[str, Any]], least: float) -> str:
+    """Returns what a rank has more of than the others, if it is more than `least` milliseconds."""
+    more = {name: row[name] - sum(other[name] for other in others) / len(others) for name in _OWN}
+    cause = max(more, key=lambda name: more[name])
+    if more[cause] <= least:
+        return ""
+    return f": {_OWN[cause]} {row[cause]:.1f} ms a step, {more[cause]:.1f} more than that of the others"
+
+
+def _slow(kind: str, ranks: dict[str, dict[str, Any]]) -> list[str]:
+    """Names a rank that is slower than the others and that no rank waits for, as with asynchronous updates."""
+    slowest = max(ranks, key=lambda rank: ranks[rank]["milliseconds"])
+    row, others = ranks[slowest], [row for rank, row in ranks.items() if rank != slowest]
+    mean = sum(other["milliseconds"] for other in others) / len(others)
+    if row["milliseconds"] < _SLOWER * mean:
+        return []
+    why = _why(row, others, 0.2 * (row["milliseconds"] - mean))
+    return [
+        f"{kind}: rank {slowest} is slower than the others, {row['milliseconds']:.1f} ms a step and {mean:.1f}, "
+        f"and none waits for it{why}."
+    ]
+
+
+_SERVERS_OWN = {
+    "working": "its work on it takes",
+    "queued": "it waits for its turn there for",
+    "moving": "its messages are on their way for",
+}
+
+
+def findings_of_servers(steps: dict[str, Any], requests: dict[str, dict[str, Any]]) -> list[str]:
+    """Explains the figures of parameter servers, in a sentence or two; `requests` as workers see them."""
+    rows = [row for row in steps["ranks"].values() if row["count"]]
+    pushes = {server: kinds["push"] for server, kinds in requests.items() if "push" in kinds}
+    if not rows or not pushes:
+        return []
+    step = sum(row["milliseconds"] for row in rows) / len(rows)
+    took = {server: sum(row[name] for name in _SERVERS_OWN) for server, row in pushes.items()}
+    slowest = max(took, key=lambda server: took[server])
+    others = [row for server, row in pushes.items() if server != slowest]
+    told = []
+    if others:
+        mean = sum(sum(row[name] for name in _SERVERS_OWN) for row in others) / len(others)
+        if took[slowest] - mean > _WORTH_TELLING * step:
+            more = {
+                name: pushes[slowest][name] - sum(row[name] for row in others) / len(others) for name in _SERVERS_OWN
+            }
+            cause = max(more, key=lambda name: more[name])
+            told.append(
+                f"train: server {slowest} is what workers wait for: a push takes {took[slowest]:.1f} ms there, without "
+                f"what it waits for other workers, and {mean:.1f} elsewhere; {_SERVERS_OWN[cause]} "
+                f"{pushes[slowest][cause]:.1f} ms, {more[cause]:.1f} more."
+            )
+    queued = sum(row["queued"] for row in pushes.values()) / len(pushes)
+    if queued > _WORTH_TELLING * step:
+        told.append(
+            f"train: a push waits {queued:.1f} ms for its turn on a server, of steps of {step:.1f} ms: more servers "
+            "share the updates."
+        )
     return told

@@ -6,7 +6,8 @@ from typing import Any
 
 from tfring.report.timeline import CATEGORIES
 
-_TITLES = {"moving": "send/recv"}
+_TITLES = {"moving": "send/recv", "server": "servers"}
+_KINDS = ("push", "commit", "rows", "pull", "claim", "meet")  # of requests, that a step or an epoch makes
 _MOST_RANKS = 16  # told of one by one
 
 
@@ -23,6 +24,10 @@ def text(found: dict[str, Any]) -> str:
         parts.append("No steps of Keras' loops are in the files; the collectives are.")
     if found["collectives"]:
         parts.append(_collectives(found["collectives"]))
+    if found["num_servers"]:
+        parts.append(_requests("Requests as workers see them", found["requests"]))
+        of_servers = {server: row["requests"] for server, row in found["servers"].items()}
+        parts.append(_requests("Requests as servers see them", of_servers, is_server=True))
     parts.append(_whole_run(found["whole_run"]))
     parts.append("\n".join(found["findings"]))
     return "\n\n".join(part for part in parts if part)
@@ -30,22 +35,27 @@ def text(found: dict[str, Any]) -> str:
 
 def _head(found: dict[str, Any]) -> str:
     hosts = found["hosts"]
+    num_servers = found["num_servers"]
+    servers = f" and {num_servers} server{'s' * (num_servers > 1)}" if num_servers else ""
     lines = [
-        f"tfring report: {found['world_size']} rank{'s' * (found['world_size'] > 1)} on {len(hosts)} "
+        f"tfring report: {found['world_size']} rank{'s' * (found['world_size'] > 1)}{servers} on {len(hosts)} "
         f"host{'s' * (len(hosts) > 1)}, started {found['started']}; clocks agree within "
         f"{found['clock_uncertainty_microseconds']:.0f} us"
     ]
-    if found["missing"]:
-        ranks = ", ".join(map(str, found["missing"]))
-        lines.append(
-            f"Missing: the files of rank {ranks}. Each rank writes on its own host; bring them into one folder."
-        )
-    present = set(range(found["world_size"])) - set(found["missing"])
-    broken = sorted(present - set(found["ended"]))
-    if broken:
-        lines.append(
-            f"Cut short: rank {', '.join(map(str, broken))} has not ended by itself (crashed, killed, still running)."
-        )
+    for name, size, more in (("rank", found["world_size"], ""), ("server", num_servers, "_servers")):
+        missing = found[f"missing{more}"]
+        if missing:
+            numbers = ", ".join(map(str, missing))
+            lines.append(
+                f"Missing: the files of {name} {numbers}. Each {name} writes on its own host; bring them into one "
+                "folder."
+            )
+        broken = sorted(set(range(size)) - set(missing) - set(found[f"ended{more}"]))
+        if broken:
+            lines.append(
+                f"Cut short: {name} {', '.join(map(str, broken))} has not ended by itself (crashed, killed, still "
+                "running)."
+            )
     lost = {rank: number for rank, number in found["lost"].items() if number}
     if lost:
         lines.append("Lost for want of room: " + ", ".join(f"{n} records of rank {rank}" for rank, n in lost.items()))
@@ -61,11 +71,12 @@ def _steps(kind: str, ranks: dict[str, dict[str, Any]], found: dict[str, Any]) -
         title += f" of {whole}, at most the first {found['steps_kept']} of each fit"
     if built:
         title += f" (without {built} in which a graph was built)"
-    rows = [["rank", "step", *(_TITLES.get(name, name) for name in CATEGORIES), "gradients hidden"]]
+    shown = [name for name in CATEGORIES if name != "server" or found["num_servers"]]
+    rows = [["rank", "step", *(_TITLES.get(name, name) for name in shown), "gradients hidden"]]
     for rank, row in ranks.items():
         share = row["gradients_hidden_share"]
         hidden = "-" if share is None else f"{100 * share:.0f} %"
-        rows.append([rank, *(f"{row[name]:.2f}" for name in ("milliseconds", *CATEGORIES)), hidden])
+        rows.append([rank, *(f"{row[name]:.2f}" for name in ("milliseconds", *shown)), hidden])
     lines = [title, _columns(rows)]
     for rank, row in list(ranks.items())[:_MOST_RANKS]:
         waits = [
@@ -91,6 +102,26 @@ def _collectives(collectives: list[dict[str, Any]]) -> str:
     return "Slowest collectives, milliseconds a call:\n" + _columns(rows, left=3)
 
 
+def _requests(title: str, servers: dict[str, dict[str, Any]], is_server: bool = False) -> str:
+    moving = "sending" if is_server else _TITLES["moving"]
+    names = {"milliseconds": "ms", "waiting": "waiting", "queued": "queued", "working": "working", "moving": moving}
+    rows = [["server", "kind", "calls", "sent", "received", *names.values(), "staleness"]]
+    waits = []
+    for server, kinds in servers.items():
+        for kind in (kind for kind in kinds if kind in _KINDS):
+            row = kinds[kind]
+            stale = "" if row["staleness"] is None else f"{row['staleness']:.2f} (to {row['max_staleness']})"
+            figures = (f"{row[name]:.3f}" for name in names)
+            sizes = (f"{row[name]:.0f}" for name in ("sent", "received"))
+            rows.append([server, kind, str(row["count"]), *sizes, *figures, stale])
+            for who, milliseconds in list(row["waits_for"].items())[:3]:
+                if is_server and milliseconds >= 0.005 and who != "-1":
+                    waits.append(f"server {server} waits {milliseconds:.2f} ms a {kind} for rank {who}")
+    if len(rows) == 1:
+        return ""
+    return "\n".join([f"{title}, bytes and milliseconds a request:", _columns(rows, left=2), *waits])
+
+
 def _whole_run(ranks: dict[str, dict[str, Any]]) -> str:
     lines = []
     for rank, row in list(ranks.items())[:_MOST_RANKS]:
@@ -98,8 +129,10 @@ def _whole_run(ranks: dict[str, dict[str, Any]]) -> str:
             f"{total['count']} {kind} steps of {total['milliseconds']:.2f} ms" for kind, total in row["steps"].items()
         )
         waits = sum(row["seconds_waited_for"].values())
+        requests = f"{row['requests']} requests to servers in {row['seconds_in_requests']:.2f} s, "
         lines.append(
-            f"rank {rank}: {steps + '; ' if steps else ''}{row['collectives']} collectives in "
+            f"rank {rank}: {steps + '; ' if steps else ''}{requests if row['requests'] else ''}"
+            f"{row['collectives']} collectives in "
             f"{row['seconds_in_collectives']:.2f} s, {waits:.2f} of them waiting; "
             f"{row['bytes_sent'] / 1e6:.1f} MB sent"
         )

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tfring.report.files import Call, Rank, Step
-from tfring.ring.trace import INPUT_BEGINS, INPUT_ENDS, READY
+from tfring.ring.trace import INPUT_BEGINS, INPUT_ENDS, READY, Request
 
 GRADIENTS = "gradients"  # the ring that carries them
-CATEGORIES = ("input", "Python", "dispatch", "compute", "waiting", "moving", "adding")
-_ABOVE = {name: n for n, name in enumerate(("compute", "Python", "dispatch", "input", "waiting", "moving", "adding"))}
+CATEGORIES = ("input", "Python", "dispatch", "compute", "waiting", "server", "moving", "adding")
+_ORDER = ("compute", "Python", "dispatch", "input", "waiting", "server", "moving", "adding")
+_ABOVE = {name: n for n, name in enumerate(_ORDER)}
 
 
 class Span(NamedTuple):
@@ -27,7 +28,7 @@ class Span(NamedTuple):
     begin: int
     end: int
     category: str
-    whom: int = -1  # waited for
+    whom: int = -1  # waited for; of "server", which
 
 
 class StepOfRank(NamedTuple):
@@ -64,12 +65,49 @@ def spans_of(call: Call) -> list[Span]:
     return [span for span in cut if span.end > span.begin]
 
 
+def spans_of_request(request: Request) -> list[Span]:
+    """Returns a request's way to the server, its waiting for other workers, the server's time, and the way back.
+
+    >>> spans_of_request(Request(0, 10, 1, "push", 60, 20, 3, 2, 3, 0, 0))
+    [Span(begin=0, end=3, category='moving', whom=1), Span(begin=3, end=6, category='waiting', whom=2), \
+Span(begin=6, end=9, category='server', whom=1), Span(begin=9, end=10, category='moving', whom=1)]
+    """
+    came = request.begin + request.moved * request.sent // max(1, request.sent + request.received)
+    met = came + request.waited
+    done = met + request.served
+    cut = [
+        Span(request.begin, came, "moving", request.other),
+        Span(came, met, "waiting", request.whom),
+        Span(met, done, "server", request.other),
+        Span(done, request.end, "moving", request.other),
+    ]
+    return [span for span in cut if span.end > span.begin]
+
+
+def last_ones(requests: list[Request]) -> list[Request]:
+    """Returns of requests that are under way at the same time, to several servers, the one that ends last.
+
+    >>> make = lambda begin, end: Request(begin, end, 0, "push", 0, 0, 0, -1, 0, 0, 0)
+    >>> [(r.begin, r.end) for r in last_ones([make(0, 4), make(1, 9), make(2, 5), make(10, 11)])]
+    [(1, 9), (10, 11)]
+    """
+    found: list[Request] = []
+    for request in requests:
+        if not found or request.begin >= found[-1].end:
+            found.append(request)
+        elif request.end > found[-1].end:
+            found[-1] = request
+    return found
+
+
 def steps(rank: Rank) -> Iterator[StepOfRank]:
     """Yields each step of a rank, with its spans."""
     waits = inputs(rank)
     begins_of_waits = [span.begin for span in waits]
     begins_of_calls = [call.begin for call in rank.calls]
     times_of_marks = [mark.at for mark in rank.marks]
+    requests = last_ones(rank.requests)
+    begins_of_requests = [request.begin for request in requests]
     for number, step in enumerate(rank.steps):
         following = rank.steps[number + 1] if number + 1 < len(rank.steps) else None
         goes_on = following is not None and following[:2] == step[:2]
@@ -95,6 +133,8 @@ def steps(rank: Rank) -> Iterator[StepOfRank]:
             for call in calls
             for span in spans_of(call)
         ]
+        asked = bisect.bisect_left(begins_of_requests, step.begin), bisect.bisect_left(begins_of_requests, until)
+        busy += [span for request in requests[slice(*asked)] for span in spans_of_request(request)]
         yield StepOfRank(
             step, until, flattened([*base, *drawn, *busy], step.begin, until), length, hidden if hides else 0, beside
         )

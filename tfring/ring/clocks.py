@@ -58,7 +58,7 @@ def distance(communicator: Any, rounds: int = ROUNDS, clock: Callable[[], int] =
         return Distance(clock(), 0, 0, 0, 0)
     begin = end = 0
     bounds = []
-    mine = _kernel()
+    mine = kernel()
     for _ in range(rounds + 1):  # each carries when the one before it began and ended
         row = np.array([[begin, end, mine]], np.int64)
         begun = clock()
@@ -75,8 +75,30 @@ def distance(communicator: Any, rounds: int = ROUNDS, clock: Callable[[], int] =
     return Distance(end, (lowest + highest) // 2, max(0, -(-(highest - lowest) // 2)), lowest, highest)
 
 
+def distance_by_asking(ask: Callable[[], tuple[int, int]], rounds: int = ROUNDS) -> Distance:
+    """Measures the offset of this process's clock from that of another, which answers; no collective.
+
+    Args:
+        ask: Returns the other's `now()` and `kernel()`, read between the call and its end.
+        rounds: How often it is asked.
+
+    >>> distance_by_asking(lambda: (now(), kernel())).offset
+    0
+    """
+    bounds = []
+    for _ in range(rounds):
+        begun = now()
+        there, its_kernel = ask()
+        ended = now()
+        bounds.append((begun - there, ended - there))
+    lowest, highest = max(low for low, _ in bounds), min(high for _, high in bounds)
+    if its_kernel == kernel() and lowest <= 0 <= highest:
+        return Distance(ended, 0, 0, lowest, highest)
+    return Distance(ended, (lowest + highest) // 2, max(0, -(-(highest - lowest) // 2)), lowest, highest)
+
+
 @functools.cache
-def _kernel() -> int:
+def kernel() -> int:
     """A number for the running kernel; 0 where it cannot be told, which fits no other."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_bytes()

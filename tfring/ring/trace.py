@@ -12,13 +12,14 @@ The file is a line of JSON after the other, so that what a crash leaves can be r
 {"type": "clock", "at": ..., "offset": ..., "uncertainty": ..., ...}              distance from rank 0's clock
 {"type": "calls", "fields": ["begin", "end", "waited", ...], "rows": [[...], ...]}    collectives, and marks
 {"type": "steps", "fields": ["kind", "loop", "begin", "end", "built"], "rows": [...]}
+{"type": "requests", "fields": ["begin", "end", "other", ...], "rows": [...]}         to and from parameter servers
 {"type": "compiled", "kind": "train", "operations": 90, "by_xla": 86, ...}        with `jit_compile=True`
 {"type": "totals", ...}                                                           of the whole run
 {"type": "end"}                                                                   the process ended by itself
 ```
 
 Times are nanoseconds of this host's CLOCK_MONOTONIC. Spans are kept of the first steps of each kind and `fit`; totals
-go on, and what is written next is written in their place.
+go on, and what is written next is written in their place. A parameter server writes server-<s>.jsonl.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,6 +48,7 @@ SCHEMA = 1
 STEPS_KEPT = 200  # of each kind in each fit, evaluate or predict
 MOST_ROWS = 200_000  # of calls and marks in a file, some 30 MB
 STEP_FIELDS = ("kind", "loop", "begin", "end", "built")
+SERVERS = "servers"  # the ring of a worker and a server, whose calls are told as requests
 INPUT_BEGINS, INPUT_ENDS, READY = "input begins", "input ends", "ready"  # marks
 _MOST_NAMES = 1000  # of collectives in the totals; then they are one
 CAPACITY = 8192  # records between two takings
@@ -63,6 +65,71 @@ _log = logging.getLogger("tfring")
 _active: Recorder | None = None  # a process writes one trace at a time
 
 
+class Request(NamedTuple):
+    """A request of a worker to a parameter server, as one of the two sees it; times in nanoseconds.
+
+    Attributes:
+        other: The server, in a worker's file; the worker, in a server's.
+        kind: "push", "rows", ...
+        sent: Bytes of this process's message.
+        received: Bytes of the other's.
+        waited: How long the server waited for other workers in it.
+        whom: The worker that came last of those, -1 for none.
+        served: How long it was in the server besides.
+        queued: How long of that it waited for its turn.
+        staleness: Of the gradient; -1 where there is none.
+    """
+
+    begin: int
+    end: int
+    other: int
+    kind: str
+    sent: int
+    received: int
+    waited: int
+    whom: int
+    served: int
+    queued: int
+    staleness: int
+
+    @property
+    def moved(self) -> int:
+        """Returns the remaining time, in which bytes were on their way."""
+        return max(0, self.end - self.begin - self.waited - self.served)
+
+
+class Source(Protocol):
+    """Gives a process the number of its run, and the offset of its clock from the one that all are brought to."""
+
+    def run(self) -> int:
+        """Returns the number of the run, the same in all processes."""
+
+    def distance(self) -> clocks.Distance:
+        """Measures the offset of this process's clock."""
+
+
+class RingSource:
+    """A source among the ranks of a ring, whose calls are collectives of all.
+
+    Args:
+        communicator: Of all ranks; None where there is one.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+
+    def run(self) -> int:
+        """See `Source`."""
+        run = random.SystemRandom().getrandbits(62)
+        if self._communicator is None:
+            return run
+        return int(self._communicator.broadcast(np.array([run]), name=clocks.NAME)[0])
+
+    def distance(self) -> clocks.Distance:
+        """See `Source`."""
+        return clocks.distance(self._communicator)
+
+
 def file_name(rank: int) -> str:
     """
     >>> file_name(3)
@@ -71,14 +138,23 @@ def file_name(rank: int) -> str:
     return f"rank-{rank}.jsonl"
 
 
-def start(folder: str | os.PathLike, rank: int, world_size: int, communicator: Any) -> Recorder:
+def server_file_name(server: int) -> str:
+    """
+    >>> server_file_name(1)
+    'server-1.jsonl'
+    """
+    return f"server-{server}.jsonl"
+
+
+def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source, num_servers: int = 0) -> Recorder:
     """Begins a trace of this process, or joins the one that it writes into this folder; all ranks call it.
 
     Args:
         folder: Made where it is missing. Files of an earlier run are written over.
         rank: Of this process.
         world_size: How many write into this folder.
-        communicator: Of all ranks; None where there is one.
+        source: Of all ranks.
+        num_servers: How many parameter servers write into this folder besides.
 
     Raises:
         ConfigurationError: The folder cannot be written, or this process writes a trace elsewhere.
@@ -93,19 +169,52 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, communicator: A
             )
         _active.users += 1
         return _active
-    _active = Recorder(path / file_name(rank), rank, world_size, communicator)
+    _active = Recorder(path / file_name(rank), rank, world_size, source, num_servers)
     return _active
 
 
+def start_server(folder: str | os.PathLike, server: int, world_size: int, num_servers: int, source: Source) -> Recorder:
+    """Begins the trace of this process, a parameter server: requests alone.
+
+    Args:
+        folder: See `start`.
+        server: The number of this process.
+        world_size: How many workers there are.
+        num_servers: How many servers there are.
+        source: Of this server.
+
+    Raises:
+        ConfigurationError: The folder cannot be written.
+    """
+    path = pathlib.Path(folder).absolute() / server_file_name(server)
+    return Recorder(path, server, world_size, source, num_servers, has_calls=False)
+
+
 class Recorder:
-    """Writes the trace of one rank.
+    """Writes the trace of one process.
+
+    Args:
+        path: Of its file.
+        number: The rank, or the number of the server.
+        world_size: How many workers there are.
+        source: Of all ranks.
+        num_servers: How many parameter servers there are.
+        has_calls: Whether the calls of the core are recorded; a server has requests alone.
 
     Attributes:
         users: How many began it, each of whom closes it.
         building: Set by who traces a graph, so that a step in which that happens is told from the others.
     """
 
-    def __init__(self, path: pathlib.Path, rank: int, world_size: int, communicator: Any) -> None:
+    def __init__(
+        self,
+        path: pathlib.Path,
+        number: int,
+        world_size: int,
+        source: Source,
+        num_servers: int = 0,
+        has_calls: bool = True,
+    ) -> None:
         self.path = path
         self.users = 1
         self.closed = False
@@ -117,6 +226,8 @@ class Recorder:
         self._counts: dict[str, int] = {}  # of steps in the entry under way, by kind
         self._last: tuple[str, int, int] | None = None  # the step before: kind, loop, end
         self._steps: list[tuple[str, int, int, int, bool]] = []
+        self._requests: list[Request] = []
+        self._has_calls = has_calls
         self._keeps = True  # spans, not only totals
         self._rows = 0
         self._totals = _Totals()
@@ -130,15 +241,13 @@ class Recorder:
             raise ConfigurationError(
                 f"`trace` is a folder that can be written. Received: {path.parent} ({error.strerror})"
             ) from error
-        run = random.SystemRandom().getrandbits(62)
-        if communicator is not None:
-            run = int(communicator.broadcast(np.array([run]), name=clocks.NAME)[0])
         self._put(
             type="run",
             schema=SCHEMA,
-            run=run,
-            rank=rank,
+            run=source.run(),
+            rank=number,
             world_size=world_size,
+            num_servers=num_servers,
             host=socket.gethostname(),
             pid=self._owner,
             tfring=__version__,
@@ -146,20 +255,21 @@ class Recorder:
             at=clocks.now(),
             steps_kept=STEPS_KEPT,
         )
-        self.measure_clock(communicator)
-        library.core().tfring_trace(CAPACITY)
+        self.measure_clock(source)
+        if has_calls:
+            library.core().tfring_trace(CAPACITY)
         self._stop = threading.Event()
         threading.Thread(target=self._write_for_ever, name="tfring-trace", daemon=True).start()
         atexit.register(self._end)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def measure_clock(self, communicator: Any) -> None:
-        """Measures the offset from rank 0's clock; a collective of all ranks."""
-        self._put(type="clock", **clocks.distance(communicator)._asdict())
+    def measure_clock(self, source: Source) -> None:
+        """Measures the offset of this process's clock; all ranks call it."""
+        self._put(type="clock", **source.distance()._asdict())
 
     @contextlib.contextmanager
-    def entry(self, communicator: Any) -> Iterator[None]:
+    def entry(self, source: Source) -> Iterator[None]:
         """Enters `fit`, `evaluate` or `predict`; the outermost measures the clock at its end unless it failed."""
         self._entries += 1
         if self._entries == 1:
@@ -173,7 +283,7 @@ class Recorder:
                 self._counts.clear()
                 self.write()
         if self._entries == 0 and not self.closed:
-            self.measure_clock(communicator)  # also where this rank's disk is full: the others do
+            self.measure_clock(source)  # also where this rank's disk is full: the others do
 
     def new_loop(self) -> None:
         """Begins a loop, such as an epoch; the time before it counts for no gap between steps."""
@@ -207,6 +317,11 @@ class Recorder:
         if self._keeps:
             self._steps.append((kind, self._loop, begin, end, self.building))
 
+    def request(self, request: Request) -> None:
+        """Records a request to or from a parameter server; any thread may."""
+        if self._writes and not self.closed:
+            self._requests.append(request)
+
     def close(self) -> None:
         """Ends the trace once all users have closed it."""
         self.users -= 1
@@ -231,14 +346,20 @@ class Recorder:
             if self.closed or self.of_parent or not self._writes:
                 return
             steps, self._steps = self._steps, []
-            rows, lost = self._take()
-            if not steps and not rows:
+            requests = self._requests[:]
+            del self._requests[: len(requests)]  # others may have come behind them
+            rows, lost = self._take() if self._has_calls else ([], 0)
+            if not steps and not rows and not requests:
                 return
             self._totals.calls(rows)
-            lines = []
+            self._totals.requests(requests)
+            lines: list[dict[str, Any]] = []
             if rows and self._keeps and self._rows < MOST_ROWS:
                 self._rows += len(rows)
                 lines.append({"type": "calls", "fields": _CALL_FIELDS, "rows": rows})
+            if requests and self._keeps and self._rows < MOST_ROWS:
+                self._rows += len(requests)
+                lines.append({"type": "requests", "fields": Request._fields, "rows": requests})
             if steps:
                 lines.append({"type": "steps", "fields": STEP_FIELDS, "rows": steps})
             full = self._rows >= MOST_ROWS
@@ -260,8 +381,9 @@ class Recorder:
                 column = [text.decode(errors="replace") for text in column]
             columns.append(column)
         rows = [list(row) for row in zip(*columns, strict=True)]
-        name = _CALL_FIELDS.index("name")
-        return [row for row in rows if row[name] != clocks.NAME], lost.value
+        name, ring = _CALL_FIELDS.index("name"), _CALL_FIELDS.index("ring")
+        rows = [row for row in rows if row[name] != clocks.NAME and row[ring] != SERVERS]
+        return rows, lost.value
 
     def _write_for_ever(self) -> None:
         while not self._stop.wait(_WRITE_SECONDS):
@@ -283,7 +405,7 @@ class Recorder:
             self._file.flush()
         except OSError as error:  # no reason to stop training
             self._writes = False
-            library.core().tfring_trace(0)
+            self._end_calls()
             _log.warning("The trace ends here, for %s cannot be written: %s", self.path, error.strerror)
 
     def _end(self) -> None:
@@ -295,8 +417,12 @@ class Recorder:
         with self._lock:
             self.closed = True
             self._file.close()
-        library.core().tfring_trace(0)
+        self._end_calls()
         atexit.unregister(self._end)
+
+    def _end_calls(self) -> None:
+        if self._has_calls:
+            library.core().tfring_trace(0)
 
 
 def _line(fields: dict[str, Any]) -> bytes:
@@ -309,6 +435,7 @@ class _Totals:
     def __init__(self) -> None:
         self._steps: dict[str, dict[str, int]] = {}
         self._collectives: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._requests: dict[tuple[int, str], dict[str, Any]] = {}
         self._input = self._inputs = 0
         self._input_began: int | None = None
 
@@ -348,6 +475,26 @@ class _Totals:
             if last >= 0:
                 total["waited_for"][str(last)] = total["waited_for"].get(str(last), 0) + waited
 
+    def requests(self, requests: list[Request]) -> None:
+        for each in requests:
+            total = self._requests.get((each.other, each.kind))
+            if total is None:
+                total = self._requests[each.other, each.kind] = {
+                    "other": each.other,
+                    "kind": each.kind,
+                    "waited_for": {},
+                    "staleness": {},
+                    **dict.fromkeys(("count", "nanoseconds", "waited", "served", "queued", "sent", "received"), 0),
+                }
+            total["count"] += 1
+            total["nanoseconds"] += each.end - each.begin
+            for name in ("waited", "served", "queued", "sent", "received"):
+                total[name] += getattr(each, name)
+            if each.whom >= 0:
+                total["waited_for"][str(each.whom)] = total["waited_for"].get(str(each.whom), 0) + each.waited
+            if each.staleness >= 0:
+                total["staleness"][str(each.staleness)] = total["staleness"].get(str(each.staleness), 0) + 1
+
     def _mark(self, name: str, at: int) -> None:
         if name == INPUT_BEGINS:
             self._input_began = at
@@ -361,4 +508,5 @@ class _Totals:
             "steps": self._steps,
             "input": {"count": self._inputs, "nanoseconds": self._input},
             "collectives": list(self._collectives.values()),
+            "requests": list(self._requests.values()),
         }

@@ -17,6 +17,7 @@ import numpy as np
 from tfring import config, errors
 from tfring.cluster.roles import Roles
 from tfring.errors import PeerLostError, RendezvousError, TfringError
+from tfring.ring import clocks, trace
 from tfring.servers.connection import Connection
 
 _LOOK_SECONDS = 0.5  # between looks at whether a server is gone that nothing is asked of
@@ -40,6 +41,8 @@ class Client:
         known: What a server that comes back is told: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
             name of the last, and `results`, what it returned; `position`, of the epoch under way.
         is_back: Whether this process is in the place of one that servers have lost.
+        run: The number that server 0 has drawn for the traces of this job.
+        recorder: Of the trace of this process; None without one.
 
     Raises:
         RendezvousError: A server did not come.
@@ -54,6 +57,7 @@ class Client:
         self._settings = dict(settings)
         self._jobs: list[str | None] = [None] * self.num_servers
         self._numbers = itertools.count()
+        self.recorder: trace.Recorder | None = None
         self._bytes_before = [0] * self.num_servers  # sent by connections that were lost
         self._locks = [threading.Lock() for _ in range(self.num_servers)]
         self._gone: dict[int, TfringError] = {}  # servers that did not come back
@@ -65,6 +69,7 @@ class Client:
         replies = self.ask_all("join", [{"settings": self._settings}] * self.num_servers)
         self._jobs = [reply.get("job") for reply, _ in replies]
         self.is_back = any(reply.get("is_back") for reply, _ in replies)
+        self.run = int(replies[0][0]["run"])
         self._can_come_back = can_come_back
         for server in range(self.num_servers) if can_come_back else ():
             threading.Thread(target=self._watch, args=(server,), name="tfring-servers-watch", daemon=True).start()
@@ -91,17 +96,24 @@ class Client:
         """Asks one server; see `ask_all`. Where it is lost and comes back, the request is repeated."""
         message = {"op": operation, "number": next(self._numbers), **head}
         with self._locks[server]:
+            began = clocks.now()
             while True:
                 if server in self._gone:
                     raise self._gone[server]
+                connection = self._connections[server]
                 try:
-                    self._connections[server].send(message, arrays)
-                    reply = self._connections[server].receive()
+                    connection.send(message, arrays)
+                    reply = connection.receive()
                     break
                 except PeerLostError as error:
                     if not self._can_come_back:
                         raise
                     self._reconnect(server, error)
+            timing = reply[0].pop("timing", None)
+            if self.recorder is not None and timing is not None:
+                sizes, staleness = (connection.last_sent, connection.last_received), reply[0].get("staleness", -1)
+                told = (began, clocks.now(), server, operation, *sizes, *timing, staleness)
+                self.recorder.request(trace.Request._make(told))
         return self._checked(server, reply)
 
     def _checked(self, server: int, reply: Reply) -> Reply:

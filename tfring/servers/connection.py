@@ -9,6 +9,7 @@ import numpy as np
 
 from tfring.cluster.roles import Roles
 from tfring.errors import PeerLostError, RendezvousError
+from tfring.ring import trace
 from tfring.ring.communicator import Communicator
 from tfring.servers import messages
 
@@ -23,19 +24,24 @@ class Connection:
         other: The number of the server, or the rank of the worker.
         seconds: How long to wait for it; by default as long as a ring waits for its ranks.
 
+    Attributes:
+        last_sent: Bytes of the last message that was sent.
+        last_received: Bytes of the last that came.
+
     Raises:
         RendezvousError: The other did not come.
     """
 
     def __init__(self, roles: Roles, other: int, seconds: float | None = None) -> None:
         self.name = f"worker {other}" if roles.is_server else f"server {other}"
+        self.last_sent = self.last_received = 0
         self._other = 1 if roles.is_server else 0
         self._bytes_sent: int | None = None  # once it is closed
         cluster = roles.pair(other)
         try:
             self._communicator = Communicator.connect(
                 cluster,
-                "servers",
+                trace.SERVERS,
                 timeout_seconds=_FOR_EVER,
                 connect_timeout_seconds=seconds,
                 stall_warning_seconds=_FOR_EVER,
@@ -50,7 +56,9 @@ class Connection:
         Raises:
             PeerLostError: The other is gone.
         """
-        self._call(lambda: self._communicator.send(messages.pack(head, arrays), self._other, name="message"))
+        message = messages.pack(head, arrays)
+        self._call(lambda: self._communicator.send(message, self._other, name="message"))
+        self.last_sent = message.nbytes
 
     def receive(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         """Waits for a message and returns its head and arrays.
@@ -58,9 +66,9 @@ class Connection:
         Raises:
             PeerLostError: The other is gone.
         """
-        return messages.unpack(
-            self._call(lambda: self._communicator.receive(self._other, np.uint8, [None], name="message"))
-        )
+        message = self._call(lambda: self._communicator.receive(self._other, np.uint8, [None], name="message"))
+        self.last_received = message.nbytes
+        return messages.unpack(message)
 
     @property
     def is_broken(self) -> bool:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -20,9 +21,11 @@ import numpy as np
 from tfring import config
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError, MismatchError, PeerLostError
+from tfring.ring import clocks, trace
 from tfring.servers.admission import Admission, Arrival
 from tfring.servers.connection import Connection
 from tfring.servers.snapshots import Snapshots
+from tfring.servers.tracing import UNTRACED, ServerSource
 
 _MOST_MEETINGS = 4  # that are remembered
 
@@ -71,9 +74,21 @@ class _Group:
         self.admission = admission
         self.gradients: dict[int, tuple[float | None, list[np.ndarray], float | None]] = {}
         self.taken: dict[int, Arrival] = {}  # of the last update that a worker's gradient was in
+        self.made: dict[int, tuple[int, int]] = {}  # of the same: when it was begun, and the worker that came last
         self.merged: Any = None  # of the update that waits for the norms of all servers
         self.norms: list[float] = []
         self.learning_rate: float | None = None  # that came with the last gradient
+
+
+class _Timing(threading.local):
+    """Nanoseconds of the request that a thread answers, and the worker that it has waited for; -1 for none."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.waited = self.queued = 0
+        self.whom = -1
 
 
 class Service:
@@ -87,6 +102,7 @@ class Service:
         needs_all: Whether the loss of one worker ends the job; else another process may come back in its place.
         snapshots: Where snapshots are kept. Then a worker that has lost this server may come back.
         snapshot_seconds: From one snapshot to the next.
+        trace_folder: Where this server writes its trace, if a worker asks for one; None for nowhere.
     """
 
     def __init__(
@@ -98,6 +114,7 @@ class Service:
         needs_all: bool,
         snapshots: Snapshots | None = None,
         snapshot_seconds: float = 30.0,
+        trace_folder: str | os.PathLike | None = None,
     ) -> None:
         self._roles = roles
         self._settings = dict(settings)
@@ -106,6 +123,10 @@ class Service:
         self._needs_all = needs_all
         self._snapshots = snapshots
         self._snapshot_seconds = snapshot_seconds
+        self._trace_folder = trace_folder
+        self._run = secrets.randbits(62)  # the number of the traces of this job, where this is server 0
+        self._recorder: trace.Recorder | None = None
+        self._timing = _Timing()
         self._job: str | None = None  # whose snapshots are written: a server that is started again is told by workers
         self._num_ordered = self._num_written = 0  # snapshots that are waited for
         self._changed = threading.Condition()
@@ -126,6 +147,7 @@ class Service:
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
         self._results: dict[str, list[np.ndarray]] = {}
         self._at: dict[int, str] = {}  # the meeting that a worker waits in
+        self._last_come: dict[str, int] = {}  # to each meeting
         self._operations: dict[str, Callable[[int, dict[str, Any], list[np.ndarray]], Answer]] = {
             "join": self._join,
             "return": self._return,
@@ -140,6 +162,8 @@ class Service:
             "claim": self._claim,
             "meet": self._meet,
             "post": self._post,
+            "clock": self._tell_clock,
+            "trace": self._begin_trace,
         }
 
     def run(self) -> None:
@@ -160,9 +184,13 @@ class Service:
         seconds_alone, step = 0.0, 0.2  # so that Ctrl-C is heard
         waits = self._snapshots is not None or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
         patience = config.read("TFRING_CONNECT_TIMEOUT_SECONDS") if waits else 0.0
-        while self._live or self._returning or (not self._left and seconds_alone < patience):
-            time.sleep(step)
-            seconds_alone = 0.0 if self._live or self._returning else seconds_alone + step
+        try:
+            while self._live or self._returning or (not self._left and seconds_alone < patience):
+                time.sleep(step)
+                seconds_alone = 0.0 if self._live or self._returning else seconds_alone + step
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
         for worker, thread in threads.items():
             if worker in self._left or self._needs_all:
                 thread.join()
@@ -187,19 +215,31 @@ class Service:
     def _answer_all(self, worker: int, connection: Connection) -> None:
         while worker not in self._left:
             head, arrays = connection.receive()
+            began = clocks.now()
             operation = head.pop("op", None)
             if operation == "leave":
                 self._leave(worker, None)
                 connection.send({})
-            else:
-                connection.send(*self._answer(worker, operation, head, arrays))
+                continue
+            self._timing.reset()
+            reply, arrays = self._answer(worker, operation, head, arrays)
+            recorder = self._recorder
+            if recorder is None or operation in UNTRACED:
+                connection.send(reply, arrays)
+                continue
+            timing = self._timing
+            times = (timing.waited, timing.whom, clocks.now() - began - timing.waited, timing.queued)
+            connection.send({**reply, "timing": times}, arrays)
+            sizes, staleness = (connection.last_sent, connection.last_received), reply.get("staleness", -1)
+            recorder.request(trace.Request(began, clocks.now(), worker, operation, *sizes, *times, staleness))
 
     def _answer(self, worker: int, operation: Any, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         try:
             if operation not in self._operations:
                 raise ConfigurationError(f"There is no operation {operation!r}.")
-            number = head.pop("number", None)
+            number, came = head.pop("number", None), clocks.now()
             with self._changed:
+                self._timing.queued = clocks.now() - came
                 # A worker repeats its last request where it has lost the connection before the reply.
                 head["is_repeated"] = number is not None and self._done.get(worker) == number
                 answer = self._operations[operation](worker, head, arrays)
@@ -228,7 +268,7 @@ class Service:
             for group in self._groups.values():
                 group.admission.lose(worker)
                 group.gradients.pop(worker, None)
-                self._try_update(group)
+                self._try_update(group, worker)
             self._settle_meetings()
             self._changed.notify_all()
 
@@ -238,7 +278,9 @@ class Service:
         Raises:
             PeerLostError: A worker is lost that all need.
         """
+        began = clocks.now()
         self._changed.wait_for(lambda: self._failure is not None or condition())
+        self._timing.waited += clocks.now() - began
         if self._failure is not None:
             raise PeerLostError(self._failure)
 
@@ -254,8 +296,12 @@ class Service:
         is_back = job is None and worker in self._lost  # another process in the place of one that was lost
         if is_back:
             self._returning.add(worker)
+        if head.get("run") is not None and self._recorder is None:  # this server was started again
+            self._run = head["run"]
+            clock = clocks.Distance(clocks.now(), 0, 0, 0, 0)._asdict()  # until it is measured
+            self._begin_trace(worker, {"run": self._run, "clock": clock}, [])
         if self._snapshots is None:
-            return {"is_back": is_back}, []
+            return {"is_back": is_back, "run": self._run}, []
         if job is not None and job != self._job:
             self._restore(job)
         elif self._job is None:
@@ -264,7 +310,7 @@ class Service:
             self._order_snapshot()
         if job is not None:
             self._readmit(worker, head, arrays)
-        return {"job": self._job, "is_back": is_back}, []
+        return {"job": self._job, "is_back": is_back, "run": self._run}, []
 
     def _return(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Takes in another process of a worker that was lost: from now on the others wait for it where they meet.
@@ -335,14 +381,17 @@ class Service:
         return {"slots": group.held.describe(), "version": group.admission.version}, group.held.values("all")
 
     def _push(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        group, began = self._groups[int(head["group"])], time.monotonic()
+        group, began, came = self._groups[int(head["group"])], time.monotonic(), clocks.now()
         if not head["is_repeated"]:
             rate = group.learning_rate = head.get("learning_rate")
             group.gradients[worker] = (head.get("weight"), [a.copy() for a in arrays], rate)
             group.taken.pop(worker, None)
             group.admission.arrive(worker)
-            self._try_update(group)
+            self._try_update(group, worker)
             self._wait_until(lambda: worker in group.taken)
+            made, last = group.made[worker]  # behind which an update is computed, on the thread of the last
+            self._timing.waited = min(self._timing.waited, max(0, made - came))
+            self._timing.whom = last if last != worker else -1
         arrival = group.taken.get(worker) or Arrival(worker, 0, 1.0)
         reply = {
             "staleness": arrival.staleness,
@@ -363,7 +412,9 @@ class Service:
             group.held.update(merged, head["norms"], head.get("learning_rate"))
         return {"iterations": group.held.iterations()}, group.held.values("pulled")
 
-    def _try_update(self, group: _Group) -> None:
+    def _try_update(self, group: _Group, worker: int) -> None:
+        """Makes an update where one is due; `worker` has come, or gone."""
+        made = clocks.now(), worker
         arrivals = group.admission.take()
         if not arrivals:
             return
@@ -381,9 +432,10 @@ class Service:
             else:
                 group.held.update(merged, None, rate)
         group.taken.update({a.worker: a for a in arrivals})
+        group.made.update({a.worker: made for a in arrivals})
         self._changed.notify_all()
         if not counted:
-            self._try_update(group)
+            self._try_update(group, worker)
 
     def _rows(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         held = self._groups[int(head["group"])].held
@@ -409,7 +461,7 @@ class Service:
         self._training.discard(worker)
         for group in self._groups.values():
             group.admission.end(worker)
-            self._try_update(group)
+            self._try_update(group, worker)
         return {}, []
 
     def _claim(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
@@ -445,6 +497,7 @@ class Service:
             )
         self._meetings.setdefault(name, {})[worker] = [a.copy() for a in arrays]
         self._at[worker] = name
+        self._last_come[name] = worker
         self._settle_meetings()
         others = {w: n for w, n in self._at.items() if w in self._live and n not in self._results}
         if len(others) == len(self._live) and len(set(others.values())) > 1:
@@ -457,6 +510,7 @@ class Service:
             )
         self._wait_until(lambda: name in self._results)
         self._at.pop(worker, None)
+        self._timing.whom = self._last_come[name] if self._last_come.get(name, worker) != worker else -1
         return {"workers": len(self._meetings[name])}, self._results[name]
 
     def _settle_meetings(self) -> None:
@@ -469,6 +523,22 @@ class Service:
                 self._changed.notify_all()
         for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
             del self._results[name], self._meetings[name]
+            self._last_come.pop(name, None)
+
+    # -- the trace --------------------------------------------------------------------------------------------------
+
+    def _tell_clock(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        return {"at": clocks.now(), "kernel": clocks.kernel()}, []
+
+    def _begin_trace(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        """Begins the trace of this server, and notes what a worker has measured of its clock."""
+        source = ServerSource(head["run"], head["clock"])
+        if self._recorder is not None:
+            self._recorder.measure_clock(source)
+        elif self._trace_folder is not None:
+            sizes = len(self._roles.workers), len(self._roles.servers)
+            self._recorder = trace.start_server(self._trace_folder, self._roles.index, *sizes, source)
+        return {}, []
 
     # -- snapshots, and a server that is started again -------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def begin_loop(strategy: Any) -> None:
 def entry(strategy: Any) -> Any:
     """Around `fit`, `evaluate` or `predict`."""
     recorder = _recorder(strategy)
-    return contextlib.nullcontext() if recorder is None else recorder.entry(_control(strategy))
+    return contextlib.nullcontext() if recorder is None else recorder.entry(strategy.extended.trace_source)
 
 
 def step(strategy: Any, kind: str) -> Any:

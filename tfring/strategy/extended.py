@@ -87,7 +87,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def start_trace(self, folder: str | os.PathLike) -> trace.Recorder:
         """Starts the trace of this rank into a folder; see `tfring.ring.trace`."""
         communicator = getattr(self.world, "communicator", None)
-        recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, communicator)
+        self.trace_source: trace.Source = trace.RingSource(communicator)
+        recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, self.trace_source)
         if communicator is not None:
             self.gradients.marks_ready = True
         return recorder

@@ -23,6 +23,7 @@ from tfring.recognition import RingMarker, forget, remember
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
+from tfring.ring.trace import Recorder
 from tfring.strategy.delayed import Delayed
 from tfring.strategy.extended import RingExtended
 from tfring.strategy.late import OneStepLate
@@ -192,9 +193,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(self)
-        self.trace = None if trace is None else extended.start_trace(trace)
+        self.trace: Recorder | None = None if trace is None else self._start_trace(trace)
         remember(self)
         self.lines = RunLines(self)
+
+    def _start_trace(self, folder: str | os.PathLike) -> Recorder | None:
+        return self.extended.start_trace(folder)
 
     @tf.autograph.experimental.do_not_convert
     def scope(self) -> AbstractContextManager[Any]:

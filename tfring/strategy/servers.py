@@ -11,11 +11,14 @@ from tfring._keras.sharding import held
 from tfring.cluster import Cluster, launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError
+from tfring.ring.trace import Recorder
+from tfring.ring.trace import start as start_trace
 from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
 from tfring.servers.collectives import PostedCollectives
 from tfring.servers.service import Service
 from tfring.servers.snapshots import Snapshots
+from tfring.servers.tracing import WorkerSource
 from tfring.strategy.ring import RingStrategy
 
 _UPDATES = ("sync", "async")
@@ -59,7 +62,7 @@ class ParameterServerStrategy(RingStrategy):
         `backup_workers`. Default: None, the loss of a server ends the job.
       snapshot_seconds: from one snapshot to the next, in seconds. Default: 30.
       roles: a `tfring.cluster.roles.Roles`; by default what the environment says.
-      trace: as of RingStrategy; with update="sync" without backup workers, and without rows of the servers.
+      trace: as of RingStrategy, in servers too.
 
     Raises:
       ConfigurationError: for settings that cannot be honoured.
@@ -105,12 +108,6 @@ class ParameterServerStrategy(RingStrategy):
                 f"launch --max-worker-restarts {max_restarts}`. Use --max-restarts with tfring.callbacks.Backup."
             )
         trace = config.read("TFRING_TRACE") if trace is None else trace
-        if trace is not None and is_star and self.roles is not None:
-            raise ConfigurationError(
-                "A trace tells of steps that workers take together. Received: "
-                f"trace={os.fspath(trace)!r} with update={update!r}, backup_workers={backup_workers}, where each goes "
-                "on by itself. Leave `trace` and TFRING_TRACE out."
-            )
         self._workers: Cluster | None = None
         if self.roles is not None:
             if self.roles.source == launch_variables.SOURCE:
@@ -122,7 +119,7 @@ class ParameterServerStrategy(RingStrategy):
                 place = os.environ.get(launch_variables.TAKEN, "")
                 launch_variables.say_taken(place, says, says_more=says == _GOES_ON)
             if self.roles.is_server:
-                _serve(self.roles, settings, is_star)
+                _serve(self.roles, settings, is_star, trace)
             self._workers = self.roles.cluster_of_workers()
         # Workers hold other rows of tables: their bits differ until an epoch ends.
         of_ring = Cluster.alone() if self._workers is None or is_star else self._workers
@@ -140,6 +137,14 @@ class ParameterServerStrategy(RingStrategy):
             if is_star:
                 self.extended.world = PostedCollectives(client)
                 _keras.share_seeds(self)
+            if trace is not None:
+                source = self.extended.trace_source = WorkerSource(client)
+                client.known["run"] = client.run
+                self.trace = client.recorder = start_trace(trace, self.rank, self.world_size, source, self.num_servers)
+
+    def _start_trace(self, folder: str | os.PathLike) -> Recorder | None:
+        """Starts none before the servers are there, of which the trace tells."""
+        return super()._start_trace(folder) if self.roles is None else None
 
     @property
     def cluster(self) -> Cluster:
@@ -224,7 +229,7 @@ def _check(settings: dict[str, Any], num_workers: int | None) -> None:
         raise ConfigurationError(f"{problem}. Received: {received}")
 
 
-def _serve(roles: Roles, settings: dict[str, Any], is_star: bool) -> None:
+def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | os.PathLike | None) -> None:
     """Serves until the workers are through, and ends the process."""
     _keras.install()
     workers = list(range(len(roles.workers)))
@@ -253,5 +258,6 @@ def _serve(roles: Roles, settings: dict[str, Any], is_star: bool) -> None:
         needs_all=not is_star,
         snapshots=None if folder is None else Snapshots(folder, roles.index),
         snapshot_seconds=settings["snapshot_seconds"],
+        trace_folder=trace,
     ).run()
     raise SystemExit(0)
