@@ -20,15 +20,15 @@ from common import (
 from harness import workers
 
 import tfring
+from tfring.cluster.roles import Roles
 
 VOCABULARY, DIM = 90, 8
+ONE_SERVER = Roles(("127.0.0.1:1",), ("127.0.0.1:2",), False, 0, "a test")
 REFUSED = {"MultiOptimizer", "ema", "loss_scale"}
 
 
 def roles(num_servers):
     """The role of this process of the pool."""
-    from tfring.cluster.roles import Roles
-
     cluster = tfring.Cluster(
         *(int(os.environ[f"TFRING_{n}"]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
         1,
@@ -377,8 +377,11 @@ def train_with_broken_links(strategy, folder):
     return broken, relative_error(model.get_weights(), alone.get_weights())
 
 
-def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_path):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_path, replicas):
     settings = {"update": "async", "snapshot_dir": str(tmp_path), "snapshot_seconds": 1000.0}
+    if replicas == 2:
+        settings = {"update": "async", "replicas": 2}
     [(broken, error)] = run(1, 2, train_with_broken_links, str(tmp_path), **settings)
     assert {(0, "push"), (1, "push"), (0, "claim"), (0, "meet"), (0, "create"), (1, "rows")} <= set(broken), broken
     assert error < 1e-5
@@ -387,7 +390,11 @@ def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_
 @pytest.mark.parametrize(("options", "says"), [
     ({"snapshot_dir": "/tmp"}, '`snapshot_dir` is of update="async"'),
     ({"update": "async", "snapshot_dir": "/tmp", "snapshot_seconds": 0}, "`snapshot_seconds` is a number above 0"),
+    ({"replicas": 3}, "`replicas` is 1 or 2"),
+    ({"replicas": True}, "`replicas` is 1 or 2"),
+    ({"update": "async", "replicas": 2, "snapshot_dir": "/tmp"}, "leave out one of them"),
+    ({"replicas": 2, "roles": ONE_SERVER}, "`replicas=2` needs two servers or more"),
 ])
-def test_settings_of_snapshots_are_checked(options, says):
+def test_settings_of_what_survives_are_checked(options, says):
     with pytest.raises(ValueError, match=says):
         tfring.ParameterServerStrategy(**options)

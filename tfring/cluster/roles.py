@@ -100,6 +100,11 @@ class Roles:
         addresses = [self.servers[server], self.workers[worker]]
         return Cluster.from_hosts(addresses, 0 if self.is_server else 1, self.source, self.listen_fd)
 
+    def pair_of_servers(self, first: int) -> Cluster:
+        """Returns the cluster of server `first`, rank 0, and the next, rank 1, of which this process is one."""
+        addresses = [self.servers[first], self.servers[(first + 1) % len(self.servers)]]
+        return Cluster.from_hosts(addresses, 0 if self.index == first else 1, self.source, self.listen_fd)
+
 
 def _of_tf_config(text: str) -> Roles | None:
     try:

@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_number,
         default=3,
         metavar="K",
-        help="start each server that keeps snapshots (snapshot_dir) again in its place, at most K times (default: 3)",
+        help="start each server that keeps snapshots (snapshot_dir), or whose shards another holds, too (replicas=2), "
+        "again in its place, at most K times (default: 3)",
     )
     launch.add_argument(
         "--max-worker-restarts",

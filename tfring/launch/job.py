@@ -38,6 +38,7 @@ _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the ot
 _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
 
 _COMES_BACK = b"s"  # what a server has said that goes on from a snapshot, once it is started again
+_IS_REPLICATED = b"r"  # and one without which another goes on, and that is filled once it is started again
 
 _JOINED = b"j"  # what a worker of asynchronous servers has said once they have all taken it
 
@@ -124,6 +125,7 @@ class Job:
         self._max_server_restarts = max_server_restarts
         self._max_worker_restarts = max_worker_restarts
         self._restarts: dict[int, int] = {}  # by rank: of a process in its place
+        self._replicated: set[int] = set()  # servers without which others go on
         self._addresses: list[str] = []  # of workers, then of servers, where all are on this host
         self._reserved: dict[int, socket.socket] = {}  # by rank: bound to a port, for the next process in its place
         self._log_dir = log_dir
@@ -446,7 +448,7 @@ class Job:
             return
         if self._comes_back(worker):
             if self._is_training():
-                self._start_again(worker, "the workers wait for it, and it goes on from its last snapshot")
+                self._start_server_again(worker)
             return
         worker.failed_at = now if code < 0 else (worker.err.traceback_at or now)
         self._failed.append(worker)
@@ -454,6 +456,14 @@ class Job:
             self._decide_at = now
         elif self._decide_at is None:
             self._decide_at = now + _CAUSE_SECONDS
+
+    def _start_server_again(self, server: Worker) -> None:
+        if server.rank in self._replicated and self._restarts.get(server.rank, 0) >= self._max_server_restarts:
+            self._say(f"{server.name} is lost: {_describe(server.exit_code)}. The servers that hold its shards go on.")
+        elif server.rank in self._replicated:
+            self._start_again(server, "the workers go on, and the servers that hold its shards fill it")
+        else:
+            self._start_again(server, "the workers wait for it, and it goes on from its last snapshot")
 
     def _is_spared(self, worker: Worker) -> bool:
         """Returns whether the others go on without a worker that failed: it has said so, and one of them is left."""
@@ -477,9 +487,14 @@ class Job:
 
     def _comes_back(self, worker: Worker) -> bool:
         """Returns whether a server that failed is started again, or is not needed any more."""
-        restarts = self._restarts.get(worker.rank, 0)
-        keeps_snapshots = restarts > 0 or _COMES_BACK in self._hear(worker.rank)
-        if worker.server is None or not keeps_snapshots:
+        if worker.server is None:
+            return False
+        restarts, said = self._restarts.get(worker.rank, 0), self._hear(worker.rank)
+        if _IS_REPLICATED in said:
+            self._replicated.add(worker.rank)
+        if worker.rank in self._replicated:  # one that ends by an error has told the others, which end too
+            return (worker.exit_code or 0) < 0 or not self._is_training()
+        if not restarts and _COMES_BACK not in said:
             return False
         return (worker.rank in self._reserved and restarts < self._max_server_restarts) or not self._is_training()
 

@@ -29,6 +29,7 @@ servers:
   With --servers S, S more processes of the program serve parameters: tfring.ParameterServerStrategy() serves there, and
   ends them when the workers are through. Their lines begin with "[server 0] ". A server that keeps snapshots
   (snapshot_dir) is started again in its place when it fails, at most --max-server-restarts times; workers wait for it.
+  So is one whose shards another holds, too (replicas=2), when it is killed; workers go on with the other.
   With --max-worker-restarts a worker of asynchronous updates that fails is started again as well, and goes on in the
   epoch under way; the others do not wait for it. With --hosts, and in an allocation of SLURM, the hosts take servers in
   turn, the first one first, besides their workers; there a server that fails ends the job, and no worker comes back.

@@ -48,7 +48,7 @@ SCHEMA = 1
 STEPS_KEPT = 200  # of each kind in each fit, evaluate or predict
 MOST_ROWS = 200_000  # of calls and marks in a file, some 30 MB
 STEP_FIELDS = ("kind", "loop", "begin", "end", "built")
-SERVERS = "servers"  # the ring of a worker and a server, whose calls are told as requests
+SERVERS = "servers"  # so begin the rings of a worker and a server, whose calls are told as requests
 INPUT_BEGINS, INPUT_ENDS, READY = "input begins", "input ends", "ready"  # marks
 _MOST_NAMES = 1000  # of collectives in the totals; then they are one
 CAPACITY = 8192  # records between two takings
@@ -382,7 +382,7 @@ class Recorder:
             columns.append(column)
         rows = [list(row) for row in zip(*columns, strict=True)]
         name, ring = _CALL_FIELDS.index("name"), _CALL_FIELDS.index("ring")
-        rows = [row for row in rows if row[name] != clocks.NAME and row[ring] != SERVERS]
+        rows = [row for row in rows if row[name] != clocks.NAME and not row[ring].startswith(SERVERS)]
         return rows, lost.value
 
     def _write_for_ever(self) -> None:

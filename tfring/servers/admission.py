@@ -14,6 +14,7 @@ bound of 0 that is the update of all workers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 LATE = ("wait", "scale", "drop")
@@ -65,6 +66,19 @@ class Admission:
         self._late = late
         self._pulled: dict[int, int] = {}  # of the workers that train: the version they compute from
         self._waiting: list[int] = []
+
+    def resume(self, version: int, live: set[int], computing: Iterable[int]) -> None:
+        """Goes on at a version, as after a loss of this server: no gradient waits, and staleness begins at 0.
+
+        Args:
+            version: Of the parameters.
+            live: The workers that are left.
+            computing: Those of them that compute.
+        """
+        self.version = version
+        self.live = set(live)
+        self._waiting = []
+        self._pulled = dict.fromkeys(computing, version)
 
     def begin(self, worker: int) -> None:
         """A worker computes from the present version on."""

@@ -6,6 +6,7 @@ import atexit
 import concurrent.futures
 import itertools
 import logging
+import secrets
 import sys
 import threading
 import time
@@ -19,10 +20,12 @@ from tfring.cluster.roles import Roles
 from tfring.errors import PeerLostError, RendezvousError, TfringError
 from tfring.ring import clocks, trace
 from tfring.servers.connection import Connection
+from tfring.servers.replica import has_left
 
 _LOOK_SECONDS = 0.5  # between looks at whether a server is gone that nothing is asked of
 _TRY_SECONDS = 5.0  # for one attempt to connect, between looks at whether this worker leaves
 _PAUSE_SECONDS = 0.1  # before another attempt
+_TRIES = 10  # to reach one of two servers, before the other is tried
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +38,9 @@ class Client:
     Args:
         roles: Of this process, a worker.
         settings: What the strategy was made with; servers compare it with theirs.
-        can_come_back: Whether a server that is lost may come back, from a snapshot; it is waited for.
+        can_come_back: Whether a server that is lost may come back, from a snapshot; it is waited for. Where each shard
+            is on two servers, the other goes on.
+        is_replicated: Whether each shard is on two servers; see `tfring.servers.replica`.
 
     Attributes:
         known: What a server that comes back is told: `is_training`; `claimed`, the last epoch and batch; `meeting`, the
@@ -49,21 +54,30 @@ class Client:
         TfringError: A server's program made its strategy with other settings.
     """
 
-    def __init__(self, roles: Roles, settings: Mapping[str, Any], can_come_back: bool = False) -> None:
+    def __init__(
+        self,
+        roles: Roles,
+        settings: Mapping[str, Any],
+        can_come_back: bool = False,
+        is_replicated: bool = False,
+    ) -> None:
         self.rank = roles.index
         self.num_servers = len(roles.servers)
         self.known: dict[str, Any] = {}
         self._roles = roles
         self._settings = dict(settings)
         self._jobs: list[str | None] = [None] * self.num_servers
-        self._numbers = itertools.count()
+        self._is_replicated = is_replicated
+        self._at = list(range(self.num_servers))  # the server that answers for the shards of each
+        # A request that is repeated is told by its number, also from those of an earlier process.
+        self._numbers = itertools.count(secrets.randbits(48))
         self.recorder: trace.Recorder | None = None
         self._bytes_before = [0] * self.num_servers  # sent by connections that were lost
         self._locks = [threading.Lock() for _ in range(self.num_servers)]
         self._gone: dict[int, TfringError] = {}  # servers that did not come back
         self._closing = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(self.num_servers, "tfring-servers")
-        self._connections = list(self._pool.map(lambda s: Connection(roles, s), range(self.num_servers)))
+        self._connections = list(self._pool.map(self._connect, range(self.num_servers)))
         atexit.register(self._close_at_exit)
         self._can_come_back = False  # who is lost before all have joined ends the job
         replies = self.ask_all("join", [{"settings": self._settings}] * self.num_servers)
@@ -73,6 +87,15 @@ class Client:
         self._can_come_back = can_come_back
         for server in range(self.num_servers) if can_come_back else ():
             threading.Thread(target=self._watch, args=(server,), name="tfring-servers-watch", daemon=True).start()
+
+    def _connect(self, server: int, seconds: float | None = None) -> Connection:
+        """Connects to the server that answers for the shards of `server`."""
+        return Connection(self._roles, self._at[server], seconds, server if self._is_replicated else None)
+
+    def _other(self, server: int) -> int:
+        """Returns the server that holds the shards of `server`, too, or it alone."""
+        second = (server + 1) % self.num_servers
+        return second if self._is_replicated and self._at[server] == server else server
 
     def ask_all(
         self, operation: str, heads: Sequence[Mapping[str, Any]], arrays: Sequence[Sequence[np.ndarray]] | None = None
@@ -104,9 +127,13 @@ class Client:
                 try:
                     connection.send(message, arrays)
                     reply = connection.receive()
-                    break
+                    if not reply[0].get("is_secondary"):
+                        break
+                    connection.close()
+                    self._at[server] = self._other(server)
+                    self._connections[server] = self._connect(server)
                 except PeerLostError as error:
-                    if not self._can_come_back:
+                    if not self._can_come_back or (self._is_replicated and has_left(error)):
                         raise
                     self._reconnect(server, error)
             timing = reply[0].pop("timing", None)
@@ -129,8 +156,12 @@ class Client:
         while not self._closing.wait(_LOOK_SECONDS):
             if lock.acquire(blocking=False):
                 try:
-                    if not self._closing.is_set() and server not in self._gone and self._connections[server].is_broken:
-                        self._reconnect(server, "its connection closed")
+                    if not self._closing.is_set() and server not in self._gone and (
+                        failure := self._connections[server].failure()
+                    ):
+                        if self._is_replicated and has_left(failure):
+                            return  # its program has ended, as the next request tells
+                        self._reconnect(server, failure)
                 except TfringError:
                     return  # the next request raises it
                 finally:
@@ -143,7 +174,10 @@ class Client:
             PeerLostError: It did not come back in time, or without what it held.
         """
         seconds, began = config.read("TFRING_CONNECT_TIMEOUT_SECONDS"), time.monotonic()
-        _log.warning("Worker %d waits up to %g s for server %d to come back: %s", self.rank, seconds, server, why)
+        where = f"server {self._at[server]} to come back"
+        if self._is_replicated:
+            where = f"server {self._other(server)} to go on with the shards of server {self._at[server]}"
+        _log.warning("Worker %d waits up to %g s for %s: %s", self.rank, seconds, where, why)
         self._connections[server].close()
         try:
             connection = self._joined_again(server, began + seconds)
@@ -155,17 +189,22 @@ class Client:
             raise self._gone[server] from None
         self._bytes_before[server] += self._connections[server].bytes_sent()
         self._connections[server] = connection
-        _log.warning("Server %d is back with worker %d after %.1f s.", server, self.rank, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        _log.warning("Server %d is back with worker %d after %.1f s.", self._at[server], self.rank, seconds)
 
     def _joined_again(self, server: int, deadline: float) -> Connection:
-        while True:
+        for number in itertools.count():
             connection = None
+            if number % _TRIES == 0:  # from the other server on
+                self._at[server] = self._other(server)
             try:
-                connection = Connection(self._roles, server, _TRY_SECONDS)
+                connection = self._connect(server, _TRY_SECONDS)
                 known = {"settings": self._settings, "job": self._jobs[server], **self.known}
                 results = known.pop("results", [])
                 connection.send({"op": "join", **known}, results)
                 reply = connection.receive()
+                if reply[0].get("is_secondary"):
+                    raise PeerLostError(f"server {self._at[server]} is not the primary")
             except (PeerLostError, RendezvousError) as error:  # it is gone again, perhaps
                 if connection is not None:
                     connection.close()
@@ -175,6 +214,7 @@ class Client:
                 continue
             self._checked(server, reply)
             return connection
+        raise AssertionError
 
     def bytes_sent(self) -> int:
         """Returns how many bytes this worker has sent to servers."""

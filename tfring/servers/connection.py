@@ -1,4 +1,4 @@
-"""A worker and a server, connected by a ring of the two: requests one way, replies the other."""
+"""A worker and a server, connected by a ring of the two: requests one way, replies the other; or two servers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _FOR_EVER = 1e8  # seconds: a worker that evaluates asks a server nothing, and a
 
 
 class Connection:
-    """One end of the connection of a worker and a server.
+    """One end of the connection of a worker and a server, or of two servers that hold the same shards.
 
     Args:
         roles: Of this process.
         other: The number of the server, or the rank of the worker.
+        shards: Which shards it is about, where a server may hold those of another; None where it holds its own alone.
+        between_servers: Whether this and the other are the two servers that hold these shards.
         seconds: How long to wait for it; by default as long as a ring waits for its ranks.
 
     Attributes:
@@ -32,16 +34,23 @@ class Connection:
         RendezvousError: The other did not come.
     """
 
-    def __init__(self, roles: Roles, other: int, seconds: float | None = None) -> None:
-        self.name = f"worker {other}" if roles.is_server else f"server {other}"
+    def __init__(
+        self,
+        roles: Roles,
+        other: int,
+        seconds: float | None = None,
+        shards: int | None = None,
+        between_servers: bool = False,
+    ) -> None:
+        self.name = f"worker {other}" if roles.is_server and not between_servers else f"server {other}"
         self.last_sent = self.last_received = 0
-        self._other = 1 if roles.is_server else 0
         self._bytes_sent: int | None = None  # once it is closed
-        cluster = roles.pair(other)
+        cluster = roles.pair_of_servers(shards) if between_servers and shards is not None else roles.pair(other)
+        self._other = 1 - cluster.rank
         try:
             self._communicator = Communicator.connect(
                 cluster,
-                trace.SERVERS,
+                trace.SERVERS if shards is None else f"{trace.SERVERS} {shards}",
                 timeout_seconds=_FOR_EVER,
                 connect_timeout_seconds=seconds,
                 stall_warning_seconds=_FOR_EVER,
@@ -70,10 +79,9 @@ class Connection:
         self.last_received = message.nbytes
         return messages.unpack(message)
 
-    @property
-    def is_broken(self) -> bool:
-        """Returns whether the other is known to be gone."""
-        return self._communicator.failure() is not None
+    def failure(self) -> BaseException | None:
+        """Returns why the connection is broken; None while it is not."""
+        return self._communicator.failure()
 
     def bytes_sent(self) -> int:
         """Returns how many bytes this end has sent."""

@@ -7,27 +7,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tfring import config
 from tfring.cluster.roles import Roles
-from tfring.errors import ConfigurationError, MismatchError, PeerLostError
+from tfring.errors import ConfigurationError, MismatchError, PeerLostError, RendezvousError
 from tfring.ring import clocks, trace
 from tfring.servers.admission import Admission, Arrival
 from tfring.servers.connection import Connection
+from tfring.servers.replica import PRIMARY, Replica
 from tfring.servers.snapshots import Snapshots
-from tfring.servers.tracing import UNTRACED, ServerSource
+from tfring.servers.tracing import UNTRACED, ServerTrace
 
 _MOST_MEETINGS = 4  # that are remembered
+_LAST_REPLY_SECONDS = 5.0  # until the reply to a worker that leaves is sent
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,14 @@ class _Group:
         self.merged: Any = None  # of the update that waits for the norms of all servers
         self.norms: list[float] = []
         self.learning_rate: float | None = None  # that came with the last gradient
+        self.numbers: dict[int, int] = {}  # of the request that brought the last gradient of each worker
+
+    def update(self, merged: Any, rate: float | None) -> None:
+        """Makes an update, or keeps it until the norms of all servers are there."""
+        if self.norms:
+            self.merged = merged
+        else:
+            self.held.update(merged, None, rate)
 
 
 class _Timing(threading.local):
@@ -97,24 +107,28 @@ class Service:
     Args:
         roles: Of this process, a server.
         settings: What this program's strategy was made with.
-        make_held: `make_held(description)` makes what is held for one optimizer.
+        make_held: `make_held(description, shards)` makes what is held for one optimizer.
         make_admission: Makes the bookkeeping of one optimizer.
         needs_all: Whether the loss of one worker ends the job; else another process may come back in its place.
         snapshots: Where snapshots are kept. Then a worker that has lost this server may come back.
         snapshot_seconds: From one snapshot to the next.
-        trace_folder: Where this server writes its trace, if a worker asks for one; None for nowhere.
+        server_trace: The trace of this server; by default it writes none.
+        shards: The number of the server whose shards are served; by default this one.
+        is_replicated: Whether this is one of two servers that hold these shards; see `tfring.servers.replica`.
     """
 
     def __init__(
         self,
         roles: Roles,
         settings: Mapping[str, Any],
-        make_held: Callable[[Mapping[str, Any]], Held],
+        make_held: Callable[[Mapping[str, Any], int], Held],
         make_admission: Callable[[], Admission],
         needs_all: bool,
         snapshots: Snapshots | None = None,
         snapshot_seconds: float = 30.0,
-        trace_folder: str | os.PathLike | None = None,
+        server_trace: ServerTrace | None = None,
+        shards: int | None = None,
+        is_replicated: bool = False,
     ) -> None:
         self._roles = roles
         self._settings = dict(settings)
@@ -123,13 +137,16 @@ class Service:
         self._needs_all = needs_all
         self._snapshots = snapshots
         self._snapshot_seconds = snapshot_seconds
-        self._trace_folder = trace_folder
+        self._shards = roles.index if shards is None else shards
+        self._trace = server_trace or ServerTrace(roles, None)
         self._run = secrets.randbits(62)  # the number of the traces of this job, where this is server 0
-        self._recorder: trace.Recorder | None = None
         self._timing = _Timing()
-        self._job: str | None = None  # whose snapshots are written: a server that is started again is told by workers
+        # Whose snapshots are written, or whose shards are held: a server that is started again is told by workers.
+        self._job: str | None = secrets.token_hex(8) if is_replicated else None
         self._num_ordered = self._num_written = 0  # snapshots that are waited for
         self._changed = threading.Condition()
+        self._replica = Replica(roles, self._shards, self, self._changed) if is_replicated else None
+        self._joined: set[int] = set()  # workers that have a connection, as of a primary
         self._groups: dict[int, _Group] = {}
         self._live = set(range(len(roles.workers)))
         self._training: set[int] = set()  # workers that have begun an epoch and not ended it
@@ -166,48 +183,72 @@ class Service:
             "trace": self._begin_trace,
         }
 
-    def run(self) -> None:
-        """Returns when all workers have left, or those that were not lost.
-
-        Raises:
-            PeerLostError: A worker was lost that the others need, or all were.
-            RendezvousError: A worker did not come.
-        """
-        threads = {
+    def start(self) -> None:
+        """Begins to serve, in threads."""
+        self._threads = {
             worker: threading.Thread(target=self._serve, args=(worker,), name=f"tfring-worker-{worker}", daemon=True)
             for worker in sorted(self._live)
         }
-        for thread in threads.values():
+        for thread in self._threads.values():
             thread.start()
         if self._snapshots is not None:
             threading.Thread(target=self._write_snapshots, name="tfring-snapshots", daemon=True).start()
-        seconds_alone, step = 0.0, 0.2  # so that Ctrl-C is heard
-        waits = self._snapshots is not None or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
-        patience = config.read("TFRING_CONNECT_TIMEOUT_SECONDS") if waits else 0.0
-        try:
-            while self._live or self._returning or (not self._left and seconds_alone < patience):
-                time.sleep(step)
-                seconds_alone = 0.0 if self._live or self._returning else seconds_alone + step
-        finally:
-            if self._recorder is not None:
-                self._recorder.close()
-        for worker, thread in threads.items():
+        if self._replica is not None:
+            self._replica.start()
+        survives = self._snapshots is not None or (self._replica is not None and not self._needs_all)
+        waits = survives or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
+        self._patience = config.read("TFRING_CONNECT_TIMEOUT_SECONDS") if waits else 0.0
+        self._alone_since: float | None = None
+
+    def check_over(self) -> bool:
+        """Returns whether all workers have left, or those that were not lost.
+
+        Raises:
+            PeerLostError: A worker was lost that the others need, or all were, or the other server with these shards.
+            RendezvousError: A worker did not come.
+        """
+        if self._replica is not None and self._failure is not None:
+            raise PeerLostError(self._failure)
+        with self._changed:
+            if self._live or self._returning:
+                self._alone_since = None
+                return False
+        if self._alone_since is None:
+            self._alone_since = time.monotonic()
+        if not self._left and time.monotonic() - self._alone_since < self._patience:
+            return False
+        for worker, thread in self._threads.items():
+            if self._is_secondary:
+                break  # workers come to the other, and leave there
             if worker in self._left or self._needs_all:
-                thread.join()
+                thread.join(None if self._replica is None else _LAST_REPLY_SECONDS)
         if self._failure or not self._left:
             raise PeerLostError(self._failure or "; ".join(self._lost.values()))
+        return True
+
+    @property
+    def _is_secondary(self) -> bool:
+        return self._replica is not None and self._replica.role != PRIMARY
 
     def _serve(self, worker: int) -> None:
         """Answers a worker until it leaves, or is lost; where others go on without it also when it comes back."""
         while worker not in self._left:
             connection = None
             try:
-                connection = Connection(self._roles, worker)
+                shards = None if self._replica is None else self._shards
+                connection = Connection(self._roles, worker, shards=shards)
                 self._answer_all(worker, connection)
             except Exception as error:
-                self._leave(worker, str(error) or type(error).__name__)
-                if self._needs_all:
-                    return
+                with self._changed:
+                    # A worker asks a secondary once, and goes to the primary.
+                    is_missed = self._replica is None or worker in self._joined or (
+                        not self._is_secondary and isinstance(error, RendezvousError)
+                    )
+                    self._joined.discard(worker)
+                if is_missed:
+                    self._leave(worker, str(error) or type(error).__name__)
+                    if self._needs_all:
+                        return
             finally:
                 if connection is not None:
                     connection.close()
@@ -223,7 +264,7 @@ class Service:
                 continue
             self._timing.reset()
             reply, arrays = self._answer(worker, operation, head, arrays)
-            recorder = self._recorder
+            recorder = self._trace.recorder
             if recorder is None or operation in UNTRACED:
                 connection.send(reply, arrays)
                 continue
@@ -240,7 +281,12 @@ class Service:
             number, came = head.pop("number", None), clocks.now()
             with self._changed:
                 self._timing.queued = clocks.now() - came
+                if self._replica is not None:
+                    self._wait_until(lambda: self._replica is not None and self._replica.role is not None)
+                    if self._is_secondary:
+                        return {"is_secondary": True}, []
                 # A worker repeats its last request where it has lost the connection before the reply.
+                head["number"] = number
                 head["is_repeated"] = number is not None and self._done.get(worker) == number
                 answer = self._operations[operation](worker, head, arrays)
                 if number is not None:
@@ -258,6 +304,8 @@ class Service:
             self._training.discard(worker)
             self._awaited.discard(worker)
             self._returning.discard(worker)
+            with contextlib.suppress(PeerLostError):  # then this server ends
+                self._pass_on({"what": "leave", "worker": worker, "why": why})
             if why is None:
                 self._left.add(worker)
             elif worker not in self._lost:
@@ -296,15 +344,16 @@ class Service:
         is_back = job is None and worker in self._lost  # another process in the place of one that was lost
         if is_back:
             self._returning.add(worker)
-        if head.get("run") is not None and self._recorder is None:  # this server was started again
+        if head.get("run") is not None and self._trace.recorder is None:  # this server was started again
             self._run = head["run"]
             clock = clocks.Distance(clocks.now(), 0, 0, 0, 0)._asdict()  # until it is measured
             self._begin_trace(worker, {"run": self._run, "clock": clock}, [])
-        if self._snapshots is None:
+        self._joined.add(worker)
+        if self._snapshots is None and self._replica is None:
             return {"is_back": is_back, "run": self._run}, []
         if job is not None and job != self._job:
             self._restore(job)
-        elif self._job is None:
+        elif self._job is None and self._snapshots is not None:
             self._job = secrets.token_hex(8)
             self._snapshots.begin(self._job)
             self._order_snapshot()
@@ -323,15 +372,19 @@ class Service:
                 "A worker comes back into the first call of `fit` of its program. Received: a job in call "
                 f"{position['fit']}, which goes on without worker {worker}."
             )
+        self._pass_on({"what": "return", "worker": worker})
+        self._take_in(worker)
+        where = "before training" if position is None else f"in epoch {position['epoch'] + 1}"
+        _log.warning("Worker %d is back, %s.", worker, where)
+        rates = {str(number): group.learning_rate for number, group in self._groups.items()}
+        return {"position": position, "learning_rates": rates}, self._last_end
+
+    def _take_in(self, worker: int) -> None:
         self._returning.discard(worker)
         self._lost.pop(worker, None)
         self._live.add(worker)
         for group in self._groups.values():
             group.admission.live.add(worker)
-        where = "before training" if position is None else f"in epoch {position['epoch'] + 1}"
-        _log.warning("Worker %d is back, %s.", worker, where)
-        rates = {str(number): group.learning_rate for number, group in self._groups.items()}
-        return {"position": position, "learning_rates": rates}, self._last_end
 
     def _readmit(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Takes a worker back, and from it what it alone knows: its last batch and its last meeting."""
@@ -342,6 +395,10 @@ class Service:
             if head.get("meeting"):
                 self._results.setdefault(head["meeting"], [a.copy() for a in arrays])
                 self._meetings.setdefault(head["meeting"], {})
+                if head["meeting"].startswith("end/"):
+                    self._last_end = self._results[head["meeting"]]
+        if worker not in self._live:
+            self._pass_on({"what": "return", "worker": worker})
         self._live.add(worker)
         self._lost.pop(worker, None)
         self._awaited.discard(worker)
@@ -358,14 +415,9 @@ class Service:
         """
         number, description = int(head["group"]), head["description"]
         if worker == 0 and (head.get("has_values") or head.get("slots")):
-            group = self._groups.get(number)
-            if group is None or group.description != description:
-                held = self._make_held(description)
-                group = self._groups[number] = _Group(held, description, self._make_admission())
-                for trainer in self._training:
-                    group.admission.begin(trainer)
             if not head["is_repeated"]:
-                group.held.load(head, arrays)
+                self._pass_on({"what": "create", "by": worker, **head}, arrays)
+            group = self._load(head, arrays)
             self._changed.notify_all()
             self._order_snapshot()
         else:
@@ -380,10 +432,25 @@ class Service:
                 )
         return {"slots": group.held.describe(), "version": group.admission.version}, group.held.values("all")
 
+    def _load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> _Group:
+        number, description = int(head["group"]), head["description"]
+        group = self._groups.get(number)
+        if group is None or group.description != description:
+            held = self._make_held(description, self._shards)
+            group = self._groups[number] = _Group(held, description, self._make_admission())
+            for trainer in self._training:
+                group.admission.begin(trainer)
+        if not head["is_repeated"]:
+            group.held.load(head, arrays)
+        return group
+
     def _push(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         group, began, came = self._groups[int(head["group"])], time.monotonic(), clocks.now()
         if not head["is_repeated"]:
+            if self._replica is not None:  # what waits with this gradient may be still to come to this server
+                self._wait_until(lambda: not self._awaited)
             rate = group.learning_rate = head.get("learning_rate")
+            group.numbers[worker] = head["number"]
             group.gradients[worker] = (head.get("weight"), [a.copy() for a in arrays], rate)
             group.taken.pop(worker, None)
             group.admission.arrive(worker)
@@ -409,7 +476,11 @@ class Service:
         group = self._groups[int(head["group"])]
         if group.merged is not None:
             merged, group.merged = group.merged, None
-            group.held.update(merged, head["norms"], head.get("learning_rate"))
+            rate = head.get("learning_rate")
+            self._pass_on(
+                {"what": "commit", "group": int(head["group"]), "norms": head["norms"], "rate": rate},
+                meanwhile=lambda: group.held.update(merged, head["norms"], rate),
+            )
         return {"iterations": group.held.iterations()}, group.held.values("pulled")
 
     def _try_update(self, group: _Group, worker: int) -> None:
@@ -427,15 +498,30 @@ class Service:
             merged = group.held.merge([(None if g[0] is None else a.factor * g[0] / total, g[1]) for a, g in pairs])
             rate = pairs[0][1][2]
             group.norms = group.held.norms(merged)
-            if group.norms:
-                group.merged = merged
-            else:
-                group.held.update(merged, None, rate)
+            self._pass_on_update(group, merged, arrivals, rate)
         group.taken.update({a.worker: a for a in arrivals})
         group.made.update({a.worker: made for a in arrivals})
         self._changed.notify_all()
         if not counted:
             self._try_update(group, worker)
+
+    def _pass_on_update(self, group: _Group, merged: Any, arrivals: list[Arrival], rate: float | None) -> None:
+        """Makes an update, and has the secondary make it."""
+        head: dict[str, Any] = {}
+        arrays: list[np.ndarray] = []
+        if self._replica is not None:
+            pairs, arrays = _flat(merged)
+            head = {
+                "what": "update",
+                "group": next(number for number, each in self._groups.items() if each is group),
+                "version": group.admission.version,
+                "done": {str(a.worker): group.numbers[a.worker] for a in arrivals},
+                "arrivals": arrivals,
+                "pairs": pairs,
+                "norms": group.norms,
+                "rate": rate,
+            }
+        self._pass_on(head, arrays, lambda: group.update(merged, rate))
 
     def _rows(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         held = self._groups[int(head["group"])].held
@@ -469,6 +555,8 @@ class Service:
         self._wait_until(lambda: not self._awaited)
         if not head["is_repeated"] or worker not in self._claimed:
             number = self._claims.get(head["epoch"], 0)
+            told = {"epoch": head["epoch"], "batch": number, "by": worker, "number": head["number"]}
+            self._pass_on({"what": "claim", **told})
             self._claims[head["epoch"]] = number + 1
             self._claimed[worker] = number
         return {"batch": self._claimed[worker]}, []
@@ -477,6 +565,7 @@ class Service:
         """Sends what worker 0 has posted under a name to all who ask for it."""
         name = head["name"]
         if worker == 0 and name not in self._board:  # else it has come back, and others have what it posted before
+            self._pass_on({"what": "post", "name": name}, arrays)
             self._board[name] = ({}, [a.copy() for a in arrays])
             if self._snapshots is not None:
                 self._snapshots.post({"name": name}, arrays)
@@ -531,14 +620,111 @@ class Service:
         return {"at": clocks.now(), "kernel": clocks.kernel()}, []
 
     def _begin_trace(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
-        """Begins the trace of this server, and notes what a worker has measured of its clock."""
-        source = ServerSource(head["run"], head["clock"])
-        if self._recorder is not None:
-            self._recorder.measure_clock(source)
-        elif self._trace_folder is not None:
-            sizes = len(self._roles.workers), len(self._roles.servers)
-            self._recorder = trace.start_server(self._trace_folder, self._roles.index, *sizes, source)
+        self._trace.begin(head["run"], head["clock"])
         return {}, []
+
+    # -- a copy on another server; see `tfring.servers.replica.Copied` ---------------------------------------------
+
+    def _pass_on(
+        self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        if self._replica is not None and self._replica.role == PRIMARY:
+            self._replica.pass_on(head, arrays, meanwhile)
+        elif meanwhile is not None:
+            meanwhile()
+
+    def full(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Returns all that a secondary needs."""
+        head, arrays = self._snapshot()
+        for number, group in self._groups.items():
+            if group.merged is not None:
+                pairs, flat = _flat(group.merged)
+                head["groups"][str(number)]["merged"] = pairs
+                arrays += flat
+        posts = [[name, len(its)] for name, (_, its) in self._board.items()]
+        arrays += [array for _, its in self._board.values() for array in its]
+        lost = {str(worker): why for worker, why in self._lost.items()}
+        claimed = {str(worker): batch for worker, batch in self._claimed.items()}
+        head.update(what="full", run=self._run, posts=posts, claims=self._claims, claimed=claimed)
+        head.update(left=sorted(self._left), lost=lost, num_end=len(self._last_end))
+        return head, [*arrays, *self._last_end]
+
+    def take(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """Takes what the primary has passed on."""
+        what, arrays = head["what"], list(arrays)
+        if what == "full":
+            self._take_full(head, arrays)
+        elif what == "update":
+            group = self._groups[head["group"]]
+            group.norms, group.learning_rate = head["norms"], head["rate"]
+            kept = [a.copy() for a in arrays] if group.norms else arrays
+            group.update(_unflat(head["pairs"], kept), head["rate"])
+            group.admission.version = head["version"]
+            group.taken.update({arrival[0]: Arrival(*arrival) for arrival in head["arrivals"]})
+            self._done.update({int(worker): number for worker, number in head["done"].items()})
+        elif what == "commit":
+            group = self._groups[head["group"]]
+            merged, group.merged = group.merged, None
+            group.held.update(merged, head["norms"], head["rate"])
+        elif what == "create":
+            self._load(head, arrays)
+            self._done[head["by"]] = head["number"]
+        elif what == "claim":
+            self._claims[head["epoch"]] = head["batch"] + 1
+            self._claimed[head["by"]] = head["batch"]
+            self._done[head["by"]] = head["number"]
+        elif what == "post":
+            self._board[head["name"]] = ({}, [a.copy() for a in arrays])
+        elif what == "return":
+            self._take_in(head["worker"])
+        else:
+            assert what == "leave"
+            self._live.discard(head["worker"])
+            if head["why"] is None:
+                self._left.add(head["worker"])
+            else:
+                self._lost[head["worker"]] = head["why"]
+
+    def _take_full(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        self._job, self._run = head["job"], head["run"]
+        self._take_groups(head, arrays)
+        for number, about in head["groups"].items():
+            if "merged" in about:
+                size = sum(1 + is_pair for is_pair in about["merged"])
+                group = self._groups[int(number)]
+                group.merged = _unflat(about["merged"], [a.copy() for a in arrays[:size]])
+                group.norms = about["norms"]
+                del arrays[:size]
+        for name, size in head["posts"]:
+            self._board[name] = ({}, [a.copy() for a in arrays[:size]])
+            del arrays[:size]
+        self._last_end = [a.copy() for a in arrays]
+        self._claims = dict(head["claims"])
+        self._claimed = {int(worker): batch for worker, batch in head["claimed"].items()}
+        self._left, self._lost = set(head["left"]), {int(worker): why for worker, why in head["lost"].items()}
+
+    def promote(self) -> None:
+        """Goes on as the primary: workers come, and tell what they alone know."""
+        self._awaited = set(self._live)
+        for group in self._groups.values():
+            computing = self._live if self._needs_all else ()
+            group.admission.resume(group.admission.version, self._live, computing)
+            group.gradients.clear()
+        self._await_for(config.read("TFRING_LOST_SECONDS"))
+        _log.warning(
+            "Server %d goes on with the shards that server %d held: nothing that was acknowledged is lost.",
+            *(self._roles.index, self._shards if self._shards != self._roles.index else self._replica_number()),
+        )
+        self._changed.notify_all()
+
+    def _replica_number(self) -> int:
+        return (self._shards + 1) % len(self._roles.servers)
+
+    def fail(self, why: str) -> None:
+        """Ends this server."""
+        if self._failure is None and (self._live or self._returning):
+            self._failure = why
+        self._changed.notify_all()
 
     # -- snapshots, and a server that is started again -------------------------------------------------------------
 
@@ -582,6 +768,7 @@ class Service:
                 "version": group.admission.version,
                 "num_values": len(values),
                 "num_slots": len(slots),
+                "norms": group.norms,
             }
         done = {str(worker): number for worker, number in self._done.items()}
         head = {"job": self._job, "time": time.time(), "live": sorted(self._live), "done": done, "groups": groups}
@@ -593,7 +780,10 @@ class Service:
         Raises:
             PeerLostError: There is no snapshot of this job.
         """
-        assert self._snapshots is not None
+        if self._snapshots is None:
+            raise PeerLostError(
+                f"the servers that held the shards of server {self._shards} are both gone, and were started again"
+            )
         found = self._snapshots.read(job) if self._job is None else None
         if found is None:
             raise PeerLostError(
@@ -602,29 +792,59 @@ class Service:
             )
         (head, arrays), posts = found
         self._job = job
-        self._live, self._awaited = set(head["live"]), set(head["live"])
-        self._done = {int(worker): number for worker, number in head["done"].items()}
+        self._take_groups(head, arrays)
+        self._awaited = set(self._live)
         self._board = {told["name"]: ({}, its) for told, its in posts}
-        for number, about in head["groups"].items():
-            held = self._make_held(about["description"])
-            num_slots, num_arrays = about["num_slots"], about["num_values"] + about["num_slots"]
-            held.load({"has_values": True, "slots": list(range(num_slots))}, arrays[:num_arrays])
-            del arrays[:num_arrays]
-            group = self._groups[int(number)] = _Group(held, about["description"], self._make_admission())
-            group.admission.version = about["version"]
-            group.admission.live = set(self._live)
-        timer = threading.Timer(config.read("TFRING_LOST_SECONDS"), self._await_no_longer)
-        timer.daemon = True
-        timer.start()
+        self._await_for(config.read("TFRING_LOST_SECONDS"))
         updates = ", ".join(str(about["version"]) for about in head["groups"].values()) or "0"
         _log.warning(
             "Server %d goes on from its snapshot, written %.1f s ago after update %s: what was pushed to it since is "
             "lost.", self._roles.index, time.time() - head["time"], updates,
         )
 
+    def _take_groups(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """Takes what `_snapshot` has returned; `arrays` loses what is taken."""
+        self._live = set(head["live"])
+        self._done = {int(worker): number for worker, number in head["done"].items()}
+        for number, about in head["groups"].items():
+            held = self._make_held(about["description"], self._shards)
+            num_slots, num_arrays = about["num_slots"], about["num_values"] + about["num_slots"]
+            held.load({"has_values": True, "slots": list(range(num_slots))}, arrays[:num_arrays])
+            del arrays[:num_arrays]
+            group = self._groups[int(number)] = _Group(held, about["description"], self._make_admission())
+            group.admission.resume(about["version"], self._live, ())
+
+    def _await_for(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._await_no_longer)
+        timer.daemon = True
+        timer.start()
+
     def _await_no_longer(self) -> None:
         for worker in list(self._awaited):
             self._leave(worker, f"worker {worker} has not come back to server {self._roles.index}")
+
+
+def run(services: Sequence[Service], server_trace: ServerTrace) -> None:
+    """Serves until all workers have left; see `Service.check_over`."""
+    for service in services:
+        service.start()
+    try:
+        while not all([service.check_over() for service in services]):
+            time.sleep(0.2)  # so that Ctrl-C is heard
+    finally:
+        server_trace.close()
+
+
+def _flat(merged: list[Any]) -> tuple[list[bool], list[np.ndarray]]:
+    """Returns which gradients are pairs of rows and ids, and all arrays."""
+    pairs = [isinstance(gradient, tuple) for gradient in merged]
+    return pairs, [part for gradient in merged for part in (gradient if isinstance(gradient, tuple) else (gradient,))]
+
+
+def _unflat(pairs: list[bool], arrays: list[np.ndarray]) -> list[Any]:
+    """Returns the gradients of `_flat`."""
+    rest = iter(arrays)
+    return [(next(rest), next(rest)) if is_pair else next(rest) for is_pair in pairs]
 
 
 def _number(meeting: str) -> int:

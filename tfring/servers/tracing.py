@@ -6,6 +6,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
+from tfring.cluster.roles import Roles
+from tfring.ring import trace
 from tfring.ring.clocks import Distance, distance_by_asking
 from tfring.servers.client import Client
 
@@ -65,3 +70,36 @@ class ServerSource:
     def distance(self) -> Distance:
         """See `tfring.ring.trace.Source`."""
         return Distance(**self._clock)
+
+
+class ServerTrace:
+    """The trace of a server, begun where a worker asks for one.
+
+    Args:
+        roles: Of this process, a server.
+        folder: Where it is written; None for nowhere.
+
+    Attributes:
+        recorder: None until it is begun.
+    """
+
+    def __init__(self, roles: Roles, folder: str | os.PathLike | None) -> None:
+        self.recorder: trace.Recorder | None = None
+        self._roles = roles
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def begin(self, run: int, clock: dict[str, int]) -> None:
+        """Begins the trace of this run, and notes what a worker has measured of this server's clock."""
+        source = ServerSource(run, clock)
+        with self._lock:
+            if self.recorder is not None:
+                self.recorder.measure_clock(source)
+            elif self._folder is not None:
+                sizes = len(self._roles.workers), len(self._roles.servers)
+                self.recorder = trace.start_server(self._folder, self._roles.index, *sizes, source)
+
+    def close(self) -> None:
+        """Ends the trace."""
+        if self.recorder is not None:
+            self.recorder.close()

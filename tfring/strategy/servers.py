@@ -16,15 +16,16 @@ from tfring.ring.trace import start as start_trace
 from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
 from tfring.servers.collectives import PostedCollectives
-from tfring.servers.service import Service
+from tfring.servers.service import Service, run
 from tfring.servers.snapshots import Snapshots
-from tfring.servers.tracing import WorkerSource
+from tfring.servers.tracing import ServerTrace, WorkerSource
 from tfring.strategy.ring import RingStrategy
 
 _UPDATES = ("sync", "async")
 _GOES_ON = b"a"  # what the launcher is told of a worker whose loss the others survive
 _JOINED = b"j"  # and of the same, once all servers have taken it
 _COMES_BACK = b"s"  # and of a server that goes on from a snapshot, once it is started again
+_IS_REPLICATED = b"r"  # and of one without which another goes on, and that is filled once it is started again
 
 
 class ParameterServerStrategy(RingStrategy):
@@ -61,6 +62,9 @@ class ParameterServerStrategy(RingStrategy):
         `TFRING_CONNECT_TIMEOUT_SECONDS`. What was pushed to it since the snapshot is lost. With "async" or
         `backup_workers`. Default: None, the loss of a server ends the job.
       snapshot_seconds: from one snapshot to the next, in seconds. Default: 30.
+      replicas: 2: each shard is held by two servers, which make the same updates, and nothing that was pushed is lost
+        when the process of one of them ends; workers go on with the other. One that is started again, by `tfring launch
+        --servers` or by what started it, gets what the other holds. Without `snapshot_dir`. Default: 1.
       roles: a `tfring.cluster.roles.Roles`; by default what the environment says.
       trace: as of RingStrategy, in servers too.
 
@@ -87,6 +91,7 @@ class ParameterServerStrategy(RingStrategy):
         backup_workers: int = 0,
         snapshot_dir: str | os.PathLike | None = None,
         snapshot_seconds: float = 30.0,
+        replicas: int = 1,
         roles: Roles | None = None,
         trace: str | os.PathLike | None = None,
     ) -> None:
@@ -96,9 +101,9 @@ class ParameterServerStrategy(RingStrategy):
         settings = {
             "update": update, "max_staleness": max_staleness, "late": late, "backup_workers": backup_workers,
             "snapshot_dir": None if snapshot_dir is None else os.fspath(snapshot_dir),
-            "snapshot_seconds": snapshot_seconds,
+            "snapshot_seconds": snapshot_seconds, "replicas": replicas,
         }
-        _check(settings, None if self.roles is None else len(self.roles.workers))
+        _check(settings, self.roles)
         is_star = update == "async" or backup_workers > 0
         max_restarts = config.read(launch_variables.MAX_WORKER_RESTARTS)
         if max_restarts and not is_star:
@@ -114,8 +119,8 @@ class ParameterServerStrategy(RingStrategy):
                 says = b"1"
                 if is_star and not self.roles.is_server:
                     says = _GOES_ON
-                elif snapshot_dir is not None and self.roles.is_server:
-                    says = _COMES_BACK
+                elif self.roles.is_server and (snapshot_dir is not None or replicas > 1):
+                    says = _COMES_BACK if replicas == 1 else _IS_REPLICATED
                 place = os.environ.get(launch_variables.TAKEN, "")
                 launch_variables.say_taken(place, says, says_more=says == _GOES_ON)
             if self.roles.is_server:
@@ -130,7 +135,7 @@ class ParameterServerStrategy(RingStrategy):
                 f"devices={self.extended.worker_devices}. Start a worker for each, with CUDA_VISIBLE_DEVICES."
             )
         if self.roles is not None:
-            client = Client(self.roles, settings, can_come_back=snapshot_dir is not None)
+            client = Client(self.roles, settings, snapshot_dir is not None or replicas > 1, replicas > 1)
             if is_star and self.roles.source == launch_variables.SOURCE:
                 launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""), _JOINED)
             self.updater = ServerUpdater(client, is_star)
@@ -191,8 +196,10 @@ class ParameterServerStrategy(RingStrategy):
         super().close()
 
 
-def _check(settings: dict[str, Any], num_workers: int | None) -> None:
+def _check(settings: dict[str, Any], roles: Roles | None) -> None:
     """Raises ConfigurationError for settings that are none, or exclude each other."""
+    num_workers = None if roles is None else len(roles.workers)
+    replicas = settings["replicas"]
     update, bound, late = settings["update"], settings["max_staleness"], settings["late"]
     backup = settings["backup_workers"]
 
@@ -222,6 +229,12 @@ def _check(settings: dict[str, Any], num_workers: int | None) -> None:
             '`snapshot_dir` is of update="async", or with `backup_workers`: a synchronous update equals one process, '
             "and shards of two moments do not. Use tfring.callbacks.Backup with `tfring launch --max-restarts`"
         )
+    elif not is_count(replicas) or replicas not in (1, 2):
+        problem = "`replicas` is 1 or 2: how many servers hold each shard"
+    elif replicas == 2 and settings["snapshot_dir"] is not None:
+        problem = "`replicas` and `snapshot_dir` are two ways to survive the loss of a server: leave out one of them"
+    elif replicas == 2 and roles is not None and len(roles.servers) < 2:
+        problem = "`replicas=2` needs two servers or more (`tfring launch --servers 2`), and there is one"
     elif not is_seconds(settings["snapshot_seconds"]):
         problem = "`snapshot_seconds` is a number above 0"
     if problem is not None:
@@ -246,18 +259,25 @@ def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | o
             admission.begin(worker)
         return admission
 
-    def make_held(description: Any) -> held.HeldShards:
-        return held.HeldShards(description, roles.index)
-
-    folder = settings["snapshot_dir"]
-    Service(
-        roles,
-        settings,
-        make_held,
-        make_admission,
-        needs_all=not is_star,
-        snapshots=None if folder is None else Snapshots(folder, roles.index),
-        snapshot_seconds=settings["snapshot_seconds"],
-        trace_folder=trace,
-    ).run()
+    folder, is_replicated = settings["snapshot_dir"], settings["replicas"] > 1
+    server_trace = ServerTrace(roles, trace)
+    of_servers = [roles.index]
+    if is_replicated:
+        of_servers.append((roles.index - 1) % len(roles.servers))
+    services = [
+        Service(
+            roles,
+            settings,
+            held.HeldShards,
+            make_admission,
+            needs_all=not is_star,
+            snapshots=None if folder is None else Snapshots(folder, roles.index),
+            snapshot_seconds=settings["snapshot_seconds"],
+            server_trace=server_trace,
+            shards=shards,
+            is_replicated=is_replicated,
+        )
+        for shards in of_servers
+    ]
+    run(services, server_trace)
     raise SystemExit(0)

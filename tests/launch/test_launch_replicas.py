@@ -1,0 +1,191 @@
+"""`ParameterServerStrategy(replicas=2)` with real processes: servers are killed in mid-training, nothing is lost."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from test_launch_servers import BEGIN
+
+# Kills server 0 in a batch of the first epoch, and server 1 when the one in the place of server 0 holds all again. Or
+# server 0 kills itself where it passes something on, before it does or before it answers for it.
+PROGRAM = BEGIN + """\
+from tfring.servers.replica import Replica
+from tfring.servers.service import Service
+
+here, (case, *moment) = pathlib.Path(__file__).parent, sys.argv[2].split("/")
+pass_on, passed = Replica.pass_on, []
+
+
+def die(self, head, *arguments):
+    what, when = moment
+    passed.append(head.get("what"))
+    is_it = head.get("what") == what and passed.count(what) == (1 if what == "create" else 4)
+    if is_it and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    pass_on(self, head, *arguments)
+    if is_it:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if moment and os.environ.get("TFRING_SERVER") == "0" and not (here / "first").exists():
+    (here / "first").write_text("")
+    Replica.pass_on = die
+take = Service._take_full
+
+
+def note_full(self, head, arrays):
+    take(self, head, arrays)
+    if head["groups"]:
+        (here / f"full-{self._shards}-{os.getpid()}").write_text("")
+
+
+Service._take_full = note_full
+strategy = tfring.ParameterServerStrategy(replicas=2, **eval(sys.argv[1]))
+rank = strategy.cluster.rank
+
+
+def order_free(y_true, y_pred):  # its gradient does not depend on weights
+    return -keras.ops.mean(y_true * y_pred)
+
+
+def label(y_true, y_pred):
+    return y_true
+
+
+class Kill(keras.callbacks.Callback):
+    batches, longest, last, started, has_waited = 0, 0.0, None, None, False
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        self.started = self.started or time.monotonic() - began
+        has_waited = (here / "waited").exists()
+        if self.last is not None and self.has_waited == has_waited:  # others wait with worker 0
+            self.longest = max(self.longest, time.monotonic() - self.last)
+        self.has_waited = has_waited
+        time.sleep(0.01)
+        if rank == 0 and self.batches in (5, 12) and not moment:
+            kill_server(int(self.batches == 12))
+        deadline = time.monotonic() + 150
+        if rank == 0 and self.batches == 11 and not moment:
+            while len(list(here.glob("full-*"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            (here / "waited").write_text("")
+        if rank == 1 and self.batches == 8 and case == "order" and not moment:  # or it could take what is left
+            while not (here / "waited").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self.last = time.monotonic()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.last = None
+
+
+def model(is_reference=False):  # Keras alone loses ids that a batch has twice: the reference has a dense table
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((3,), dtype="int32")
+    if is_reference:
+        rows = keras.layers.Dense(8, use_bias=False)(keras.ops.one_hot(ids, 9000))
+    else:
+        rows = keras.layers.Embedding(9000, 8)(ids)  # by rows on all servers, pulled by the batch's
+    if case == "order":
+        made = keras.Model(ids, keras.layers.Lambda(lambda rows: keras.ops.mean(rows, axis=(1, 2)))(rows))
+        made.compile(keras.optimizers.SGD(0.5), order_free, metrics=[label])
+        return made
+    hidden = keras.layers.Dense(8, "tanh")(keras.ops.mean(rows, axis=1))
+    made = keras.Model(ids, keras.layers.Dense(1)(hidden))
+    bound = 0.1 if case == "clipped" else None
+    made.compile(keras.optimizers.Adam(0.01, global_clipnorm=bound), "mse", metrics=[label])
+    return made
+
+
+random = np.random.RandomState(0)
+x = random.randint(0, 9000, (600, 3)).astype("int32")
+y = random.randn(600).astype("float32")
+with strategy.scope():
+    trained = model()
+start = trained.get_weights()
+kill = Kill()
+options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+history = trained.fit(x, y, callbacks=[kill], **options).history
+alone = model(is_reference=True)
+alone.set_weights(start)
+alone.fit(x, y, **options)
+differ = max(abs(a - b).max() for a, b in zip(trained.get_weights(), alone.get_weights()))
+moved = max(abs(a - b).max() for a, b in zip(trained.get_weights(), start))
+told = {"batches": kill.batches, "longest": kill.longest, "differ": float(differ), "moved": float(moved)}
+told.update(started=kill.started, mean=float(y.mean()), label=history["label"])
+print("TOLD", json.dumps(told), flush=True)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    def run(n, servers, options, case="", more=(), program=PROGRAM):
+        script = tmp_path / "train.py"
+        script.write_text(program)
+        command = [sys.executable, "-m", "tfring.launch", "-n", str(n), "--servers", str(servers), *more, str(script)]
+        return subprocess.run(
+            [*command, repr(options), case], capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL
+        )
+
+    return run
+
+
+def assert_equal(told, options, n):
+    assert len(told) == n
+    for one in told:
+        assert one["differ"] < 1e-5 < one["moved"], told
+        assert one["label"] == pytest.approx([one["mean"]] * 2, abs=1e-5), told
+        assert one["longest"] < 20, told  # from one batch to the next
+    batches = [one["batches"] for one in told]
+    assert sum(batches) == 120 if options else batches == [120] * n
+
+
+@pytest.mark.parametrize(("n", "servers", "options", "case"), [
+    (2, 2, {}, ""),
+    (2, 2, {}, "clipped"),
+    (2, 3, {}, ""),
+    (1, 2, {"update": "async"}, ""),
+    (2, 2, {"update": "async"}, "order"),
+])
+def test_nothing_is_lost_though_servers_are_killed(launch, n, servers, options, case):
+    done = launch(n, servers, options, case)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The shards of server 0, and then all that its neighbour holds, those among them.
+    assert done.stderr.count("nothing that was acknowledged is lost") == 3, done.stderr
+    assert len(re.findall(r"server [01] is lost: killed by SIGKILL.*fill it", done.stderr)) == 2, done.stderr
+    told = [json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)]
+    assert_equal(told, options, n)
+
+
+@pytest.mark.parametrize(("options", "case"), [
+    ({}, "/update/before"),
+    ({}, "/update/after"),
+    ({}, "clipped/update/after"),
+    ({}, "clipped/commit/before"),
+    ({"update": "async"}, "order/update/after"),
+    ({"update": "async"}, "order/claim/after"),
+    ({"update": "async"}, "order/create/after"),
+])
+def test_what_is_under_way_is_done_once(launch, options, case):
+    done = launch(2, 2, options, case)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("nothing that was acknowledged is lost") == 1, done.stderr
+    assert_equal([json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)], options, 2)
+
+
+def test_without_restarts_the_other_servers_go_on(launch):
+    program = PROGRAM.replace("in (5, 12)", "in (5,)").replace("self.batches == 11", "False")
+    done = launch(2, 2, {}, more=["--max-server-restarts", "0"], program=program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search("server 0 is lost: killed by SIGKILL.* The servers that hold its shards go on", done.stderr)
+    for one in (json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)):
+        assert one["differ"] < 1e-5 < one["moved"]
+
+
+def test_both_servers_of_a_shard_at_once_end_the_job(launch):
+    program = PROGRAM.replace("kill_server(int(self.batches == 12))", "kill_server(0); kill_server(1)")
+    done = launch(2, 2, {"update": "async"}, program=program)
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert "are both gone" in done.stderr, done.stderr

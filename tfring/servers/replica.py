@@ -1,0 +1,192 @@
+"""Two servers hold the same shards: the primary answers workers, the secondary gets all that changes before they do.
+
+    worker ═ push ═► primary ── the update ──► secondary      the same updates in the same order
+                        │ ◄─ acknowledgement ──┘ then updates, too
+    worker ◄═ values ═══╛
+
+Shards `s` are held by servers `s`, the first primary, and `s + 1`. When the primary's process is gone the secondary is
+the primary; what is started again in the other's place becomes the secondary, and is filled first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tfring import config
+from tfring.cluster.roles import Roles
+from tfring.errors import PeerLostError, RendezvousError
+from tfring.servers.connection import Connection
+
+PRIMARY, SECONDARY = "primary", "secondary"
+_PAUSE_SECONDS = 0.1  # between attempts to meet
+_LOOK_SECONDS = 0.2  # between looks at whether a secondary is gone that nothing is sent to
+
+_log = logging.getLogger(__name__)
+
+Message = tuple[Mapping[str, Any], Sequence[np.ndarray]]
+
+
+class Copied(Protocol):
+    """State with a copy on the other server. Its methods are called with the lock held."""
+
+    def full(self) -> Message:
+        """Returns all that a secondary needs."""
+
+    def take(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """Takes a message of the primary, `full` or of what has changed."""
+
+    def promote(self) -> None:
+        """Goes on as the primary."""
+
+    def fail(self, why: str) -> None:
+        """Ends this server."""
+
+
+class Replica:
+    """One end of the link between the two servers that hold the same shards.
+
+    Args:
+        roles: Of this process, a server.
+        shards: The number of the server that is the primary at first.
+        copied: What is kept alike.
+        changed: Its lock.
+
+    Attributes:
+        role: `PRIMARY`, `SECONDARY`, or None until the two have met.
+    """
+
+    def __init__(self, roles: Roles, shards: int, copied: Copied, changed: threading.Condition) -> None:
+        self.role: str | None = None
+        self._roles = roles
+        self._shards = shards
+        self._copied = copied
+        self._changed = changed
+        self._link: Connection | None = None  # of a primary whose secondary has all
+        first, second = shards, (shards + 1) % len(roles.servers)
+        self._other = second if roles.index == first else first
+        self._is_first = roles.index == first
+
+    def start(self) -> None:
+        """Meets the other server, in a thread."""
+        threading.Thread(target=self._run, name=f"tfring-replica-{self._shards}", daemon=True).start()
+
+    def pass_on(
+        self, head: Mapping[str, Any], arrays: Sequence[np.ndarray] = (), meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Sends what changes to the secondary, calls `meanwhile`, and waits until it has arrived; with the lock held.
+
+        Raises:
+            PeerLostError: The secondary does not answer, and its process may live.
+        """
+        link = self._link
+        if link is not None:
+            self._try(lambda: link.send(head, arrays))
+        if meanwhile is not None:
+            meanwhile()
+        if self._link is not None:
+            self._try(self._link.receive)
+
+    def _try(self, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except PeerLostError as error:
+            self._lose(error)
+
+    def _lose(self, error: PeerLostError) -> None:
+        """Goes on alone where the secondary's process is gone. One that is silent may think the same of this one."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if not is_gone(error):
+            why = f"server {self._other}, which holds the same shards, is lost, and its process may live: {error}"
+            self._copied.fail(why)
+            raise PeerLostError(why)
+        _log.warning(
+            "Server %d goes on alone with the shards of server %d: server %d died.",
+            *(self._roles.index, self._shards, self._other),
+        )
+
+    def _run(self) -> None:
+        deadline = time.monotonic() + config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
+        while True:
+            try:
+                link = Connection(self._roles, self._other, shards=self._shards, between_servers=True)
+            except (PeerLostError, RendezvousError) as error:
+                if self.role is None and time.monotonic() >= deadline:
+                    with self._changed:
+                        self._copied.fail(str(error))
+                    return
+                time.sleep(_PAUSE_SECONDS)
+                continue  # nothing was started in the other's place so far
+            try:
+                theirs = self._greet(link)
+                self._hold(link, theirs)
+            except PeerLostError as error:
+                with self._changed:
+                    if self.role == SECONDARY and is_gone(error):
+                        self.role = PRIMARY
+                        self._copied.promote()
+                    elif self.role != PRIMARY or not is_gone(error):
+                        self._copied.fail(f"server {self._other}, which holds the same shards, is lost: {error}")
+                        return
+            except Exception as error:
+                with self._changed:
+                    self._copied.fail(f"{type(error).__name__}: {error}")
+                raise  # a defect: with its lines
+            finally:
+                link.close()
+
+    def _greet(self, link: Connection) -> str | None:
+        """Exchanges roles; None of a process that has just been started."""
+        if self._is_first:
+            link.send({"role": self.role})
+        theirs = link.receive()[0]["role"]
+        if not self._is_first:
+            link.send({"role": self.role})
+        return theirs
+
+    def _hold(self, link: Connection, theirs: str | None) -> None:
+        """Keeps the two alike until the link breaks; one of them has just been started.
+
+        Raises:
+            PeerLostError: As a secondary, or while it is filled.
+        """
+        if self.role == PRIMARY or (theirs is None and self._is_first):
+            with self._changed:
+                link.send(*self._copied.full())
+                link.receive()
+                self.role, self._link = PRIMARY, link
+                self._changed.notify_all()
+                while self._link is not None:
+                    if link.failure() is not None:
+                        self._try(link.receive)  # raises it
+                    self._changed.wait(_LOOK_SECONDS)
+            return
+        while True:
+            head, arrays = link.receive()
+            link.send({})
+            with self._changed:
+                self._copied.take(head, arrays)
+                if self.role is None:
+                    self.role = SECONDARY
+                    self._changed.notify_all()
+
+
+def is_gone(error: BaseException) -> bool:
+    """Returns whether a process was lost by its end, which its host tells, and not by its silence.
+
+    >>> is_gone(PeerLostError("rank 1 died: its process on 127.0.0.1 is gone, and its connection closed"))
+    True
+    """
+    return " died: its process on " in str(error)
+
+
+def has_left(error: BaseException) -> bool:
+    """Returns whether a process was lost because its program ended, by an error perhaps."""
+    return " left the ring " in str(error)
