@@ -138,7 +138,10 @@ SETTINGS: dict[str, Setting] = {
         "how long a collective waits for a rank that is alive, but busy elsewhere",
     ),
     "TFRING_TRACE": Setting(
-        None, str, "the name of a folder", "where each rank writes what it does when (docs/report.md)"
+        None,
+        str,
+        "the name of a folder",
+        "where each rank, and each parameter server, writes what it does when (docs/report.md)",
     ),
     "TFRING_TRANSPORT": Setting(
         "auto",

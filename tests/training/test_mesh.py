@@ -117,7 +117,7 @@ def of_one_replica():
 
     model.fit(x, y, batch_size=20, epochs=3, verbose=0, shuffle=False, callbacks=[Stops()])
     steps = int(model.optimizer.iterations.numpy())
-    other = tf.data.Dataset.from_tensor_slices((x + rank, y)).batch(20)
+    other = tf.data.Dataset.from_tensors((x + rank, y)).unbatch().batch(20)
     with pytest.raises(tf.errors.InvalidArgumentError, match="drew different batches"):
         model.fit(other, verbose=0)
     with pytest.raises(MismatchError, match="`x` is not the same on every rank"):

@@ -88,18 +88,17 @@ def fingerprints(batches):
     return [int(fingerprint.of_batch(tf.constant(batch))) for batch in batches]
 
 
-def test_fingerprints_of_long_strings_see_lengths_ends_and_pieces_between():
+def test_fingerprints_of_long_strings_see_every_byte():
     long = bytes(range(256)) * 120  # as long as a small picture
 
     def changed(at):
         return long[:at] + bytes([long[at] ^ 1]) + long[at + 1 :]
 
     size = len(long)
-    seen = [changed(at) for at in (0, 1023, 1024, size // 2 + 512, size - 1024, size - 1)]
+    seen = [changed(at) for at in (0, 1023, 1024, 1024 + 64, size // 2 + 512, size - 1024, size - 1)]
     others = [[b"a", row] for row in (*seen, long[:-1], long + b"b")]
     others += [[long, b"a"], [b"b", long], [b"a", long, b""], [b"", b"a" + long]]
-    [[as_it_is, unseen, *found]] = workers(1).run(fingerprints, [[b"a", long], [b"a", changed(1024 + 64)], *others])
-    assert unseen == as_it_is  # the price, docs/data.md
+    [[as_it_is, *found]] = workers(1).run(fingerprints, [[b"a", long], *others])
     assert as_it_is not in found
     assert len(set(found)) == len(found)
 

@@ -72,10 +72,13 @@ def dataset_of(adapter: Any, strategy: RingStrategy) -> Any:
 
     Arrays are in Keras' order, inside `shuffling_by` in that of its seed.
     """
-    if not isinstance(adapter, array_data_adapter.ArrayDataAdapter) or strategy.extended.is_alone:
+    seed = getattr(_local, "seed", None)
+    # A worker of asynchronous servers is alone in its steps, but not in its order of rows.
+    is_keras_own = strategy.extended.is_alone and seed is None
+    if is_keras_own or not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return adapter.get_tf_dataset()
-    batches = array_batches(adapter, getattr(_local, "seed", None))
-    return batches if strategy.updater is None else batches.full()
+    batches = array_batches(adapter, seed)
+    return batches.full() if strategy.extended.is_alone or strategy.updater is not None else batches
 
 
 def agreed_order(dataset: Any, strategy: RingStrategy) -> Any:
