@@ -132,7 +132,8 @@ def other_rows_in_the_middle(kind):
     x[BATCH // 2] += ring.cluster.rank
     rows = tf.data.Dataset.from_tensor_slices((x, x))
     data = {
-        "slices": rows.batch(BATCH),
+        "plain slices": rows.batch(BATCH),
+        "slices, mapped batches": rows.batch(BATCH).map(lambda x, y: (2 * x, y)),
         "mapped slices": rows.shuffle(ROWS, seed=1).map(lambda x, y: (x, y)).batch(BATCH),
         "rows": rows.filter(lambda x, y: True).batch(BATCH),
         "mapped": rows.filter(lambda x, y: True).map(lambda x, y: (x, y)).batch(BATCH),
@@ -146,13 +147,13 @@ def other_rows_in_the_middle(kind):
     return ""
 
 
-@pytest.mark.parametrize("kind", ["rows", "mapped", "strings"])
+@pytest.mark.parametrize("kind", ["plain slices", "rows", "mapped", "strings"])
 def test_one_other_row_is_found(kind):
     for message in workers(2).run(other_rows_in_the_middle, kind):
         assert "The ranks drew different batches" in message
 
 
-@pytest.mark.parametrize("kind", ["slices", "mapped slices"])
+@pytest.mark.parametrize("kind", ["slices, mapped batches", "mapped slices"])
 def test_one_other_row_of_slices_is_found(kind):
     for message in workers(2).run(other_rows_in_the_middle, kind):
         assert message.startswith("model.fit: `array 0 of x` is not the same on every rank"), message

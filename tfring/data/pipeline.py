@@ -84,8 +84,10 @@ def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline
     while step.kind in _BETWEEN_ROWS and not (step.kind == "map" and _draws_in_order(step)):
         rows.insert(0, source)
         source, step = step.before, _tf.dataset_step(step.before)
-    arrays = step.arguments.get("arrays") if by_number else None
     maps_of_batches = [d for d in batches if _tf.dataset_step(d).kind == "map"]
+    has_maps = maps_of_batches or any(_tf.dataset_step(d).kind == "map" for d in rows)
+    # Where there are none, a function that gathers rows would cost more, at each iterator, than it saves.
+    arrays = step.arguments.get("arrays") if by_number and has_maps else None
     if arrays is None:
         while rows and _tf.dataset_step(rows[0]).kind != "map":  # nothing is gained above the first map
             source = rows.pop(0)
