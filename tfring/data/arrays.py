@@ -55,19 +55,6 @@ def in_place(array: np.ndarray) -> InPlace | np.ndarray:
     return InPlace(tf.constant(flat[:head]), _tf.shared_tensor(flat[head:]), tf.constant(array[:0]))
 
 
-def own_rows(indices: tf.data.Dataset, arrays: Any, place: Place) -> tf.data.Dataset:
-    """Returns the dataset of `(about, batch)` that `pipeline.own_batches` returns.
-
-    Ranks have compared the arrays, all of them; so the fingerprint in `about` is that of the indices.
-
-    Args:
-      indices: Dataset of int64 `[batch_size]`, the rows of a batch, -1 behind the last where it has fewer.
-      arrays: Tensors in any structure.
-      place: Of this worker.
-    """
-    return _taken(indices, arrays, _Own(place, _gathered))
-
-
 class ArrayBatches:
     """The batches of arrays, in an order that all ranks draw alike.
 
@@ -100,27 +87,20 @@ class ArrayBatches:
 
     def full(self) -> tf.data.Dataset:
         """Returns the dataset of batches of all rows."""
-        return self._batches(_All(self._take))
+        return self._taken(_All(self._take))
 
     def own(self, place: Place) -> tf.data.Dataset:
-        """Returns the dataset of `(about, batch)` with this worker's rows; see `own_rows`."""
-        return self._batches(_Own(place, self._take))
+        """Returns the dataset of `(about, batch)` that `pipeline.own_batches` returns.
 
-    def _batches(self, function: Callable[[tf.Tensor, Any], Any]) -> tf.data.Dataset:
-        dataset = _taken(self.indices, self._arrays, function, num_parallel_calls=tf.data.AUTOTUNE)
+        Ranks have compared the arrays, all of them; so the fingerprint in `about` is that of the indices.
+        """
+        return self._taken(_Own(place, self._take))
+
+    def _taken(self, function: Callable[[tf.Tensor, Any], Any]) -> tf.data.Dataset:
+        every = tf.data.Dataset.zip((self.indices, tf.data.Dataset.from_tensors(self._arrays).repeat()))
+        dataset = mapped(every, function, num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self._cardinality))
         return dataset.with_options(self._dataset_options).prefetch(tf.data.AUTOTUNE)
-
-
-def _taken(
-    indices: tf.data.Dataset, arrays: Any, function: Callable[[tf.Tensor, Any], Any], **options: Any
-) -> tf.data.Dataset:
-    every = tf.data.Dataset.zip((indices, tf.data.Dataset.from_tensors(arrays).repeat()))
-    return mapped(every, function, **options)
-
-
-def _gathered(arrays: Any, indices: tf.Tensor) -> Any:
-    return tf.nest.map_structure(lambda array: tf.gather(array, indices), arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.data import fingerprint
-from tfring.data.arrays import own_rows
 from tfring.data.by_row import treats_rows_apart
 from tfring.data.chance import reached_by_chance
 from tfring.data.rows import Place, num_rows, slice_rows
@@ -246,9 +245,6 @@ def _batched_by_number(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, pl
     """Returns what `_batched` does, where `rows` are their numbers; the fingerprint is that of these."""
     arguments = _tf.dataset_step(pipeline.batch).arguments
     size, drop_remainder = arguments["batch_size"], arguments["drop_remainder"]
-    numbers = rows.batch(size, drop_remainder)
-    if not maps and not pipeline.whole:
-        return own_rows(numbers, pipeline.arrays, place)
     most = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
 
     @tf.autograph.experimental.do_not_convert
@@ -259,7 +255,7 @@ def _batched_by_number(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, pl
         own = tf.nest.map_structure(lambda array: tf.gather(array, numbers[begin:end]), pipeline.arrays)
         return tf.tile(about[None], [end - begin, 1]), own
 
-    dataset = numbers.map(wanted)
+    dataset = rows.batch(size, drop_remainder).map(wanted)
     if not maps:
         return dataset
     dataset = dataset.unbatch()
