@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tfring import seeding
@@ -136,11 +137,32 @@ def _share_downloads(file_utils: Any) -> None:
     importlib.import_module("tfring.downloads").install(file_utils)
 
 
-with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
+def _wait_for_keras() -> None:
+    """Registers what Keras needs before a strategy is made; now if Keras is there, else when it comes."""
     from wrapt import register_post_import_hook
 
-    if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its workers do it before the program begins
-        seeding.apply_from_environment()
-    # Now if Keras is there, else when it comes.
     register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
     register_post_import_hook(_share_downloads, "keras.src.utils.file_utils")
+
+
+class _KerasWatcher:
+    """Calls `_wait_for_keras` when Keras is first imported. A launcher never does, and goes without wrapt's 50 ms.
+
+    It stays in `sys.meta_path`, which the import system is walking when it is called.
+    """
+
+    called = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "keras" and not self.called:
+            self.called = True
+            _wait_for_keras()
+
+
+if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its workers do it before the program begins
+    with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
+        seeding.apply_from_environment()
+if "keras" in sys.modules:
+    _wait_for_keras()
+else:
+    sys.meta_path.insert(0, _KerasWatcher())  # type: ignore[arg-type]  it finds nothing

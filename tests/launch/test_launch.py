@@ -174,6 +174,11 @@ def test_a_ring_forms_without_tensorflow(launch):
     ]
 
 
+def test_the_launcher_imports_nothing_that_it_does_without():
+    program = "import sys, tfring.launch.cli; print({'tensorflow', 'keras', 'numpy', 'wrapt', 'asyncio'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
+
+
 def test_large_memory_comes_in_huge_pages_unless_the_user_says_else(launch, monkeypatch):
     tell = "print(os.environ['GLIBC_TUNABLES'])"
     assert launch(1, tell).stdout == "glibc.malloc.hugetlb=1\n"
