@@ -131,6 +131,11 @@ def static_batch_size(dataset: tf.data.Dataset) -> int | None:
     return int(size) if drops and size is not None else None
 
 
+def set_element_spec(batched: tf.data.Dataset, spec: Any) -> None:
+    """Has a dataset that `batch` has made say this of its elements, of which it must be true."""
+    batched._structure = spec
+
+
 def graphs_of(dataset: tf.data.Dataset) -> list:
     """The graphs of the functions that the last step of a pipeline calls."""
     return [function.function.graph for function in dataset._functions()]

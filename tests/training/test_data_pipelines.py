@@ -115,6 +115,7 @@ def pipelines(folder):
         "map of batches": lambda: rows().map(halve).batch(BATCH).map(center),
         "share": lambda: rows().map(counted("share")).apply(_share(BATCH)).map(halve, **auto).prefetch(2),
         "share, no map before": lambda: rows().apply(_share(BATCH)).map(halve, **auto).prefetch(2),
+        "share, drop_remainder": lambda: rows().apply(_share(BATCH, True)).map(halve, **auto),
         "class weights, no map before": lambda: labelled().batch(BATCH),
         "stateless draws": lambda: rows().enumerate().map(stateless, **auto).batch(BATCH),
         "draws in order": lambda: rows().map(serial_random).batch(BATCH),
@@ -143,10 +144,10 @@ def pipelines(folder):
     return {name: (make, arguments.get(name, {})) for name, make in made.items()}
 
 
-def _share(batch_size):
+def _share(*arguments):
     import tfring
 
-    return tfring.data.share(batch_size)
+    return tfring.data.share(*arguments)
 
 
 # Maps are called at most once more a batch than this rank's rows: by a rank that has none.

@@ -127,6 +127,7 @@ def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Da
 
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         batched = dataset.batch(batch_size, drop_remainder)
+        _tf.set_element_spec(batched, dataset.batch(batch_size).element_spec)  # for maps of any number of rows
         batched._tfring_share = True
         return batched
 
