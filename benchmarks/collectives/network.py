@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import contest
+from delay import delayed
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "cluster" / "engines"))
@@ -64,7 +65,7 @@ def _measure(arguments, found: dict) -> None:
                         print(f"{where}, {algorithm}: {seconds:.3f} s", file=sys.stderr)
     with (
         namespaces.hosts(DELAYED_HOSTS) as hosts,
-        delayed(hosts),
+        delayed(hosts, DELAY_SECONDS),
         ranks(hosts, range(DELAYED_HOSTS), arguments.realtime) as contestant,
     ):
         found["ping"] = ping(hosts)
@@ -86,26 +87,6 @@ def ranks(hosts, places, realtime) -> Iterator[contest.Contestant]:
 def slowest(answers: list[list[float]]) -> float:
     """A call takes as long as its slowest rank; the median."""
     return statistics.median(map(max, zip(*answers, strict=True)))
-
-
-@contextlib.contextmanager
-def delayed(hosts) -> Iterator[None]:
-    """In place of all hosts' links a switch that takes its time."""
-    bridge = hosts[0].bridge
-    names = [f"slow{number}" for number in range(len(hosts))]
-    command = ["ip", "netns", "exec", bridge, sys.executable, str(HERE / "delay.py"), str(DELAY_SECONDS), *names]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as switch:
-        try:
-            assert switch.stdout is not None and switch.stdout.readline() == "ready\n"
-            for name, host in zip(names, hosts, strict=True):
-                run("ip", "-n", host.namespace, "link", "delete", "eth0")
-                run("ip", "-n", bridge, "link", "set", name, "netns", host.namespace)
-                run("ip", "-n", host.namespace, "link", "set", name, "name", "eth0")
-                run("ip", "-n", host.namespace, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
-                run("ip", "-n", host.namespace, "link", "set", "eth0", "up")
-            yield
-        finally:
-            switch.kill()
 
 
 def ping(hosts) -> float:
