@@ -89,7 +89,7 @@ def test_two_ranks_on_each_of_two_hosts(start):
         assert [ended(each) for each in others] == [("", "")] * 3
 
 
-def test_a_plot(start, tmp_path):
+def test_a_plot(start, tmp_path, all_packages):
     file = tmp_path / "bench.png"
     ended(start([*BENCH, "-n", "2", "--op", "all_reduce,broadcast", "--sizes", "4,4K", "--plot", str(file)]))
     assert file.read_bytes().startswith(b"\x89PNG\r\n")
@@ -102,7 +102,7 @@ def test_a_plot_without_matplotlib(start, tmp_path):
     assert out == "" and "pip install matplotlib" in err and not (tmp_path / "bench.png").exists()
 
 
-def test_a_plot_nowhere(start):
+def test_a_plot_nowhere(start, all_packages):
     out, err = ended(start([*BENCH, "-n", "2", "--plot", "/nowhere/bench.png"]), 2)
     assert out == "" and "no file can be written in /nowhere" in err
 

@@ -129,7 +129,7 @@ print("TOLD", json.dumps({**told, **history}), flush=True)
 
 
 @pytest.fixture
-def launch(tmp_path, plain_keras):
+def launch(tmp_path):
     def run(n, servers, options, dies="nobody", program=TRAIN, more=(), hosts=None):
         script = tmp_path / "train.py"
         script.write_text(program)

@@ -30,7 +30,7 @@ LAST = re.compile(
 )
 
 
-def test_a_run_tells_who_trains_and_what_was_waited_for(launch, plain_keras):
+def test_a_run_tells_who_trains_and_what_was_waited_for(launch):
     said = launch(2, TRAIN, options=["--seed", "7"], arguments=["late"]).stderr
     assert [m.group(1) for m in FIRST.finditer(said)] == ["shared memory"], said
     [last] = LAST.finditer(said)
@@ -42,7 +42,7 @@ def test_a_run_tells_who_trains_and_what_was_waited_for(launch, plain_keras):
     assert 0.5 < sent < 100
 
 
-def test_lines_that_are_not_printed(launch, plain_keras, monkeypatch):
+def test_lines_that_are_not_printed(launch, monkeypatch):
     failing = launch(2, TRAIN + "if rank == 0: raise ValueError('boom')", options=["--seed", "7"], code=1).stderr
     assert FIRST.search(failing) and "in fit" not in failing and "ValueError: boom" in failing
     monkeypatch.setenv("TFRING_QUIET", "1")

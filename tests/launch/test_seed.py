@@ -111,7 +111,7 @@ def test_a_sitecustomize_of_the_user_runs_too(launch, tmp_path, monkeypatch):
     assert done.stdout.split() == ["sitecustomize", str(tmp_path / "site" / "sitecustomize.py")]
 
 
-def test_first_programs_train_as_in_one_process(launch, plain_keras, tmp_path):
+def test_first_programs_train_as_in_one_process(launch, tmp_path):
     """And as in any number of processes with this seed."""
 
     def learned(n):

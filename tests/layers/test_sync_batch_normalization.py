@@ -188,7 +188,7 @@ def test_weights_move_between_the_two(tmp_path, ending, to_keras):
 
 
 @pytest.mark.parametrize("imports", ["import keras, tfring", "import tfring, keras"])
-def test_a_saved_model_loads_where_there_is_no_cluster(tmp_path, plain_keras, imports):
+def test_a_saved_model_loads_where_there_is_no_cluster(tmp_path, imports):
     model = scrambled(
         small_model(lambda **o: tfring.SyncBatchNormalization(synchronization="central", sync_every=3, **o))
     )

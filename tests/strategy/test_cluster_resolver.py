@@ -10,7 +10,6 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("plain_keras")
 CONFIG = json.dumps({"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 0}})
 
 

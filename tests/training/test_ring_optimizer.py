@@ -192,7 +192,7 @@ def written(folder):
     return kept
 
 
-def test_files_load_where_there_is_no_tfring(tmp_path, plain_keras):
+def test_files_load_where_there_is_no_tfring(tmp_path):
     kept, _ = workers(2).run(written, str(tmp_path))
     command = [sys.executable, "-c", LOADS, str(tmp_path), *kept]
     run = subprocess.run(command, check=False, timeout=300, capture_output=True, text=True, cwd=tmp_path)
