@@ -175,7 +175,8 @@ def test_a_ring_forms_without_tensorflow(launch):
 
 
 def test_the_launcher_imports_nothing_that_it_does_without():
-    program = "import sys, tfring.launch.cli; print({'tensorflow', 'keras', 'numpy', 'wrapt', 'asyncio'} & {*sys.modules})"
+    large = {"tensorflow", "keras", "numpy", "wrapt", "asyncio"}
+    program = f"import sys, tfring.launch.cli; print({large} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -8,36 +8,43 @@ import sys
 import pytest
 from test_launch_servers import BEGIN
 
-# Kills server 0 in a batch of the first epoch, and server 1 when the one in the place of server 0 holds all again. Or
-# server 0 kills itself where it passes something on, before it does or before it answers for it.
+# Worker 0 kills server 0 in a batch of the first epoch, and server 1 when the one in the place of server 0 holds all
+# again. Or servers kill themselves where they pass something on, before they do or before they answer for it: server 0
+# at the first moment that is named, server 1 at the second, when the other holds all again, and so on.
 PROGRAM = BEGIN + """\
+import collections
 from tfring.servers.replica import Replica
 from tfring.servers.service import Service
 
-here, (case, *moment) = pathlib.Path(__file__).parent, sys.argv[2].split("/")
-pass_on, passed = Replica.pass_on, []
+here, (case, *moments) = pathlib.Path(__file__).parent, sys.argv[2].split("/")
+server = int(os.environ.get("TFRING_SERVER", -1))
+pass_on, passed = Replica.pass_on, collections.Counter()
+
+
+def times(event):
+    return len(list(here.glob(event + "-*")))
 
 
 def die(self, head, *arguments):
-    what, when = moment
-    passed.append(head.get("what"))
-    is_it = head.get("what") == what and passed.count(what) == (1 if what == "create" else 4)
-    if is_it and when == "before":
+    number, what = times("died"), head.get("what")
+    is_due = number < len(moments) and number % 2 == server and times("full") >= 2 * number
+    passed[number, what] += is_due
+    is_it = is_due and moments[number].startswith(what) and passed[number, what] == (1 if what == "create" else 4)
+    if is_it and moments[number].endswith("after"):
+        pass_on(self, head, *arguments)
+    if is_it:
+        (here / f"died-{number}").write_text("")
         os.kill(os.getpid(), signal.SIGKILL)
     pass_on(self, head, *arguments)
-    if is_it:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
-if moment and os.environ.get("TFRING_SERVER") == "0" and not (here / "first").exists():
-    (here / "first").write_text("")
-    Replica.pass_on = die
+Replica.pass_on = die
 take = Service._take_full
 
 
 def note_full(self, head, arrays):
     take(self, head, arrays)
-    if head["groups"]:
+    if head["groups"]:  # written once in each life, and for each of both shards
         (here / f"full-{self._shards}-{os.getpid()}").write_text("")
 
 
@@ -55,25 +62,26 @@ def label(y_true, y_pred):
 
 
 class Kill(keras.callbacks.Callback):
-    batches, longest, last, started, has_waited = 0, 0.0, None, None, False
+    batches, longest, last, started, waited = 0, 0.0, None, None, 0
 
     def on_train_batch_end(self, batch, logs=None):
         self.batches += 1
         self.started = self.started or time.monotonic() - began
-        has_waited = (here / "waited").exists()
-        if self.last is not None and self.has_waited == has_waited:  # others wait with worker 0
+        waited = times("waited")
+        if self.last is not None and self.waited == waited:  # others wait with worker 0
             self.longest = max(self.longest, time.monotonic() - self.last)
-        self.has_waited = has_waited
+        self.waited = waited
         time.sleep(0.01)
-        if rank == 0 and self.batches in (5, 12) and not moment:
+        if rank == 0 and self.batches in (5, 12) and not moments:
             kill_server(int(self.batches == 12))
-        deadline = time.monotonic() + 150
-        if rank == 0 and self.batches == 11 and not moment:
-            while len(list(here.glob("full-*"))) < 2 and time.monotonic() < deadline:
+        deadline, number = time.monotonic() + 150, self.batches // 11
+        if rank == 0 and self.batches % 11 == 0 and number < max(2, len(moments)):
+            while times("full") < 2 * number and time.monotonic() < deadline:
                 time.sleep(0.05)
-            (here / "waited").write_text("")
-        if rank == 1 and self.batches == 8 and case == "order" and not moment:  # or it could take what is left
-            while not (here / "waited").exists() and time.monotonic() < deadline:
+            (here / f"waited-{number}").write_text("")
+        number = self.batches // 8
+        if rank == 1 and self.batches % 8 == 0 and case == "order" and number < max(2, len(moments)):
+            while times("waited") < number and time.monotonic() < deadline:  # or it could take what is left
                 time.sleep(0.05)
         self.last = time.monotonic()
 
@@ -143,7 +151,6 @@ def assert_equal(told, options, n):
 
 
 @pytest.mark.parametrize(("n", "servers", "options", "case"), [
-    (2, 2, {}, ""),
     (2, 2, {}, "clipped"),
     (2, 3, {}, ""),
     (1, 2, {"update": "async"}, ""),
@@ -159,24 +166,22 @@ def test_nothing_is_lost_though_servers_are_killed(launch, n, servers, options, 
     assert_equal(told, options, n)
 
 
-@pytest.mark.parametrize(("options", "case"), [
-    ({}, "/update/before"),
-    ({}, "/update/after"),
-    ({}, "clipped/update/after"),
-    ({}, "clipped/commit/before"),
-    ({"update": "async"}, "order/update/after"),
-    ({"update": "async"}, "order/claim/after"),
-    ({"update": "async"}, "order/create/after"),
+@pytest.mark.parametrize(("options", "case", "moments"), [
+    ({}, "", ["update before", "update after"]),
+    ({}, "clipped", ["update after", "commit before"]),
+    ({"update": "async"}, "order", ["create after", "update after", "claim after"]),
 ])
-def test_what_is_under_way_is_done_once(launch, options, case):
-    done = launch(2, 2, options, case)
+def test_what_is_under_way_is_done_once(launch, tmp_path, options, case, moments):
+    done = launch(2, 2, options, "/".join([case, *moments]))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("nothing that was acknowledged is lost") == 1, done.stderr
+    assert len(list(tmp_path.glob("died-*"))) == len(moments), done.stderr
+    # The shards of server 0, and behind that all that a server holds.
+    assert done.stderr.count("nothing that was acknowledged is lost") == 2 * len(moments) - 1, done.stderr
     assert_equal([json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)], options, 2)
 
 
 def test_without_restarts_the_other_servers_go_on(launch):
-    program = PROGRAM.replace("in (5, 12)", "in (5,)").replace("self.batches == 11", "False")
+    program = PROGRAM.replace("in (5, 12)", "in (5,)").replace("self.batches % 11 == 0", "False")
     done = launch(2, 2, {}, more=["--max-server-restarts", "0"], program=program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search("server 0 is lost: killed by SIGKILL.* The servers that hold its shards go on", done.stderr)
