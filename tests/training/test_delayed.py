@@ -45,10 +45,11 @@ def embedding_model(optimizer, lookup="embedding", **compile_options):
     return model
 
 
-def delayed(every, outer=None, local_momentum="keep"):
+def delayed(every, outer=None, local_momentum="keep", tables="average"):
     import keras
 
-    return tfring.Delayed(every, outer=outer and keras.optimizers.SGD(**outer), local_momentum=local_momentum)
+    outer = outer and keras.optimizers.SGD(**outer)
+    return tfring.Delayed(every, outer=outer, local_momentum=local_momentum, tables=tables)
 
 
 def bits(model):
@@ -92,15 +93,30 @@ def test_windows_of_one_step_equal_the_ring(n, sparse):
         np.testing.assert_allclose(local[0]["sgd"]["history"][name], values, rtol=1e-5)
 
 
+def combined_by_diversity(differences, shares):
+    """Combines the rows of each worker's differences as `tables="diversity"` says, one row after the other."""
+    result = np.zeros_like(differences[0])
+    for row in range(len(result)):
+        of_row = [difference[row].ravel() for difference in differences]
+        mean = sum(share * each for share, each in zip(shares, of_row, strict=True))
+        alike = mean @ mean
+        orthogonal = sum(share**2 * (each @ each) for share, each in zip(shares, of_row, strict=True))
+        if orthogonal > 0:
+            squares = sum(share * (each @ each) for share, each in zip(shares, of_row, strict=True))
+            mean = mean * squares / max(alike, orthogonal)
+        result[row] = mean.reshape(result[row].shape)
+    return result
+
+
 class Simulated:
     """Delayed synchronization of N workers in one process: a model of each, and NumPy's averages."""
 
-    def __init__(self, n, name, every, outer=None, local_momentum="keep"):
+    def __init__(self, n, name, every, outer=None, local_momentum="keep", tables="average"):
         import keras
 
         keras.utils.set_random_seed(1)
         self.models = [embedding_model(optimizers()[name](), "one_hot") for _ in range(n)]
-        self.every, self.local_momentum = every, local_momentum
+        self.every, self.local_momentum, self.tables = every, local_momentum, tables
         outer = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False, "global_clipnorm": None, **(outer or {})}
         self.outer = outer
         for model in self.models:
@@ -143,6 +159,8 @@ class Simulated:
             sum(share * (anchor - w[i]) for share, w in zip(shares, weights, strict=True))
             for i, anchor in enumerate(self.anchor)
         ]
+        if self.tables == "diversity":
+            gradients[0] = combined_by_diversity([self.anchor[0] - w[0] for w in weights], shares)
         norm = np.sqrt(sum(np.square(g).sum() for g in gradients))
         self.norms.append(norm)
         limit = self.outer["global_clipnorm"] or norm
@@ -170,6 +188,7 @@ CASES = [
     ({"every": 3, "outer": {"learning_rate": 1.0, "global_clipnorm": 0.05}}, ["sgd"]),
     ({"every": 2, "local_momentum": "average"}, ["momentum", "adam"]),
     ({"every": 2, "local_momentum": "reset"}, ["momentum"]),
+    ({"every": 4, "tables": "diversity"}, ["sgd", "adam", "decay"]),
 ]
 
 
@@ -178,6 +197,7 @@ def train_cases(cases):
 
 
 THREE = [({"every": 3, "outer": NESTEROV}, ["adam"]), ({"every": 2, "local_momentum": "average"}, ["momentum"])]
+THREE += [({"every": 4, "tables": "diversity"}, ["adam"]), ({"every": 2, "tables": "diversity"}, ["sgd"])]
 
 
 @pytest.mark.parametrize(("n", "cases"), [(2, CASES), (3, THREE)])
@@ -215,6 +235,122 @@ def simulate(n, cases):
             of_case[name] = {"weights": simulated.models[0].get_weights(), "norms": norms}
         results.append(of_case)
     return results
+
+
+# -- rows of tables by diversity -----------------------------------------------------------------------------------
+
+
+def combine(cases):
+    """What becomes of the differences of workers with shares."""
+    import tensorflow as tf
+
+    from tfring._keras.optimizers.row_diversity import combined, with_squares
+
+    results = []
+    for differences, shares in cases:
+        rows = [tf.constant(each) for each in differences]
+        sums = tf.add_n([with_squares(each, tf.constant(s, tf.float64)) for each, s in zip(rows, shares, strict=True)])
+        results.append(combined(sums, rows[0].shape[1:], rows[0].dtype).numpy())
+    return results
+
+
+def test_rows_are_combined_by_their_diversity():
+    generator = np.random.default_rng(0)
+    row, other = generator.normal(size=(2, 5, 2, 3)).astype("float32")
+    zeros = np.zeros_like(row)
+    ragged = [0.5, 0.3, 0.2]
+    tiny = np.float32(1e-25) * row  # the squares of which are zeros
+    rows = [row, other, row - other / 2]
+    x, y = np.eye(2, dtype="float32")[:, None]
+    cases = [
+        ([zeros, row, zeros], ragged),
+        ([row, row, row], ragged),
+        ([x, y], [0.5, 0.5]),
+        ([row, other, zeros], [0.5, 0.5, 0.0]),
+        ([row, other], [0.5, 0.5]),
+        ([row, -row * 0.999], [0.5, 0.5]),
+        ([tiny, zeros], [0.5, 0.5]),
+        ([row.astype("float16") * np.float16(1e-4), zeros.astype("float16")], [0.5, 0.5]),
+        (rows, ragged),
+    ]
+    [found] = workers(1).run(combine, cases)
+    alone, alike, orthogonal, with_none, without_it, opposed, underflow, half, mixed = found
+    np.testing.assert_allclose(alone, row, rtol=1e-6)  # in full, whatever its share
+    np.testing.assert_allclose(alike, row, rtol=1e-6)
+    np.testing.assert_allclose(orthogonal, x + y, rtol=1e-6)
+    np.testing.assert_array_equal(with_none, without_it)  # a worker without rows
+    np.testing.assert_allclose(opposed, row * 0.001, rtol=2e-3)  # no more than the sum
+    np.testing.assert_allclose(underflow, tiny / 2, rtol=1e-6)  # the mean
+    assert half.dtype == np.float16
+    np.testing.assert_allclose(half, cases[7][0][0], rtol=1e-2)
+    np.testing.assert_allclose(mixed, combined_by_diversity(rows, ragged), rtol=1e-5)
+
+
+def compress(compression):
+    """The weights after one window."""
+    import keras
+
+    synchronization = delayed(4, tables="diversity")
+    sparse = tfring.SparseOptions(dense="always")
+    strategy = harness.strategy(synchronization=synchronization, sparse=sparse, compression=compression)
+    x, y = skewed_ids(4 * BATCH, vocabulary=VOCABULARY)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():  # wide enough that what is sent is not small
+        table = keras.layers.Embedding(VOCABULARY, 192)
+        layers = [table, keras.layers.Flatten(), keras.layers.Dense(64, activation="tanh"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    strategy.assert_equal(model.variables)
+    return model.get_weights()
+
+
+def test_rows_by_diversity_are_not_compressed():
+    plain, *_ = workers(2).run(compress, None)
+    first, second = workers(2).run(compress, "float16")
+    assert [w.tobytes() for w in first] == [w.tobytes() for w in second]
+    assert first[0].tobytes() == plain[0].tobytes()
+    assert first[1].tobytes() != plain[1].tobytes()  # of a dense layer
+    assert relative_error(first, plain) <= 2e-3
+
+
+def save_in_window(path, delay, steps):
+    """Saves behind some steps of a window."""
+    import keras
+
+    strategy = harness.strategy(synchronization=delayed(**delay))
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = embedding_model(optimizers()["adam"]())
+    x, y = skewed_ids(ROWS, vocabulary=VOCABULARY)
+    rank, n = strategy.rank, strategy.world_size
+    for begin in range(0, steps * BATCH, BATCH):
+        share = slice(begin + rank * BATCH // n, begin + (rank + 1) * BATCH // n)
+        model.train_on_batch(x[share], y[share])
+    tfring.save(model, path)
+    strategy.assert_equal(model.variables)
+
+
+def simulate_and_read(path, n, delay, steps):
+    """The weights of a simulation and those of the file."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    start = embedding_model("sgd").get_weights()
+    simulated = Simulated(n, "adam", **delay)
+    simulated.begin(start)
+    x, y = skewed_ids(ROWS, vocabulary=VOCABULARY)
+    for begin in range(0, steps * BATCH, BATCH):
+        simulated.step(x[begin : begin + BATCH], y[begin : begin + BATCH])
+    simulated.synchronize()
+    return simulated.models[0].get_weights(), keras.models.load_model(path).get_weights()
+
+
+def test_a_file_of_an_open_window_holds_rows_by_diversity(tmp_path):
+    path, delay = str(tmp_path / "model.keras"), {"every": 100, "tables": "diversity"}
+    workers(2).run(save_in_window, path, delay, 3)
+    [(want, found)] = workers(1).run(simulate_and_read, path, 2, delay, 3)
+    assert relative_error(found, want) <= 2e-5
 
 
 # -- where a window ends early -------------------------------------------------------------------------------------
@@ -388,12 +524,13 @@ def test_steps_in_a_loop_and_eager_steps_are_the_same():
             assert relative_error(weights, plain) <= 1e-5, options
 
 
-def interrupted(folder, stop_at, local_momentum):
+def interrupted(folder, stop_at, local_momentum, tables):
     """Two epochs with a Backup in the middle of windows; the first try ends behind a step."""
     import keras
 
-    strategy = harness.strategy(synchronization=delayed(4, NESTEROV, local_momentum))
-    x, y = skewed_rows(ROWS)
+    strategy = harness.strategy(synchronization=delayed(4, NESTEROV, local_momentum, tables))
+    has_table = tables == "diversity"
+    x, y = skewed_ids(ROWS, vocabulary=VOCABULARY) if has_table else skewed_rows(ROWS)
 
     class Stops(keras.callbacks.Callback):
         seen = 0
@@ -406,7 +543,7 @@ def interrupted(folder, stop_at, local_momentum):
     for stops in (True, False):
         with strategy.scope():
             keras.utils.set_random_seed(1)
-            model = dense_model(keras.optimizers.SGD(0.01, momentum=0.9))
+            model = (embedding_model if has_table else dense_model)(keras.optimizers.SGD(0.01, momentum=0.9))
         callbacks = [tfring.callbacks.Backup(folder, every_steps=3), *([Stops()] if stops else [])]
         try:
             model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
@@ -417,10 +554,12 @@ def interrupted(folder, stop_at, local_momentum):
     return bits(model)
 
 
-@pytest.mark.parametrize("local_momentum", ["keep", "average"])
-def test_a_backup_keeps_the_outer_momentum_and_each_workers_own(local_momentum, tmp_path):
-    whole = workers(2).run(interrupted, str(tmp_path / "whole"), None, local_momentum)
-    parts = workers(2).run(interrupted, str(tmp_path / "parts"), 8, local_momentum)
+@pytest.mark.parametrize(
+    ("local_momentum", "tables"), [("keep", "average"), ("average", "average"), ("keep", "diversity")]
+)
+def test_a_backup_keeps_the_outer_momentum_and_each_workers_own(local_momentum, tables, tmp_path):
+    whole = workers(2).run(interrupted, str(tmp_path / "whole"), None, local_momentum, tables)
+    parts = workers(2).run(interrupted, str(tmp_path / "parts"), 8, local_momentum, tables)
     assert whole == parts and whole[0] == whole[1]
 
 
@@ -493,6 +632,7 @@ def refuse(case):
     cases = {
         "every": lambda: tfring.Delayed(0),
         "local_momentum": lambda: tfring.Delayed(2, local_momentum="drop"),
+        "tables": lambda: tfring.Delayed(2, tables="sum"),
         "outer": lambda: tfring.Delayed(2, outer="sgd"),
         "outer around": lambda: tfring.Delayed(2, outer=o.LossScaleOptimizer(o.SGD())),
         "outer ema": lambda: tfring.Delayed(2, outer=o.SGD(use_ema=True)),
@@ -523,6 +663,7 @@ def refuse(case):
 REFUSED = {
     "every": "`every` is a whole number",
     "local_momentum": "`local_momentum` is one of",
+    "tables": "`tables` is one of ('average', 'diversity')",
     "outer": "`outer` is an optimizer of Keras",
     "outer around": "`outer` takes one averaged difference",
     "outer ema": "use_ema",
@@ -568,8 +709,8 @@ def test_several_devices_are_refused():
     assert said is not None and "a worker is one replica" in said
 
 
-def other_window(every):
-    strategy = harness.strategy(synchronization=tfring.Delayed(every))
+def other_window(options):
+    strategy = harness.strategy(synchronization=tfring.Delayed(**options))
     x, y = skewed_rows(ROWS)
     with strategy.scope():
         model = dense_model("sgd")
@@ -581,5 +722,7 @@ def other_window(every):
 
 
 def test_ranks_with_other_windows_are_told():
-    for said in workers(2).run(other_window, per_rank=[4, 8]):
+    for said in workers(2).run(other_window, per_rank=[{"every": 4}, {"every": 8}]):
         assert "every of Delayed" in said and "4 on rank 0, 8 on rank 1" in said
+    for said in workers(2).run(other_window, per_rank=[{"every": 4}, {"every": 4, "tables": "diversity"}]):
+        assert "tables of Delayed" in said and "average" in said and "diversity" in said

@@ -10,6 +10,7 @@ import keras
 from tfring.errors import ConfigurationError
 
 LOCAL_MOMENTA = ("keep", "reset", "average")
+TABLES = ("average", "diversity")
 
 
 class Delayed:
@@ -36,19 +37,32 @@ class Delayed:
       local_momentum: what becomes of the slots of a model's optimizer at a synchronization: "keep" (default) leaves
         each worker its own; "average" gives all their mean by rows, and sends as many bytes more; "reset" makes them
         zeros, for `keras.optimizers.SGD` alone, as other optimizers count steps since their slots were zeros.
+      tables: how the differences of a table's row (a table has sparse gradients, as `keras.layers.Embedding`) become
+        one. "average" (default) is the mean by rows, as of other weights. "diversity" is for Adam and its kin, which
+        move a row as far for one worker's lookups as for those of all: a row that one worker alone moved keeps that
+        worker's difference in full, one that all moved alike is averaged, and one that they moved in orthogonal
+        directions gets the sum. With plain SGD such rows go further than without Delayed.
 
     Raises:
       ConfigurationError: for arguments out of range.
 
     Sources: local SGD (Stich, https://arxiv.org/abs/1805.09767), SlowMo (https://arxiv.org/abs/1910.00643), DiLoCo
-    (https://arxiv.org/abs/2311.08105). `docs/servers_and_delay.md` says when to use it.
+    (https://arxiv.org/abs/2311.08105), gradient diversity (Yin et al., https://arxiv.org/abs/1706.05699).
+    `docs/servers_and_delay.md` says when to use it.
 
     >>> Delayed(every=8, outer=keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))
-    Delayed(every=8, outer=SGD, local_momentum='keep')
+    Delayed(every=8, outer=SGD, local_momentum='keep', tables='average')
+    >>> Delayed(every=8, tables="diversity")  # a recommender that Adam trains
+    Delayed(every=8, outer=SGD, local_momentum='keep', tables='diversity')
     """
 
     def __init__(
-        self, every: int, *, outer: keras.optimizers.Optimizer | None = None, local_momentum: str = "keep"
+        self,
+        every: int,
+        *,
+        outer: keras.optimizers.Optimizer | None = None,
+        local_momentum: str = "keep",
+        tables: str = "average",
     ) -> None:
         if not isinstance(every, numbers.Integral) or isinstance(every, bool) or every < 1:
             raise ConfigurationError(f"`every` is a whole number of steps from 1. Received: every={every!r}")
@@ -56,15 +70,22 @@ class Delayed:
             raise ConfigurationError(
                 f"`local_momentum` is one of {LOCAL_MOMENTA}. Received: local_momentum={local_momentum!r}"
             )
+        if tables not in TABLES:
+            raise ConfigurationError(
+                f"`tables` is one of {TABLES}, how workers' differences of a table's row become one. Received: "
+                f'tables={tables!r}. Use "diversity" for Adam and its kin, or leave it out.'
+            )
         if outer is not None:
             _check_outer(outer)
         self.every: int = int(every)
         self.local_momentum: str = local_momentum
+        self.tables: str = tables
         self.outer: Any = keras.optimizers.SGD(1.0) if outer is None else outer
 
     def __repr__(self) -> str:
         kind = type(self.outer).__name__
-        return f"Delayed(every={self.every}, outer={kind}, local_momentum={self.local_momentum!r})"
+        options = f"local_momentum={self.local_momentum!r}, tables={self.tables!r}"
+        return f"Delayed(every={self.every}, outer={kind}, {options})"
 
 
 def _check_outer(outer: Any) -> None:

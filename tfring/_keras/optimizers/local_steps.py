@@ -11,7 +11,8 @@ The anchor is taken when a window begins, so that weights which a program assign
 update is Keras' own, of gradients that are not weighed by rows: those of the whole batch are their mean by rows, and a
 worker without rows has a gradient of zeros.
 
-Of a table (a variable whose gradient is sparse) the rows that differ from the anchor are sent, under their ids.
+Of a table (a variable whose gradient is sparse) the rows that differ from the anchor are sent, under their ids. With
+`tables="diversity"` their mean is scaled by what the workers' differences have in common (row_diversity.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from tfring._keras.layers import all_layers
-from tfring._keras.optimizers import optimizers_of
+from tfring._keras.optimizers import optimizers_of, row_diversity
 from tfring._keras.optimizers.outstanding import Outstanding, assign, read, zeros
 from tfring._keras.optimizers.ring_optimizer import Update
 from tfring.errors import ConfigurationError
@@ -44,6 +45,7 @@ class Window:
       strategy: the RingStrategy, whose scope is entered.
       variables: the weights.
       outer: the optimizer of the averaged difference, not built yet.
+      by_diversity: whether rows of tables are combined by their diversity.
 
     Attributes:
       anchors: the weights when the window began.
@@ -53,9 +55,10 @@ class Window:
       tables: the positions of weights whose gradients are sparse.
     """
 
-    def __init__(self, strategy: RingStrategy, variables: Sequence[Any], outer: Any) -> None:
+    def __init__(self, strategy: RingStrategy, variables: Sequence[Any], outer: Any, by_diversity: bool) -> None:
         self.variables = list(variables)
         self.outer = outer
+        self.by_diversity = by_diversity
         self.tables: set[int] = set()
         with strategy.extended.variables_of_worker():
             self.anchors = [zeros(v.shape, v.dtype, "anchor") for v in self.variables]
@@ -77,15 +80,30 @@ class Window:
         tf.cond(tf.equal(read(self.num_steps), 0), take, lambda: tf.zeros([]))
 
     def difference(self, position: int, share: tf.Tensor) -> Any:
-        """Returns how far a weight has gone from its anchor, times this worker's share of the rows."""
+        """Returns how far a weight has gone from its anchor, times this worker's share of the rows, to be summed."""
         anchor = read(self.anchors[position])
         difference = anchor - read(self.variables[position])
         if position not in self.tables:
             return difference * tf.cast(share, difference.dtype)
         others = list(range(1, difference.shape.rank))
         ids = tf.where(tf.reduce_any(tf.not_equal(difference, 0), others))[:, 0]
-        rows = tf.gather(difference, ids) * tf.cast(share, difference.dtype)
-        return tf.IndexedSlices(rows, ids, tf.constant(anchor.shape.as_list(), tf.int64))
+        rows = tf.gather(difference, ids)
+        shape = anchor.shape.as_list()
+        if self.by_diversity:
+            rows = row_diversity.with_squares(rows, share)
+            shape = [shape[0], rows.shape[1]]
+        else:
+            rows *= tf.cast(share, rows.dtype)
+        return tf.IndexedSlices(rows, ids, tf.constant(shape, tf.int64))
+
+    def average(self, position: int, total: Any) -> tf.Tensor:
+        """Returns the averaged difference of a weight, of the sum of `difference` over workers."""
+        if self.by_diversity and position in self.tables:
+            anchor = read(self.anchors[position])
+            shape = anchor.shape.as_list()
+            rows = row_diversity.combined(total.values, shape[1:], anchor.dtype)
+            total = tf.IndexedSlices(rows, total.indices, tf.constant(shape, tf.int64))
+        return tf.convert_to_tensor(total)
 
     def end(self, norm: tf.Tensor) -> None:
         """Gives the weights the anchor's values, and notes the norm of the averaged difference."""
@@ -116,7 +134,7 @@ class LocalSteps(Outstanding):
         self._over_workers = ops.over(strategy.extended.gradients)
 
     def settings(self) -> dict[str, Any]:
-        return {"every of Delayed": self._asked.every, "local_momentum of Delayed": self._asked.local_momentum}
+        return {f"{name} of Delayed": getattr(self._asked, name) for name in ("every", "local_momentum", "tables")}
 
     # -- optimizers and models -------------------------------------------------------------------------------------
 
@@ -138,7 +156,7 @@ class LocalSteps(Outstanding):
         with self.strategy.scope():
             outer = type(self._asked.outer).from_config(self._asked.outer.get_config())
             self._outers.add(outer)
-            window = Window(self.strategy, variables, outer)
+            window = Window(self.strategy, variables, outer, self._asked.tables == "diversity")
         object.__setattr__(optimizer, "_tfring_outer", outer)  # where `optimizers_of` finds it
         object.__setattr__(optimizer, "_tfring_window", window)
 
@@ -192,8 +210,10 @@ class LocalSteps(Outstanding):
         slots = _slots_of(optimizer) if self._asked.local_momentum == "average" else []
         values = [*differences, *(read(s) * tf.cast(share, read(s).dtype) for s in slots)]
         names = [v.path for v in [*window.variables, *slots]]
-        sums = self._over_workers.sum_over_workers(values, name="differences of weights", value_names=names)
-        averages = [tf.convert_to_tensor(each) for each in sums[: len(differences)]]
+        sums = self._over_workers.sum_over_workers(
+            values, name="differences of weights", value_names=names, keep_sparse=window.by_diversity
+        )  # rows with their squares are not compressed
+        averages = [window.average(i, sums[i]) for i in range(len(differences))]
         for slot, average in zip(slots, sums[len(differences) :], strict=True):
             assign(slot, average)
         if self._asked.local_momentum == "reset":
