@@ -55,6 +55,7 @@ def delayed_ways() -> dict[str, dict]:
     ways["k=8, Nesterov 0.5"] = {"every": 8, "outer": OUTER["Nesterov 0.5"]}
     ways["k=4, Nesterov 0.5, rate 0.5"] = {"every": 4, "outer": OUTER["Nesterov 0.5, rate 0.5"]}
     ways.update((f"k=16, {name}", {"every": 16, "outer": outer}) for name, outer in OUTER.items())
+    ways.update((f"tables by diversity, k={every}", {"every": every, "tables": "diversity"}) for every in (4, 8, 16))
     return ways
 
 

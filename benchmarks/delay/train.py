@@ -93,7 +93,8 @@ def strategy_of(way: dict):
     if "every" not in way:
         return tfring.RingStrategy(**way)
     outer = keras.optimizers.SGD(**way["outer"]) if "outer" in way else None
-    delayed = tfring.Delayed(way["every"], outer=outer, local_momentum=way.get("local_momentum", "keep"))
+    options = {name: way[name] for name in ("local_momentum", "tables") if name in way}
+    delayed = tfring.Delayed(way["every"], outer=outer, **options)
     return tfring.RingStrategy(synchronization=delayed)
 
 
