@@ -2,12 +2,12 @@
 
     python benchmarks/faults/servers.py                 # all of them, some fifteen minutes, as root
     python benchmarks/faults/servers.py --write         # the same, written into docs/faults.md
-    python benchmarks/faults/servers.py --only SIGSTOP  # the rows that hold this
+    python benchmarks/faults/servers.py --only SIGSTOP  # the rows that hold this; with --write the others stay
 
 Two workers and a server, each on a host of its own, which are network namespaces, in one long epoch of batches of about
-20 ms; worker 1 or the server is struck. "The others go on after" is the longest time between two batches of a worker
-that was not struck, from the fault on. A server that was killed is started again at once by this script, as a batch
-system would, and so is a worker where the row says so.
+20 ms; worker 1 or the server is struck. With replicas there are two servers, and server 0 is struck. "The others go on
+after" is the longest time between two batches of a worker that was not struck, from the fault on. A server that was
+killed is started again at once by this script, as a batch system would, and so is a worker where the row says so.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ MODES = {
     "sync": {},
     "async": {"update": "async", "max_staleness": 4},
     "async, snapshots": {"update": "async", "max_staleness": 4, "snapshot_dir": "", "snapshot_seconds": 1.0},
+    "sync, replicas": {"replicas": 2},
+    "async, replicas": {"update": "async", "max_staleness": 4, "replicas": 2},
 }
 KILL, AGAIN, STOP, PAUSE = "kill -9", "kill -9, started again", "SIGSTOP", "SIGSTOP for 1 s"
 CUT, HEALED, SLOW = "link cut", "link cut for 6 s", "slow for 5 s"
@@ -39,6 +41,7 @@ LOST_SECONDS = 2.0
 QUIET_SECONDS = 6.0  # how long the others have to train after the fault, to be taken for going on
 LIMIT_SECONDS = 40.0
 PERIOD = 0.2
+BEGIN, END = "<!-- made by benchmarks/faults/servers.py -->\n", "\n<!-- end of servers -->"
 
 
 class Scenario(NamedTuple):
@@ -50,7 +53,8 @@ class Scenario(NamedTuple):
 def scenarios() -> list[Scenario]:
     faults = {"worker": (KILL, AGAIN, STOP, PAUSE, CUT, HEALED, SLOW), "server": (KILL, STOP, PAUSE, CUT, HEALED)}
     every = [Scenario(who, f, m) for who in faults for f, m in itertools.product(faults[who], MODES)]
-    return [s for s in every if (s.fault, s.mode) != (AGAIN, "sync")]  # the others end
+    every = [s for s in every if (s.fault, s.mode) != (AGAIN, "sync")]  # the others end
+    return [s for s in every if s.struck == "server" or "replicas" not in s.mode]  # to a worker they are all alike
 
 
 class Process:
@@ -78,11 +82,14 @@ class Process:
 
     def batches(self) -> list[float]:
         """Returns when its batches ended."""
-        return [float(time_) for time_ in re.findall(r"^batch (\S+)$", self._path.read_text(), re.M)]
+        return [float(time_) for time_ in re.findall(r"^batch (\S+)$", self.log(), re.M)]
+
+    def log(self) -> str:
+        return self._path.read_text()
 
     def error(self) -> str | None:
         """Returns the error it has ended with."""
-        found = re.findall(r"^[\w.]*?(\w+Error: .*)$", self._path.read_text(), re.M)
+        found = re.findall(r"^[\w.]*?(\w+Error: .*)$", self.log(), re.M)
         return found[-1] if found and self.process.poll() is not None else None
 
     def signal(self, number: int) -> None:
@@ -118,19 +125,21 @@ def strike(fault: str, victim: Process, host: Any) -> None:
 
 def run(scenario: Scenario) -> tuple[str, str, str]:
     """Returns how soon the others go on, what they do, and what the one does that was struck."""
-    with tempfile.TemporaryDirectory() as folder, matrix.namespaces.hosts(3) as hosts:
-        options = dict(MODES[scenario.mode])
+    options = dict(MODES[scenario.mode])
+    num_servers = options.get("replicas", 1)
+    with tempfile.TemporaryDirectory() as folder, matrix.namespaces.hosts(2 + num_servers) as hosts:
         if "snapshot_dir" in options:
             options["snapshot_dir"] = f"{folder}/snapshots"
-        cluster = {"worker": [f"{h.ipv4}:12345" for h in hosts[:2]], "ps": [f"{hosts[2].ipv4}:12345"]}
+        addresses = [f"{host.ipv4}:12345" for host in hosts]
+        cluster = {"worker": addresses[:2], "ps": addresses[2:]}
 
         def start(host: Any, kind: str, index: int) -> Process:
             config = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
             return Process(host, kind, index, config, options, folder)
 
         workers = [start(hosts[0], "worker", 0), start(hosts[1], "worker", 1)]
-        server = start(hosts[2], "ps", 0)
-        processes = [*workers, server]
+        server, *more = [start(host, "ps", index) for index, host in enumerate(hosts[2:])]
+        processes = [*workers, server, *more]
         try:
             is_training = wait_until(lambda: all(len(w.batches()) > 20 for w in workers), 120)
             assert is_training, [process.error() for process in processes]
@@ -138,10 +147,12 @@ def run(scenario: Scenario) -> tuple[str, str, str]:
             others = [w for w in workers if w is not victim]
             struck = time.time()
             strike(scenario.fault, victim, host)
-            if scenario.struck == "server" and scenario.fault == KILL and "snapshot_dir" in options:
-                processes.append(start(hosts[2], "ps", 0))
+            again = None
+            if scenario.struck == "server" and scenario.fault == KILL and {"snapshot_dir", "replicas"} & {*options}:
+                again = start(hosts[2], "ps", 0)
             if scenario.fault == AGAIN:
-                processes.append(start(hosts[1], "worker", 1))
+                again = start(hosts[1], "worker", 1)
+            processes += [again] if again else []
 
             def goes_on(worker: Process) -> bool:
                 now = time.time()
@@ -168,12 +179,15 @@ def run(scenario: Scenario) -> tuple[str, str, str]:
             after = f"{max(pauses):.2f} s" if pauses and not told else "they do not"
             if len(ended) == len(others):
                 after = f"they end, within {max(ended.values()):.1f} s"
-            fate = "is gone" if scenario.fault == KILL and len(processes) == 3 else "is struck to the end"
-            if scenario.fault == KILL and len(processes) == 4:
+            fate = "is gone" if scenario.fault == KILL else "is struck to the end"
+            if scenario.fault == KILL and more:
+                is_filled = wait_until(lambda: again.log().count("holds the shards of server") == 2, 120)
+                fate = f"started again, {'holds all shards again' if is_filled else 'holds nothing'}"
+            elif scenario.fault == KILL and again:
                 fate = "started again, from its snapshot"
-            elif scenario.fault == AGAIN:
-                trains = wait_until(lambda: len(processes[-1].batches()) > 20, 120)
-                seconds = processes[-1].batches()[0] - struck if trains else 0.0
+            elif again:
+                trains = wait_until(lambda: len(again.batches()) > 20, 120)
+                seconds = again.batches()[0] - struck if trains else 0.0
                 fate = f"trains again, after {seconds:.1f} s" if trains else "does not train"
             elif scenario.fault in (PAUSE, HEALED, SLOW):
                 wait_until(lambda: victim.process.poll() is not None or victim is server or goes_on(victim), 20)
@@ -196,19 +210,21 @@ def main() -> None:
     arguments = parser.parse_args()
     if problem := matrix.namespaces.why_not():
         parser.error(f"no hosts: {problem}")
-    rows = []
+    rows = {}
     for scenario in scenarios():
         if arguments.only in str(tuple(scenario)):
-            rows.append(row(scenario, run(scenario)))
-            print(rows[-1], file=sys.stderr, flush=True)
+            rows[scenario] = row(scenario, run(scenario))
+            print(rows[scenario], file=sys.stderr, flush=True)
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    for line in table.splitlines()[2:]:
+        rows.setdefault(Scenario(*(cell.strip() for cell in line.split("|")[1:4])), line)
     head = "| struck | fault | updates | the others go on after | the others | the one that was struck |"
-    table = "\n".join([head, "|---" * 6 + "|", *rows])
+    table = "\n".join([head, "|---" * 6 + "|", *(rows[each] for each in scenarios() if each in rows)])
     print(table)
-    if arguments.write and not arguments.only:
-        begin, end = "<!-- made by benchmarks/faults/servers.py -->\n", "\n<!-- end of servers -->"
-        page = PAGE.read_text()
-        before, _, rest = page.partition(begin)
-        PAGE.write_text(before + begin + table + end + rest.partition(end)[2])
+    if arguments.write:
+        PAGE.write_text(before + BEGIN + table + END + after)
 
 
 if __name__ == "__main__":

@@ -177,6 +177,8 @@ def test_what_is_under_way_is_done_once(launch, tmp_path, options, case, moments
     assert len(list(tmp_path.glob("died-*"))) == len(moments), done.stderr
     # The shards of server 0, and behind that all that a server holds.
     assert done.stderr.count("nothing that was acknowledged is lost") == 2 * len(moments) - 1, done.stderr
+    filled = re.findall(r"Server ([01]) holds the shards of server [01] again", done.stderr)
+    assert filled[: 2 * len(moments) - 2] == ["0", "0", "1", "1"][: 2 * len(moments) - 2], done.stderr
     assert_equal([json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)], options, 2)
 
 

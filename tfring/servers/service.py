@@ -702,6 +702,11 @@ class Service:
         self._claims = dict(head["claims"])
         self._claimed = {int(worker): batch for worker, batch in head["claimed"].items()}
         self._left, self._lost = set(head["left"]), {int(worker): why for worker, why in head["lost"].items()}
+        if head["groups"]:  # none where the job has just begun
+            _log.warning(
+                "Server %d holds the shards of server %d again, as two servers do: one of them may be lost.",
+                *(self._roles.index, self._shards),
+            )
 
     def promote(self) -> None:
         """Goes on as the primary: workers come, and tell what they alone know."""
