@@ -152,7 +152,7 @@ def overlap() -> list[str]:
 
 
 def links() -> list[str]:
-    """Rows of MovieLens a second, on two hosts; on links that hardly count, too, which no way of exchanging less beats."""
+    """Rows of MovieLens a second, on two hosts; on links that hardly count, too: no delay makes more of them."""
     slow = {"ring": {}, **{f"k={every}": {"every": every} for every in (4, 8, 16)}}
     slow["k=8, tables by diversity"] = {"every": 8, "tables": "diversity"}
     lines = ["2 workers on links of 100 Mbit/s, the fastest of 4 epochs.", ""]
