@@ -1,4 +1,4 @@
-"""The digits example: with the layer four workers train as one process does, without it they do not."""
+"""The digits example: with the layer workers train as one process does, without it they do not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import workers
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
 import digits_sync_bn
 
-IMAGES = 320  # 20 steps; the example itself takes 1,438
+IMAGES = 160  # 10 steps; the example itself takes 1,438
 
 
 def compare(folder):
@@ -25,9 +25,9 @@ def compare(folder):
     return results
 
 
-def test_four_workers_with_four_images_each(tmp_path):
-    results, *others = workers(4).run(compare, str(tmp_path), timeout=180)
-    assert others == [None] * 3
+def test_two_workers_with_eight_images_each(tmp_path):
+    results, other = workers(2).run(compare, str(tmp_path), timeout=180)
+    assert other is None
     _, accuracy_off, weights_off = results["SyncBatchNormalization"]
     assert weights_off < 1e-4
     assert accuracy_off < 1e-6

@@ -20,7 +20,7 @@ def trained(kind):
     if kind == "movielens":
         data = dlrm.movielens(movielens_data.DEFAULT_FOLDER, 6_000)
     else:
-        data = dlrm.generated(20_000, examples=4_000)
+        data = dlrm.generated(5_000, examples=2_000)
     strategy = harness.strategy()
     before = strategy.bytes_sent()
     return dlrm.train(strategy, *data, epochs=2, batch_size=500, dim=8), strategy.bytes_sent() - before

@@ -313,17 +313,21 @@ with strategy.scope():
 data = {"x": x, "y": y, "batch_size": 20}
 if dies == 0:  # keeps the order of the first epoch
     data = {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(1200).cache().batch(20)}
-fit = model.fit(**data, epochs=6, verbose=0, callbacks=[Watch()])
+fit = model.fit(**data, epochs=6, verbose=0, callbacks=[Watch()], validation_data=(x[:100], y[:100]))
 told.update(epochs=fit.epoch, history=fit.history, mean=float(y.mean()))
 told.update(rate=float(model.optimizer.learning_rate), weights=[w.ravel().tolist() for w in model.get_weights()])
 print("TOLD", json.dumps(told), flush=True)
 """
 
 
-@pytest.mark.parametrize("dies", [1, 0])
-def test_a_killed_worker_comes_back_into_the_epoch_under_way(launch, tmp_path, dies):
+@pytest.mark.parametrize(("dies", "options"), [
+    (1, {"update": "async"}),
+    (0, {"update": "async", "snapshot_dir": ""}),
+    (1, {"backup_workers": 1}),
+])
+def test_a_killed_worker_comes_back_into_the_epoch_under_way(launch, tmp_path, dies, options):
     more = ["--max-worker-restarts", "1"]
-    options = {"update": "async", **({} if dies else {"snapshot_dir": str(tmp_path / "snapshots")})}
+    options = {**options, **({"snapshot_dir": str(tmp_path / "snapshots")} if "snapshot_dir" in options else {})}
     done = launch(2, 2, options, str(dies), WORKER_COMES_BACK, more)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"rank {dies} is lost: killed by SIGKILL.* Its restart 1 of 1: it comes back", done.stderr)
@@ -335,6 +339,7 @@ def test_a_killed_worker_comes_back_into_the_epoch_under_way(launch, tmp_path, d
         assert one["epochs"] == ([1, 2, 3] if one["is_back"] else [0, 1, 2, 3]), told
         assert one["weights"] == told[0]["weights"], told
         assert one["history"]["label"][-2:] == pytest.approx([one["mean"]] * 2, abs=1e-4), told
+        assert one["history"]["val_loss"][-2:] == told[0]["history"]["val_loss"][-2:], told
         assert one["rate"] == pytest.approx(0.006)
     batches = [sum(one["batches"].get(str(epoch), 0) for one in (*told, before)) for epoch in range(4)]
     assert batches[0] == batches[2] == batches[3] == 60, batches

@@ -186,7 +186,7 @@ def refused():
     return messages
 
 
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_what_differs_between_ranks_is_named_before_they_train(n):
     first, *others = workers(n).run(refused)
     assert others == [first] * (n - 1)
