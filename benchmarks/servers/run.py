@@ -23,11 +23,13 @@ import contest  # noqa: E402
 import namespaces  # noqa: E402
 
 STEP_SECONDS, SLOWER, WORKERS = 0.1, 5.0, 3
+REPLICAS = "servers, sync, replicas"
 WAYS = {
     "ring": {"strategy": "ring"},
     "servers, sync": {"strategy": "servers", "options": {"update": "sync"}},
     "servers, sync, 1 backup worker": {"strategy": "servers", "options": {"backup_workers": 1}},
     "servers, async": {"strategy": "servers", "options": {"update": "async"}},
+    REPLICAS: {"strategy": "servers", "options": {"replicas": 2}},
     "servers, async, staleness 4": {"strategy": "servers", "options": {"update": "async", "max_staleness": 4}},
 }
 DELAYED = {
@@ -72,6 +74,8 @@ def slow(steps: int) -> list[str]:
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, way in WAYS.items():
+        if name == REPLICAS:  # takes two servers
+            continue
         wanted = {**way, "models": ["small"], "steps": steps, "step_seconds": STEP_SECONDS}
         alike, one_slow = (on_this_host({**wanted, "slow": factor}, 1)["small"] for factor in (1.0, SLOWER))
         rates = alike["rows_a_second"], one_slow["rows_a_second"]
@@ -132,6 +136,7 @@ def network(steps: int) -> list[str]:
         *((name, way, 0) for name, way in DELAYED.items()),
         ("2 servers, sync", WAYS["servers, sync"], 2),
         ("2 servers, async", WAYS["servers, async"], 2),
+        ("2 servers, sync, replicas", WAYS[REPLICAS], 2),
         ("1 server, sync", WAYS["servers, sync"], 1),
     ):
         wanted = {**way, "models": list(MODELS), "steps": steps}
