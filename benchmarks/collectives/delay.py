@@ -23,6 +23,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "faults"))
 
 from lossy import MAX_FRAME, tap
 
+QUEUE_SECONDS = 0.05  # as `Host.shape`
 
 @contextlib.contextmanager
 def delayed(hosts, seconds: float, rate: float = 0, mtu: int = 1500) -> Iterator[Callable[[float, float], None]]:
@@ -71,8 +72,10 @@ class Port:
         return self.in_until
 
     def hold(self, frame: bytes, when: float, seconds: float) -> None:
-        self.out_until = max(when, self.out_until) + seconds
-        self.held.append((self.out_until, frame))
+        """Sends a frame that comes out at `when`; loses it where it would wait for too long, as switches do."""
+        if self.out_until - when < QUEUE_SECONDS:
+            self.out_until = max(when, self.out_until) + seconds
+            self.held.append((self.out_until, frame))
 
     def send(self) -> None:
         while self.held and self.held[0][0] <= time.monotonic():

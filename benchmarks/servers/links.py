@@ -30,7 +30,7 @@ NETWORKS = {  # bits a second, seconds of delay each way
     "100 Mbit/s, 5 ms": (100_000_000, 0.005),
 }
 MTU = 16000  # behind the switch, a Python program that takes some 20 microseconds a frame
-SECONDS, MOST_STEPS = 5.0, 32  # of a measurement
+SECONDS, MOST_STEPS, END_SECONDS = 5.0, 32, 120  # of a measurement; of the end
 WAYS: dict[str, tuple[dict, int]] = {
     "ring": ({"strategy": "ring"}, 0),
     "delayed, k=4": ({"strategy": "delayed", "every": 4}, 0),
@@ -101,7 +101,7 @@ def measure(way: str, workers: int) -> dict[str, float]:
         for process in training:
             process.stdin.close()
         for process in processes:
-            assert process.wait(60) == 0, process.args
+            assert process.wait(END_SECONDS) == 0, process.args
     return found
 
 
@@ -148,24 +148,25 @@ def draw(found: dict, path: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="links.json, links.png and the tables of README.md")
+    parser.add_argument("--only", default="", help="ways that hold this; for the others stands what links.json holds")
     parser.add_argument("--redraw", action="store_true", help="measures nothing: what links.json holds")
     arguments = parser.parse_args()
     if why_not := namespaces.why_not():
         sys.exit(f"links.py needs network namespaces: {why_not}")
     file = HERE / "links.json"
-    if arguments.redraw:
-        found = json.loads(file.read_text())
-    else:
-        found = {"conditions": f"{contest.conditions(False)}", "steps": {}}
-        for way in WAYS:
-            found["steps"][way] = {}
-            for workers in WORKERS:
-                found["steps"][way][str(workers)] = measure(way, workers)
-                print(way, workers, found["steps"][way][str(workers)], file=sys.stderr, flush=True)
+    found = json.loads(file.read_text()) if arguments.redraw or arguments.only else {"steps": {}}
+    if not arguments.redraw:
+        found["conditions"] = f"{contest.conditions(False)}"
+    for way in WAYS if not arguments.redraw else ():
+        for workers in WORKERS if arguments.only in way else ():
+            took = measure(way, workers)
+            found["steps"].setdefault(way, {})[str(workers)] = took
+            print(way, workers, took, file=sys.stderr, flush=True)
+            if arguments.write:
+                file.write_text(json.dumps(found, indent=1) + "\n")
     text = f"{tables(found)}\n\n{found['conditions']}"
     print(text)
     if arguments.write:
-        file.write_text(json.dumps(found, indent=1) + "\n")
         draw(found, HERE / "links.png")
         readme, mark = HERE / "README.md", "<!-- links -->"
         before, _, after = readme.read_text().partition(mark)
