@@ -165,4 +165,4 @@ if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its work
 if "keras" in sys.modules:
     _wait_for_keras()
 else:
-    sys.meta_path.insert(0, _KerasWatcher())  # type: ignore[arg-type]  it finds nothing
+    sys.meta_path.insert(0, _KerasWatcher())
