@@ -73,7 +73,7 @@ def compare(n, *arguments):
     results = workers(n).run(train, *arguments)
     for ours, _ in results:
         for one, other in zip(ours, results[0][1], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)  # of predictions about 10
 
 
 @pytest.mark.parametrize(("kind", "shuffle"), [*((kind, False) for kind in KINDS), ("plain", True)])
