@@ -25,6 +25,7 @@ from lossy import MAX_FRAME, tap
 
 QUEUE_SECONDS = 0.05  # as `Host.shape`
 
+
 @contextlib.contextmanager
 def delayed(hosts, seconds: float, rate: float = 0, mtu: int = 1500) -> Iterator[Callable[[float, float], None]]:
     """In place of all hosts' links a switch that takes its time. Their connections stay; yields how to change it."""
