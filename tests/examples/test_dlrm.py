@@ -26,7 +26,7 @@ def trained(kind):
     return dlrm.train(strategy, *data, epochs=2, batch_size=500, dim=8), strategy.bytes_sent() - before
 
 
-@pytest.mark.parametrize("kind", ["movielens", "generated"])
+@pytest.mark.parametrize("kind", ["movielens", pytest.param("generated", marks=pytest.mark.long)])
 def test_as_one_process(kind):
     if kind == "movielens":
         movielens_data.fetch()

@@ -152,9 +152,9 @@ def assert_equal(told, options, n):
 
 @pytest.mark.parametrize(("n", "servers", "options", "case"), [
     (2, 2, {}, "clipped"),
-    (2, 3, {}, ""),
-    (1, 2, {"update": "async"}, ""),
-    (2, 2, {"update": "async"}, "order"),
+    pytest.param(2, 3, {}, "", marks=pytest.mark.long),
+    pytest.param(1, 2, {"update": "async"}, "", marks=pytest.mark.long),
+    pytest.param(2, 2, {"update": "async"}, "order", marks=pytest.mark.long),
 ])
 def test_nothing_is_lost_though_servers_are_killed(launch, n, servers, options, case):
     done = launch(n, servers, options, case)
@@ -167,8 +167,7 @@ def test_nothing_is_lost_though_servers_are_killed(launch, n, servers, options, 
 
 
 @pytest.mark.parametrize(("options", "case", "moments"), [
-    ({}, "", ["update before", "update after"]),
-    ({}, "clipped", ["update after", "commit before"]),
+    ({}, "clipped", ["update before", "update after", "commit before"]),
     ({"update": "async"}, "order", ["create after", "update after", "claim after"]),
 ])
 def test_what_is_under_way_is_done_once(launch, tmp_path, options, case, moments):

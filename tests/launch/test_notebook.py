@@ -136,17 +136,8 @@ def test_what_cannot_go_along(tmp_path):
     assert "Received: 'thing' in `work`, a object. Make it in the function." in done.stderr
 
 
-def test_the_example(tmp_path):
-    """The cells of examples/notebook.ipynb, one after the other, in one process."""
-    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    done = execute(tmp_path, "\n\n".join(cells))
-    assert "Epoch 3/3" in done.stdout and "loss" in done.stdout and (tmp_path / "notebook_model.keras").exists()
-    assert "tfring: 2 workers on 1 host" in done.stdout  # the workers' standard error is shown, too
-
-
 def test_the_example_in_a_kernel(tmp_path):
-    """Executes the cells in a Jupyter kernel; what the workers print is the output of the cell that runs them."""
+    """Executes the cells of examples/notebook.ipynb; what workers print is the output of the cell that runs them."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)

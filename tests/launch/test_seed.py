@@ -65,8 +65,9 @@ report("images", images)
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
+    paths = os.environ["PYTHONPATH"]
     for name in ("PYTHONPATH", "PATH_OF_TEST"):
-        monkeypatch.setenv(name, os.pathsep.join(sys.path))
+        monkeypatch.setenv(name, os.pathsep.join([paths, *sys.path]))
     monkeypatch.delenv("TFRING_SEED", raising=False)
 
 

@@ -16,6 +16,9 @@ VOCABULARY, DIM, BATCH = 90, 8, 20
 ROWS = 4 * BATCH + 2  # of three workers one has none of the last batch
 
 
+EPSILON = 1e-4  # with Keras' 1e-7, Adam makes a step of what rounding leaves of a gradient that cancels to zero
+
+
 def optimizers():
     import keras
 
@@ -23,9 +26,9 @@ def optimizers():
     return {
         "sgd": lambda: o.SGD(0.05),
         "momentum": lambda: o.SGD(0.02, momentum=0.9, nesterov=True),
-        "adam": lambda: o.Adam(0.01),
+        "adam": lambda: o.Adam(0.01, epsilon=EPSILON),
         "clipped": lambda: o.SGD(0.05, momentum=0.9, global_clipnorm=0.02),
-        "decay": lambda: o.AdamW(0.01, weight_decay=0.2),
+        "decay": lambda: o.AdamW(0.01, weight_decay=0.2, epsilon=EPSILON),
     }
 
 
@@ -115,7 +118,7 @@ class Simulated:
         import keras
 
         keras.utils.set_random_seed(1)
-        self.models = [embedding_model(optimizers()[name](), "one_hot") for _ in range(n)]
+        self.models = [embedding_model(optimizers()[name](), "one_hot", run_eagerly=True) for _ in range(n)]
         self.every, self.local_momentum, self.tables = every, local_momentum, tables
         outer = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False, "global_clipnorm": None, **(outer or {})}
         self.outer = outer
@@ -184,11 +187,11 @@ class Simulated:
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 CASES = [
     ({"every": 4}, ["sgd", "momentum", "adam", "clipped", "decay"]),
-    ({"every": 4, "outer": NESTEROV}, ["momentum", "adam"]),
+    ({"every": 4, "outer": NESTEROV}, ["momentum"]),
     ({"every": 3, "outer": {"learning_rate": 1.0, "global_clipnorm": 0.05}}, ["sgd"]),
-    ({"every": 2, "local_momentum": "average"}, ["momentum", "adam"]),
+    ({"every": 2, "local_momentum": "average"}, ["adam"]),
     ({"every": 2, "local_momentum": "reset"}, ["momentum"]),
-    ({"every": 4, "tables": "diversity"}, ["sgd", "adam", "decay"]),
+    ({"every": 4, "tables": "diversity"}, ["decay"]),
 ]
 
 
@@ -554,9 +557,7 @@ def interrupted(folder, stop_at, local_momentum, tables):
     return bits(model)
 
 
-@pytest.mark.parametrize(
-    ("local_momentum", "tables"), [("keep", "average"), ("average", "average"), ("keep", "diversity")]
-)
+@pytest.mark.parametrize(("local_momentum", "tables"), [("average", "average"), ("keep", "diversity")])
 def test_a_backup_keeps_the_outer_momentum_and_each_workers_own(local_momentum, tables, tmp_path):
     whole = workers(2).run(interrupted, str(tmp_path / "whole"), None, local_momentum, tables)
     parts = workers(2).run(interrupted, str(tmp_path / "parts"), 8, local_momentum, tables)
@@ -574,7 +575,7 @@ def train_alone():
         strategy = harness.strategy(synchronization=synchronization)
         with strategy.scope():
             keras.utils.set_random_seed(1)
-            model = dense_model("adam")
+            model = dense_model(optimizers()["adam"]())
         model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
         results[name] = model.get_weights()
         strategy.close()
@@ -583,7 +584,7 @@ def train_alone():
 
 def test_one_worker():
     [found] = workers(1).run(train_alone)
-    assert relative_error(found["plain"], found["none"]) <= 5e-6  # anchor - (anchor - weights) rounds in each window
+    assert relative_error(found["plain"], found["none"]) <= 1e-6  # anchor - (anchor - weights) rounds in each window
     assert relative_error(found["lookahead"], found["none"]) > 1e-3
 
 

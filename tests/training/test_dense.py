@@ -21,7 +21,7 @@ def tower(optimizer, loss="mse", dtype=None, compile_options=None, **dense_optio
     return make
 
 
-def training_options(only=None):
+def training_options(only):
     import keras
 
     ring = strategy(check_equal=True, **devices())
@@ -33,7 +33,7 @@ def training_options(only=None):
         return lambda: keras.optimizers.SGD(0.05, momentum=0.9, **options)
 
     def case(name, make, *data, **options):
-        if only is None or name in only:
+        if name in only:
             cases[name] = train_both(ring, make, *(data or (x, y)), **options)
 
     case("plain", tower(sgd()), evaluate=(x, y), predict=x, validation_split=0.3)
@@ -42,11 +42,8 @@ def training_options(only=None):
     case("class_weight", tower(sgd()), x, labels, class_weight={0: 0.2, 1: 3.0, 2: 1.0})
     case("steps_per_execution", tower(sgd(), compile_options={"steps_per_execution": 3}), evaluate=(x, y), predict=x)
     case("run_eagerly", tower(sgd(), compile_options={"run_eagerly": True}), evaluate=(x, y), predict=x)
-    case("clipnorm", tower(sgd(clipnorm=0.01)))
-    case("global_clipnorm", tower(sgd(global_clipnorm=0.01)))
-    case("clipvalue", tower(sgd(clipvalue=0.001)))
-    case("weight_decay", tower(sgd(weight_decay=0.01)))
-    case("use_ema", tower(sgd(use_ema=True, ema_overwrite_frequency=3)))
+    case("clipnorm, weight_decay", tower(sgd(clipnorm=0.01, weight_decay=0.01)))
+    case("clipvalue, use_ema", tower(sgd(clipvalue=0.001, use_ema=True, ema_overwrite_frequency=3)))
     # The update of the second epoch's last batch: the ranks without a row in it contribute what they have accumulated.
     case("accumulation", tower(sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)), x[:41], y[:41])
     case("loss_scale", tower(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))))
@@ -69,9 +66,10 @@ def float64():
 
 
 def test_training_options():
-    assert_equal(workers(2).run(training_options, timeout=400))
+    assert_equal(workers(2).run(training_options, IN_KERAS + OTHERWISE, timeout=400))
 
 
+IN_KERAS = ["plain", "class_weight", "run_eagerly", "clipnorm, weight_decay", "clipvalue, use_ema", "sum"]
 # What differs in the collectives a step makes and in how rows are cut, not in what Keras does with the results.
 OTHERWISE = ["steps_per_execution", "accumulation", "loss_scale", "a last batch of one row"]
 
@@ -80,7 +78,7 @@ OTHERWISE = ["steps_per_execution", "accumulation", "loss_scale", "a last batch 
     (3, {}, ["sample_weight", "fewer rows than workers"]),
     pytest.param(4, {}, ["fewer rows than workers"], marks=pytest.mark.long),
     pytest.param(3, {"communication": "tensorflow"}, [], marks=pytest.mark.long),
-    pytest.param(2, {"logical_cpus": 2}, ["run_eagerly", "clipnorm"], marks=pytest.mark.long),
+    pytest.param(2, {"logical_cpus": 2}, ["run_eagerly", "clipnorm, weight_decay"], marks=pytest.mark.long),
 ])
 def test_training_options_otherwise(n, options, more):
     results = workers(n, **options).run(training_options, [*OTHERWISE, *more], timeout=400)
@@ -104,19 +102,19 @@ def in_buckets():
     from tfring.reduction.dense import BucketSizes
 
     results, calls = {}, []
-    for sizes in (BucketSizes(), BucketSizes(600, 40), BucketSizes(64), BucketSizes(1)):
+    for sizes in (BucketSizes(), BucketSizes(600, 40), BucketSizes(1)):
         ring = strategy(check_equal=True)
         ring.extended.gradient_ops._buckets = sizes
         make = tower(lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1))
         results[str(sizes)] = train_both(ring, make, *skewed_rows())
         calls.append(ring.extended.gradients.communicator.statistics()["collectives"]["all_reduce"])
         ring.close()
-    assert [number // calls[0] for number in calls] == [1, 3, 4, 6], calls
+    assert [number // calls[0] for number in calls] == [1, 3, 6], calls
     return results
 
 
 def test_buckets_of_all_sizes():
-    assert_equal(workers(3).run(in_buckets, timeout=400))
+    assert_equal(workers(2).run(in_buckets, timeout=400))
 
 
 def test_a_plan_of_buckets():

@@ -105,7 +105,7 @@ def test_no_rank_holds_a_whole_table(tmp_path):
     (wanted, _), *_ = results = workers(2).run(saved, str(tmp_path))
     for _, peaks in results:
         assert max(peaks.values()) < LIMIT, peaks
-    for size in (1, 4):
+    for size in (1, 3):
         for found, least, peaks in workers(size).run(loaded, str(tmp_path)):
             assert all(digests == wanted for digests in found.values())
             assert least >= 0.1 - 1e-7  # where Adagrad's slots begin

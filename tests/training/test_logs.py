@@ -258,9 +258,10 @@ def of_steps():
 
 @pytest.mark.oldest
 def test_what_a_step_returns_itself():
-    assert_equal(workers(3).run(of_steps, timeout=300))
+    assert_equal(workers(2).run(of_steps, timeout=300))
 
 
+@pytest.mark.long
 def test_what_a_step_returns_itself_with_two_replicas_a_worker():
     assert_equal(workers(2, logical_cpus=2).run(of_steps, timeout=300))
 
@@ -520,6 +521,7 @@ def test_state_is_that_of_one_process():
     assert_equal(workers(3).run(of_state, timeout=300))
 
 
+@pytest.mark.long
 def test_state_is_that_of_one_process_with_two_replicas_a_worker():
     assert_equal(workers(2, logical_cpus=2).run(of_state, timeout=300))
 

@@ -40,10 +40,22 @@ def test_programs():
     assert_equal(workers(3).run(train, SOME, timeout=300))
 
 
+# Each a setting of Keras beside a program that the other tests train.
+VARIANTS = [
+    "mean, accumulated", "mean, scaled", "unreduced, scaled", "guide, weighted", "mean of rows", "sum, low level",
+    "masked, weighted", "contrastive, eager", "masked, eager",
+]  # fmt: skip
+
+
+@pytest.mark.long
+def test_variants():
+    assert_equal(workers(2).run(train, VARIANTS, 19, timeout=400))
+
+
 def test_other_programs():
     three = ["circle", "synchronized normalization"]  # roundings of other batches lead these apart
-    names = [name for name in programs() if name not in (*SOME, *three)]
-    assert len(names) > 20
+    names = [name for name in programs() if name not in (*SOME, *VARIANTS, *three)]
+    assert len(names) > 12
     # Batches of 19: shares of 10 and 9 rows, and of 1 and 0 in the last.
     assert_equal(workers(2).run(train, names, 19, timeout=400))
     assert_equal(workers(3).run(train, three))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from common import relative_error, skewed_ids, skewed_rows
 from harness import workers
-from test_delayed import assert_ranks_equal, bits, dense_model, embedding_model
+from test_delayed import EPSILON, assert_ranks_equal, bits, dense_model, embedding_model
 
 import tfring
 from tfring.errors import ConfigurationError
@@ -24,8 +24,8 @@ def optimizers():
     return {
         "sgd": lambda: o.SGD(0.05),
         "momentum": lambda: o.SGD(decay, momentum=0.9, nesterov=True),
-        "adam": lambda: o.Adam(0.01),
-        "clipped": lambda: o.AdamW(0.01, weight_decay=0.2, global_clipnorm=0.05),
+        "adam": lambda: o.Adam(0.01, epsilon=EPSILON),
+        "clipped": lambda: o.AdamW(0.01, weight_decay=0.2, global_clipnorm=0.05, epsilon=EPSILON),
         "clipnorm": lambda: o.SGD(0.05, momentum=0.9, clipnorm=0.02),
     }
 
