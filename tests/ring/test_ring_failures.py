@@ -80,7 +80,6 @@ def interrupted_everywhere(cluster):
     return seen
 
 
-@pytest.mark.oldest
 def test_control_c_inside_tensorflow():
     with ranks.Group(2) as group:
         group.start(2, interrupted_everywhere)

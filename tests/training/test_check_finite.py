@@ -55,7 +55,6 @@ def programs():
     }
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("logical_cpus", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_first_variable_and_replica_are_named(logical_cpus):
     results = workers(2, logical_cpus=logical_cpus).run(programs)

@@ -207,7 +207,6 @@ def check(results, n):
 OVER_THREE = ["map", "one row a batch", "drop_remainder", "shuffle between", "shuffle of batches", "share", "pictures"]
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize(("n", "names"), [(2, None), pytest.param(3, OVER_THREE, marks=pytest.mark.long)])
 def test_as_one_process_and_each_rank_maps_its_rows(n, names):
     check(workers(n).run(train_pipelines, names, {}, timeout=400), n)

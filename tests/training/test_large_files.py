@@ -8,7 +8,6 @@ import threading
 import tracemalloc
 
 import numpy as np
-import pytest
 from harness import strategy, workers
 
 import tfring
@@ -100,7 +99,6 @@ def loaded(folder):
     return found, least, memory.peaks
 
 
-@pytest.mark.oldest
 def test_no_rank_holds_a_whole_table(tmp_path):
     (wanted, _), *_ = results = workers(2).run(saved, str(tmp_path))
     for _, peaks in results:

@@ -180,7 +180,7 @@ def of_compile():
 
 @pytest.mark.oldest
 def test_metrics_of_compile():
-    assert_equal(workers(3).run(of_compile, timeout=300))
+    assert_equal(workers(2).run(of_compile, timeout=300))
 
 
 @pytest.mark.long

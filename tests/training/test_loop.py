@@ -274,10 +274,13 @@ OTHERWISE = {
 FEW = ["in mid-epoch", "after an epoch's last", "unknown length", "in a validation"]
 
 
-def courses(names, stopping):
+def courses(stopping):
+    """`stopping`: the ranks that stop in each course."""
     ring = strategy(**devices())
     models = Models(ring)
-    return {name: course_of(ring, models, CASES[name][0], stopping, **CASES[name][1]) for name in names}
+    return {
+        name: course_of(ring, models, CASES[name][0], ranks, **CASES[name][1]) for name, ranks in stopping.items()
+    }
 
 
 def courses_otherwise(stopping):
@@ -294,23 +297,23 @@ def check_courses(results):
 
 @pytest.mark.oldest
 def test_one_rank_stops_all_where_one_process_stops():
-    check_courses(workers(2).run(courses, list(CASES), [1], timeout=300))
+    check_courses(workers(2).run(courses, dict.fromkeys(CASES, (1,)), timeout=300))
     check_courses(workers(2).run(courses_otherwise, [1], timeout=300))
 
 
 def test_some_and_all_ranks_stop():
-    check_courses(workers(3).run(courses, FEW, [0, 2], timeout=300))
-    check_courses(workers(3).run(courses, FEW[:2], [0, 1, 2], timeout=300))
+    of_all = dict.fromkeys(["after the first", "when an epoch begins"], (0, 1, 2))
+    check_courses(workers(3).run(courses, {**dict.fromkeys(FEW, (0, 2)), **of_all}, timeout=300))
 
 
 @pytest.mark.long
 def test_one_rank_stops_two_replicas_a_worker():
-    check_courses(workers(2, logical_cpus=2).run(courses, FEW, [1], timeout=300))
+    check_courses(workers(2, logical_cpus=2).run(courses, dict.fromkeys(FEW, (1,)), timeout=300))
 
 
 @pytest.mark.long
 def test_one_rank_stops_over_the_runtime_of_tensorflow():
-    check_courses(workers(2, "tensorflow").run(courses, FEW, [1], timeout=300))
+    check_courses(workers(2, "tensorflow").run(courses, dict.fromkeys(FEW, (1,)), timeout=300))
 
 
 # -- a generator, from which a batch is drawn that nobody trains -------------------------------------------------------

@@ -64,6 +64,7 @@ def test_replicas_without_rows():
     assert_equal(workers(3).run(replicas_without_rows, ["conv2d", "conv3d", "reshape"], False, timeout=300))
 
 
+@pytest.mark.long
 def test_replicas_without_rows_two_a_worker_and_eagerly():
     kinds = ["separable", "conv1d", "reshape"]
     assert_equal(workers(2, logical_cpus=2).run(replicas_without_rows, kinds, True, timeout=300))
@@ -339,7 +340,9 @@ def without_call(lazy):
     return result, errors
 
 
-@pytest.mark.parametrize("logical_cpus", [pytest.param(1, marks=pytest.mark.oldest), 2])
+@pytest.mark.parametrize("logical_cpus", [
+    pytest.param(1, marks=pytest.mark.oldest), pytest.param(2, marks=pytest.mark.long),
+])  # fmt: skip
 def test_models_without_call(logical_cpus):
     group = workers(2, logical_cpus=logical_cpus)
     results = group.run(without_call, False)

@@ -165,7 +165,6 @@ def made_in_and_out():
     return results
 
 
-@pytest.mark.oldest
 def test_models_made_inside_and_finished_outside():
     assert_equal(workers(2).run(made_in_and_out, timeout=300))
 

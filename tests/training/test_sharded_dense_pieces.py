@@ -93,7 +93,7 @@ def loaded(folder, mesh):
     return results
 
 
-@pytest.mark.parametrize("writers", [pytest.param(tfring.Mesh(data=3), marks=pytest.mark.oldest), BOTH], ids=str)
+@pytest.mark.parametrize("writers", [pytest.param(tfring.Mesh(data=3), marks=pytest.mark.long), BOTH], ids=str)
 def test_files(writers, tmp_path):
     (want_weights, want_slots), *_ = workers(writers.size).run(saved, str(tmp_path), writers)
     trained = []

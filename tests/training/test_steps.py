@@ -357,7 +357,6 @@ def compiled_by_xla(folder):
     return errors, sum(any(node.op == "_XlaRun" for node in graph.node) for graph in graphs)
 
 
-@pytest.mark.oldest
 def test_xla_compiles_what_lies_between_collectives(tmp_path):
     results = workers(2).run(compiled_by_xla, str(tmp_path))
     assert all(compiled >= 3 for _, compiled in results)  # steps of fit, evaluate and predict
