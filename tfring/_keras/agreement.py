@@ -6,12 +6,12 @@ A program's first data are often random numbers without a seed, or a random spli
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
+import xxhash
 
 from tfring import data
 from tfring._keras import calls, configuration
@@ -202,9 +202,9 @@ def _dense_parts(value: Any) -> list:
 def _digest(array: np.ndarray) -> str:
     if array.dtype.hasobject or array.nbytes <= _WHOLE_BYTES or not array.flags.c_contiguous:
         return configuration.digest(array)
-    result = 0
+    result = xxhash.xxh3_64()
     flat = array.reshape(-1).view(np.uint8)
     blocks = _WHOLE_BYTES // _BLOCK_BYTES
     for begin in np.linspace(0, flat.size - _BLOCK_BYTES, blocks, dtype=np.int64):
-        result = zlib.crc32(flat[begin : begin + _BLOCK_BYTES].data, result)
-    return f"{result:08x}"
+        result.update(flat[begin : begin + _BLOCK_BYTES].data)
+    return result.hexdigest()

@@ -12,12 +12,12 @@ import json
 import os
 import re
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+import xxhash
 
 from tfring import _tf
 from tfring._keras.layers import all_layers
@@ -128,13 +128,13 @@ def number(value: Any) -> int:
 
 
 def digest(array: np.ndarray) -> str:
-    """Returns a short text that is the same for arrays with the same bits: their CRC-32, at memory's speed."""
+    """Returns a short text that is the same for arrays with the same bits: their XXH3, at memory's speed."""
     if array.dtype.hasobject:
         octets = repr(array.tolist()).encode()
     else:
         # By octets: the buffers of dtypes that are not NumPy's own, such as bfloat16, are not to be cast.
         octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return f"{zlib.crc32(octets):08x}"
+    return xxhash.xxh3_64_hexdigest(octets)
 
 
 class _Names(dict):
