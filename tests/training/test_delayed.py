@@ -584,7 +584,7 @@ def train_alone():
 
 def test_one_worker():
     [found] = workers(1).run(train_alone)
-    assert relative_error(found["plain"], found["none"]) <= 1e-6  # anchor - (anchor - weights) rounds in each window
+    assert relative_error(found["plain"], found["none"]) <= 5e-6  # anchor - (anchor - weights) rounds in each window
     assert relative_error(found["lookahead"], found["none"]) > 1e-3
 
 
