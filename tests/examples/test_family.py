@@ -20,6 +20,7 @@ def retrieved():
     return retrieval.train(harness.strategy(), movielens_data.load(max_ratings=40_000), 3)
 
 
+@pytest.mark.long
 def test_retrieval():
     pytest.importorskip("keras_rs")
     movielens_data.fetch()
@@ -38,6 +39,7 @@ def searched(folder):
     return tuner.search(harness.strategy(), digits(), folder, trials=2, epochs=2)
 
 
+@pytest.mark.long
 def test_tuner(tmp_path):
     pytest.importorskip("keras_tuner")
     [(alone, weights)] = workers(1).run(searched, str(tmp_path / "alone"))

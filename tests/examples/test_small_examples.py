@@ -45,6 +45,7 @@ def text():
     return text_transformer.train(harness.strategy(), 2)
 
 
+@pytest.mark.long
 def test_text_transformer():
     [alone] = workers(1).run(text)
     for history in workers(2).run(text):
@@ -58,6 +59,7 @@ def fine_tuned():
     return histories, [(a == b).all() for a, b in zip(before, after, strict=True)], [float(a.sum()) for a in after]
 
 
+@pytest.mark.long
 def test_fine_tuning():
     [(alone, kept, sums)] = workers(1).run(fine_tuned)
     assert all(kept) and len(kept) == 6

@@ -216,6 +216,7 @@ def test_rows_are_cut_where_no_map_stands_before_the_batch():
     check(workers(2).run(train_pipelines, ["share, no map before", "class weights, no map before"], {}), 2)
 
 
+@pytest.mark.long
 def test_several_replicas_and_eager_steps():
     few = ["map", "shuffle between", "map of batches", "share", "one row a batch", "pictures"]
     check(workers(2, logical_cpus=2).run(train_pipelines, few, {}, timeout=300), 2)

@@ -52,7 +52,7 @@ def fitted(mesh, axis, names):
     pytest.param(MODEL, None, ["rows", "accumulated"], marks=pytest.mark.oldest),
     (tfring.Mesh(data=1, model=3), "model", ["as Keras"]),
     (BOTH, None, ["rows", "loss scale"]),
-    (BOTH, "data", ["rows"]),
+    pytest.param(BOTH, "data", ["rows"], marks=pytest.mark.long),
     (tfring.Mesh(data=2), "model", ["dense"]),  # which has one worker: each has the whole table
 ], ids=str)  # fmt: skip
 def test_equals_one_process(mesh, axis, names):

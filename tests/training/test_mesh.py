@@ -92,7 +92,7 @@ def plain(mesh):
     tfring.Mesh(data=1, model=2),
     pytest.param(tfring.Mesh(data=1, pipeline=3), marks=pytest.mark.long),
     tfring.Mesh(data=2, model=2),
-    tfring.Mesh(data=2, pipeline=2),
+    pytest.param(tfring.Mesh(data=2, pipeline=2), marks=pytest.mark.long),
 ], ids=str)  # fmt: skip
 def test_equals_one_process(mesh):
     assert_equal(workers(mesh.size).run(plain, mesh))

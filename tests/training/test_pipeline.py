@@ -112,6 +112,7 @@ MODELS = {
     "nested": nested,
     "few rows": few_rows,
 }
+OPTIMIZERS = ["RMSprop", "Adadelta", "Nadam", "Ftrl", "Lion", "ema"]
 BEGINS = {1: [], 2: ["d3"], 3: ["d2", "d3"], 4: ["d2", "d3", "d4"]}
 
 
@@ -250,14 +251,10 @@ def test_shardings_of_a_stage():
             "float32",
             marks=pytest.mark.long,
         ),
-        (
-            {"pipeline": 2},
-            [(kind, {"num_microbatches": 2}, by, {}) for kind, by in (("chain", "RMSprop"), ("nested", "swapped"))],
-            "float32",
-        ),
+        ({"pipeline": 2}, [("nested", {"num_microbatches": 2}, "swapped", {})], "float32"),
         pytest.param(
             {"pipeline": 2},
-            [("chain", {"num_microbatches": 2}, by, {}) for by in ("Adadelta", "Nadam", "Ftrl", "Lion", "ema")],
+            [("chain", {"num_microbatches": 2}, by, {}) for by in OPTIMIZERS],
             "float32",
             marks=pytest.mark.long,
         ),
@@ -290,7 +287,7 @@ def test_shardings_of_a_stage():
         ),
     ],
     ids=[
-        *("two", "three", "three otherwise", "optimizers", "other optimizers", "few rows"),
+        *("two", "three", "three otherwise", "nested", "optimizers", "few rows"),
         *("float64", "data", "model", "model otherwise", "all three"),
     ],
 )

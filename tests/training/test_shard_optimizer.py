@@ -159,7 +159,7 @@ def train(names, dense):
 @pytest.mark.parametrize(("n", "options", "dense", "names"), [
     (3, {}, "never", ["SGD momentum", "clipnorm", "accumulation", "loss_scale accumulated"]),
     pytest.param(4, {}, "auto", ["weight_decay", "ema"], marks=pytest.mark.long),
-    (2, {"communication": "tensorflow"}, "auto", ["global_clipnorm", "loss_scale"]),
+    pytest.param(2, {"communication": "tensorflow"}, "auto", ["global_clipnorm", "loss_scale"], marks=pytest.mark.long),
     pytest.param(2, {"logical_cpus": 2}, "never", ["ema of accumulated", "loss_scale"], marks=pytest.mark.long),
 ])
 def test_fit(n, options, dense, names):

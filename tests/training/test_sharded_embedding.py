@@ -125,7 +125,11 @@ def plain(other):
 
 @pytest.mark.parametrize(
     ("n", "communication", "placement"),
-    [(3, "ring", "columns"), pytest.param(4, "ring", "range", marks=pytest.mark.long), (2, "tensorflow", "columns")],
+    [
+        (3, "ring", "columns"),
+        pytest.param(4, "ring", "range", marks=pytest.mark.long),
+        pytest.param(2, "tensorflow", "columns", marks=pytest.mark.long),
+    ],
 )
 def test_equals_one_process(n, communication, placement):
     assert_equal(workers(n, communication).run(plain, placement))

@@ -10,7 +10,7 @@ from harness import strategy, workers
 import tfring
 
 VOCABULARY, DIM = 30, 8
-ENGINES = [(2, "ring"), (3, "ring"), (4, "ring"), (3, "tensorflow")]
+ENGINES = [(2, "ring"), (3, "ring"), pytest.param(4, "ring", marks=pytest.mark.long), (3, "tensorflow")]
 
 
 def known_optimizers():
