@@ -36,7 +36,7 @@ def test_retrieval():
 def searched(folder):
     import tuner
 
-    return tuner.search(harness.strategy(), digits(), folder, trials=2, epochs=2)
+    return tuner.search(harness.strategy(), digits(), folder, trials=3, epochs=2)
 
 
 @pytest.mark.long
@@ -48,4 +48,4 @@ def test_tuner(tmp_path):
             assert values == pytest.approx(expected) and score == pytest.approx(score_alone, abs=0.01)
         for weight, expected in zip(others, weights, strict=True):
             assert weight == pytest.approx(expected, abs=1e-3)
-    assert len(alone) == 2 and max(score for _, score in alone) > 0.8
+    assert len(alone) == 3 and max(score for _, score in alone) > 0.8

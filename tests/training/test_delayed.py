@@ -557,7 +557,9 @@ def interrupted(folder, stop_at, local_momentum, tables):
     return bits(model)
 
 
-@pytest.mark.parametrize(("local_momentum", "tables"), [("average", "average"), ("keep", "diversity")])
+@pytest.mark.parametrize(("local_momentum", "tables"), [
+    ("average", "average"), ("keep", "diversity"), pytest.param("keep", "average", marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_backup_keeps_the_outer_momentum_and_each_workers_own(local_momentum, tables, tmp_path):
     whole = workers(2).run(interrupted, str(tmp_path / "whole"), None, local_momentum, tables)
     parts = workers(2).run(interrupted, str(tmp_path / "parts"), 8, local_momentum, tables)

@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 
 import numpy as np
+import pytest
 from harness import strategy, workers
 
 import tfring
@@ -99,14 +100,15 @@ def loaded(folder):
     return found, least, memory.peaks
 
 
-def test_no_rank_holds_a_whole_table(tmp_path):
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_no_rank_holds_a_whole_table(tmp_path, size):
     (wanted, _), *_ = results = workers(2).run(saved, str(tmp_path))
     for _, peaks in results:
         assert max(peaks.values()) < LIMIT, peaks
-    for found, least, peaks in workers(3).run(loaded, str(tmp_path)):
+    for found, least, peaks in workers(size).run(loaded, str(tmp_path)):
         assert all(digests == wanted for digests in found.values())
         assert least >= 0.1 - 1e-7  # where Adagrad's slots begin
-        assert max(peaks.values()) < LIMIT, peaks
+        assert size == 1 or max(peaks.values()) < LIMIT, peaks
 
 
 SHARD_BYTES = 96 << 20

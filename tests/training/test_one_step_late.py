@@ -102,7 +102,9 @@ CASES = [
     (2, EVERY, {}, "never"),
     (3, ["momentum", "clipnorm"], {"warmup_steps": 3}, "never"),
     (3, ["adam", "clipped"], {"clip_local_norm": 0.1}, "always"),
-    pytest.param(4, ["momentum"], {"warmup_steps": 7, "clip_local_norm": 0.3}, "never", marks=pytest.mark.long),
+    pytest.param(
+        4, ["momentum", "clipped"], {"warmup_steps": 7, "clip_local_norm": 0.3}, "never", marks=pytest.mark.long
+    ),
 ]
 
 

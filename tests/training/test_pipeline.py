@@ -274,6 +274,10 @@ def test_shardings_of_a_stage():
             "float32",
         ),
         pytest.param(
+            {"pipeline": 2, "data": 2}, [("graph", {"num_microbatches": 4}, "sgd", {})], "float32",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             {"pipeline": 2, "model": 2},
             [("dense", {"num_microbatches": 4}, "adam", {}), ("along model", {"num_microbatches": 4}, "plain", {})],
             "float32",
@@ -288,7 +292,7 @@ def test_shardings_of_a_stage():
     ],
     ids=[
         *("two", "three", "three otherwise", "nested", "optimizers", "few rows"),
-        *("float64", "data", "model", "model otherwise", "all three"),
+        *("float64", "data", "model", "data otherwise", "model otherwise", "all three"),
     ],
 )
 def test_equals_one_process(mesh, cases, floatx):
@@ -384,8 +388,9 @@ def loaded(folder, kind, stages):
     [
         pytest.param("graph", {"pipeline": 2}, (1, 3), marks=pytest.mark.oldest),
         ("along model", {"pipeline": 2, "model": 2}, (2,)),
+        pytest.param("along model", {"pipeline": 2, "model": 2}, (1,), marks=pytest.mark.long),
     ],
-    ids=["stages", "stages in pieces"],
+    ids=["stages", "stages in pieces", "of pieces in one process"],
 )
 def test_files(tmp_path, kind, mesh, into):
     (first, second), *_ = workers(math.prod(mesh.values())).run(saved, str(tmp_path), kind, mesh)

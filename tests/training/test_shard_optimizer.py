@@ -156,11 +156,14 @@ def train(names, dense):
     return {name: train_both(ring, model_of(kinds[name]), x, y) for name in names}
 
 
+TWO_REPLICAS = ["global_clipnorm", "ema of accumulated", "loss_scale"]
+
+
 @pytest.mark.parametrize(("n", "options", "dense", "names"), [
     (3, {}, "never", ["SGD momentum", "clipnorm", "accumulation", "loss_scale accumulated"]),
     pytest.param(4, {}, "auto", ["weight_decay", "ema"], marks=pytest.mark.long),
     pytest.param(2, {"communication": "tensorflow"}, "auto", ["global_clipnorm", "loss_scale"], marks=pytest.mark.long),
-    pytest.param(2, {"logical_cpus": 2}, "never", ["ema of accumulated", "loss_scale"], marks=pytest.mark.long),
+    pytest.param(2, {"logical_cpus": 2}, "never", TWO_REPLICAS, marks=pytest.mark.long),
 ])
 def test_fit(n, options, dense, names):
     results = workers(n, **options).run(train, names, dense)
@@ -341,7 +344,7 @@ def in_h5_file(path):
         return [np.asarray(group[name]) for name in group.attrs["weight_names"]]
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(4, [3]), (1, [3])])
+@pytest.mark.parametrize(("writers", "readers"), [(4, [3]), pytest.param(4, [1], marks=pytest.mark.long), (1, [3])])
 def test_files(writers, readers, tmp_path):
     [want_weights, want_slots], *others = workers(writers).run(saved, str(tmp_path), 1)
     assert all(relative_error(slots, want_slots) == 0 for _, slots in others)

@@ -50,16 +50,19 @@ def test_equals_one_process(n, communication, cases):
 @pytest.mark.parametrize(("mesh", "cases"), [
     pytest.param(MODEL, [("columns", "Adam"), ("one sum", "global_clipnorm")], marks=pytest.mark.oldest),
     (BOTH, [("columns", "SGD"), ("pair", "Adam")]),
+    pytest.param(BOTH, [("one sum", "global_clipnorm")], marks=pytest.mark.long),
     (tfring.Mesh(data=1, model=3), [("pair", "SGD")]),
 ], ids=str)  # fmt: skip
 def test_equals_one_process_on_a_mesh(mesh, cases):
     assert_equal(workers(mesh.size).run(fitted, mesh, cases))
 
 
-@pytest.mark.parametrize("mesh", [BOTH], ids=str)
-def test_in_float64(mesh):
-    cases = [("pair", "loss_scale"), ("columns", "Adam", ("run_eagerly", True))]
-    assert_equal(workers(mesh.size).run(fitted, mesh, cases, "float64"), tolerance=1e-12)
+@pytest.mark.parametrize("cases", [
+    [("pair", "loss_scale"), ("columns", "Adam", ("run_eagerly", True))],
+    pytest.param([("rows first", "clipnorm")], marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_in_float64(cases):
+    assert_equal(workers(BOTH.size).run(fitted, BOTH, cases, "float64"), tolerance=1e-12)
 
 
 def by_each_optimizer(mesh, names):
