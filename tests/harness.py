@@ -406,8 +406,10 @@ def _collect(processes: list[_Process], timeout: float, grace: float) -> list[_R
 
 
 def _report(processes: list[_Process], replies: list[_Reply]) -> str:
+    """Returns each rank's reply and log; those that raised or died come first, before those that waited for them."""
     parts = [f"{sum(reply.failed for reply in replies)} of {len(replies)} ranks failed."]
-    for rank, (process, reply) in enumerate(zip(processes, replies, strict=True)):
+    ranks = sorted(enumerate(zip(processes, replies, strict=True)), key=lambda each: each[1][1].kind == "timed out")
+    for rank, (process, reply) in ranks:
         parts.append(f"===== rank {rank} {reply.kind}" + (f"\n{reply.value}" if reply.failed else ""))
         tail = process.log_tail()
         if tail:

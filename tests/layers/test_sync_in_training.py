@@ -27,7 +27,8 @@ def network(shape, normalization, with_input=True, **compile_options):
         if len(shape) == 3:
             layers.append(keras.layers.Conv2D(4, 3, padding="same", use_bias=False))
         else:
-            layers.append(keras.layers.Dense(8, use_bias=False))
+            # Its loss is the replica's own, though replicas of a worker meet in the normalization behind it.
+            layers.append(keras.layers.Dense(8, use_bias=False, activity_regularizer=keras.regularizers.L2(0.1)))
         layers += [normalization(), keras.layers.ReLU()]
     return compiled(keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(4)]), **compile_options)
 

@@ -56,6 +56,7 @@ def install() -> None:
             _warn_of_added(self, value)
         return original(self, loss)
 
+    Layer._losses = _AddedLosses()
     if version_of_keras() < (3, 14):
         Layer.activity_regularizer = _SummedRegularizer()
 
@@ -134,6 +135,26 @@ def additional_loss(total: Any, loss: Any) -> Any:
     """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
     running = step.weighing()
     return running.unweigh(total) if running and len(loss.shape) else total
+
+
+class _AddedLosses:
+    """In place of the attribute `Layer._losses`: within a step what this replica has added to the loss.
+
+    Replicas of a worker share the layers and are traced by turns, which change where they exchange something.
+    """
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        running = step.current()
+        if running is not None:
+            return running.added.setdefault(id(layer), [])
+        if "_losses" not in layer.__dict__:
+            raise AttributeError("_losses")
+        return layer.__dict__["_losses"]
+
+    def __set__(self, layer: Any, losses: list) -> None:
+        layer.__dict__["_losses"] = losses
 
 
 class _SummedRegularizer:

@@ -34,6 +34,7 @@ class Step:
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
       is_static: whether this replica's number of rows is known before the step runs, and looks like any constant.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
+      added: what layers have added by `add_loss` in this replica, by the identity of the layer.
       reads: what is known of this graph's operations on metrics' state.
       applying: the optimizer whose own `apply` runs, with gradients of the whole batch.
     """
@@ -55,6 +56,7 @@ class Step:
         self.part = part
         self.is_static = is_static
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.added: dict[int, list] = {}
         self.reads: Any = None
         self.applying: Any = None
 
