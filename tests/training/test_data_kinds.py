@@ -172,9 +172,9 @@ def newcomers():
             model.compile(loss="mse")
         return model
 
-    generator = np.random.default_rng(ring.cluster.rank)
     same = np.ones((64, 4), "float32")
-    other = generator.random((64, 4))
+    other = np.random.default_rng(0).random((64, 4))
+    other[-1] += ring.cluster.rank  # and not what an error shows of an array, its beginning
     calls = {
         "x": lambda model: model.fit(other, same, verbose=0),
         "y": lambda model: model.fit(same, y=other[:, :1], verbose=0, validation_split=0.2),
