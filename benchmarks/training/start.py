@@ -1,5 +1,7 @@
 """How long after it was started a program has trained its first step, and its memory: Keras alone, and launched.
 
+As many processes of Keras alone, started at once and with nothing to do with each other, are what a machine allows.
+
     python benchmarks/training/start.py              # prints the table
     python benchmarks/training/start.py --write      # and writes it into README.md
 
@@ -51,15 +53,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into README.md")
     arguments = parser.parse_args()
     conditions = contest.conditions(realtime=False)
-    starts = {"Keras alone": ""} | {f"`tfring launch -n {n}`": n for n in arguments.workers.split(",")}
+    starts = {"Keras alone": (1, False)}
+    for n in map(int, arguments.workers.split(",")):
+        starts |= {f"Keras alone, {n} at once": (n, False)} if n > 1 else {}
+        starts |= {f"`tfring launch -n {n}`": (n, True)}
     times: dict[str, list[float]] = {name: [] for name in starts}
     kilobytes: dict[str, list[int]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory() as folder:
         program = pathlib.Path(folder, "program.py")
         program.write_text(PROGRAM)
         for _ in range(arguments.rounds + 1):  # the first reads TensorFlow's files into memory
-            for name, workers in starts.items():
-                took, memory = start(program, workers, pathlib.Path(folder, "ends"))
+            for name, how in starts.items():
+                took, memory = start(program, *how, pathlib.Path(folder, "ends"))
                 times[name].append(took)
                 kilobytes[name].append(memory)
     lines = [
@@ -81,13 +86,23 @@ def main() -> None:
         page.write_text(MARKS.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", page.read_text()))
 
 
-def start(program: pathlib.Path, workers: str, folder: pathlib.Path) -> tuple[float, int]:
+def start(program: pathlib.Path, num_processes: int, is_launched: bool, folder: pathlib.Path) -> tuple[float, int]:
     """Returns the seconds until the slowest process has trained a step, and the kB of the largest process."""
     folder.mkdir()
-    command = [sys.executable, "-m", "tfring.launch", "-n", workers] if workers else [sys.executable]
+    command = [sys.executable, *(["-m", "tfring.launch", "-n", str(num_processes)] if is_launched else [])]
+    command += [str(program), str(folder), *(["tfring"] if is_launched else [])]
     begin = time.monotonic()
-    arguments = [str(program), str(folder), *(["tfring"] if workers else [])]
-    subprocess.run([*command, *arguments], check=True, timeout=SECONDS, capture_output=True)
+    started = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(1 if is_launched else num_processes)
+    ]
+    try:
+        for process in started:
+            if process.wait(SECONDS):
+                raise subprocess.CalledProcessError(process.returncode, command)
+    finally:
+        for process in started:
+            process.kill()
     ends = [path.read_text().split() for path in folder.iterdir()]
     shutil.rmtree(folder)
     return max(float(end) for end, _ in ends) - begin, max(int(memory) for _, memory in ends)
