@@ -11,6 +11,7 @@ Each start is a new process, or a new job; they take turns, round by round.
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import re
 import shutil
@@ -91,9 +92,11 @@ def start(program: pathlib.Path, num_processes: int, is_launched: bool, folder: 
     folder.mkdir()
     command = [sys.executable, *(["-m", "tfring.launch", "-n", str(num_processes)] if is_launched else [])]
     command += [str(program), str(folder), *(["tfring"] if is_launched else [])]
+    # As installed: pip compiles what it installs, and here the first round does.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.monotonic()
     started = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(1 if is_launched else num_processes)
     ]
     try:
