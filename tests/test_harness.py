@@ -47,6 +47,12 @@ def die_on_rank_1():
         os._exit(7)
 
 
+def raise_on_rank_1_while_0_waits():
+    if cluster.detect().rank == 1:
+        raise ValueError("the cause")
+    time.sleep(600)
+
+
 def logical_cpus():
     import tensorflow as tf
 
@@ -121,6 +127,12 @@ def test_failure_shows_every_rank():
     assert "rank 1 raised" in text and "assert 3 == 4" in text and "in fail_on_rank_1" in text
     assert text.count("before the failure") == 2
     assert not set(before) & set(workers(2).run(pid))
+
+
+def test_the_cause_stands_before_those_that_waited_for_it(monkeypatch):
+    monkeypatch.setattr(harness, "_GRACE_SECONDS", 0.5)
+    with pytest.raises(WorkersFailedError, match=r"(?s)rank 1 raised.*the cause.*rank 0 timed out"):
+        workers(2).run(raise_on_rank_1_while_0_waits)
 
 
 def test_timeout_shows_stacks_and_kills():
