@@ -85,6 +85,8 @@ class Port:
 
 
 def main(names: list[str]) -> None:
+    with contextlib.suppress(PermissionError):  # a switch has a processor of its own
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ports = [Port(name) for name in names]
     selector = selectors.DefaultSelector()
     for port in ports:

@@ -14,6 +14,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Collection
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "collectives")]
@@ -29,7 +30,8 @@ NETWORKS = {  # bits a second, seconds of delay each way
     "1 Gbit/s, 5 ms": (1_000_000_000, 0.005),
     "100 Mbit/s, 5 ms": (100_000_000, 0.005),
 }
-MTU = 16000  # behind the switch, a Python program that takes some 20 microseconds a frame
+# From the start, for connections keep theirs: the switch is a Python program that takes some 20 microseconds a frame.
+MTU = 16000
 SECONDS, MOST_STEPS, END_SECONDS = 5.0, 32, 120  # of a measurement; of the end
 WAYS: dict[str, tuple[dict, int]] = {
     "ring": ({"strategy": "ring"}, 0),
@@ -56,10 +58,10 @@ def formula(way: str, workers: int, rate: float) -> float:
     return 2 * bits * (workers - 1) / workers / rate / wanted.get("every", 1)
 
 
-def measure(way: str, workers: int) -> dict[str, float]:
-    """Returns the seconds of a step on each network."""
+def measure(way: str, workers: int, networks: Collection[str]) -> dict[str, float]:
+    """Returns the seconds of a step on each of these networks."""
     wanted, servers = WAYS[way]
-    with namespaces.hosts(workers + servers) as hosts, contextlib.ExitStack() as stack:
+    with namespaces.hosts(workers + servers, MTU) as hosts, contextlib.ExitStack() as stack:
         addresses = [f"{host.ipv4}:{PORT}" for host in hosts]
         cluster = {"worker": addresses[:workers], **({"ps": addresses[workers:]} if servers else {})}
         processes = []
@@ -88,6 +90,8 @@ def measure(way: str, workers: int) -> dict[str, float]:
         steps(wanted.get("every", 1))  # traces
         found, switch = {}, None
         for network, (rate, seconds) in NETWORKS.items():
+            if network not in networks:
+                continue
             if seconds and switch is None:
                 switch = stack.enter_context(delayed(hosts, seconds, rate, MTU))
             elif seconds:
@@ -149,18 +153,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="links.json, links.png and the tables of README.md")
     parser.add_argument("--only", default="", help="ways that hold this; for the others stands what links.json holds")
+    parser.add_argument("--network", choices=NETWORKS, help="this alone; for the others stands what links.json holds")
     parser.add_argument("--redraw", action="store_true", help="measures nothing: what links.json holds")
     arguments = parser.parse_args()
     if why_not := namespaces.why_not():
         sys.exit(f"links.py needs network namespaces: {why_not}")
     file = HERE / "links.json"
-    found = json.loads(file.read_text()) if arguments.redraw or arguments.only else {"steps": {}}
+    is_part = arguments.redraw or arguments.only or arguments.network
+    found = json.loads(file.read_text()) if is_part else {"steps": {}}
     if not arguments.redraw:
         found["conditions"] = f"{contest.conditions(False)}"
     for way in WAYS if not arguments.redraw else ():
         for workers in WORKERS if arguments.only in way else ():
-            took = measure(way, workers)
-            found["steps"].setdefault(way, {})[str(workers)] = took
+            took = measure(way, workers, [arguments.network] if arguments.network else NETWORKS)
+            found["steps"].setdefault(way, {}).setdefault(str(workers), {}).update(took)
             print(way, workers, took, file=sys.stderr, flush=True)
             if arguments.write:
                 file.write_text(json.dumps(found, indent=1) + "\n")
