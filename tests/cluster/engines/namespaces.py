@@ -50,8 +50,8 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(n: int = 2, mtu: int = 1500) -> Iterator[Sequence[Host]]:
-    """`n` hosts that reach each other by frames of up to `mtu` bytes, gone afterwards."""
+def hosts(n: int = 2) -> Iterator[Sequence[Host]]:
+    """`n` hosts that reach each other, gone afterwards."""
     tag = f"tfring-{os.getpid()}-{secrets.token_hex(2)}"
     bridge = f"{tag}-bridge"
     made = [
@@ -69,8 +69,6 @@ def hosts(n: int = 2, mtu: int = 1500) -> Iterator[Sequence[Host]]:
             (folder / "hosts").write_text(known)
             _ip("netns", "add", host.namespace)
             _ip("-n", bridge, "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
-            for namespace, device in ((host.namespace, "eth0"), (bridge, host.port)):
-                _ip("-n", namespace, "link", "set", device, "mtu", str(mtu))
             _ip("-n", bridge, "link", "set", host.port, "master", "bridge0", "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
