@@ -72,6 +72,31 @@ def test_programs_over_tensorflow():
     assert_equal(workers(3, "tensorflow").run(train, ["masked", "contrastive"], timeout=300))
 
 
+def left_behind(_):
+    """Returns what layers have added, behind an eager step of one worker and of Keras alone."""
+    import contextlib
+
+    import keras
+
+    x, y = skewed_rows(20)
+    found = []
+    for scope in (strategy().scope(), contextlib.nullcontext()):
+        with scope:
+            keras.utils.set_random_seed(1)
+            layers = [keras.layers.Dense(3, activity_regularizer="l2"), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile("sgd", "mse", run_eagerly=True)
+        model.train_on_batch(x, y)
+        found.append([float(loss) for loss in model.losses])
+    return found
+
+
+def test_what_layers_add_is_there_behind_an_eager_step():
+    [[got, want]] = workers(1).run(left_behind, None)
+    assert len(want) == 1
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 # -- what is said where it cannot be equal -----------------------------------------------------------------------------
 
 

@@ -147,8 +147,8 @@ class _AddedLosses:
         if layer is None:
             return self
         running = step.current()
-        if running is not None:
-            return running.added.setdefault(id(layer), [])
+        if running is not None:  # and behind an eager step its last replica's stay, as Keras' do
+            layer.__dict__["_losses"] = running.added.setdefault(id(layer), [])
         if "_losses" not in layer.__dict__:
             raise AttributeError("_losses")
         return layer.__dict__["_losses"]

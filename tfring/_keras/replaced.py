@@ -2,7 +2,8 @@
 
 What a class can say by deriving from Keras' own does so (bases.py, trainer.py, ring_optimizer.py, epochs.py). These
 functions belong to classes and modules that Keras chooses itself. A replacement acts on objects of a RingStrategy and
-calls the original for all others. The first RingStrategy warns where Keras has changed one.
+calls the original for all others. The first RingStrategy warns where Keras has changed one. Two attributes of Keras'
+Layer are properties besides, `_losses` and, before Keras 3.14, `activity_regularizer` (losses.py).
 """
 
 from __future__ import annotations
