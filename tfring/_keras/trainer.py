@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.models.functional import Functional
 from keras.src.trainers import trainer as base_trainer
 
 from tfring import _tf, data, step
@@ -117,6 +118,11 @@ class RingTrainer(TensorFlowTrainer):
             super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         else:
             _build(self, strategy, iterator, data_batch)
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if data_batch is not None and ring_of_model(self) is not None:
+            _build_metrics_and_loss(self, data_batch)
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
         return additional_loss(super()._aggregate_additional_loss(loss), loss)
@@ -225,6 +231,36 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
                 _build_eagerly(model, data_batch)
     if first:
         outside.take_in_metrics(model, strategy)
+
+
+def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:
+    """Builds them from the outputs of a functional model, which are known: Keras traces a forward pass for them."""
+    from keras.src import backend
+    from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+
+    def symbolic(value: Any) -> Any:
+        return None if value is None else backend.KerasTensor(value.shape, backend.standardize_dtype(value.dtype))
+
+    x, y, sample_weight = unpack_x_y_sample_weight(tf.nest.map_structure(symbolic, data_batch))
+    y_pred = _known_outputs(model, x)
+    if y_pred is None:
+        return
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        backend.compute_output_spec(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
+    if model._compile_loss is not None and not model._compile_loss.built:
+        backend.compute_output_spec(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
+
+
+def _known_outputs(model: Any, x: Any) -> Any:
+    """Returns symbolic outputs of a functional model for inputs as it was made with; else None."""
+    kind = type(model)
+    is_functional = isinstance(model, Functional) or (isinstance(model, keras.Sequential) and model._functional)
+    if not is_functional or kind.call not in (Functional.call, keras.Sequential.call):
+        return None
+    if kind.__call__ is not keras.Layer.__call__ or any(t.sparse for t in [*model.inputs, *model.outputs]):
+        return None
+    shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(x)]
+    return model.compute_output_spec(x) if shapes == [t.shape for t in model.inputs] else None
 
 
 def _symbolic_batch(element_spec: Any) -> Any:
@@ -336,7 +372,7 @@ class StepFunction:
             lambda step: self._strategy.extended.run_step(step, inputs, shares),
             lambda element: self._step(without_optionals(element)),
             rows,
-            tf.executing_eagerly() or all(isinstance(data.num_rows(element), int) for element in inputs),
+            tf.executing_eagerly() or all(map(data.has_static_rows, inputs)),
         )
         parts = [state.written_together(self._strategy, written, shares, before)]
         if with_logs and self._logs.read(written):

@@ -3,7 +3,15 @@
 from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced, undistributed
 from tfring.data.pipeline import arrays_of, share, yields_alike
-from tfring.data.rows import forget_rows, num_rows, one_row_at_least, slice_rows, split_rows, static_rows
+from tfring.data.rows import (
+    forget_rows,
+    has_static_rows,
+    num_rows,
+    one_row_at_least,
+    slice_rows,
+    split_rows,
+    static_rows,
+)
 from tfring.data.shares import Shares
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "distribute",
     "distribute_for_keras",
     "forget_rows",
+    "has_static_rows",
     "in_place",
     "is_sliced",
     "mapped",

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+_TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+
 
 def num_rows(element: Any) -> tf.Tensor | int | None:
     """Returns the rows of a batch, the first dimension of its components; None where it has none.
@@ -14,31 +16,40 @@ def num_rows(element: Any) -> tf.Tensor | int | None:
     Where some components say their first dimension before they are drawn and others do not, those that do are
     constants beside the rows; where all do, most of them count rows.
     """
-    counts = [_count(component) for component in tf.nest.flatten(element)]
-    counts = [count for count in counts if count is not None]
-    drawn = next((count for count in counts if tf.is_tensor(count)), None)
-    return drawn if drawn is not None else max(counts, key=counts.count, default=None)
+    components = tf.nest.flatten(element)
+    counted = next((component for component in components if _is_counted(component)), None)
+    if counted is not None:
+        return _count(counted)
+    counts = [count for count in map(static_rows, components) if count is not None]
+    return max(counts, key=counts.count, default=None)
+
+
+def has_static_rows(element: Any) -> bool:
+    """Returns True if a batch says how many rows it has before it is drawn."""
+    components = tf.nest.flatten(element)
+    return not any(map(_is_counted, components)) and any(static_rows(c) is not None for c in components)
 
 
 def static_rows(component: Any) -> int | None:
     """Returns the first dimension of a component of a batch; None where it is not static, or there is none."""
-    count = _count(component)
-    return count if isinstance(count, int) else None
-
-
-def _count(component: Any) -> tf.Tensor | int | None:
-    if isinstance(component, (tf.RaggedTensor, tf.SparseTensor)):
-        if component.shape.rank and component.shape[0] is not None:
-            return component.shape[0]
-        return component.nrows() if isinstance(component, tf.RaggedTensor) else component.dense_shape[0]
-    if isinstance(component, tf.experimental.Optional):
-        return None
     shape = getattr(component, "shape", None)
-    if shape is None or (isinstance(component, tf.Tensor) and shape.rank == 0) or shape == ():
+    if shape is None or isinstance(component, tf.experimental.Optional):
         return None
-    if isinstance(component, tf.Tensor):
-        return shape[0] if shape.rank and shape[0] is not None else tf.shape(component, tf.int64)[0]
-    return shape[0]
+    if isinstance(component, _TENSORS):
+        return shape[0] if shape.rank else None
+    return None if shape == () else shape[0]
+
+
+def _is_counted(component: Any) -> bool:
+    """Returns True if a component has rows that are counted once it is drawn."""
+    return isinstance(component, _TENSORS) and component.shape.rank != 0 and static_rows(component) is None
+
+
+def _count(component: Any) -> tf.Tensor:
+    """Returns the rows of a component that is counted once it is drawn."""
+    if isinstance(component, tf.RaggedTensor):
+        return component.nrows()
+    return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
 
 
 def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> Any:
@@ -49,8 +60,8 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
     rows = num_rows(element)
 
     def cut(component: Any) -> Any:
-        count = _count(component)
-        if isinstance(count, int) and (tf.is_tensor(rows) or count != rows):
+        count = static_rows(component)
+        if count is not None and (tf.is_tensor(rows) or count != rows):
             return component
         if isinstance(component, tf.SparseTensor):
             begins = tf.concat([[begin], tf.zeros_like(component.dense_shape[1:])], 0)
@@ -66,7 +77,7 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
 
 def with_equal_rows(element: Any) -> Any:
     """Returns the element, whose components are checked to have as many rows when it is drawn."""
-    counts = [count for count in map(_count, tf.nest.flatten(element)) if tf.is_tensor(count)]
+    counts = [_count(component) for component in tf.nest.flatten(element) if _is_counted(component)]
     checks = [
         # Not `tf.debugging`: it puts each check into a branch, which is a function of its own.
         tf.raw_ops.Assert(
@@ -190,7 +201,7 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
     components = tf.nest.flatten(element)
     places = [i for i, component in enumerate(components) if _has_rows_to_give(component)]
     filled = tf.cond(
-        has_rows, lambda: [components[i] for i in places], lambda: [_filled(components[i]) for i in places]
+        has_rows, lambda: [components[i] for i in places], lambda: [_with_a_row(components[i]) for i in places]
     )
     for i, component in zip(places, filled, strict=True):
         components[i] = component
@@ -198,30 +209,26 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
 
 
 def _has_rows_to_give(component: Any) -> bool:
-    count = _count(component)
-    if isinstance(count, int) and count > 0:  # a constant beside the rows
+    if static_rows(component):  # a constant beside the rows
         return False
     if isinstance(component, tf.Tensor):
         return component.dtype != tf.variant and component.shape.rank != 0
     return isinstance(component, (tf.RaggedTensor, tf.SparseTensor))
 
 
-def _filled(component: Any) -> Any:
-    if not isinstance(component, tf.Tensor):
-        return _row_of_zeros(component)
-    # A constant beside the rows stays whole, also where its size is not static.
-    return tf.cond(tf.size(component) > 0, lambda: tf.identity(component), lambda: _row_of_zeros(component))
-
-
-def _row_of_zeros(component: Any) -> Any:
+def _with_a_row(component: Any) -> Any:
+    """Returns a component that has a row of zeros where it is empty; a constant beside the rows stays whole."""
     if isinstance(component, tf.RaggedTensor):  # a row without values
         splits = tf.zeros([2], component.row_splits.dtype)
         return tf.RaggedTensor.from_row_splits(component.values, splits, validate=False)
     if isinstance(component, tf.SparseTensor):
         shape = tf.concat([[1], component.dense_shape[1:]], 0)
         return tf.SparseTensor(component.indices, component.values, shape)
-    if component.shape.rank is None:
-        return tf.zeros(tf.concat([[1], tf.maximum(tf.shape(component)[1:], 1)], 0), component.dtype)
-    sizes = tf.shape(component)
-    known = enumerate(component.shape[1:], 1)
-    return tf.zeros([1, *(tf.maximum(sizes[i], 1) if n is None else n for i, n in known)], component.dtype)
+    # Padded by what each dimension lacks of one: a branch for each component would be traced as two functions.
+    missing = tf.maximum(1 - tf.shape(component), 0)
+    if component.shape.rank is not None:
+        missing *= [1, *(int(n is None) for n in component.shape[1:])]
+    padded = tf.raw_ops.Pad(input=component, paddings=tf.stack([tf.zeros_like(missing), missing], axis=1))
+    if component.shape.rank is not None:
+        padded.set_shape([None, *component.shape[1:]])
+    return padded

@@ -45,7 +45,7 @@ class Status(NamedTuple):
     Attributes:
       has_batch: bool scalar, whether any rank has rows left.
       goes_on: bool scalar, whether the step is taken; where not, `why_not` raises the reason.
-      flags: int64 `[3]`, of anything but 0 where any rank begins a step, stops, ends its epoch; None of one replica.
+      flags: three int64 scalars, not 0 where any rank begins a step, stops, ends its epoch; None of one replica.
       is_same: bool scalar, whether all drew the same batch; None of one replica.
       ended_early: bool scalar, whether one has no batch of the rows that all draw; None of one replica.
       shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
@@ -54,7 +54,7 @@ class Status(NamedTuple):
 
     has_batch: tf.Tensor
     goes_on: tf.Tensor
-    flags: tf.Tensor | None
+    flags: list[tf.Tensor] | None
     is_same: tf.Tensor | None
     ended_early: tf.Tensor | None
     shares: tf.Tensor
@@ -75,30 +75,29 @@ def before_step(strategy: Any, rows: Any, has_batch: Any, fingerprint: Any = Non
     if strategy.extended.is_alone:
         return Status(has_batch, has_batch, None, None, None, tf.ones([1], tf.float64), rows)
     fingerprint = tf.constant(0, tf.int64) if fingerprint is None else fingerprint
-    everyone = _told(strategy, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
-    has_batch, flags = everyone[2] > 0, everyone[3:_HEAD]
-    is_same = everyone[0] == -everyone[1]  # 0 where the data has ended
-    ended_early = (everyone[0] > 0) & (everyone[1] == 0)
-    shares = tf.math.divide_no_nan(
-        tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyone[_HEAD:]), tf.float64)
-    )
+    head, everyones = _told(strategy, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
+    largest, negative, drawn, *flags = tf.unstack(head)
+    has_batch = drawn > 0
+    is_same = largest == -negative  # 0 where the data has ended
+    ended_early = (largest > 0) & (negative == 0)
+    shares = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyones), tf.float64))
     goes_on = has_batch & is_same & (flags[_STOPS] + flags[_ENDS] == 0)
-    return Status(has_batch, goes_on, flags, is_same, ended_early, shares, everyone[_HEAD:])
+    return Status(has_batch, goes_on, flags, is_same, ended_early, shares, everyones)
 
 
 def why_not(status: Status) -> list:
     """Operations that raise InvalidArgumentError where a step is not taken, unless it is for the end of the data."""
     if status.flags is None:
         return []
-    stopped, same = status.flags[_STOPS] > 0, tf.convert_to_tensor(status.is_same)
-    ended_early = tf.convert_to_tensor(status.ended_early)
-    checks = [
-        tf.debugging.Assert(~stopped, [STOPPED]),
-        tf.debugging.Assert(stopped | ~ended_early, [_ENDED_EARLY]),
-        tf.debugging.Assert(stopped | same | ended_early, [_OTHER_BATCHES]),
-        tf.debugging.Assert(stopped | ~same | (status.flags[_ENDS] == 0), [_OTHER_LENGTHS]),
-    ]
-    return [check for check in checks if check is not None]
+    wrong = tf.stack([
+        status.flags[_STOPS] > 0,
+        tf.convert_to_tensor(status.ended_early),
+        ~tf.convert_to_tensor(status.is_same),
+        status.flags[_ENDS] > 0,
+    ])  # fmt: skip
+    sentence = tf.gather([STOPPED, _ENDED_EARLY, _OTHER_BATCHES, _OTHER_LENGTHS], tf.argmax(tf.cast(wrong, tf.float32)))
+    check = tf.debugging.Assert(~tf.reduce_any(wrong), [sentence])
+    return [] if check is None else [check]
 
 
 OTHER_OUTPUTS = (
@@ -177,10 +176,10 @@ def compare_passes(strategy: Any, num_batches: int, fingerprint: int) -> None:
 
 
 def _told(strategy: Any, prints: Any, has_batch: Any, rows: Any) -> Any:
-    """Returns the largest of each number over all ranks, of which this one begins a step."""
+    """Returns the largest of each number over all ranks, of which this one begins a step: the head, and the rows."""
     before = strategy.extended.control.rank * rows.shape[0]
     after = strategy.num_replicas_in_sync - before - rows.shape[0]
     flags = [1, 0, 0]  # of _BEGINS, _STOPS, _ENDS
     mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], flags, tf.pad(rows, [[before, after]])], 0)
     [everyone] = strategy.extended.world.all_reduce([mine], "max", name="status")
-    return everyone
+    return tf.split(everyone, [_HEAD, strategy.num_replicas_in_sync])

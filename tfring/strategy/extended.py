@@ -402,7 +402,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         written: list = []
 
         def replica_fn(element: Any, share: tf.Tensor) -> Any:
-            is_static = isinstance(data.num_rows(element), int)
+            is_static = data.has_static_rows(element)
             if not alone:
                 element, _ = data.one_row_at_least(element)
             mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static)
@@ -412,7 +412,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             written.extend(running.written)
             return outputs
 
-        shares = [shares[i] for i in range(len(self.worker_devices))]
+        shares = tf.unstack(shares, num=len(self.worker_devices))
         regroup = _tf.distribute_utils.regroup
         with strategy.scope():
             outputs = self._run_replicas(
