@@ -15,6 +15,80 @@ def ragged_rows(n):
     return tf.data.Dataset.range(n).map(tf.range).filter(lambda row: True)
 
 
+def with_one_row_at_least(num_rows):
+    """Returns shapes, values and static shapes of components of a batch of `num_rows` rows, by kind."""
+    import tensorflow as tf
+
+    from tfring import data
+
+    def ones(*shape, dtype=tf.float32):
+        return tf.cast(tf.ones(shape), dtype)
+
+    components = {
+        "rows": (ones(num_rows, 3), [None, 3]),
+        "bfloat16": (ones(num_rows, 2, dtype=tf.bfloat16), [None, 2]),
+        "bool": (ones(num_rows, dtype=tf.bool), [None]),
+        "inner size": (ones(num_rows, num_rows, 2), [None, None, 2]),
+        "no inner size": (ones(num_rows, 0), [None, 0]),
+        "no rank": (ones(num_rows, 4), None),
+        "text": (tf.fill([num_rows], "a"), [None]),
+        "constant": (tf.range(5), [None]),
+        "static constant": (tf.range(6), [6]),
+        "scalar": (tf.constant(7), []),
+    }
+
+    @tf.function(input_signature=[{name: tf.TensorSpec(shape, c.dtype) for name, (c, shape) in components.items()}])
+    def filled(batch):
+        batch = dict(batch)
+        batch["ragged"] = tf.RaggedTensor.from_row_lengths(tf.zeros([0]), tf.zeros_like(batch["text"], tf.int64))
+        batch["sparse"] = tf.sparse.from_dense(batch["rows"])
+        batch, has_rows = data.one_row_at_least(batch)
+        static.update({name: component.shape for name, component in batch.items()})
+        batch["sparse"] = tf.sparse.to_dense(batch["sparse"])
+        return batch, has_rows
+
+    static: dict = {}
+    batch, has_rows = filled({name: component for name, (component, _) in components.items()})
+    static = {name: None if shape.rank is None else shape.as_list() for name, shape in static.items()}
+    batch["ragged"] = batch["ragged"].to_list()
+    return bool(has_rows), {name: np.array(value).tolist() for name, value in batch.items()}, static
+
+
+def test_a_batch_without_rows_gets_one_of_zeros():
+    [(has_rows, batch, static)] = workers(1).run(with_one_row_at_least, 0)
+    constants = {"constant": [0, 1, 2, 3, 4], "static constant": [0, 1, 2, 3, 4, 5], "scalar": 7}
+    assert not has_rows
+    assert batch == {
+        "rows": [[0.0, 0.0, 0.0]],
+        "bfloat16": [[0.0, 0.0]],
+        "bool": [False],
+        "inner size": [[[0.0, 0.0]]],
+        "no inner size": [[]],
+        "no rank": [[0.0, 0.0, 0.0, 0.0]],
+        "text": [b""],
+        "ragged": [[]],
+        "sparse": [[0.0, 0.0, 0.0]],
+        **constants,
+    }
+    assert static["rows"] == static["sparse"] == [None, 3]
+    assert (static["inner size"], static["no rank"], static["static constant"]) == ([None, None, 2], None, [6])
+    [(has_rows, batch, same)] = workers(1).run(with_one_row_at_least, 2)
+    assert has_rows
+    assert same == static
+    assert batch == {
+        "rows": [[1.0] * 3] * 2,
+        "bfloat16": [[1.0] * 2] * 2,
+        "bool": [True] * 2,
+        "inner size": [[[1.0] * 2] * 2] * 2,
+        "no inner size": [[]] * 2,
+        "no rank": [[1.0] * 4] * 2,
+        "text": [b"a"] * 2,
+        "ragged": [[]] * 2,
+        "sparse": [[1.0] * 3] * 2,
+        **constants,
+    }
+
+
 def made_of_rows():
     """Returns by name what makes a dataset of batches of `n` rows, whatever steps it has."""
     import tensorflow as tf

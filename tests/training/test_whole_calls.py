@@ -1,5 +1,6 @@
 """Calls of `fit`, `evaluate`, `predict` and `train_on_batch`: what they send, and whose methods they are."""
 
+import contextlib
 import inspect
 import pickle
 
@@ -81,6 +82,60 @@ def test_collectives_of_a_call():
         assert more("predict six, rank 1 sees batches", "predict two, rank 1 sees batches")["all_gather"] == 4, counts
         assert counts["train_on_batch"] == {"all_reduce": 2}  # status; logs
         assert counts["predict_on_batch"] == {}
+
+
+# -- what a call traces ------------------------------------------------------------------------------------------------
+
+
+def forward_passes():
+    """Returns how often a layer of each kind of model is traced by calls, their logs, and those of one process."""
+
+    class Counted(keras.layers.Dense):
+        times = 0
+
+        def call(self, inputs, training=None):
+            Counted.times += 1
+            return super().call(inputs, training=training)
+
+    def functional():
+        inputs = {"b": keras.Input((2,), name="b"), "a": keras.Input((2,), name="a")}
+        joined = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
+        return keras.Model(inputs, Counted(2, "sigmoid")(joined))
+
+    def sequential():
+        return keras.Sequential([keras.Input((4,)), Counted(2, "sigmoid")])
+
+    def of_any_length():
+        inputs = keras.Input((None,))
+        return keras.Model(inputs, Counted(2, "sigmoid")(keras.layers.Reshape((4,))(inputs)))
+
+    ring = strategy()
+    x, y = skewed_rows(24)
+    y = (np.concatenate([y, -y], axis=1) > 0).astype("float32")
+
+    def trained(make, scope):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = make()
+            # F1Score makes its variables when it is updated first.
+            model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.F1Score(threshold=0.4)])
+        inputs = {"a": x[:, :2], "b": x[:, 2:]} if make is functional else x
+        Counted.times = 0
+        logs = model.fit(inputs, y, batch_size=5, shuffle=False, verbose=0).history
+        in_fit, Counted.times = Counted.times, 0
+        evaluated = model.evaluate(inputs, y, batch_size=5, verbose=0, return_dict=True)
+        logs.update({f"of evaluate: {name}": value for name, value in evaluated.items()})
+        return (in_fit, Counted.times), [np.asarray(logs[name]) for name in sorted(logs)]
+
+    kinds = (functional, sequential, of_any_length)
+    return {make.__name__: (trained(make, ring.scope()), trained(make, contextlib.nullcontext())) for make in kinds}
+
+
+def test_a_functional_model_is_traced_once():
+    for results in workers(2).run(forward_passes):
+        for name, ((passes, logs), (_, want)) in results.items():
+            assert passes == ((1, 1) if name != "of_any_length" else (2, 1)), name
+            assert relative_error(logs, want) < 1e-5, name
 
 
 # -- rows of predict ---------------------------------------------------------------------------------------------------
