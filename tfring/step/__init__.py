@@ -59,6 +59,7 @@ class Step:
         self.added: dict[int, list] = {}
         self.reads: Any = None
         self.applying: Any = None
+        self._shares: dict = {}  # `share` by graph and dtype
 
     def weigh(self, value: Any) -> Any:
         """Returns `value` times the share, where it is known; zero from a replica without rows, whatever it holds."""
@@ -97,7 +98,10 @@ class Step:
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(self._by_share(operation, value.values), value.indices, value.dense_shape)
         value = tf.convert_to_tensor(value)
-        return operation(value, tf.cast(self.share, value.dtype))
+        place = tf.compat.v1.get_default_graph(), value.dtype
+        if place not in self._shares:
+            self._shares[place] = tf.cast(self.share, value.dtype)
+        return operation(value, self._shares[place])
 
 
 def current() -> Step | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -273,28 +275,14 @@ class StateReads:
 
     def __init__(self, is_state: Any) -> None:
         self._is_state = is_state
-        self._known: dict = {}  # by the identity of an operation, it and whether it depends on such state
+        self._known = _Known()
 
     def any_in(self, value: Any) -> bool:
         """Returns True if a value was computed from such state."""
-        todo = [outermost(value)]
-        while todo:
-            tensor = todo[-1]
-            if not is_symbolic(tensor) or id(tensor.op) in self._known:
-                todo.pop()
-                continue
-            inputs = [outermost(t) for t in tensor.op.inputs]
-            unknown = [t for t in inputs if is_symbolic(t) and id(t.op) not in self._known]
-            if unknown:
-                todo.extend(unknown)
-            else:
-                self._known[id(tensor.op)] = tensor.op, any(map(self._is_known, inputs))
-        return self._is_known(outermost(value))
+        return _depends(value, self._source, self._known)
 
-    def _is_known(self, tensor: tf.Tensor) -> bool:
-        if is_symbolic(tensor):
-            return self._known[id(tensor.op)][1]
-        return tensor.dtype == tf.resource and self._is_state(tensor)
+    def _source(self, tensor: tf.Tensor) -> bool | None:
+        return None if is_symbolic(tensor) else tensor.dtype == tf.resource and self._is_state(tensor)
 
     def kind(self, variable: Any, value: Any) -> str:
         """Tells how a value depends on the variable it is written to.
@@ -330,16 +318,50 @@ class StateReads:
 
 def _is_constant(tensor: tf.Tensor) -> bool:
     """Returns True if a value comes from constants and from variables that all replicas share."""
-    todo, seen = [tensor], set()
-    while todo:
-        tensor = outermost(todo.pop())
+    return not _depends(tensor, _may_differ, _not_constant)
+
+
+def _may_differ(tensor: tf.Tensor) -> bool | None:
+    if not is_symbolic(tensor) or tensor.op.type == "ReadVariableOp":
+        return False
+    return True if tensor.op.op_def.is_stateful or tensor.op.type == "Placeholder" else None
+
+
+_Known = weakref.WeakKeyDictionary[tf.Graph, dict[int, bool]]  # by graph, and in it by the identity of an operation
+_not_constant = _Known()  # kept: the state of a deep model is written from most of its graph, again and again
+
+
+def _depends(value: Any, source: Callable[[tf.Tensor], bool | None], known: _Known) -> bool:
+    """Returns True if a value was computed from a source.
+
+    Args:
+      value: a tensor.
+      source: tells of a tensor whether it is one; None where its operation's inputs tell.
+      known: what has been found before, to which this adds.
+    """
+
+    def found(tensor: tf.Tensor) -> bool | None:
         if not is_symbolic(tensor):
+            return source(tensor)
+        of_graph, key = known.setdefault(tensor.op.graph, {}), id(tensor.op)
+        if key not in of_graph:
+            answer = source(tensor)
+            if answer is None:
+                return None
+            of_graph[key] = answer
+        return of_graph[key]
+
+    first = outermost(value)
+    todo = [first]
+    while todo:
+        if found(todo[-1]) is not None:
+            todo.pop()
             continue
-        op = tensor.op
-        if id(op) in seen or op.type == "ReadVariableOp":
-            continue
-        seen.add(id(op))
-        if op.op_def.is_stateful or op.type == "Placeholder":
-            return False
-        todo.extend(op.inputs)
-    return True
+        op = todo[-1].op
+        inputs = [outermost(t) for t in op.inputs]
+        unknown = [t for t in inputs if found(t) is None]
+        if unknown and not any(map(found, inputs)):
+            todo.extend(unknown)
+        else:
+            known.setdefault(op.graph, {})[id(op)] = any(map(found, inputs))
+    return bool(found(first))

@@ -25,6 +25,15 @@ _MOST_THREADS = 4  # it runs on one, Keras' operations on all that TensorFlow ha
 class RingAdam(keras.optimizers.Adam, RingOptimizer):
     """Adam and AdamW in one native operation."""
 
+    _known_factors: dict | None = None  # in the update under way
+
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        object.__setattr__(self, "_known_factors", {})
+        try:
+            super()._backend_update_step(grads, trainable_variables, learning_rate)
+        finally:
+            object.__setattr__(self, "_known_factors", None)
+
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         held = None if self.amsgrad else _held_by_worker(self, variable, "_momentums", "_velocities")
         if held is None or not _suits(held[0]):
@@ -32,16 +41,23 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
         from tfring.ring import ops
 
         weight, momentum, velocity = held
-        dtype = weight.dtype
-        step = tf.cast(self.iterations + 1, dtype)
-        powers = [tf.pow(keras.ops.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
-        alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
-        rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
-        gradient = tf.cast(tf.convert_to_tensor(gradient), dtype)  # of rows, too: the momenta of others go on
-        results = ops.adam(weight, momentum, velocity, gradient, tf.stack([alpha, *rest]))
+        gradient = tf.cast(tf.convert_to_tensor(gradient), weight.dtype)  # of rows, too: the momenta of others go on
+        results = ops.adam(weight, momentum, velocity, gradient, self._factors(learning_rate, weight.dtype))
         for variable, value in zip((momentum, velocity, weight), results, strict=True):
             variable.assign(value)
         return None
+
+    def _factors(self, learning_rate: Any, dtype: tf.DType) -> tf.Tensor:
+        """Returns `[step size, 1 - beta_1, 1 - beta_2, epsilon]`, computed once an update for all of its weights."""
+        known = {} if self._known_factors is None else self._known_factors
+        place = tf.compat.v1.get_default_graph(), dtype, id(learning_rate)
+        if place not in known:
+            step = tf.cast(self.iterations + 1, dtype)
+            powers = [tf.pow(keras.ops.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
+            alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
+            rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
+            known[place] = tf.stack([alpha, *rest])
+        return known[place]
 
 
 class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
