@@ -1,5 +1,7 @@
 """How long after it was started a program has trained its first step, and its memory: Keras alone, and launched.
 
+Of a small model of two dense layers, and of one of 156 layers.
+
 As many processes of Keras alone, started at once and with nothing to do with each other, are what a machine allows.
 
     python benchmarks/training/start.py              # prints the table
@@ -27,20 +29,25 @@ sys.path.insert(0, str(HERE.parent))
 import contest  # noqa: E402
 
 MARKS = re.compile("(<!-- start.py -->\n).*?(<!-- end of start.py -->)", re.DOTALL)
+LARGE = "MobileNetV2"
 SECONDS = 300
 PROGRAM = """
 import contextlib, os, pathlib, resource, sys, time
 import keras
 import numpy as np
 scope = contextlib.nullcontext()
-if sys.argv[2:]:
+if sys.argv[2] == "tfring":
     import tfring
     scope = tfring.RingStrategy().scope()
 with scope:
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.ones((32, 64), "float32")
-model.fit(x, x[:, :1], batch_size=32, verbose=0)
+    if sys.argv[3:]:
+        model, shape = keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=1), (32, 32, 32, 3)
+        model.compile("adam", "mse")
+    else:
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        shape = (32, 64)
+model.fit(np.ones(shape, "float32"), np.ones((32, 1), "float32"), batch_size=32, verbose=0)
 pathlib.Path(sys.argv[1], str(os.getpid())).write_text(
     f"{time.monotonic()} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}"
 )
@@ -54,10 +61,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into README.md")
     arguments = parser.parse_args()
     conditions = contest.conditions(realtime=False)
-    starts = {"Keras alone": (1, False)}
+    starts: dict[str, tuple] = {"Keras alone": (1, False)}
     for n in map(int, arguments.workers.split(",")):
         starts |= {f"Keras alone, {n} at once": (n, False)} if n > 1 else {}
         starts |= {f"`tfring launch -n {n}`": (n, True)}
+    starts |= {f"Keras alone, {LARGE}": (1, False, LARGE)}
+    starts |= {f"`tfring launch -n {n}`, {LARGE}": (n, True, LARGE) for n in (1, 2)}
     times: dict[str, list[float]] = {name: [] for name in starts}
     kilobytes: dict[str, list[int]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +74,7 @@ def main() -> None:
         program.write_text(PROGRAM)
         for _ in range(arguments.rounds + 1):  # the first reads TensorFlow's files into memory
             for name, how in starts.items():
-                took, memory = start(program, *how, pathlib.Path(folder, "ends"))
+                took, memory = start(program, pathlib.Path(folder, "ends"), *how)
                 times[name].append(took)
                 kilobytes[name].append(memory)
     lines = [
@@ -75,8 +84,8 @@ def main() -> None:
         "| | seconds | later | MB a process |",
         "|---|---:|---:|---:|",
     ]
-    alone = times["Keras alone"][1:]
     for name, values in times.items():
+        alone = times[f"Keras alone, {LARGE}" if LARGE in name else "Keras alone"][1:]
         later = statistics.median(value - other for value, other in zip(values[1:], alone, strict=True))
         memory = statistics.median(kilobytes[name][1:]) / 1000
         lines.append(f"| {name} | {statistics.median(values[1:]):.2f} | {later:.2f} | {memory:,.0f} |")
@@ -87,11 +96,13 @@ def main() -> None:
         page.write_text(MARKS.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", page.read_text()))
 
 
-def start(program: pathlib.Path, num_processes: int, is_launched: bool, folder: pathlib.Path) -> tuple[float, int]:
+def start(
+    program: pathlib.Path, folder: pathlib.Path, num_processes: int, is_launched: bool, *model: str
+) -> tuple[float, int]:
     """Returns the seconds until the slowest process has trained a step, and the kB of the largest process."""
     folder.mkdir()
     command = [sys.executable, *(["-m", "tfring.launch", "-n", str(num_processes)] if is_launched else [])]
-    command += [str(program), str(folder), *(["tfring"] if is_launched else [])]
+    command += [str(program), str(folder), "tfring" if is_launched else "Keras", *model]
     # As installed: pip compiles what it installs, and here the first round does.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.monotonic()
