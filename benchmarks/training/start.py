@@ -1,6 +1,6 @@
 """How long after it was started a program has trained its first step, and its memory: Keras alone, and launched.
 
-Of a small model of two dense layers, and of one of 156 layers.
+The models are one of two dense layers, and MobileNetV2 of 156 layers.
 
 As many processes of Keras alone, started at once and with nothing to do with each other, are what a machine allows.
 

@@ -126,6 +126,43 @@ def test_a_gradient_of_another_shape_is_refused():
     assert weight == [1.0, 2.0]
 
 
+def rates_of_weights(ring):
+    """Weights that a subclass updates with a learning rate each, after two eager updates and two of a function."""
+    import contextlib
+
+    import keras
+    import tensorflow as tf
+
+    class ByWeight(keras.optimizers.Adam):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate * (1 + self._get_variable_index(variable)))
+
+    with contextlib.nullcontext() if ring is None else ring.scope():
+        weights = [keras.Variable(np.ones(3)) for _ in range(8)]
+        optimizer = ByWeight(0.01)
+        optimizer.build(weights)
+
+    def apply():
+        optimizer.apply([tf.constant([1.0, -2.0, 0.5])] * len(weights), weights)
+
+    def step():
+        apply() if ring is None else ring.run(apply)
+
+    for update in (step, step, tf.function(step), tf.function(step)):
+        update()
+    return [weight.numpy() for weight in weights]
+
+
+def rates_of_both():
+    return rates_of_weights(strategy()), rates_of_weights(None)
+
+
+def test_each_weight_may_have_a_learning_rate_of_its_own():
+    [(got, want)] = workers(1).run(rates_of_both)
+    assert [a.tolist() for a in got] == [a.tolist() for a in want]
+    assert len({tuple(a) for a in got}) == len(got)
+
+
 def applied_outside(ring):
     """Weights after Adagrad, called outside of `run`, has had rows of a table, and of a weight with an id twice."""
     import contextlib

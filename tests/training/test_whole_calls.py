@@ -1,4 +1,4 @@
-"""Calls of `fit`, `evaluate`, `predict` and `train_on_batch`: what they send, and whose methods they are."""
+"""Calls of `fit`, `evaluate`, `predict` and `train_on_batch`: what they send and trace, and whose methods they are."""
 
 import contextlib
 import inspect

@@ -234,20 +234,23 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
 
 
 def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:
-    """Builds them from the outputs of a functional model, which are known: Keras traces a forward pass for them."""
+    """Builds those of a functional model from its outputs, which are known: Keras traces a forward pass for them."""
     from keras.src import backend
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
     def symbolic(value: Any) -> Any:
         return None if value is None else backend.KerasTensor(value.shape, backend.standardize_dtype(value.dtype))
 
+    metrics, loss = (part is not None and not part.built for part in (model._compile_metrics, model._compile_loss))
+    if not (metrics or loss):
+        return
     x, y, sample_weight = unpack_x_y_sample_weight(tf.nest.map_structure(symbolic, data_batch))
     y_pred = _known_outputs(model, x)
     if y_pred is None:
         return
-    if model._compile_metrics is not None and not model._compile_metrics.built:
+    if metrics:
         backend.compute_output_spec(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
-    if model._compile_loss is not None and not model._compile_loss.built:
+    if loss:
         backend.compute_output_spec(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
 
 

@@ -56,8 +56,9 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
             powers = [tf.pow(keras.ops.cast(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
             alpha = tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0])
             rest = [tf.constant(value, dtype) for value in (1 - self.beta_1, 1 - self.beta_2, self.epsilon)]
-            known[place] = tf.stack([alpha, *rest])
-        return known[place]
+            # With the learning rate, or another of a user's own could have its identity once it is gone.
+            known[place] = learning_rate, tf.stack([alpha, *rest])
+        return known[place][1]
 
 
 class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
