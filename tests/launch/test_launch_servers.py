@@ -289,9 +289,9 @@ class Watch(keras.callbacks.Callback):
             (here / "killed").write_text("")
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == dies and told["is_back"]:
-            (here / "back").write_text("")
-        if rank != dies and self.epoch == 1 and told["batches"][1] == 3:
-            wait_for("back")
+            (here / f"back in {self.epoch}").write_text("")
+        if rank != dies and self.epoch in (1, 2) and told["batches"][self.epoch] == 3:
+            wait_for(f"back in {self.epoch}")
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs_seen += 1

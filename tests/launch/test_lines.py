@@ -56,4 +56,6 @@ def test_lines_that_are_not_printed(launch, monkeypatch):
 
 def test_advice_where_more_than_half_was_waiting():
     assert "docs/speed.md" in end_line(10.0, 5.1, 10) and "docs/speed.md" not in end_line(10.0, 4.9, 10)
+    at_most_half = end_line(7.0, 3.52, 0)  # 50.3 %
+    assert "(50%)" in at_most_half and "docs/speed.md" not in at_most_half
     assert ": 0.0 s of computation, 10.0 s (100%) of waiting" in end_line(10.0, 14.0, 0)  # of two channels

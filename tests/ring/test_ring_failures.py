@@ -247,7 +247,8 @@ def fail_alike(cluster):
             tf.debugging.assert_less(tf.reduce_sum(x), 2.0, "too much")
             return y
 
-        for _ in range(5):
+        for turn in range(5):
+            time.sleep(cluster.rank * (turn == 2))  # a stall of one second
             with pytest.raises(tf.errors.InvalidArgumentError, match="too much"):
                 step(tf.ones(3))
             ring.barrier()

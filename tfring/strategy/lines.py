@@ -108,7 +108,7 @@ def end_line(seconds: float, waited: float | None, sent: int | None) -> str:
     share = 0.0
     if waited is not None:
         waited = min(waited, seconds)  # of two channels, which may wait at the same time
-        share = waited / seconds
+        share = round(waited / seconds, 2)  # as it is written
         text += f": {seconds - waited:.1f} s of computation, {waited:.1f} s ({share:.0%}) of waiting for others"
     if sent is not None:
         text += f"; rank 0 sent {sent / 1e6:.1f} MB" if sent >= 1e6 else f"; rank 0 sent {sent / 1e3:.1f} kB"

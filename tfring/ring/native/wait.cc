@@ -14,6 +14,8 @@ namespace {
 constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
 constexpr double kSliceSeconds = 0.1;
 constexpr double kLastWordsSeconds = 0.5;  // in which a peer's control connection tells why the other closed
+constexpr double kStepSeconds =
+    2;  // in which ranks whose steps fail alike reach the call of a step that has failed
 
 void relax() {
 #if defined(__x86_64__)
@@ -47,10 +49,8 @@ Status Waiting::wait() {
   if (num_idle_ == spins_ + yields_ + 1) idle_since_ = start;
   TFRING_TRY(liveness_.lock()->check_left());
   const double idle_seconds = seconds_between(idle_since_, start);
-  if (idle_seconds > kLastWordsSeconds) {
-    TFRING_TRY(liveness_.lock()->adopt_peer_failure());
-    TFRING_TRY(check_step());
-  }
+  if (idle_seconds > kLastWordsSeconds) TFRING_TRY(liveness_.lock()->adopt_peer_failure());
+  if (idle_seconds > kStepSeconds) TFRING_TRY(check_step());
   TFRING_TRY(inspector_.inspect(start, idle_since_, timeout_seconds_));
   const double until_timeout = std::max(timeout_seconds_ - idle_seconds, 0.01);
   sleep(static_cast<int>(std::min<double>(kSliceMilliseconds, until_timeout * 1e3)) + 1);
@@ -117,8 +117,8 @@ Status Waiting::interrupt() {
 }
 
 // Breaks the ring once the step of this call is cancelled: TensorFlow waits for the call before it reports
-// the operation that failed. Ranks on which the same operation fails may still finish the call, so a moment
-// passes.
+// the operation that failed. Ranks on which the same operation fails may still finish the call, so time for a
+// stall of theirs passes.
 Status Waiting::check_step() {
   if (call_.caller != TFRING_TENSORFLOW_OP || !op_cancelled()) return {};
   return liveness_.lock()->break_up(
