@@ -13,6 +13,7 @@ Each start is a new process, or a new job; they take turns, round by round.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import pathlib
 import re
@@ -31,14 +32,19 @@ import contest  # noqa: E402
 MARKS = re.compile("(<!-- start.py -->\n).*?(<!-- end of start.py -->)", re.DOTALL)
 LARGE = "MobileNetV2"
 SECONDS = 300
+STAGES = ("Python", "Keras", "strategy", "model", "`fit`")  # by their ends
 PROGRAM = """
-import contextlib, os, pathlib, resource, sys, time
+import time
+ends = [time.monotonic()]
+import contextlib, os, pathlib, resource, sys
 import keras
 import numpy as np
+ends.append(time.monotonic())
 scope = contextlib.nullcontext()
 if sys.argv[2] == "tfring":
     import tfring
     scope = tfring.RingStrategy().scope()
+ends.append(time.monotonic())
 with scope:
     if sys.argv[3:]:
         model, shape = keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=1), (32, 32, 32, 3)
@@ -47,9 +53,11 @@ with scope:
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         shape = (32, 64)
+ends.append(time.monotonic())
 model.fit(np.ones(shape, "float32"), np.ones((32, 1), "float32"), batch_size=32, verbose=0)
+ends.append(time.monotonic())
 pathlib.Path(sys.argv[1], str(os.getpid())).write_text(
-    f"{time.monotonic()} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}"
+    " ".join(map(str, [*ends, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 )
 """
 
@@ -67,7 +75,7 @@ def main() -> None:
         starts |= {f"`tfring launch -n {n}`": (n, True)}
     starts |= {f"Keras alone, {LARGE}": (1, False, LARGE)}
     starts |= {f"`tfring launch -n {n}`, {LARGE}": (n, True, LARGE) for n in (1, 2)}
-    times: dict[str, list[float]] = {name: [] for name in starts}
+    stages: dict[str, list[list[float]]] = {name: [] for name in starts}
     kilobytes: dict[str, list[int]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory() as folder:
         program = pathlib.Path(folder, "program.py")
@@ -75,20 +83,23 @@ def main() -> None:
         for _ in range(arguments.rounds + 1):  # the first reads TensorFlow's files into memory
             for name, how in starts.items():
                 took, memory = start(program, pathlib.Path(folder, "ends"), *how)
-                times[name].append(took)
+                stages[name].append(took)
                 kilobytes[name].append(memory)
     lines = [
         f"{conditions} Seconds from a start to the end of the first step of the slowest worker, medians of "
-        f"{arguments.rounds} rounds, and beyond Keras alone. The most memory that a process took until then.",
+        f"{arguments.rounds} rounds, and beyond Keras alone; the seconds of its stages. The most memory that a "
+        "process took until then.",
         "",
-        "| | seconds | later | MB a process |",
-        "|---|---:|---:|---:|",
+        f"| | seconds | later | {' | '.join(STAGES)} | MB a process |",
+        f"|---|{'---:|' * (len(STAGES) + 3)}",
     ]
-    for name, values in times.items():
-        alone = times[f"Keras alone, {LARGE}" if LARGE in name else "Keras alone"][1:]
-        later = statistics.median(value - other for value, other in zip(values[1:], alone, strict=True))
+    for name, rounds in stages.items():
+        alone = stages[f"Keras alone, {LARGE}" if LARGE in name else "Keras alone"][1:]
+        later = statistics.median(sum(took) - sum(other) for took, other in zip(rounds[1:], alone, strict=True))
+        medians = [statistics.median(map(sum, rounds[1:])), later]
+        medians += map(statistics.median, zip(*rounds[1:], strict=True))
         memory = statistics.median(kilobytes[name][1:]) / 1000
-        lines.append(f"| {name} | {statistics.median(values[1:]):.2f} | {later:.2f} | {memory:,.0f} |")
+        lines.append(f"| {name} | {' | '.join(f'{seconds:.2f}' for seconds in medians)} | {memory:,.0f} |")
     text = "\n".join(lines)
     print(text)
     if arguments.write:
@@ -98,8 +109,8 @@ def main() -> None:
 
 def start(
     program: pathlib.Path, folder: pathlib.Path, num_processes: int, is_launched: bool, *model: str
-) -> tuple[float, int]:
-    """Returns the seconds until the slowest process has trained a step, and the kB of the largest process."""
+) -> tuple[list[float], int]:
+    """Returns the seconds of the stages of the last process to have trained a step, and the kB of the largest."""
     folder.mkdir()
     command = [sys.executable, *(["-m", "tfring.launch", "-n", str(num_processes)] if is_launched else [])]
     command += [str(program), str(folder), "tfring" if is_launched else "Keras", *model]
@@ -117,9 +128,10 @@ def start(
     finally:
         for process in started:
             process.kill()
-    ends = [path.read_text().split() for path in folder.iterdir()]
+    processes = [[*map(float, path.read_text().split())] for path in folder.iterdir()]
     shutil.rmtree(folder)
-    return max(float(end) for end, _ in ends) - begin, max(int(memory) for _, memory in ends)
+    ends = max((ends for *ends, _ in processes), key=lambda ends: ends[-1])
+    return [end - start for start, end in itertools.pairwise([begin, *ends])], int(max(one[-1] for one in processes))
 
 
 if __name__ == "__main__":

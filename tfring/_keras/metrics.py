@@ -51,7 +51,8 @@ def install() -> None:
         elif weight is None or masked or _rank(weight) != 0:
             return values, weight
         # One weight for all: the mean of the values counts by it. That of no rows is NaN, and adds nothing.
-        mean = tf.reduce_mean(tf.cast(values, metric.dtype))
+        values = tf.cast(values, metric.dtype)
+        mean = values if is_number else tf.reduce_mean(values)
         return tf.where(running.active, mean, tf.zeros_like(mean)), weight
 
     @seam(keras.metrics.MeanMetricWrapper, "update_state")

@@ -458,7 +458,8 @@ class StepFunction:
                 n if n is None else tf.where(drawn, tf.cast(n, tf.int64), 0)
                 for n, drawn in zip(map(data.num_rows, inputs), have_value, strict=True)
             ]
-        return status.before_step(self._strategy, rows, tf.reduce_any(have_value), fingerprint), inputs, rows
+        has_batch = have_value[0] if len(have_value) == 1 else tf.reduce_any(have_value)
+        return status.before_step(self._strategy, rows, has_batch, fingerprint), inputs, rows
 
     def _refuse(self, told: status.Status, iterator: Any, like: Any = None) -> Any:
         """Raises why there is no step; what it returns is never computed, and is like what the step returns."""

@@ -49,7 +49,8 @@ def _count(component: Any) -> tf.Tensor:
     """Returns the rows of a component that is counted once it is drawn."""
     if isinstance(component, tf.RaggedTensor):
         return component.nrows()
-    return component.dense_shape[0] if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)[0]
+    shape = component.dense_shape if isinstance(component, tf.SparseTensor) else tf.shape(component, tf.int64)
+    return shape[0] if shape.shape[0] is None else tf.unstack(shape)[0]  # one operation where indexing takes four
 
 
 def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> Any:
@@ -58,6 +59,9 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
     A component that has another first dimension, known before it is drawn, is a constant beside the rows: whole.
     """
     rows = num_rows(element)
+    # Made once for all components; indexing would make them for each.
+    limits = [tf.stack([tf.cast(n, tf.int64)]) for n in (begin, end)] if any(map(tf.is_tensor, (begin, end))) else None
+    strides = tf.constant([1], tf.int64) if limits else None
 
     def cut(component: Any) -> Any:
         count = static_rows(component)
@@ -70,6 +74,8 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
             return _with_inner_shape(part, component.shape)
         if component is None or isinstance(component, tf.experimental.Optional):
             return component
+        if limits is not None and isinstance(component, tf.Tensor):
+            return tf.strided_slice(component, *limits, strides)
         return component[begin:end]
 
     return tf.nest.map_structure(cut, element)
@@ -81,7 +87,7 @@ def with_equal_rows(element: Any) -> Any:
     checks = [
         # Not `tf.debugging`: it puts each check into a branch, which is a function of its own.
         tf.raw_ops.Assert(
-            condition=tf.reduce_all(counts[0] == count),
+            condition=counts[0] == count,
             data=[
                 "Each replica gets its share of the rows of every component of a batch, which have to be as many. A "
                 "constant beside the rows goes whole to every replica where its first dimension is static "
@@ -144,7 +150,15 @@ def _with_inner_shape(sparse: tf.SparseTensor, shape: tf.TensorShape) -> tf.Spar
 
 def bounds(rows: Any, replica: Any, num_replicas: Any) -> tuple[Any, Any]:
     """The first row of a replica's share and the one after its last."""
-    return replica * rows // num_replicas, (replica + 1) * rows // num_replicas
+    return _begins(rows, replica, replica + 1, num_replicas)
+
+
+def _begins(rows: Any, first: Any, after: Any, num_replicas: Any) -> tuple[Any, Any]:
+    """Returns the first row of the share of replica `first`, and of that of `after`."""
+    if isinstance(rows, tf.Tensor) and isinstance(first, int):
+        begin, end = tf.unstack(rows * tf.constant([first, after], rows.dtype) // num_replicas)
+        return begin, end
+    return rows * first // num_replicas, rows * after // num_replicas
 
 
 class Place(NamedTuple):
@@ -156,9 +170,7 @@ class Place(NamedTuple):
 
     def bounds(self, rows: Any) -> tuple[Any, Any]:
         """Returns the first row of this worker's and the one after its last."""
-        begin, _ = bounds(rows, self.first, self.num_replicas)
-        end, _ = bounds(rows, self.first + self.replicas, self.num_replicas)
-        return begin, end
+        return _begins(rows, self.first, self.first + self.replicas, self.num_replicas)
 
 
 def cut_rows(element: Any, cuts: Sequence[tuple[Any, Any]]) -> tuple[tuple, tuple[tf.Tensor, ...]]:
@@ -224,11 +236,14 @@ def _with_a_row(component: Any) -> Any:
     if isinstance(component, tf.SparseTensor):
         shape = tf.concat([[1], component.dense_shape[1:]], 0)
         return tf.SparseTensor(component.indices, component.values, shape)
-    # Padded by what each dimension lacks of one: a branch for each component would be traced as two functions.
-    missing = tf.maximum(1 - tf.shape(component), 0)
-    if component.shape.rank is not None:
-        missing *= [1, *(int(n is None) for n in component.shape[1:])]
-    padded = tf.raw_ops.Pad(input=component, paddings=tf.stack([tf.zeros_like(missing), missing], axis=1))
+    if component.shape.rank is not None and component.shape[1:].is_fully_defined():
+        paddings = [[0, 1], *([0, 0] for _ in component.shape[1:])]
+    else:  # by what each dimension lacks of one
+        missing = tf.maximum(1 - tf.shape(component), 0)
+        if component.shape.rank is not None:
+            missing *= [1, *(int(n is None) for n in component.shape[1:])]
+        paddings = tf.stack([tf.zeros_like(missing), missing], axis=1)
+    padded = tf.raw_ops.Pad(input=component, paddings=paddings)
     if component.shape.rank is not None:
         padded.set_shape([None, *component.shape[1:]])
     return padded
