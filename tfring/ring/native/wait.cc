@@ -14,8 +14,7 @@ namespace {
 constexpr int kSliceMilliseconds = 100;  // between looks at close() and at Ctrl-C
 constexpr double kSliceSeconds = 0.1;
 constexpr double kLastWordsSeconds = 0.5;  // in which a peer's control connection tells why the other closed
-constexpr double kStepSeconds =
-    2;  // in which ranks whose steps fail alike reach the call of a step that has failed
+constexpr double kStepSeconds = 2;         // in which steps that fail alike do so on all ranks
 
 void relax() {
 #if defined(__x86_64__)
