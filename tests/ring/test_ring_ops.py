@@ -408,7 +408,7 @@ def disagree(name, what):
 
     from tfring.ring import ops
 
-    ring = join(name, timeout_seconds=1.0 if what == "late" else 30)
+    ring = join(name, timeout_seconds=2.0 if what == "late" else 30)
     call = tf.function(lambda x: ops.all_reduce(ring, x, name="gradients"))
     if ring.rank == 1 and what == "gone":
         ring.close()
@@ -416,7 +416,7 @@ def disagree(name, what):
     if ring.rank == 1 and what == "late":
         import time
 
-        time.sleep(3)
+        time.sleep(6)
     try:
         call(tf.ones([3 if ring.rank == 1 else 4]))
     except tf.errors.OpError as error:

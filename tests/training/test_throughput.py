@@ -34,7 +34,7 @@ def logs_of_a_slow_rank(accumulate):
 
     class Late(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            time.sleep(0.1 if strategy.rank == 1 else 0)
+            time.sleep(0.25 if strategy.rank == 1 else 0)
 
     model.fit(x, y, batch_size=10, verbose=0)
     begin = time.monotonic()
@@ -49,7 +49,7 @@ def test_throughput_is_that_of_all_workers(accumulate):
     updates = 8 if accumulate is None else 2
     for epoch in range(2):
         of_epoch = {name: values[epoch] for name, values in logs.items()}
-        assert 80 / seconds < of_epoch["samples_per_second"] <= 80 / 0.8  # eight steps of at least 0.1 s
+        assert 80 / seconds < of_epoch["samples_per_second"] <= 80 / 2.0  # eight steps of at least 0.25 s
         assert of_epoch["steps_per_second"] == pytest.approx(of_epoch["samples_per_second"] * updates / 80)
         assert 0.2 < of_epoch["waiting"] < 0.7  # rank 0 most of the time, rank 1 hardly
         assert 8 * 2 * 5 * 4 / 1e6 / (accumulate or 1) < of_epoch["megabytes_sent"] < 0.1
