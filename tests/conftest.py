@@ -4,6 +4,10 @@ import os
 
 import pytest
 
+from tfring import imports
+
+imports.quicken()
+
 _PATH = os.environ.get("PYTHONPATH")
 
 

@@ -198,6 +198,9 @@ def _serve(parent: int, pipe_fd: int) -> None:
         os._exit(1)
     os.set_inheritable(pipe_fd, False)
     pipe = connection.Connection(pipe_fd)
+    from tfring import imports
+
+    imports.quicken()
     while True:
         try:
             sys.path[:] = pickle.loads(pipe.recv_bytes())

@@ -1,5 +1,7 @@
 """Prepares a worker of `tfring launch` for its program: one seed for all ranks, and no questions but on rank 0.
 
+TensorFlow and Keras are imported without collections of garbage (`tfring.imports`).
+
 It imports nothing of tfring, so that the program finds its own.
 """
 
@@ -18,6 +20,7 @@ _HERE = pathlib.Path(__file__).parent
 
 def _run() -> None:
     _leave_path()
+    _load("_tfring_imports", _HERE.parents[1] / "imports.py").quicken()
     if os.environ.get("TFRING_SEED"):
         seeding = _load("_tfring_seeding", _HERE.parents[1] / "seeding.py")
         seeding.apply_from_environment()
