@@ -87,8 +87,8 @@ def main() -> None:
                 kilobytes[name].append(memory)
     lines = [
         f"{conditions} Seconds from a start to the end of the first step of the slowest worker, medians of "
-        f"{arguments.rounds} rounds, and beyond Keras alone; the seconds of its stages. The most memory that a "
-        "process took until then.",
+        f"{arguments.rounds} rounds, and beyond Keras alone; the seconds of its stages, from when all workers are "
+        "through the one before. The most memory that a process took until then.",
         "",
         f"| | seconds | later | {' | '.join(STAGES)} | MB a process |",
         f"|---|{'---:|' * (len(STAGES) + 3)}",
@@ -110,7 +110,7 @@ def main() -> None:
 def start(
     program: pathlib.Path, folder: pathlib.Path, num_processes: int, is_launched: bool, *model: str
 ) -> tuple[list[float], int]:
-    """Returns the seconds of the stages of the last process to have trained a step, and the kB of the largest."""
+    """Returns seconds of each stage, from when all are through the one before, and kB of the largest process."""
     folder.mkdir()
     command = [sys.executable, *(["-m", "tfring.launch", "-n", str(num_processes)] if is_launched else [])]
     command += [str(program), str(folder), "tfring" if is_launched else "Keras", *model]
@@ -130,7 +130,7 @@ def start(
             process.kill()
     processes = [[*map(float, path.read_text().split())] for path in folder.iterdir()]
     shutil.rmtree(folder)
-    ends = max((ends for *ends, _ in processes), key=lambda ends: ends[-1])
+    ends = [max(of_stage) for of_stage in zip(*(ends for *ends, _ in processes), strict=True)]
     return [end - start for start, end in itertools.pairwise([begin, *ends])], int(max(one[-1] for one in processes))
 
 
