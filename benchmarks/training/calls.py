@@ -42,7 +42,8 @@ COLUMNS = {
 OF_CALLS = (TFRING, ALONE, KERAS, APART, OLD, HOROVOD)
 PROGRAMS = ("convolutions", "dense", "embeddings", "jpeg")
 MARKS = re.compile("(<!-- calls.py -->\n).*?(<!-- end of calls.py -->)", re.DOTALL)
-Times = dict  # of (name, column): seconds, a round each
+SPENT = (TFRING, ALONE, KERAS, APART)
+Times = dict  # of (name, question, column): answers of the slowest worker, a round each
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def measure(arguments) -> str:
         *(f"Left out: {each}." for each in missing),
         "",
     ]
-    return "\n".join([*lines, *(calls_table(calls, times) if calls else []), *programs_table(programs, times)])
+    return "\n".join([*lines, *(calls_table(calls, times) if calls else []), *programs_tables(programs, times)])
 
 
 def _has(column: tuple, name: str, question: str) -> bool:
@@ -121,7 +122,8 @@ def calls_table(names: list[str], times: Times) -> list[str]:
     return lines
 
 
-def programs_table(names: list[str], times: Times) -> list[str]:
+def programs_tables(names: list[str], answers: Times) -> list[str]:
+    times = {key: [seconds for seconds, *_ in rounds] for key, rounds in answers.items() if key[1] == "program"}
     if not names:
         return []
     singles = {TFRING: KERAS, APART: KERAS, ALONE: KERAS, HOROVOD: OLD, DDP: TORCH}
@@ -153,6 +155,19 @@ def programs_table(names: list[str], times: Times) -> list[str]:
             cells.append(cell if gain is None else f"{cell} ({gain:.2f})")
         ratios = [ratio(TFRING, column) for column in versus]
         cells += ["" if value is None else f"{value:.2f}" for value in ratios]
+        lines.append(f"| {models.TASKS[name].title} | {' | '.join(cells)} |")
+    columns = [column for column in SPENT if column in columns]
+    lines += [
+        "",
+        "Where the time goes: the slowest worker's seconds, those of its processor in them, and those in which its "
+        "collectives waited for the other.",
+        "",
+        f"| | {' | '.join(COLUMNS[column][0] for column in columns)} |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for name in names:
+        medians = [map(statistics.median, zip(*answers[name, "program", column], strict=True)) for column in columns]
+        cells = [", ".join(f"{seconds:.1f}" for seconds in of_column) for of_column in medians]
         lines.append(f"| {models.TASKS[name].title} | {' | '.join(cells)} |")
     return lines
 

@@ -94,15 +94,19 @@ class Plain:
             self.calls = [call_times.Calls(self, self.folder.name)]
         return self.calls[0].seconds(name)
 
-    def program(self, name: str) -> float:
-        """Returns the seconds of a whole program: some `fit` calls after another, of PROGRAM_STEPS steps."""
+    def program(self, name: str) -> tuple[float, float, float]:
+        """Trains a whole program: some `fit` calls after another, of PROGRAM_STEPS steps.
+
+        Returns its seconds, those of the processor in them, and those in which collectives waited for other ranks.
+        """
         if name not in self.programs:
             self.programs[name] = self.fits(dataclasses.replace(models.TASKS[name], steps=max(PROGRAM_STEPS)))
             self.programs[name](PROGRAM_STEPS[0])  # which builds the step
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time(), self.seconds_waited()
         for steps in PROGRAM_STEPS:
             self.programs[name](steps)
-        return time.perf_counter() - begin
+        end = time.perf_counter(), time.process_time(), self.seconds_waited()
+        return tuple(after - before for before, after in zip(begin, end, strict=True))
 
     def fits(self, task: models.Task):
         """Returns a function that makes one call of `fit` of so many steps."""
@@ -177,6 +181,9 @@ class Plain:
 
     def bytes_sent(self):
         return None
+
+    def seconds_waited(self) -> float:
+        return 0.0
 
     def encoded(self, images) -> list[bytes]:
         tf = self.tf

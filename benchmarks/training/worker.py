@@ -58,6 +58,9 @@ class Tfring(Plain):
     def bytes_sent(self):
         return self.strategy.bytes_sent()
 
+    def seconds_waited(self) -> float:
+        return self.strategy.seconds_waited()
+
     def traced(self, bucket_bytes: int | None, folder: str) -> None:
         """Trains the large model with buckets of that size, under a trace."""
         import tfring

@@ -236,13 +236,13 @@ def _with_a_row(component: Any) -> Any:
     if isinstance(component, tf.SparseTensor):
         shape = tf.concat([[1], component.dense_shape[1:]], 0)
         return tf.SparseTensor(component.indices, component.values, shape)
-    if component.shape.rank is not None and component.shape[1:].is_fully_defined():
-        paddings = [[0, 1], *([0, 0] for _ in component.shape[1:])]
-    else:  # by what each dimension lacks of one
-        missing = tf.maximum(1 - tf.shape(component), 0)
-        if component.shape.rank is not None:
-            missing *= [1, *(int(n is None) for n in component.shape[1:])]
+    # Padded by what each dimension lacks of one: a branch for each component would be traced as two functions.
+    missing = tf.cast(tf.equal(tf.shape(component), 0), tf.int32)
+    if component.shape.rank is None:
         paddings = tf.stack([tf.zeros_like(missing), missing], axis=1)
+    else:
+        may_lack = [1, *(int(n is None) for n in component.shape[1:])]
+        paddings = tf.expand_dims(missing, 1) * [[0, behind] for behind in may_lack]
     padded = tf.raw_ops.Pad(input=component, paddings=paddings)
     if component.shape.rank is not None:
         padded.set_shape([None, *component.shape[1:]])
