@@ -74,3 +74,8 @@ def test_a_module_is_reloaded_as_ever(seen):
     assert seen("import importlib.util\nassert importlib.util.find_spec('keras').loader.exec_module") == [
         [False, False], True, 0, True,
     ]  # fmt: skip
+
+
+def test_hooks_of_the_program_run_behind_the_import(seen):
+    hook = "register_post_import_hook(lambda module: sys.seen.append(module.__name__), 'keras')"
+    assert seen(f"from wrapt import register_post_import_hook\n{hook}") == [[False, False, "keras"], True, 0, True]
