@@ -40,7 +40,7 @@ class _Finder:
 
 
 def _execute(loader: Any, exec_module: Callable[[Any], None], module: Any) -> None:
-    with contextlib.suppress(AttributeError):  # executed before: the module is reloaded
+    with contextlib.suppress(AttributeError):  # of a loader that was executed before
         del loader.exec_module
     with without_collections():
         exec_module(module)

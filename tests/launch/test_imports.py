@@ -76,6 +76,8 @@ def test_a_module_is_reloaded_as_ever(seen):
     ]  # fmt: skip
 
 
-def test_hooks_of_the_program_run_behind_the_import(seen):
+@pytest.mark.parametrize("asked_first", ["", "sys.meta_path.insert(0, sys.meta_path.pop(1))"])
+def test_hooks_of_the_program_run_behind_the_import(seen, asked_first):
     hook = "register_post_import_hook(lambda module: sys.seen.append(module.__name__), 'keras')"
-    assert seen(f"from wrapt import register_post_import_hook\n{hook}") == [[False, False, "keras"], True, 0, True]
+    before = f"from wrapt import register_post_import_hook\n{hook}\n{asked_first}"
+    assert seen(before) == [[False, False, "keras"], True, 0, True]

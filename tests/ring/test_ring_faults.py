@@ -213,7 +213,7 @@ def raise_with_short_timeout(cluster):
 def test_a_rank_that_raises_and_lives_on_is_a_timeout_not_a_hang():
     with ranks.Group(2) as group:
         group.start(2, raise_with_short_timeout)
-        survivor, failed = group.outcomes(30)
+        survivor, failed = group.outcomes(13)
         assert failed.kind == "LookupError"
         # Its communicator went with the exception, or stands idle; either way the other is told.
         assert survivor.kind in ("CollectiveTimeoutError", "PeerLostError"), survivor
