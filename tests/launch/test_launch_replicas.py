@@ -195,3 +195,47 @@ def test_both_servers_of_a_shard_at_once_end_the_job(launch):
     done = launch(2, 2, {"update": "async"}, program=program)
     assert done.returncode != 0, done.stdout + done.stderr
     assert "are both gone" in done.stderr, done.stderr
+
+
+# Server 1 is killed in the last batches. When it is back the workers leave, and their processes end a while later.
+LATE = PROGRAM.replace("strategy = tfring.ParameterServerStrategy(", """\
+import atexit
+greet, lives = Replica._greet, len(list(here.glob(f"life-{server}-*")))
+if server >= 0:
+    (here / f"life-{server}-{lives}").write_text("")
+
+
+def greet_late(self, link):
+    if server == 1 and lives == 1:
+        (here / f"greets-{self._shards}").write_text("")
+        wait_for("server-0-ended")
+    return greet(self, link)
+
+
+def wait_for(name, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (here / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+Replica._greet = greet_late
+if server == 0:
+    atexit.register((here / "server-0-ended").write_text, "")
+if server < 0:  # called behind what leaves the servers
+    atexit.register(wait_for, "server-1-ended")
+if server == 1 and lives == 1:
+    atexit.register((here / "server-1-ended").write_text, "")
+strategy = tfring.ParameterServerStrategy(""") + """\
+wait_for("greets-0")
+wait_for("greets-1")
+"""
+for _before, _after in (("in (5, 12)", "in (118,)"), ("batches == 12", "batches == 118"), ("% 11 == 0", "< 0")):
+    LATE = LATE.replace(_before, _after)
+
+
+def test_a_server_that_is_back_when_the_others_have_ended_ends_too(launch, tmp_path):
+    done = launch(2, 2, {}, "clipped", program=LATE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.glob("*ended")} == {"server-0-ended", "server-1-ended"}, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert_equal([json.loads(part) for part in re.findall(r"TOLD (.*)", done.stdout)], {}, 2)

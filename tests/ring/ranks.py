@@ -72,6 +72,11 @@ class Group:
     def pid(self, rank: int) -> int:
         return self._members[rank].process.pid
 
+    def end(self, rank: int) -> subprocess.Popen:
+        """Lets a process end, whose task is through, as a program does; returns it."""
+        self._members[rank].pipe.close()
+        return self._members[rank].process
+
     def wait_for(self, rank: int, text: str, seconds: float = 20) -> None:
         """Returns once this text stands in a rank's log."""
         deadline = time.monotonic() + seconds

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -506,3 +507,45 @@ def drop_on_one_rank(cluster):
 def test_others_hear_a_goodbye_from_a_dropped_communicator():
     _, other = ranks.try_run(2, drop_on_one_rank)
     assert other.kind == "PeerLostError" and "rank 0 left the ring" in other.message
+
+
+def join_while_python_ends(cluster):
+    """Rank 0 forms the ring in a daemon thread, behind all that Python calls at its end, and its process lives on."""
+    with ranks.join(cluster, name=f"{cluster.ring} before"):
+        pass
+    if cluster.rank == 1:
+        ring = ranks.join(cluster)
+        time.sleep(1.0)  # by now rank 0 has no Python any more
+        ring.send(np.ones(3, np.float32), 0)
+        return ring.barrier()
+    is_ending, has_joined = threading.Event(), threading.Event()
+
+    def receive():
+        is_ending.wait()
+        try:
+            ring = ranks.join(cluster)
+        finally:
+            has_joined.set()
+        ring.receive(1, np.float32)
+
+    def let_it_join():
+        is_ending.set()
+        has_joined.wait(ranks.CONNECT_SECONDS)
+        time.sleep(0.3)  # until it waits in `receive`
+
+    threading.Thread(target=receive, daemon=True).start()
+    atexit.unregister(weakref.finalize._exitfunc)
+    atexit.register(let_it_join)
+    atexit.register(weakref.finalize._exitfunc)  # what was registered last is called first
+    ctypes.CDLL(None).on_exit(ctypes.CDLL(None).pause, None)
+
+
+def test_no_ring_outlives_python():
+    with ranks.Group(2) as group:
+        group.start(2, join_while_python_ends)
+        group.outcomes(20, without=(1,))
+        ending = group.end(0)
+        _, other = group.outcomes(30, without=(0,))
+        with pytest.raises(subprocess.TimeoutExpired):  # it died of a segmentation fault
+            ending.wait(1)
+        assert other.kind == "PeerLostError" and "rank 0 left the ring" in other.message

@@ -7,11 +7,12 @@ import functools
 import importlib.metadata
 import pathlib
 import signal
+import weakref
 
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 
 def _directory() -> pathlib.Path:
@@ -253,6 +254,9 @@ def core() -> ctypes.CDLL:
         )
     _declare(library)
     _lend_python(library)
+    # When Python ends, after all communicators are closed: a daemon thread may be about to join a ring, where the core
+    # would call functions of a Python that is gone.
+    weakref.finalize(library, library.tfring_end)
     return library
 
 
@@ -263,6 +267,7 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
         "tfring_close": (None, handle),
+        "tfring_end": (None,),
         "tfring_abort": (None, handle, size, ctypes.c_char_p),
         "tfring_failure": (ctypes.c_int, handle, error),
         "tfring_next_warning": (None, ctypes.c_char_p, size),

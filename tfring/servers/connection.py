@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,8 @@ class Connection:
 
     def close(self) -> None:
         """Leaves the other, which gets a PeerLostError where it waits."""
-        self._bytes_sent = self.bytes_sent()
+        with contextlib.suppress(ValueError):  # Python ends, and has closed it
+            self._bytes_sent = self.bytes_sent()
         self._communicator.close()
 
     def _call(self, function: Any) -> Any:

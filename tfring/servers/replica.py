@@ -45,7 +45,10 @@ class Copied(Protocol):
         """Goes on as the primary."""
 
     def fail(self, why: str) -> None:
-        """Ends this server."""
+        """Ends this server by an error."""
+
+    def end(self) -> None:
+        """Ends this server, which holds nothing."""
 
 
 class Replica:
@@ -129,6 +132,9 @@ class Replica:
                 self._hold(link, theirs)
             except PeerLostError as error:
                 with self._changed:
+                    if self.role is None and has_left(error):  # it says itself why, where the workers are not through
+                        self._copied.end()
+                        return
                     if self.role == SECONDARY and is_gone(error):
                         self.role = PRIMARY
                         self._copied.promote()
@@ -188,5 +194,9 @@ def is_gone(error: BaseException) -> bool:
 
 
 def has_left(error: BaseException) -> bool:
-    """Returns whether a process was lost because its program ended, by an error perhaps."""
-    return " left the ring " in str(error)
+    """Returns whether a process was lost because its program ended, by an error perhaps.
+
+    >>> has_left(PeerLostError("rank 1 closed the ring during receive")), has_left(PeerLostError("rank 1 is silent"))
+    (True, False)
+    """
+    return " left the ring " in str(error) or " closed the ring " in str(error)

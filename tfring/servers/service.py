@@ -158,6 +158,7 @@ class Service:
         self._awaited: set[int] = set()  # workers that have not come back yet to this server, which was started again
         self._done: dict[int, int] = {}  # the number of the last request of each worker that was answered
         self._failure: str | None = None
+        self._is_over = False  # before it held anything
         self._board: dict[str, Answer] = {}
         self._claims: dict[str, int] = {}  # of each epoch: how many batches were handed out
         self._claimed: dict[int, int] = {}  # the last batch of each worker
@@ -201,7 +202,7 @@ class Service:
         self._alone_since: float | None = None
 
     def check_over(self) -> bool:
-        """Returns whether all workers have left, or those that were not lost.
+        """Returns whether all workers have left, or those that were not lost; or the other server, filling this one.
 
         Raises:
             PeerLostError: A worker was lost that the others need, or all were, or the other server with these shards.
@@ -209,6 +210,8 @@ class Service:
         """
         if self._replica is not None and self._failure is not None:
             raise PeerLostError(self._failure)
+        if self._is_over:
+            return True
         with self._changed:
             if self._live or self._returning:
                 self._alone_since = None
@@ -726,10 +729,14 @@ class Service:
         return (self._shards + 1) % len(self._roles.servers)
 
     def fail(self, why: str) -> None:
-        """Ends this server."""
+        """Ends this server by an error."""
         if self._failure is None and (self._live or self._returning):
             self._failure = why
         self._changed.notify_all()
+
+    def end(self) -> None:
+        """Ends this server, which holds nothing."""
+        self._is_over = True
 
     # -- snapshots, and a server that is started again -------------------------------------------------------------
 

@@ -28,6 +28,7 @@ struct Handle {
 struct Registry {
   std::mutex mutex;
   std::unordered_map<int64_t, Handle> handles;
+  bool has_ended = false;
 };
 // Never destroyed: TensorFlow's threads may still call in while the process exits. A forked child has one of
 // its own and knows none of its parent's rings.
@@ -55,13 +56,6 @@ Handle find(int64_t handle) {
   return found == registry->handles.end() ? Handle() : found->second;
 }
 
-int64_t keep(Handle kept) {
-  std::lock_guard<std::mutex> lock(registry->mutex);
-  const int64_t handle = ++last_handle;
-  registry->handles.emplace(handle, std::move(kept));
-  return handle;
-}
-
 const char* why_unknown(int64_t handle) {
   return handle <= last_parents_handle ? "this communicator belongs to the process this one was forked from, "
                                          "and a forked child cannot use it. "
@@ -75,6 +69,17 @@ int report(const Status& status, tfring_error* error) {
   std::memcpy(error->message, status.message.data(), length);
   error->message[length] = '\0';
   return error->code;
+}
+
+int64_t keep(Handle kept, tfring_error* error) {
+  std::lock_guard<std::mutex> lock(registry->mutex);
+  if (registry->has_ended) {
+    report({Code::kPeerLost, "this process ends, and joins no ring any more"}, error);
+    return 0;
+  }
+  const int64_t handle = ++last_handle;
+  registry->handles.emplace(handle, std::move(kept));
+  return handle;
 }
 
 template <typename Body>
@@ -110,7 +115,7 @@ int64_t tfring_open(const tfring_options* options, tfring_error* error) {
   tfring::prepare_for_fork();
   tfring::Handle opened;
   if (tfring::report(World::open(*options, &opened.world, &opened.group), error) != TFRING_OK) return 0;
-  return tfring::keep(std::move(opened));
+  return tfring::keep(std::move(opened), error);
 }
 
 int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, const char* name,
@@ -122,7 +127,7 @@ int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, co
   });
   if (code != TFRING_OK) return 0;
   made.world = tfring::find(handle).world;
-  return tfring::keep(std::move(made));
+  return tfring::keep(std::move(made), error);
 }
 
 int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error) {
@@ -144,6 +149,16 @@ void tfring_close(int64_t handle) {
   if (found.group->is_world) found.world->close();
   std::lock_guard<std::mutex> lock(tfring::registry->mutex);
   tfring::registry->handles.erase(handle);
+}
+
+void tfring_end(void) {
+  std::unordered_map<int64_t, tfring::Handle> left;
+  {
+    std::lock_guard<std::mutex> lock(tfring::registry->mutex);
+    tfring::registry->has_ended = true;
+    left.swap(tfring::registry->handles);
+  }
+  for (const auto& [handle, kept] : left) kept.world->close();
 }
 
 int tfring_failure(int64_t handle, tfring_error* error) {

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 10
+#define TFRING_ABI_VERSION 11
 #define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
@@ -161,6 +161,8 @@ TFRING_API int64_t tfring_group(int64_t handle, const int32_t* members, int num_
 TFRING_API int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error);
 // Says goodbye to the peers and forgets the handle; of a group only that. Calls still running fail.
 TFRING_API void tfring_close(int64_t handle);
+// Closes all worlds, and none opens any more: no call asks for a place of a caller that is about to go.
+TFRING_API void tfring_end(void);
 // Breaks a world on all ranks for a reason outside it, such as the failure of another.
 TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
 // Returns the code of the first failure, after which nothing works; 0 if there was none.
