@@ -218,6 +218,7 @@ def distributed_dataset(
     one_value_a_worker: bool,
     then: Any = None,
     then_spec: Any = None,
+    next_pass: Any = None,
 ) -> Any:
     """Returns a worker's dataset as a `tf.distribute.DistributedDataset`.
 
@@ -231,6 +232,7 @@ def distributed_dataset(
       then: Computes what the iterators yield, `then(element, is_drawn)`, in the graph that draws it, so that the
         pipeline has no function for it; hashable. None if they yield the elements.
       then_spec: `(of the elements, of what then returns)`.
+      next_pass: Returns the dataset of each iterator behind the first, as `dataset`; None where that serves all.
     """
     kind = input_lib.DistributedDataset if then is None else _DatasetAndThen
     result = kind(
@@ -246,14 +248,19 @@ def distributed_dataset(
         spec = dataset.element_spec if then is None else then_spec[0]
         result._element_spec = tf.nest.map_structure(distribute_values.PerReplicaSpec, spec)
     if then is not None:
-        result.then, result.then_spec = then, then_spec[1]
+        result.then, result.then_spec, result.next_pass = then, then_spec[1], next_pass
     return result
 
 
 class _DatasetAndThen(input_lib.DistributedDataset):
     """A distributed dataset, and what is computed of each element when it is drawn."""
 
+    has_begun = False
+
     def __iter__(self) -> Any:
+        if self.has_begun and self.next_pass is not None:
+            self._cloned_datasets = [self.next_pass()]
+        self.has_begun = True
         iterator = super().__iter__()
         return _IteratorAndThen(
             self.then,

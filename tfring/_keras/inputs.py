@@ -144,18 +144,53 @@ def array_batches(adapter: Any, seed: int | None) -> data.ArrayBatches:
     """
     rows, batch_size = adapter._num_samples, adapter._batch_size
     by_row = bool(adapter._shuffle) and adapter._shuffle != "batch"  # Keras' meaning: rows change places in a batch
-    order: Any = _in_order
-    if by_row:
-        order = _shuffled if seed is not None else _InKerasOrder(*_keras_seeds(_tf.eager_context.global_seed()))
-    sizes = tf.data.Dataset.from_tensors((tf.constant(rows, tf.int64), tf.constant(batch_size, tf.int64)))
-    seeds = tf.data.Dataset.random(seed=seed or 0, rerandomize_each_iteration=True).take(1)
-    indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), order)
-    indices = _tf.unbatched(indices.prefetch(1))
+    order = _Order(rows, batch_size, by_row, seed)
     options = tf.data.Options()
+    options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     options.experimental_optimization.apply_default_optimizations = False  # they take longer than they save
     arrays = tree.lists_to_tuples(tree.map_structure(_ready, adapter._inputs))
-    return data.ArrayBatches(indices, arrays, _TakeRows(keras.config.floatx()), options, -(-rows // batch_size))
+    take, of_pass = _TakeRows(keras.config.floatx()), None if by_row and seed is None else order.of_pass
+    return data.ArrayBatches(order.drawn, arrays, take, options, -(-rows // batch_size), of_pass)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """The order of the rows of arrays.
+
+    Attributes:
+      rows: How many there are.
+      batch_size: Rows of a batch.
+      by_row: Whether they change places.
+      seed: By which they do, in another order each pass; None for Keras' order.
+    """
+
+    rows: int
+    batch_size: int
+    by_row: bool
+    seed: int | None
+
+    def of_pass(self, number: int) -> np.ndarray:
+        """Returns the rows of each batch, int64 `[batches, batch_size]`, with -1 behind the last row."""
+        batches = -(-self.rows // self.batch_size)
+        indices = np.full(batches * self.batch_size, -1, np.int64)
+        indices[: self.rows] = np.arange(self.rows)
+        if self.by_row:
+            seed = int(self.seed or 0)
+            # Not a Generator: what that draws may be another in each release of NumPy.
+            np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, number]).shuffle(indices[: self.rows])
+        return indices.reshape(batches, self.batch_size)
+
+    def drawn(self) -> tf.data.Dataset:
+        """Returns the dataset of the rows of each batch, which draws another order for each iterator."""
+        order: Any = _in_order
+        if self.by_row:
+            is_own = self.seed is not None
+            order = _shuffled if is_own else _InKerasOrder(*_keras_seeds(_tf.eager_context.global_seed()))
+        sizes = tf.data.Dataset.from_tensors((tf.constant(self.rows, tf.int64), tf.constant(self.batch_size, tf.int64)))
+        seeds = tf.data.Dataset.random(seed=self.seed or 0, rerandomize_each_iteration=True).take(1)
+        indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), order)
+        return _tf.unbatched(indices.prefetch(1))
 
 
 def _shuffled(seed: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:

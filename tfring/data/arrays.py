@@ -9,6 +9,8 @@ seed ─► indices of all batches ─► indices of a batch ─► this worker'
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.data import fingerprint
-from tfring.data.rows import Place
+from tfring.data.rows import Place, spec_of_any_rows
 from tfring.ring import library, ops
 
 _LEAST_BYTES = 1 << 20  # of an array that is read in place; TensorFlow gets a copy of a smaller one
@@ -59,22 +61,26 @@ class ArrayBatches:
     """The batches of arrays, in an order that all ranks draw alike.
 
     Args:
-      indices: Dataset of int64 `[batch_size]`, the rows of a batch, -1 behind the last where it has fewer.
+      indices: Returns the dataset of int64 `[batch_size]`, the rows of a batch, -1 behind the last where it has fewer.
       arrays: In any structure.
       take: `take(arrays, indices)`, the rows of a batch; hashable, for what is traced with one serves an equal one.
       options: `tf.data.Options` of the batches.
       cardinality: Their number.
+      of_pass: `of_pass(number)`, int64 `[batches, batch_size]`, the indices of a pass, by which they need no function
+        of TensorFlow's; None where they are drawn from TensorFlow's random numbers.
     """
 
     def __init__(
         self,
-        indices: tf.data.Dataset,
+        indices: Callable[[], tf.data.Dataset],
         arrays: Any,
         take: Callable[[Any, tf.Tensor], Any],
         options: tf.data.Options,
         cardinality: int,
+        of_pass: Callable[[int], np.ndarray] | None = None,
     ) -> None:
-        self.indices, self._arrays, self._take = indices, arrays, take
+        self.take, self._arrays = take, arrays
+        self._indices, self._of_pass, self._num_passes = indices, of_pass, itertools.count()
         self._dataset_options, self._cardinality = options, cardinality
 
     def cardinality(self) -> int:
@@ -87,20 +93,42 @@ class ArrayBatches:
 
     def full(self) -> tf.data.Dataset:
         """Returns the dataset of batches of all rows."""
-        return self._taken(_All(self._take))
-
-    def own(self, place: Place) -> tf.data.Dataset:
-        """Returns the dataset of `(about, batch)` that `pipeline.own_batches` returns.
-
-        Ranks have compared the arrays, all of them; so the fingerprint in `about` is that of the indices.
-        """
-        return self._taken(_Own(place, self._take))
-
-    def _taken(self, function: Callable[[tf.Tensor, Any], Any]) -> tf.data.Dataset:
-        every = tf.data.Dataset.zip((self.indices, tf.data.Dataset.from_tensors(self._arrays).repeat()))
-        dataset = mapped(every, function, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = mapped(beside(self._arrays, self._indices()), _All(self.take), num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self._cardinality))
         return dataset.with_options(self._dataset_options).prefetch(tf.data.AUTOTUNE)
+
+    def drawn_indices(self) -> tf.data.Dataset | None:
+        """Returns the dataset of indices where they are drawn from TensorFlow's random numbers; else None."""
+        return self._drawn_indices if self._of_pass is None else None
+
+    def next_pass(self) -> tf.data.Dataset:
+        """Returns the dataset of `(indices, arrays)` of the next pass, of which `Own` takes rows."""
+        if self._of_pass is None:
+            return beside(self._arrays, self._drawn_indices).with_options(self._dataset_options)
+        indices = tf.data.Dataset.from_tensor_slices(self._of_pass(next(self._num_passes)))
+        return tf.data.Dataset.zip((indices, self._repeated)).with_options(self._dataset_options)
+
+    def spec(self) -> Any:
+        """Returns the spec of the batches, with any number of rows."""
+        spec = tf.data.Dataset.from_tensors(self.take(self._arrays, tf.zeros([0], tf.int64))).element_spec
+        return spec_of_any_rows(spec, [False] * len(tf.nest.flatten(spec)))
+
+    @functools.cached_property
+    def _drawn_indices(self) -> tf.data.Dataset:
+        return self._indices()
+
+    @functools.cached_property
+    def _repeated(self) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors(self._arrays).repeat()
+
+
+def beside(arrays: Any, indices: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset of `(indices, arrays)`; each element holds the arrays, which are not copied.
+
+    So rows are taken where an element is drawn: a function of the pipeline's own for it takes milliseconds at the
+    beginning of each pass.
+    """
+    return tf.data.Dataset.zip((indices, tf.data.Dataset.from_tensors(arrays).repeat()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,19 +142,37 @@ class _All:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own:
-    """Takes this worker's rows of a batch."""
+class Own:
+    """Takes this worker's rows of a batch.
+
+    Attributes:
+      place: The replicas of this worker.
+      take: `take(arrays, indices)`, rows of the arrays; hashable.
+    """
 
     place: Place
     take: Callable[[Any, tf.Tensor], Any]
 
     def __call__(self, indices: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
+        """Returns `(about, batch)` as `pipeline.own_batches` has them.
+
+        Ranks have compared the arrays, all of them; so the fingerprint in `about` is that of the indices.
+
+        Args:
+          indices: int64 `[n]`, the rows of the batch, -1 behind the last; none behind the last batch.
+          arrays: In any structure.
+        """
         total = _num_indices(indices)
         begin, end = self.place.bounds(total)
         # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
         begin, count = tf.minimum(begin, total - 1), tf.maximum(end - begin, 1)
         about = tf.stack([total, fingerprint.of_digests(indices)])
         return about[None], self.take(arrays, indices[begin : begin + count])
+
+
+def rows_of_tensors(tensors: Any, indices: tf.Tensor) -> Any:
+    """Returns rows of the tensors in a structure."""
+    return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
 
 
 def _num_indices(indices: tf.Tensor) -> tf.Tensor:

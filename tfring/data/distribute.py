@@ -91,11 +91,11 @@ class _Kept:
         if extended.is_alone:
             pass
         elif is_sliced(dataset):
-            drawn_by_seeds = dataset.indices if isinstance(dataset, ArrayBatches) else dataset
-            self._seeds = _digest_of_seeds(extended.world, drawn_by_seeds)
+            by_seeds = dataset.drawn_indices() if isinstance(dataset, ArrayBatches) else dataset
+            self._seeds = None if by_seeds is None else _digest_of_seeds(extended.world, by_seeds)
             several = strategy.cluster.world_size > 1
             drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
-            if ahead:
+            if ahead and drawn.own is None:  # what numbers are drawn ahead of the rest saves nothing
                 drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
         else:
             drawn, self._cardinality = pieces(dataset, replicas, world_size)
@@ -185,7 +185,7 @@ def _distributed(
         specs = drawn.element_spec(), drawn.shares_spec()
         return _tf.distributed_dataset(
             dataset, input_workers, strategy, options, cardinality,
-            one_value_a_worker=True, then=drawn.cut, then_spec=specs,
+            one_value_a_worker=True, then=drawn.then, then_spec=specs, next_pass=drawn.next_pass,
         )  # fmt: skip
     shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
     return _tf.distributed_dataset(

@@ -52,6 +52,11 @@ class Pipeline(NamedTuple):
     whole: bool
     arrays: Any
 
+    @property
+    def has_numbers_alone(self) -> bool:
+        """Returns True if numbers stand for the rows of all batches: there is no map of rows or batches."""
+        return self.arrays is not None and not any(map(_is_map, [*self.rows, *self.batches]))
+
 
 def yields_alike(dataset: tf.data.Dataset) -> bool:
     """Returns True if all iterators yield the same rows; those of a shuffle depend on how many were made before."""
@@ -83,12 +88,10 @@ def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline
     while step.kind in _BETWEEN_ROWS and not (step.kind == "map" and _draws_in_order(step)):
         rows.insert(0, source)
         source, step = step.before, _tf.dataset_step(step.before)
-    maps_of_batches = [d for d in batches if _tf.dataset_step(d).kind == "map"]
-    has_maps = maps_of_batches or any(_tf.dataset_step(d).kind == "map" for d in rows)
-    # Where there are none, a function that gathers rows would cost more, at each iterator, than it saves.
-    arrays = step.arguments.get("arrays") if by_number and has_maps else None
+    maps_of_batches = list(filter(_is_map, batches))
+    arrays = step.arguments.get("arrays") if by_number else None
     if arrays is None:
-        while rows and _tf.dataset_step(rows[0]).kind != "map":  # nothing is gained above the first map
+        while rows and not _is_map(rows[0]):  # nothing is gained above the first map
             source = rows.pop(0)
         if not rows and not maps_of_batches:
             return None
@@ -161,29 +164,41 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them.
     """
     key = (place, pipeline.whole, pipeline.arrays is not None)
-
-    def kept(like: tf.data.Dataset, make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
-        """Makes it once for each dataset of the user: what a shuffle or a cache holds is there in the next epoch."""
-        made = like.__dict__.setdefault("_tfring_made", {})
-        if key not in made:
-            made[key] = make()
-        return made[key]
-
     above, below = _maps_last(pipeline.rows)
     dataset, batched = pipeline.source, _batched
     if pipeline.arrays is not None:
         dataset, batched = tf.data.Dataset.range(int(dataset.cardinality())), _batched_by_number
     for like in above:
-        dataset = kept(like, functools.partial(_again, like, dataset))
-    dataset = kept(pipeline.batch, lambda: batched(dataset, below, pipeline, place))
+        dataset = _kept(like, key, functools.partial(_again, like, dataset))
+    dataset = _kept(pipeline.batch, key, lambda: batched(dataset, below, pipeline, place))
     for like in pipeline.batches:
-        dataset = kept(like, functools.partial(_again_beside, like, dataset))
+        dataset = _kept(like, key, functools.partial(_again_beside, like, dataset))
     return dataset
+
+
+def batches_of_numbers(pipeline: Pipeline) -> tf.data.Dataset:
+    """Returns the dataset of the numbers of the rows of every batch, of a pipeline that `has_numbers_alone`."""
+    arguments = _tf.dataset_step(pipeline.batch).arguments
+    dataset = tf.data.Dataset.range(int(pipeline.source.cardinality()))
+    for like in pipeline.rows:
+        dataset = _kept(like, "numbers", functools.partial(_again, like, dataset))
+    dataset = dataset.batch(arguments["batch_size"], arguments["drop_remainder"])
+    for like in pipeline.batches:
+        dataset = _kept(like, "numbers", functools.partial(_again, like, dataset))
+    return dataset
+
+
+def _kept(like: tf.data.Dataset, key: Any, make: Callable[[], tf.data.Dataset]) -> tf.data.Dataset:
+    """Makes a dataset once for one of the user's: what a shuffle or a cache holds is there in the next epoch."""
+    made = like.__dict__.setdefault("_tfring_made", {})
+    if key not in made:
+        made[key] = make()
+    return made[key]
 
 
 def _maps_last(steps: list) -> tuple[list, list]:
     """Returns `(others, maps)`: what chooses or orders rows does so by place alone, so it may come before the maps."""
-    is_map = [_tf.dataset_step(d).kind == "map" for d in steps]
+    is_map = list(map(_is_map, steps))
     above = [d for d, m in zip(steps, is_map, strict=True) if not m]
     return above, [d for d, m in zip(steps, is_map, strict=True) if m]
 
@@ -325,6 +340,10 @@ def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Da
 def as_element(components: tuple, spec: Any) -> Any:
     """Returns the arguments a map's function was given, as the one element they are."""
     return components if type(spec) is tuple else components[0]
+
+
+def _is_map(dataset: tf.data.Dataset) -> bool:
+    return _tf.dataset_step(dataset).kind == "map"
 
 
 def _draws_in_order(step: _tf.DatasetStep) -> bool:

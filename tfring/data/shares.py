@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfring.data import fingerprint, pipeline
-from tfring.data.arrays import ArrayBatches
+from tfring.data.arrays import ArrayBatches, Own, beside, rows_of_tensors
 from tfring.data.chance import reached_by_chance
 from tfring.data.constants import constants_of
 from tfring.data.rows import (
@@ -86,6 +86,18 @@ class Cut(NamedTuple):
         return Shares(parts, rows, digest)
 
 
+class CutByNumber(NamedTuple):
+    """Cuts `(indices, arrays)` into `Shares`, of which `own` takes rows. Hashable, as `Cut`."""
+
+    own: Own
+    cut: Cut
+
+    def __call__(self, element: Any, is_drawn: Any = True) -> Shares:
+        """As `Cut`; of an element at the end of the data there are no indices."""
+        with tf.device("CPU:0"):  # where the arrays are
+            return self.cut(self.own(*element), is_drawn)
+
+
 class Drawn(NamedTuple):
     """A dataset as a worker draws it, and what makes shares of its elements.
 
@@ -93,14 +105,26 @@ class Drawn(NamedTuple):
       dataset: The user's batches; or, with what all ranks hold of each beside it, this worker's rows of each.
       cut: Makes `Shares` of an element.
       spec: Of the batches.
+      own: Takes this worker's rows of an element where that is `(indices, arrays)`; else None.
+      next_pass: Returns the dataset of each iterator behind the first; None where `dataset` serves all.
     """
 
     dataset: tf.data.Dataset
     cut: Cut
     spec: Any
+    own: Own | None = None
+    next_pass: Callable[[], tf.data.Dataset] | None = None
+
+    @property
+    def then(self) -> Callable[[Any, Any], Shares]:
+        """Returns what makes `Shares` of an element as it is drawn."""
+        return self.cut if self.own is None else CutByNumber(self.own, self.cut)
 
     def element_spec(self) -> Any:
         """Returns the spec of the elements, with any number of rows, so that steps are traced once for all."""
+        if self.own is not None:
+            spec = self.dataset.element_spec
+            return spec_of_any_rows(spec, [False] * len(tf.nest.flatten(spec)))
         batch = spec_of_any_rows(self.spec, self.cut.constants)
         return (tf.TensorSpec([None, 2], tf.int64), batch) if self.cut.is_beside else batch
 
@@ -151,9 +175,9 @@ def draw(
     num_replicas = replicas_per_worker * world_size
     place = Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
     if isinstance(dataset, ArrayBatches):
-        own = dataset.own(place)
-        _, spec = own.element_spec
-        return Drawn(own, Cut(place, (False,) * len(tf.nest.flatten(spec)), False, None, True, False), spec)
+        spec = dataset.spec()
+        cut = Cut(place, (False,) * len(tf.nest.flatten(spec)), False, None, True, False)
+        return Drawn(dataset.next_pass(), cut, spec, Own(place, dataset.take), dataset.next_pass)
     _check_batched(dataset.element_spec)
     compare = world_size > 1 if compare is None else compare
     constants = tuple(constants_of(dataset))
@@ -162,9 +186,14 @@ def draw(
         pipeline.check_share(dataset)
         left_out = tuple(reached_by_chance(dataset)) if compare else None
         return Drawn(dataset, Cut(place, constants, compare, left_out, False, True), dataset.element_spec)
+    cut = Cut(place, constants, False, None, True, parts.whole)
+    if parts.has_numbers_alone:
+        numbers = pipeline.batches_of_numbers(parts).with_options(dataset.options())
+        own = Own(place, rows_of_tensors)
+        return Drawn(beside(parts.arrays, numbers), cut, dataset.element_spec, own)
     own = pipeline.own_batches(parts, place).with_options(dataset.options())
     own._tfring_dataset = dataset  # whatever its functions hold has to live as long
-    return Drawn(own, Cut(place, constants, False, None, True, parts.whole), dataset.element_spec)
+    return Drawn(own, cut, dataset.element_spec)
 
 
 def single_shares(
