@@ -24,69 +24,61 @@ def of_batch(element: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
       element: A batch.
       left_out: A bool for each component, whether it is not looked at; None if none is left out.
     """
-    rows = num_rows(element)
-    total = tf.constant(0, tf.int64) if rows is None else tf.cast(rows, tf.int64)
-    return _positive(_of_components(total, element, left_out))
+    prints = _prints(element, left_out)
+    rows = None if prints else num_rows(element)
+    return _positive(_joined(prints) if rows is None else tf.cast(rows, tf.int64))
 
 
 def of_row(row: Any, left_out: Sequence[bool] | None = None) -> tf.Tensor:
     """Returns an int64 scalar of a row of any shape, for `of_digests`."""
-    return _of_components(tf.constant(0, tf.int64), row, left_out)
+    return _joined(_prints(row, left_out))
 
 
 def of_digests(digests: tf.Tensor) -> tf.Tensor:
     """Returns an int64 scalar above 0 of the rows of a batch, of which `of_row` gave int64 `[rows]`."""
-    return _positive(_in_order(digests) + tf.size(digests, tf.int64))
+    return _positive(_joined([tf.bitcast(digests, tf.uint8)]))
 
 
-def _of_components(total: tf.Tensor, element: Any, left_out: Sequence[bool] | None) -> tf.Tensor:
-    for number, component in enumerate(_compared(element, left_out)):
-        if not isinstance(component, tf.Tensor) or component.dtype in (tf.variant, tf.resource):
-            continue
-        total = _mixed(total, _digest(component), number)
-    return total
+# Each operation in here costs a fifth of a millisecond at the beginning of each pass, in a pipeline's function.
+
+
+def _joined(prints: list[tf.Tensor]) -> tf.Tensor:
+    """Returns an int64 scalar of uint8 tensors `[n, 8]`, of their numbers and order."""
+    if not prints:
+        return tf.constant(0, tf.int64)
+    every = prints[0] if len(prints) == 1 else tf.concat(prints, 0)
+    return tf.squeeze(tf.bitcast(tf.fingerprint(tf.reshape(every, [1, -1])), tf.int64))
 
 
 def _positive(total: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_or(tf.bitwise.bitwise_and(total, tf.int64.max), 1)
 
 
-def _compared(element: Any, left_out: Sequence[bool] | None) -> list[Any]:
+def _prints(element: Any, left_out: Sequence[bool] | None) -> list[tf.Tensor]:
+    """Returns uint8 `[rows, 8]` of each component that is looked at."""
     components = tf.nest.flatten(element)
     left_out = [False] * len(components) if left_out is None else left_out
     compared = [c for c, left in zip(components, left_out, strict=True) if not left]
-    return tf.nest.flatten(compared, expand_composites=True)
+    tensors = [c for c in tf.nest.flatten(compared, expand_composites=True) if isinstance(c, tf.Tensor)]
+    return [_of_tensor(tensor) for tensor in tensors if tensor.dtype not in (tf.variant, tf.resource)]
 
 
-def _mixed(total: tf.Tensor, digest: tf.Tensor, number: int) -> tf.Tensor:
-    """Returns another number for other numbers, and for another order; products are taken modulo 2**64."""
-    return total * 6364136223846793005 + (2 * number + 1) * digest
-
-
-def _in_order(prints: tf.Tensor) -> tf.Tensor:
-    """Returns an int64 scalar of int64 numbers and of their order."""
-    return tf.reduce_sum(prints * (2 * tf.range(tf.size(prints, tf.int64)) + 1))
-
-
-def _digest(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns an int64 scalar of a tensor's bytes, row by row."""
+def _of_tensor(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns uint8 `[rows, 8]` of the bytes of a tensor's rows."""
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.uint8)
     if not tensor.shape.rank:
-        tensor = tensor[None]
-    if tensor.dtype != tf.string:
-        return _in_order(tf.bitcast(tf.fingerprint(_of_numbers(tensor)), tf.int64))
-    return _in_order(_of_strings(tensor))
+        tensor = tf.expand_dims(tensor, 0)
+    return _of_strings(tensor) if tensor.dtype == tf.string else tf.fingerprint(_of_numbers(tensor))
 
 
 def _of_strings(strings: tf.Tensor) -> tf.Tensor:
-    """Returns an int64 number of each string; of paths the last two names count."""
-    strings = tf.reshape(strings, [-1])
-    lengths = tf.strings.length(strings)
-    is_path = lengths <= _PATH_BYTES  # or may be one
-    paths = tf.strings.substr(strings, tf.zeros_like(lengths), tf.where(is_path, lengths, 0))
-    paths = tf.strings.regex_replace(paths, _ABSOLUTE_PATH, r"\1")
-    return tf.where(is_path, *(tf.bitcast(tf.fingerprint(each), tf.int64) for each in (paths, strings)))
+    """Returns uint8 `[strings, 8]`; of paths the last two names count."""
+    if strings.shape.rank != 1:
+        strings = tf.reshape(strings, [-1])
+    is_path = tf.strings.length(strings) <= _PATH_BYTES  # or may be one
+    paths = tf.strings.regex_replace(tf.strings.substr(strings, 0, _PATH_BYTES), _ABSOLUTE_PATH, r"\1")
+    return tf.where(tf.expand_dims(is_path, 1), tf.fingerprint(paths), tf.fingerprint(strings))
 
 
 def _of_numbers(tensor: tf.Tensor) -> tf.Tensor:
