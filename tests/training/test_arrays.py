@@ -93,6 +93,29 @@ def test_batches_are_those_of_keras(kind, shuffle):
             np.testing.assert_array_equal(one, other)
 
 
+def test_an_order_of_tfrings_own_is_another_in_each_pass():
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    from tfring._keras import inputs
+
+    def passes(seed, shuffle=True):
+        x = np.arange(30, dtype="int32")
+        adapter = ArrayDataAdapter({"x": x}, batch_size=8, shuffle=shuffle)
+        batches = inputs.array_batches(adapter, seed)
+        for _ in range(3):
+            elements = list(batches.next_pass())
+            assert all(arrays["x"].numpy().tolist() == x.tolist() for _, arrays in elements)
+            yield np.concatenate([indices.numpy() for indices, _ in elements]).tolist()
+
+    ours = list(passes(1 << 61))
+    assert ours == list(passes(1 << 61)) != list(passes(1))
+    assert ours[0] != ours[1] != ours[2] != ours[0]
+    for of_pass in ours:
+        assert sorted(of_pass) == [-1, -1, *range(30)] and of_pass[-2:] == [-1, -1]
+    in_order = [*range(30), -1, -1]
+    assert list(passes(1, shuffle=False)) == [in_order] * 3
+
+
 def memory(field):
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(status.partition(f"{field}:")[2].split()[0])

@@ -147,13 +147,13 @@ def other_rows_in_the_middle(kind):
     return ""
 
 
-@pytest.mark.parametrize("kind", ["plain slices", "rows", "mapped", "strings"])
+@pytest.mark.parametrize("kind", ["rows", "mapped", "strings"])
 def test_one_other_row_is_found(kind):
     for message in workers(2).run(other_rows_in_the_middle, kind):
         assert "The ranks drew different batches" in message
 
 
-@pytest.mark.parametrize("kind", ["slices, mapped batches", "mapped slices"])
+@pytest.mark.parametrize("kind", ["plain slices", "slices, mapped batches", "mapped slices"])
 def test_one_other_row_of_slices_is_found(kind):
     for message in workers(2).run(other_rows_in_the_middle, kind):
         assert message.startswith("model.fit: `array 0 of x` is not the same on every rank"), message

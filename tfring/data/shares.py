@@ -116,7 +116,7 @@ class Drawn(NamedTuple):
     next_pass: Callable[[], tf.data.Dataset] | None = None
 
     @property
-    def then(self) -> Callable[[Any, Any], Shares]:
+    def then(self) -> Callable[..., Shares]:
         """Returns what makes `Shares` of an element as it is drawn."""
         return self.cut if self.own is None else CutByNumber(self.own, self.cut)
 
@@ -141,7 +141,7 @@ class Drawn(NamedTuple):
 
         @tf.autograph.experimental.do_not_convert
         def cut(*components: Any) -> Shares:
-            return self.cut(pipeline.as_element(components, spec))
+            return self.then(pipeline.as_element(components, spec))
 
         return self.dataset.map(cut)
 
