@@ -116,7 +116,7 @@ class Drawn(NamedTuple):
     next_pass: Callable[[], tf.data.Dataset] | None = None
 
     @property
-    def then(self) -> Callable[..., Shares]:
+    def then(self) -> Cut | CutByNumber:
         """Returns what makes `Shares` of an element as it is drawn."""
         return self.cut if self.own is None else CutByNumber(self.own, self.cut)
 
