@@ -129,7 +129,7 @@ def cut(name, sizes, worlds):
             for rank in range(world_size):
                 of_arrays = name.startswith("slices")
                 drawn = shares.draw(make(n), rank, replicas, world_size, compare=True, by_number=of_arrays)
-                assert (drawn.own is not None) == of_arrays, name
+                assert isinstance(drawn.cut, shares.CutByNumber) == of_arrays, name
                 drawn = list(drawn.shares())
                 assert len(drawn) == len(batches), (name, n, world_size, replicas)
                 for number, share in enumerate(drawn):

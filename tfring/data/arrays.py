@@ -1,8 +1,8 @@
 """Batches of arrays that all ranks hold: each worker reads its own rows, where the arrays stand.
 
 ```
-seed ─► indices of all batches ─► indices of a batch ─► this worker's ─► its rows of each array
-                                          └─► fingerprint
+seed ─► indices of a pass ─► indices of a batch ─► this worker's ─► its rows of each array      in the step
+                                     └─► fingerprint
 ```
 """
 
@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.data import fingerprint
-from tfring.data.rows import Place, spec_of_any_rows
+from tfring.data.rows import spec_of_any_rows
 from tfring.ring import library, ops
 
 _LEAST_BYTES = 1 << 20  # of an array that is read in place; TensorFlow gets a copy of a smaller one
@@ -102,7 +101,7 @@ class ArrayBatches:
         return self._drawn_indices if self._of_pass is None else None
 
     def next_pass(self) -> tf.data.Dataset:
-        """Returns the dataset of `(indices, arrays)` of the next pass, of which `Own` takes rows."""
+        """Returns the dataset of `(indices, arrays)` of the next pass, as `shares.CutByNumber` takes them."""
         if self._of_pass is None:
             return beside(self._arrays, self._drawn_indices).with_options(self._dataset_options)
         indices = tf.data.Dataset.from_tensor_slices(self._of_pass(next(self._num_passes)))
@@ -138,45 +137,12 @@ class _All:
     take: Callable[[Any, tf.Tensor], Any]
 
     def __call__(self, indices: tf.Tensor, arrays: Any) -> Any:
-        return self.take(arrays, indices[: _num_indices(indices)])
-
-
-@dataclasses.dataclass(frozen=True)
-class Own:
-    """Takes this worker's rows of a batch.
-
-    Attributes:
-      place: The replicas of this worker.
-      take: `take(arrays, indices)`, rows of the arrays; hashable.
-    """
-
-    place: Place
-    take: Callable[[Any, tf.Tensor], Any]
-
-    def __call__(self, indices: tf.Tensor, arrays: Any) -> tuple[tf.Tensor, Any]:
-        """Returns `(about, batch)` as `pipeline.own_batches` has them.
-
-        Ranks have compared the arrays, all of them; so the fingerprint in `about` is that of the indices.
-
-        Args:
-          indices: int64 `[n]`, the rows of the batch, -1 behind the last; none behind the last batch.
-          arrays: In any structure.
-        """
-        total = _num_indices(indices)
-        begin, end = self.place.bounds(total)
-        # One row where there is none, so that a batch is never missing; `Shares` leaves it out.
-        begin, count = tf.minimum(begin, total - 1), tf.maximum(end - begin, 1)
-        about = tf.stack([total, fingerprint.of_digests(indices)])
-        return about[None], self.take(arrays, indices[begin : begin + count])
+        return self.take(arrays, indices[: tf.reduce_sum(tf.cast(indices >= 0, tf.int64))])
 
 
 def rows_of_tensors(tensors: Any, indices: tf.Tensor) -> Any:
     """Returns rows of the tensors in a structure."""
     return tf.nest.map_structure(lambda tensor: tf.gather(tensor, indices), tensors)
-
-
-def _num_indices(indices: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(tf.cast(indices >= 0, tf.int64))
 
 
 _functions: dict = {}  # by what is traced and the kind of its arguments

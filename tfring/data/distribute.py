@@ -11,7 +11,7 @@ from tfring import _tf
 from tfring.data.arrays import ArrayBatches
 from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
-from tfring.data.shares import Drawn, Shares, draw, single_shares
+from tfring.data.shares import CutByNumber, Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _Kept:
             self._seeds = None if by_seeds is None else _digest_of_seeds(extended.world, by_seeds)
             several = strategy.cluster.world_size > 1
             drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
-            if ahead and drawn.own is None:  # what numbers are drawn ahead of the rest saves nothing
+            if ahead and not isinstance(drawn.cut, CutByNumber):  # numbers drawn ahead of the rest save nothing
                 drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
         else:
             drawn, self._cardinality = pieces(dataset, replicas, world_size)
@@ -185,7 +185,7 @@ def _distributed(
         specs = drawn.element_spec(), drawn.shares_spec()
         return _tf.distributed_dataset(
             dataset, input_workers, strategy, options, cardinality,
-            one_value_a_worker=True, then=drawn.then, then_spec=specs, next_pass=drawn.next_pass,
+            one_value_a_worker=True, then=drawn.cut, then_spec=specs, next_pass=drawn.next_pass,
         )  # fmt: skip
     shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
     return _tf.distributed_dataset(

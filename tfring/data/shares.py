@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfring.data import fingerprint, pipeline
-from tfring.data.arrays import ArrayBatches, Own, beside, rows_of_tensors
+from tfring.data.arrays import ArrayBatches, beside, rows_of_tensors
 from tfring.data.chance import reached_by_chance
 from tfring.data.constants import constants_of
 from tfring.data.rows import (
@@ -87,44 +87,63 @@ class Cut(NamedTuple):
 
 
 class CutByNumber(NamedTuple):
-    """Cuts `(indices, arrays)` into `Shares`, of which `own` takes rows. Hashable, as `Cut`."""
+    """Makes `Shares` of `(indices, arrays)`: gathers the rows of each replica. Hashable, as `Cut`.
 
-    own: Own
-    cut: Cut
+    Ranks have compared the arrays, all of them; so the fingerprint is that of the indices.
+
+    Attributes:
+      place: The replicas of this worker.
+      constants: As of `Cut`; there are none.
+      take: `take(arrays, indices)`, rows of the arrays; hashable.
+    """
+
+    place: Place
+    constants: tuple[bool, ...]
+    take: Callable[[Any, tf.Tensor], Any]
 
     def __call__(self, element: Any, is_drawn: Any = True) -> Shares:
-        """As `Cut`; of an element at the end of the data there are no indices."""
+        """Returns the shares in an element.
+
+        Args:
+          element: int64 `[n]`, the rows of a batch, -1 behind the last; and the arrays, in any structure. At the end of
+            the data there are no indices.
+          is_drawn: As of `Cut`.
+        """
+        indices, arrays = element
+        parts, rows = [], []
         with tf.device("CPU:0"):  # where the arrays are
-            return self.cut(self.own(*element), is_drawn)
+            total = tf.reduce_sum(tf.cast(indices >= 0, tf.int64))
+            digest = fingerprint.of_digests(indices)
+            for replica in range(self.place.first, self.place.first + self.place.replicas):
+                begin, end = bounds(total, replica, self.place.num_replicas)
+                rows.append(end - begin)
+                begin = tf.minimum(begin, total - 1)  # a row of another's where there is none
+                parts.append(self.take(arrays, indices[begin : tf.maximum(end, begin + 1)]))
+        if is_drawn is not True:
+            digest = tf.where(is_drawn, digest, 0)
+        return Shares(tuple(parts), tuple(rows), digest)
 
 
 class Drawn(NamedTuple):
     """A dataset as a worker draws it, and what makes shares of its elements.
 
     Attributes:
-      dataset: The user's batches; or, with what all ranks hold of each beside it, this worker's rows of each.
+      dataset: The user's batches; or this worker's rows of each, with what all ranks hold of it beside them; or the
+        numbers of its rows, with the arrays beside them.
       cut: Makes `Shares` of an element.
       spec: Of the batches.
-      own: Takes this worker's rows of an element where that is `(indices, arrays)`; else None.
       next_pass: Returns the dataset of each iterator behind the first; None where `dataset` serves all.
     """
 
     dataset: tf.data.Dataset
-    cut: Cut
+    cut: Cut | CutByNumber
     spec: Any
-    own: Own | None = None
     next_pass: Callable[[], tf.data.Dataset] | None = None
-
-    @property
-    def then(self) -> Cut | CutByNumber:
-        """Returns what makes `Shares` of an element as it is drawn."""
-        return self.cut if self.own is None else CutByNumber(self.own, self.cut)
 
     def element_spec(self) -> Any:
         """Returns the spec of the elements, with any number of rows, so that steps are traced once for all."""
-        if self.own is not None:
-            spec = self.dataset.element_spec
-            return spec_of_any_rows(spec, [False] * len(tf.nest.flatten(spec)))
+        if isinstance(self.cut, CutByNumber):
+            return spec_of_any_rows(self.dataset.element_spec, _no_constants(self.dataset.element_spec))
         batch = spec_of_any_rows(self.spec, self.cut.constants)
         return (tf.TensorSpec([None, 2], tf.int64), batch) if self.cut.is_beside else batch
 
@@ -141,7 +160,7 @@ class Drawn(NamedTuple):
 
         @tf.autograph.experimental.do_not_convert
         def cut(*components: Any) -> Shares:
-            return self.then(pipeline.as_element(components, spec))
+            return self.cut(pipeline.as_element(components, spec))
 
         return self.dataset.map(cut)
 
@@ -176,8 +195,8 @@ def draw(
     place = Place(rank * replicas_per_worker, replicas_per_worker, num_replicas)
     if isinstance(dataset, ArrayBatches):
         spec = dataset.spec()
-        cut = Cut(place, (False,) * len(tf.nest.flatten(spec)), False, None, True, False)
-        return Drawn(dataset.next_pass(), cut, spec, Own(place, dataset.take), dataset.next_pass)
+        cut = CutByNumber(place, _no_constants(spec), dataset.take)
+        return Drawn(dataset.next_pass(), cut, spec, dataset.next_pass)
     _check_batched(dataset.element_spec)
     compare = world_size > 1 if compare is None else compare
     constants = tuple(constants_of(dataset))
@@ -186,14 +205,13 @@ def draw(
         pipeline.check_share(dataset)
         left_out = tuple(reached_by_chance(dataset)) if compare else None
         return Drawn(dataset, Cut(place, constants, compare, left_out, False, True), dataset.element_spec)
-    cut = Cut(place, constants, False, None, True, parts.whole)
     if parts.has_numbers_alone:
         numbers = pipeline.batches_of_numbers(parts).with_options(dataset.options())
-        own = Own(place, rows_of_tensors)
-        return Drawn(beside(parts.arrays, numbers), cut, dataset.element_spec, own)
+        cut = CutByNumber(place, _no_constants(dataset.element_spec), rows_of_tensors)
+        return Drawn(beside(parts.arrays, numbers), cut, dataset.element_spec)
     own = pipeline.own_batches(parts, place).with_options(dataset.options())
     own._tfring_dataset = dataset  # whatever its functions hold has to live as long
-    return Drawn(own, cut, dataset.element_spec)
+    return Drawn(own, Cut(place, constants, False, None, True, parts.whole), dataset.element_spec)
 
 
 def single_shares(
@@ -219,6 +237,10 @@ def single_shares(
         return functools.reduce(concatenate, map(tf.data.Dataset.from_tensors, parts))
 
     return shares.flat_map(elements).prefetch(2 * replicas_per_worker)
+
+
+def _no_constants(spec: Any) -> tuple[bool, ...]:
+    return (False,) * len(tf.nest.flatten(spec))
 
 
 def _check_batched(spec: Any) -> None:
