@@ -393,6 +393,17 @@ def function_of_next(iterator: Any, body: Callable, functions: dict) -> Any:
     return _function_of(of_element, then, spec, functions)
 
 
+def concrete(function: Any) -> Callable[..., Any]:
+    """Returns what calls a tf.function of tensors that has a signature, without a look at their types each time.
+
+    A call of a small function takes a tenth of a millisecond less.
+    """
+    if tf.config.functions_run_eagerly():
+        return function
+    traced = function.get_concrete_function()
+    return lambda *tensors: traced._call_flat(list(tensors), traced.captured_inputs)
+
+
 def tensors_of_next(iterator: Any) -> list:
     """Returns the tensors of what a worker's iterator draws next, before anything is computed of it.
 

@@ -91,6 +91,7 @@ class PredictFunction:
         self._of_worker = made(self._of_worker_body)
         self._of_batch = made(self._of_batch_body)
         self._of_uncut: dict = {}  # functions, by how they cut and what
+        self._concrete: dict = {}  # of these, as they are called
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         if not entry_under_way("predict"):
@@ -165,7 +166,10 @@ class PredictFunction:
             outputs = self._of_shares(batch, None)
             return outputs, self._known(outputs), batch.fingerprint
 
-        return _tf.function_of_next(iterator, of_shares, self._of_uncut)
+        function = _tf.function_of_next(iterator, of_shares, self._of_uncut)
+        if function not in self._concrete:
+            self._concrete[function] = _tf.concrete(function)
+        return self._concrete[function]
 
     def _of_worker_rows(self, batch: Any) -> tuple:
         """Returns the outputs of this worker's rows of a batch, what is known of them, and the batch's fingerprint."""
