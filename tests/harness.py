@@ -502,8 +502,7 @@ def _serve(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.set_inheritable(pipe_fd, False)
-    os.environ.clear()
-    os.environ.update(environ)
+    _set_environment(environ)
     tempfile.tempdir = None  # TMPDIR is another
     pipe = connection.Connection(pipe_fd)
     with _replying(pipe):
@@ -523,8 +522,7 @@ def _serve(
         path, variables, task = message
         with _replying(pipe):
             sys.path[:] = path  # before unpickling, which finds the task by its module's name
-            os.environ.clear()
-            os.environ.update({**environ, **variables})
+            _set_environment({**environ, **variables})
             fn, args = pickle.loads(task)
             pipe.send_bytes(pickle.dumps(("returned", fn(*args))))
         fn = args = None
@@ -537,6 +535,15 @@ def _replying(pipe: connection.Connection) -> Iterator[None]:
         yield
     except BaseException:
         pipe.send(("raised", traceback.format_exc()))
+
+
+def _set_environment(wanted: dict[str, str]) -> None:
+    """Changes what differs alone: threads that the task before has left to TensorFlow may call getenv meanwhile."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _die_with(parent: int) -> None:
