@@ -86,7 +86,11 @@ def test_batches_are_those_of_keras(kind, shuffle):
     keras.utils.set_random_seed(shuffle + 1)
     x = rows_of(kind)
     adapter = ArrayDataAdapter((x, {"small": x[:, :3]}), np.arange(len(x)), batch_size=ROWS // 3, shuffle=shuffle)
-    for ours, theirs in zip(inputs.array_batches(adapter, None).full(), adapter.get_tf_dataset(), strict=True):
+    batches = inputs.array_batches(adapter, None)
+    for _ in range(2):
+        in_pass = [number for indices, _ in batches.next_pass() for number in indices.numpy().tolist() if number >= 0]
+        assert in_pass == np.concatenate([y for _, y in adapter.get_tf_dataset()]).tolist()
+    for ours, theirs in zip(batches.full(), adapter.get_tf_dataset(), strict=True):
         tf.nest.assert_same_structure(ours, theirs)
         for one, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
             assert one.dtype == other.dtype

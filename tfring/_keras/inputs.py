@@ -150,8 +150,8 @@ def array_batches(adapter: Any, seed: int | None) -> data.ArrayBatches:
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     options.experimental_optimization.apply_default_optimizations = False  # they take longer than they save
     arrays = tree.lists_to_tuples(tree.map_structure(_ready, adapter._inputs))
-    take, of_pass = _TakeRows(keras.config.floatx()), None if by_row and seed is None else order.of_pass
-    return data.ArrayBatches(order.drawn, arrays, take, options, -(-rows // batch_size), of_pass)
+    take = _TakeRows(keras.config.floatx())
+    return data.ArrayBatches(order.of_pass, order.drawn, arrays, take, options, -(-rows // batch_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,11 +174,14 @@ class _Order:
         """Returns the rows of each batch, int64 `[batches, batch_size]`, with -1 behind the last row."""
         batches = -(-self.rows // self.batch_size)
         indices = np.full(batches * self.batch_size, -1, np.int64)
-        indices[: self.rows] = np.arange(self.rows)
-        if self.by_row:
-            seed = int(self.seed or 0)
+        rows = indices[: self.rows]
+        if self.by_row and self.seed is None:
+            rows[:] = _keras_order(self.rows, _tf.eager_context.global_seed())
+        else:
+            rows[:] = np.arange(self.rows)
+        if self.by_row and self.seed is not None:
             # Not a Generator: what that draws may be another in each release of NumPy.
-            np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, number]).shuffle(indices[: self.rows])
+            np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, number]).shuffle(rows)
         return indices.reshape(batches, self.batch_size)
 
     def drawn(self) -> tf.data.Dataset:
@@ -191,6 +194,13 @@ class _Order:
         seeds = tf.data.Dataset.random(seed=self.seed or 0, rerandomize_each_iteration=True).take(1)
         indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), order)
         return _tf.unbatched(indices.prefetch(1))
+
+
+@functools.lru_cache(maxsize=4)
+def _keras_order(rows: int, global_seed: int | None) -> np.ndarray:
+    """Returns int64 `[rows]`, the order in which Keras shuffles arrays, which is the same in each pass and call."""
+    [order] = _Order(rows, rows, True, None).drawn().as_numpy_iterator()
+    return order
 
 
 def _shuffled(seed: tf.Tensor, sizes: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:

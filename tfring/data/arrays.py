@@ -60,26 +60,26 @@ class ArrayBatches:
     """The batches of arrays, in an order that all ranks draw alike.
 
     Args:
-      indices: Returns the dataset of int64 `[batch_size]`, the rows of a batch, -1 behind the last where it has fewer.
+      of_pass: `of_pass(number)`, int64 `[batches, batch_size]`, the rows of each batch of a pass, -1 behind the last
+        where a batch has fewer.
+      drawn: Returns the dataset of the rows of each batch, for any number of passes.
       arrays: In any structure.
       take: `take(arrays, indices)`, the rows of a batch; hashable, for what is traced with one serves an equal one.
       options: `tf.data.Options` of the batches.
       cardinality: Their number.
-      of_pass: `of_pass(number)`, int64 `[batches, batch_size]`, the indices of a pass, by which they need no function
-        of TensorFlow's; None where they are drawn from TensorFlow's random numbers.
     """
 
     def __init__(
         self,
-        indices: Callable[[], tf.data.Dataset],
+        of_pass: Callable[[int], np.ndarray],
+        drawn: Callable[[], tf.data.Dataset],
         arrays: Any,
         take: Callable[[Any, tf.Tensor], Any],
         options: tf.data.Options,
         cardinality: int,
-        of_pass: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.take, self._arrays = take, arrays
-        self._indices, self._of_pass, self._num_passes = indices, of_pass, itertools.count()
+        self._of_pass, self._drawn, self._num_passes = of_pass, drawn, itertools.count()
         self._dataset_options, self._cardinality = options, cardinality
 
     def cardinality(self) -> int:
@@ -92,18 +92,12 @@ class ArrayBatches:
 
     def full(self) -> tf.data.Dataset:
         """Returns the dataset of batches of all rows."""
-        dataset = mapped(beside(self._arrays, self._indices()), _All(self.take), num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = mapped(beside(self._arrays, self._drawn()), _All(self.take), num_parallel_calls=tf.data.AUTOTUNE)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self._cardinality))
         return dataset.with_options(self._dataset_options).prefetch(tf.data.AUTOTUNE)
 
-    def drawn_indices(self) -> tf.data.Dataset | None:
-        """Returns the dataset of indices where they are drawn from TensorFlow's random numbers; else None."""
-        return self._drawn_indices if self._of_pass is None else None
-
     def next_pass(self) -> tf.data.Dataset:
         """Returns the dataset of `(indices, arrays)` of the next pass, as `shares.CutByNumber` takes them."""
-        if self._of_pass is None:
-            return beside(self._arrays, self._drawn_indices).with_options(self._dataset_options)
         indices = tf.data.Dataset.from_tensor_slices(self._of_pass(next(self._num_passes)))
         return tf.data.Dataset.zip((indices, self._repeated)).with_options(self._dataset_options)
 
@@ -111,10 +105,6 @@ class ArrayBatches:
         """Returns the spec of the batches, with any number of rows."""
         spec = tf.data.Dataset.from_tensors(self.take(self._arrays, tf.zeros([0], tf.int64))).element_spec
         return spec_of_any_rows(spec, [False] * len(tf.nest.flatten(spec)))
-
-    @functools.cached_property
-    def _drawn_indices(self) -> tf.data.Dataset:
-        return self._indices()
 
     @functools.cached_property
     def _repeated(self) -> tf.data.Dataset:

@@ -91,8 +91,8 @@ class _Kept:
         if extended.is_alone:
             pass
         elif is_sliced(dataset):
-            by_seeds = dataset.drawn_indices() if isinstance(dataset, ArrayBatches) else dataset
-            self._seeds = None if by_seeds is None else _digest_of_seeds(extended.world, by_seeds)
+            if not isinstance(dataset, ArrayBatches):
+                self._seeds = _digest_of_seeds(extended.world, dataset)
             several = strategy.cluster.world_size > 1
             drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
             if ahead and not isinstance(drawn.cut, CutByNumber):  # numbers drawn ahead of the rest save nothing
