@@ -66,8 +66,9 @@ echo "== lint, types, formatting"
 .venv-test/bin/mypy tfring
 .venv-test/bin/clang-format --dry-run --Werror tfring/ring/native/*.cc tfring/ring/native/*.h tests/ring/*.cc patches/kernel/*.cc
 
-# Tests that compute, and beside them those that wait for processes, timeouts and networks.
-computing=(training strategy layers)
+# Tests that compute, and beside them those that wait for processes, timeouts and networks, with which `strategy` goes so that
+# both take as long.
+computing=(training layers)
 
 waiting() {
   echo "== the ring's core under sanitizers"
