@@ -119,7 +119,8 @@ class CutByNumber(NamedTuple):
                 rows.append(end - begin)
                 begin = tf.minimum(begin, total - 1)  # a row of another's where there is none
                 parts.append(self.take(arrays, indices[begin : tf.maximum(end, begin + 1)]))
-        if is_drawn is not True:
+        if is_drawn is not True:  # of an iterator whose spec has static sizes, zeros stand for indices, too
+            rows = [tf.where(is_drawn, count, 0) for count in rows]
             digest = tf.where(is_drawn, digest, 0)
         return Shares(tuple(parts), tuple(rows), digest)
 
