@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, examples are Python, the site builds, and the API reference has every public name."""
+"""Pages: links and files that they name are there, examples are Python, the site builds, the reference is complete."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`((?:benchmarks|docs|examples|patches|tests|tfring)/[\w./-]+\.\w+)`")
 ROOMS = ("callbacks", "layers", "parallel")  # each with an `__all__` that is public
 
 
@@ -53,6 +54,12 @@ def test_links(page):
         assert there.exists(), f"{target} leads to nothing"
         if anchor and there.suffix == ".md":
             assert anchor in anchors(there), f"{target}: {there.name} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_named_are_there(page):
+    for name in FILE.findall(page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name} names {name}, which is not there"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,6 +11,7 @@ import sys
 
 NATIVE = pathlib.Path(__file__).parent / "ring" / "native"
 CORE_SOURCES = (
+    "adam.cc",
     "calls.cc",
     "collectives.cc",
     "core.cc",
@@ -40,7 +41,7 @@ CORE_SOURCES = (
     "watcher.cc",
     "world.cc",
 )
-OPS_SOURCES = ("ops.cc", "exchange_ops.cc", "cancellation.cc", "tf_api.cc", "dtype.cc")
+OPS_SOURCES = ("ops.cc", "adam_ops.cc", "exchange_ops.cc", "cancellation.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (
     "-std=c++17",
     "-O3",

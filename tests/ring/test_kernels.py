@@ -200,3 +200,33 @@ def test_adam(dtype, instructions):
         for outside, output in zip(memory[4:], apart, strict=True):
             begin = output - outside.ctypes.data
             assert set(outside[:begin]) | set(outside[begin + count * item :]) == {0xA5}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_adam_of_rows_is_that_of_a_gradient_with_zeros(dtype, instructions):
+    rng = np.random.default_rng(6)
+    scalars = np.array([0.01, 0.1, 0.001, 1e-7], dtype)
+    number = library.DTYPES[scalars.dtype.name]
+    for rows, width in ((0, 3), (1, 1), (7, 5), (700, 1), (700, 33), (40, 3000), (5, 0)):
+        for count in sorted({0, min(rows, 3), rows}):
+            id_type = (np.int32, np.int64)[count % 2]
+            ids = rng.permutation(rows)[:count].astype(id_type)
+            gradient = np.zeros((rows, width), dtype)
+            gradient[ids] = rng.normal(size=(count, width))
+            before = np.abs(rng.normal(size=(3, rows, width))).astype(dtype)
+            want, got = np.empty_like(before), np.empty_like(before)
+            slots, wanted, gotten = ((ctypes.c_void_p * 3)(*(a.ctypes.data for a in of)) for of in (before, want, got))
+            core.tfring_adam(number, scalars.ctypes.data, gradient.ctypes.data, slots, wanted, rows * width)
+            values = gradient[ids]
+            arguments = number, scalars.ctypes.data, values.ctypes.data, library.DTYPES[ids.dtype.name]
+            assert core.tfring_adam_rows(*arguments, ids.ctypes.data, count, rows, width, slots, gotten)
+            assert want.tobytes() == got.tobytes(), (rows, width, count)
+            assert core.tfring_adam_rows(*arguments, ids.ctypes.data, count, rows, width, slots, slots)  # in place
+            assert want.tobytes() == before.tobytes(), (rows, width, count)
+            for wrong in ([0, 0], [rows], [-1]):
+                there = np.array(wrong, ids.dtype)
+                got[:] = 7
+                assert not core.tfring_adam_rows(
+                    *arguments, there.ctypes.data, len(there), rows, width, slots, gotten
+                ), (rows, wrong)
+                assert (got == 7).all()

@@ -92,7 +92,8 @@ def test_as_keras(dtype, sparse):
         # TensorFlow's graphs multiply by a reciprocal root where they see a division by one, as they do here.
         assert error <= 1e-6 if by_rows else same_bits, (name, error)
         is_native = name.startswith("Adam") and "amsgrad" not in name and dtype != "bfloat16"
-        assert kinds["TfringAdam"] == (len(SHAPES) if is_native else 0), (name, kinds)
+        assert kinds["TfringAdam"] == (len(SHAPES) - sparse if is_native else 0), (name, kinds)
+        assert kinds["TfringAdamRows"] == (sparse if is_native else 0), (name, kinds)
         if is_native and "schedule" not in name:
             assert kinds["Pow"] == 2, kinds  # of each beta, once for all weights
         assert ("ResourceScatterUpdate" in kinds) == by_rows, (name, kinds)
@@ -116,13 +117,23 @@ def refused():
         with pytest.raises(tf.errors.InvalidArgumentError) as error:
             ops.adam(weight, *slots, gradient, numbers)
         said.append(error.value.message)
+    for values, ids, numbers in (
+        ([1.0, 2.0], [0], scalars), ([1.0], [0], scalars[:3]), ([1.0, 2.0], [1, 1], scalars), ([1.0], [2], scalars),
+        ([1.0], [-1], scalars),
+    ):  # fmt: skip
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            ops.adam(weight, *slots, tf.IndexedSlices(tf.constant(values), tf.constant(ids)), numbers)
+        said.append(error.value.message)
     return said, weight.numpy().tolist()
 
 
 def test_a_gradient_of_another_shape_is_refused():
-    [((shape, scalars), weight)] = workers(1).run(refused)
+    [((shape, scalars, rows, scalars_of_rows, *ids), weight)] = workers(1).run(refused)
     assert "Received: a gradient of 12 bytes for a weight of 8" in shape
-    assert "Adam takes four scalars" in scalars
+    assert "Adam takes four scalars" in scalars and "Adam takes four scalars" in scalars_of_rows
+    assert "Received: rows of 8 bytes with 1 ids for a weight whose rows have 4" in rows
+    for said in ids:
+        assert "Adam takes each id once, from 0 to the number of rows less one, 1. Received: ids that" in said
     assert weight == [1.0, 2.0]
 
 

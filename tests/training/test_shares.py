@@ -166,6 +166,33 @@ def test_shares_of_all_workers_are_the_batch(name, sizes, worlds):
         assert all(len(of_batch) == 1 and 0 not in of_batch for of_batch in prints), case
 
 
+def shares_of_zeros():
+    """Returns the rows and the fingerprint of an element, and of zeros of its shapes in place of one."""
+    import tensorflow as tf
+
+    from tfring.data import shares
+    from tfring.data.arrays import rows_of_tensors
+    from tfring.data.rows import Place
+
+    place, arrays = Place(0, 2, 4), (tf.range(40.0),)
+    cuts = {
+        "numbers": (shares.CutByNumber(place, (False,), rows_of_tensors), (tf.zeros([8], tf.int64), arrays)),
+        "rows": (shares.Cut(place, (False,), True, None, False, True), tf.zeros([8, 3])),
+    }
+    found = {}
+    for name, (cut, element) in cuts.items():
+        shares_of = [tf.function(lambda drawn, c=cut, e=element: c(e, drawn))(tf.constant(d)) for d in (True, False)]
+        found[name] = [([int(count) for count in each.rows], int(each.fingerprint)) for each in shares_of]
+    return found
+
+
+def test_zeros_at_the_end_of_the_data_have_no_rows():
+    [found] = workers(1).run(shares_of_zeros)
+    for (rows, fingerprint), at_the_end in found.values():
+        assert rows == [2, 2] and fingerprint != 0
+        assert at_the_end == ([0, 0], 0)
+
+
 def fingerprints(batches):
     import tensorflow as tf
 

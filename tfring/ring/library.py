@@ -12,7 +12,7 @@ import weakref
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 
 def _directory() -> pathlib.Path:
@@ -298,6 +298,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_use_instructions": (size, ctypes.c_char_p),
         "tfring_reduce_two": (None, size, size, address, address, address, ctypes.c_int64),
         "tfring_adam": (None, size, address, address, ctypes.POINTER(address), ctypes.POINTER(address), ctypes.c_int64),
+        "tfring_adam_rows": (
+            size, size, address, address, size, address, *[ctypes.c_int64] * 3, *[ctypes.POINTER(address)] * 2,
+        ),
         "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
         "tfring_choose_row_sums": (ctypes.c_int, size, ctypes.c_int64, ctypes.c_int64, size),

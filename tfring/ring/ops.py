@@ -398,30 +398,34 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: Any, scalars: Any)
         weight: A variable of TensorFlow, float32 or float64, on a CPU.
         momentum: Of its shape and dtype, as all that follow.
         velocity: As `momentum`.
-        gradient: A tensor.
+        gradient: A tensor; or IndexedSlices with each id once, whose other rows are zero.
         scalars: `[4]`, `alpha`, `1 - beta_1`, `1 - beta_2`, `epsilon`.
 
     Returns:
         The new momentum, velocity and weight, which are not assigned yet.
 
+    Raises:
+        tf.errors.InvalidArgumentError: If the shapes differ, or an id is there twice or is none of the weight's.
+
     Example:
         >>> import tensorflow as tf
-        >>> weight, momentum, velocity = (tf.Variable([value]) for value in (1.0, 0.0, 0.0))
-        >>> [new.numpy().item() for new in adam(weight, momentum, velocity, [2.0], [0.5, 0.5, 0.25, 0.0])]
-        [1.0, 1.0, 0.5]
+        >>> weight, momentum, velocity = (tf.Variable([value, value]) for value in (1.0, 0.0, 0.0))
+        >>> scalars = [0.5, 0.5, 0.25, 1.0]
+        >>> [new.numpy().tolist() for new in adam(weight, momentum, velocity, [2.0, 0.0], scalars)]
+        [[1.0, 0.0], [1.0, 0.0], [0.75, 1.0]]
+        >>> rows = tf.IndexedSlices([2.0], [0], [2])
+        >>> [new.numpy().tolist() for new in adam(weight, momentum, velocity, rows, scalars)]
+        [[1.0, 0.0], [1.0, 0.0], [0.75, 1.0]]
     """
     with tf.device("CPU:0"):
         # The weight's own handle keeps this in order with what else reads and assigns it.
-        return _ops().tfring_adam(
-            token=weight.handle,
-            handle=0,
-            key="adam",
-            scalars=tf.convert_to_tensor(scalars, weight.dtype),
-            gradient=tf.convert_to_tensor(gradient, weight.dtype),
-            momentum=momentum,
-            velocity=velocity,
-            weight=weight,
-        )
+        common = {"token": weight.handle, "handle": 0, "key": "adam"}
+        common["scalars"] = tf.convert_to_tensor(scalars, weight.dtype)
+        slots = {"momentum": momentum, "velocity": velocity, "weight": weight}
+        if isinstance(gradient, tf.IndexedSlices):
+            rows = tf.convert_to_tensor(gradient.values, weight.dtype)
+            return _ops().tfring_adam_rows(rows=rows, ids=tf.convert_to_tensor(gradient.indices), **common, **slots)
+        return _ops().tfring_adam(gradient=tf.convert_to_tensor(gradient, weight.dtype), **common, **slots)
 
 
 def gather_rows(head: Any, body: Any, like: Any, indices: Any) -> tf.Tensor:

@@ -2,7 +2,8 @@
 
 **Adam** is about twelve operations on whole tensors in Keras, of which most make a tensor: large tables spend most of a
 step there. Here it is one, which reads and writes the weight and each slot once, and computes element by element what
-Keras does, in its order: the same bits.
+Keras does, in its order: the same bits. The gradient of a table stays the rows that the ring has summed; of the others,
+whose momenta go on, it is zero, which is not written down.
 
 **Adagrad** takes the root of a whole table's accumulator in Keras, also where few rows have a gradient. Rows without
 one stay as they are, so here the others alone are read.
@@ -41,7 +42,9 @@ class RingAdam(keras.optimizers.Adam, RingOptimizer):
         from tfring.ring import ops
 
         weight, momentum, velocity = held
-        gradient = tf.cast(tf.convert_to_tensor(gradient), weight.dtype)  # of rows, too: the momenta of others go on
+        if not _has_each_id_once(self, gradient):
+            gradient = tf.convert_to_tensor(gradient)  # of rows, too: the momenta of others go on
+        gradient = tf.cast(gradient, weight.dtype)
         results = ops.adam(weight, momentum, velocity, gradient, self._factors(learning_rate, weight.dtype))
         for variable, value in zip((momentum, velocity, weight), results, strict=True):
             variable.assign(value)
@@ -65,8 +68,7 @@ class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
     """Adagrad that reads the rows of a sparse gradient alone, where the ring has summed them."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        has_each_id_once = self._current_update is not None and self._current_update.has_each_id_once
-        is_sparse = isinstance(gradient, tf.IndexedSlices) and has_each_id_once
+        is_sparse = _has_each_id_once(self, gradient)
         held = _held_by_worker(self, variable, "_accumulators") if is_sparse else None
         if held is None:
             return super().update_step(gradient, variable, learning_rate)
@@ -77,6 +79,12 @@ class RingAdagrad(keras.optimizers.Adagrad, RingOptimizer):
         change = tf.cast(learning_rate, weight.dtype) * values / tf.sqrt(sums + self.epsilon)
         weight.scatter_sub(tf.IndexedSlices(change, ids))
         return None
+
+
+def _has_each_id_once(optimizer: Any, gradient: Any) -> bool:
+    """Returns True for IndexedSlices that the ring has summed."""
+    update = optimizer._current_update
+    return isinstance(gradient, tf.IndexedSlices) and update is not None and update.has_each_id_once
 
 
 def _held_by_worker(optimizer: Any, variable: Any, *slots: str) -> list[tf.Variable] | None:

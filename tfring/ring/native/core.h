@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 11
+#define TFRING_ABI_VERSION 12
 #define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
@@ -246,6 +246,12 @@ TFRING_API int tfring_partners(int position, int size, int local_size, int32_t* 
 // and after, which may be the same memory.
 TFRING_API void tfring_adam(int dtype, const void* scalars, const void* gradients, const void* const* from,
                             void* const* to, int64_t count);
+// As tfring_adam, of a table of `num_rows` rows of `width` elements, of which `count` have a gradient, each
+// once, and the others one of zero. `id_type` is int32 or int64. Returns 0 where an id is there twice or is
+// none of the table's; nothing is written then.
+TFRING_API int tfring_adam_rows(int dtype, const void* scalars, const void* gradients, int id_type,
+                                const void* ids, int64_t count, int64_t num_rows, int64_t width,
+                                const void* const* from, void* const* to);
 
 // The arithmetic alone (kernels.h), for tests and benchmarks. Instructions are "plain", "avx2" or "avx512";
 // returns 0 where this processor has them not.

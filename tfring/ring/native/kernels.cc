@@ -160,8 +160,3 @@ void tfring_reduce_many(int dtype, int op, void* out, const void* const* parts, 
 void tfring_reduce_two(int dtype, int op, void* out, const void* a, const void* b, int64_t count) {
   tfring::reduce(static_cast<tfring::DType>(dtype), static_cast<tfring::Op>(op), out, a, b, count);
 }
-
-void tfring_adam(int dtype, const void* scalars, const void* gradients, const void* const* from,
-                 void* const* to, int64_t count) {
-  tfring::adam(static_cast<tfring::DType>(dtype), scalars, gradients, from, to, count);
-}

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "adam_ops.h"
 #include "exchange_ops.h"
 #include "invocation.h"
 #include "tensor.h"
@@ -85,35 +86,6 @@ void reduce(void* state, TF_OpKernelContext* context) {
 void barrier(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
   invocation.check(tfring_barrier(invocation.handle(), &invocation.call(), invocation.error()));
-}
-
-// Updates momentum, velocity and weight by a gradient; `token` is the weight, which orders this with its
-// assignments.
-void adam(void* state, TF_OpKernelContext* context) {
-  Invocation invocation(*static_cast<Attributes*>(state), context);
-  const TF_Tensor* scalars = invocation.input(1);
-  const TF_Tensor* gradient = invocation.input(2);
-  if (!invocation.ok()) return;
-  const InPlaceTensors tensors(&invocation, 3);
-  if (!invocation.ok()) return;
-  const tfring_tensor* all = tensors.data();
-  const size_t size = tf.TF_TensorByteSize(gradient);
-  bool fits = tensors.count() == 3 &&
-              tf.TF_TensorByteSize(scalars) ==
-                  4 * static_cast<size_t>(size_of(static_cast<DType>(tf.TF_TensorType(gradient))));
-  for (int i = 0; fits && i < 3; ++i) fits = static_cast<size_t>(num_bytes(all[i])) == size;
-  if (!fits) {
-    return invocation.fail(kTfInvalidArgument,
-                           "Adam takes four scalars, and a gradient of the shape of the weight and "
-                           "its slots. Received: a gradient of " +
-                               std::to_string(size) + " bytes for a weight of " +
-                               std::to_string(num_bytes(all[2])));
-  }
-  const void* const from[] = {all[0].input, all[1].input, all[2].input};
-  void* const to[] = {all[0].output, all[1].output, all[2].output};
-  const int64_t item = size_of(static_cast<DType>(all[0].dtype));
-  tfring_adam(all[0].dtype, tf.TF_TensorData(scalars), tf.TF_TensorData(gradient), from, to,
-              static_cast<int64_t>(size) / item);
 }
 
 // Copies rows of an array whose elements stand in two tensors, one behind the other: `head`, which ends
@@ -339,6 +311,13 @@ __attribute__((constructor)) void register_ops() {
        {"T: {float, double}"},
        same_shapes<3, 0>,
        adam,
+       false},
+      {"TfringAdamRows",
+       {"scalars: T", "rows: T", "ids: I", "momentum: T", "velocity: T", "weight: T"},
+       {"new_momentum: T", "new_velocity: T", "new_weight: T"},
+       {"T: {float, double}", "I: {int32, int64}"},
+       same_shapes<4, 0>,
+       adam_rows,
        false},
       {"TfringGatherRows",
        {"head: T", "body: T", "like: T", "indices: int64"},
