@@ -36,6 +36,7 @@ TITLES = {
     "predict_on_batch": "`predict_on_batch`",
     "jpeg": f"`fit` of {JPEG_ROWS} JPEG pictures in memory, decoded and resized in a `map`",
     "records": "... in TFRecords",
+    "records 8": "... in eight such files, one after the other: 64 steps",
     "interleaved": "... in TFRecords of four files, interleaved",
     "folder": "... in a folder, by `image_dataset_from_directory`",
 }
@@ -77,7 +78,7 @@ class Calls:
         kind, *rest = name.split()
         if kind in INPUT_BOUND:
             model = self._made(self._picture_model)
-            pictures = self._pictures(kind)
+            pictures = self._pictures(kind, *map(int, rest))
             return timed(lambda: self._fit(model, pictures))
         if name == "predict wide":
             model = self._made(lambda: models.dense(self._keras))
@@ -137,8 +138,11 @@ class Calls:
         model.compile(optimizer, loss, **self._contestant.compile_options)
         return model
 
-    def _pictures(self, kind: str):
-        """Returns the dataset of pictures; of a program that takes its share itself, that of its rows."""
+    def _pictures(self, kind: str, times: int = 1):
+        """Returns the dataset of pictures; of a program that takes its share itself, that of its rows.
+
+        TFRecords may be read several times, as files one after the other.
+        """
         import numpy as np
 
         tf, data = self._tf, self._tf.data
@@ -168,7 +172,7 @@ class Calls:
             with tf.io.TFRecordWriter(path) as writer:
                 for file in files[number :: len(paths)]:
                     writer.write(file)
-        records = data.TFRecordDataset(paths)
+        records = data.TFRecordDataset(paths * times)
         if kind == "interleaved":
             records = data.Dataset.from_tensor_slices(paths).interleave(data.TFRecordDataset, cycle_length=4)
         return records.map(lambda record: decode(record, tf.constant(1, tf.int64))).batch(batch)

@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tfring.cluster import Cluster
@@ -77,6 +77,10 @@ WRONG = [
     (config(("worker", 0), worker=["a:1", "a:1"]), "'a:1' to both worker 0 and worker 1"),
     (config(("worker", 0), chief=["a:1"], worker=["A:01"]), "'A:01' to both chief 0 and worker 0"),
     (config(("worker", 0), worker=["a:65535", "a:65535"]), "'a:65535' to both"),
+    (
+        config(("worker", 3), chief=["a:1"], worker=["a:1", "a:2", "b:1", "a:1", "b:1"]),
+        "'a:1' to both chief 0 and worker 0",
+    ),
     (config(("worker", 0), worker=["a:1"], ps=["p:1"]), "parameter servers.*Start the workers only"),
     (config(("ps", 0), worker=["a:1"], ps=["p:1"]), "parameter servers"),
     (config(("ps", 0), worker=["a:1"]), "parameter server"),
@@ -150,6 +154,7 @@ NEARLY_RIGHT = st.fixed_dictionaries({}, optional={"cluster": JOBS | ANY_JSON, "
 
 @settings(max_examples=500, deadline=None)
 @given((NEARLY_RIGHT | ANY_JSON).map(json.dumps) | st.text(max_size=40))
+@example(json.dumps({"task": {"": None}, "cluster": {"chief": ["a:1"] * 4, "odd": ["a:1"] * 3}}))
 def test_any_text_is_read_or_refused(text):
     """Nothing but ConfigurationError, and following its corrections ends in a text that works."""
     for _ in range(10):

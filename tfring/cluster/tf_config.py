@@ -149,21 +149,36 @@ def _read_cluster(config: Mapping[str, Any]) -> dict[str, list[Any]]:
 def _read_addresses(
     config: Mapping[str, Any], cluster: dict[str, list[Any]], ring: list[tuple[str, int]]
 ) -> tuple[str, ...]:
-    owners: dict[Address, str] = {}
+    addresses: list[Address] = []
     for job, index in ring:
-        text = cluster[job][index]
         try:
-            address = parse_address(text)
+            addresses.append(parse_address(cluster[job][index]))
         except ConfigurationError as error:
             raise ConfigurationError(f'{VARIABLE} gives "{job}" {index} a wrong address. {error}') from None
+    owners: dict[Address, str] = {}
+    for (job, index), address in zip(ring, addresses, strict=True):
         if address in owners:
-            ports = itertools.chain(range(address.port + 1, 65536), range(1024, address.port))
-            free = next(a for port in ports if (a := address._replace(port=port)) not in owners)
-            mended = [*cluster[job][:index], str(free), *cluster[job][index + 1 :]]
+            text = cluster[job][index]
             what = f"gives {text!r} to both {owners[address]} and {job} {index}; each listens on its own"
-            raise _error(what, config, cluster={**cluster, job: mended})
+            raise _error(what, config, cluster=_each_on_its_own(cluster, ring, addresses))
         owners[address] = f"{job} {index}"
     return tuple(map(str, owners))
+
+
+def _each_on_its_own(
+    cluster: dict[str, list[Any]], ring: list[tuple[str, int]], addresses: list[Address]
+) -> dict[str, list[Any]]:
+    """Returns the cluster with another port for every address that an earlier task has."""
+    corrected = {job: list(tasks) for job, tasks in cluster.items()}
+    taken, earlier = set(addresses), set()
+    for (job, index), address in zip(ring, addresses, strict=True):
+        if address in earlier:
+            ports = itertools.chain(range(address.port + 1, 65536), range(1024, address.port))
+            free = next(a for port in ports if (a := address._replace(port=port)) not in taken)
+            taken.add(free)
+            corrected[job][index] = str(free)
+        earlier.add(address)
+    return corrected
 
 
 def _read_task(config: Mapping[str, Any], cluster: dict[str, list[Any]]) -> tuple[str, int]:
