@@ -36,7 +36,7 @@ TITLES = {
     "predict_on_batch": "`predict_on_batch`",
     "jpeg": f"`fit` of {JPEG_ROWS} JPEG pictures in memory, decoded and resized in a `map`",
     "records": "... in TFRecords",
-    "records 8": "... in eight such files, one after the other: 64 steps",
+    "records 8": "... in that file of TFRecords, eight times over: 64 steps",
     "interleaved": "... in TFRecords of four files, interleaved",
     "folder": "... in a folder, by `image_dataset_from_directory`",
 }

@@ -1,3 +1,4 @@
+// Compares shapes, and hands the tensors' memory to the arithmetic (adam.cc).
 #include "adam_ops.h"
 
 #include <string>
