@@ -148,6 +148,16 @@ def operations_of(dataset: tf.data.Dataset, kind: str) -> list:
     return [operation for operation in mine if operation.type == kind] + inner
 
 
+def graph_of_function(graph: Any, name: str) -> Any:
+    """Returns the graph of a function that an operation of a graph names: the body of a loop, a branch, a call."""
+    return graph._get_function(name).graph
+
+
+def set_attribute(op: Any, name: str, text: str) -> None:
+    """Gives an operation a text that goes along with it where its graph is copied; its name begins with `_`."""
+    op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))
+
+
 def is_stateful(op: str) -> bool:
     """Returns whether an operation of this type may give something else each time."""
     definition = _op_def_registry.get(op)

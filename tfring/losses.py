@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfring import step
+from tfring import partition, step
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring
@@ -81,7 +81,9 @@ def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Ten
     running.gathered = True
     control, control_ops = extended.control, extended.control_ops
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    tensors = [running.drop_if_empty(t) for t in tensors]
+    for tensor in tensors if running.share is not None else ():
+        partition.expect(tensor, "rows", "gathered rows")
+    tensors = [running.drop_if_empty(partition.declare_gradient(t)) for t in tensors]
 
     def all_counts(counts: Any) -> tf.Tensor:
         return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")
@@ -99,17 +101,19 @@ def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Ten
     # such a tie is lost once the tie is taken apart.
     def gathered(tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         if not tensor.dtype.is_floating:
-            return tf.identity(extended.cross_replica(all_rows, tensor))
+            return partition.declare(tf.identity(extended.cross_replica(all_rows, tensor)), "full")
 
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                if running.share is not None:
+                    partition.expect(upstream, "mean", "the gradient of gathered rows")
                 everyone = extended.cross_replica(total, running.weigh(upstream))
                 begin = tf.reduce_sum(counts[:replica])
                 mine = running.unweigh(everyone[begin : begin + counts[replica]])
                 return tf.ensure_shape(mine, x.shape)
 
-            return extended.cross_replica(all_rows, x), gradient
+            return partition.declare(extended.cross_replica(all_rows, x), "full"), gradient
 
         return control.call_in_order(with_gradient, tensor)
 

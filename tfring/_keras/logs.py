@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfring import partition
+from tfring._keras.exactness import own_statistics
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
 from tfring._keras.state import Written, held_by
@@ -78,14 +80,23 @@ class Logs:
             self._variables = [leaf if _is_variable(leaf) else None for leaf in tf.nest.flatten(outputs)]
             return tf.nest.map_structure(lambda value: _counted(_plain(value), static), outputs)
 
-        with results.noted():
+        with results.noted(), own_statistics(self._model):
             outputs, written = run(noting)
         self._note_variables(outputs, written)
         if self._strategy.num_replicas_in_sync > 1:
             outputs = self._with_all_rows(outputs, rows, static)
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
+        self._expect_means(outputs)
         return outputs, written
+
+    def _expect_means(self, outputs: Any) -> None:
+        """Notes that the numbers of replicas become their mean."""
+        leaves = tf.nest.flatten(outputs)
+        names = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
+        for i in self._numbers:
+            for value in values_of(leaves[i]):
+                partition.expect(value, "mean", f"the log {names[i]!r}" if names else "what the step returns")
 
     def _note_variables(self, outputs: Any, written: Sequence[Written]) -> None:
         """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""

@@ -14,31 +14,23 @@ something else is made such a mean:
 * Keras before 3.14 adds up activity regularizers over the rows of a replica: a sum as well;
 * `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` divide by the replicas whose gradients are summed.
 
-Losses that compare rows, or are a ratio of sums, cannot be made one: the user is told, once.
+Losses that compare rows, or are a ratio of sums, cannot be made one: an analysis of the step names them (exactness.py).
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfring import step
+from tfring import partition, step
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.recognition import ring_in_scope
-from tfring.step import graphs
-
-_local = threading.local()
-_warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the losses warned of
 
 
 def install() -> None:
@@ -50,12 +42,6 @@ def install() -> None:
         losses = original(self)
         return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
 
-    @seam(Layer, "add_loss")
-    def add_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
-        for value in loss if isinstance(loss, (list, tuple)) else [loss]:
-            _warn_of_added(self, value)
-        return original(self, loss)
-
     Layer._losses = _AddedLosses()
     if version_of_keras() < (3, 14):
         Layer.activity_regularizer = _SummedRegularizer()
@@ -66,17 +52,12 @@ class RingCompileLoss(CompileLoss):
 
     @classmethod
     def adopt(cls, model: Any) -> None:
-        """Makes the loss of a model that was just compiled a ring's, and warns of losses that compare rows."""
+        """Makes the loss of a model that was just compiled a ring's."""
         if model._compile_loss is not None:
             model._compile_loss.__class__ = cls
-            _warn_of_comparisons(keras.losses, model.loss)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().call(*args, **kwargs)
-        for _, function, _, _ in self._flat_losses:
-            if type(function).__call__ is not loss_module.Loss.__call__:  # which reduces by itself
-                _warn_of_scalar(function)
-        return per_row_as_sum(loss)
+        return per_row_as_sum(super().call(*args, **kwargs))
 
 
 # -- scale -------------------------------------------------------------------------------------------------------------
@@ -177,15 +158,6 @@ class _SummedRegularizer:
 
 
 def _replace_reductions() -> None:
-    @seam(loss_module.Loss, "__call__")
-    def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = getattr(_local, "loss", None)
-        _local.loss = self
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _local.loss = before
-
     @seam(loss_module, "apply_mask")
     def apply_mask(
         original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
@@ -197,7 +169,7 @@ def _replace_reductions() -> None:
         # Keras made it the mean over this replica's unmasked elements.
         mine = tf.reduce_sum(tf.cast(mask, tf.float64))
         factor = running.unweigh(tf.math.divide_no_nan(mine, _over_replicas(running, mine, "unmasked elements")))
-        return weight * tf.cast(factor, weight.dtype)
+        return partition.declare(weight * tf.cast(factor, weight.dtype), "rows")
 
     @seam(loss_module, "reduce_values")
     def reduce_values(
@@ -210,7 +182,6 @@ def _replace_reductions() -> None:
         if running is None or reduction in (None, "none"):
             return original(values, sample_weight, reduction)
         if not len(values.shape):
-            _warn_of_scalar(_local.loss)
             return original(values, sample_weight, reduction)
         if running.share is not None and reduction == "mean_with_sample_weight" and sample_weight is not None:
             total = _over_replicas(running, tf.reduce_sum(tf.cast(sample_weight, tf.float64)), "sample weights")
@@ -231,66 +202,6 @@ def _over_replicas(running: step.Step, value: tf.Tensor, name: str) -> tf.Tensor
         [total] = extended.control.all_reduce([tf.add_n(values_of(values))], name=name)
         return total
 
-    return extended.cross_replica(on_worker, running.zero_if_empty(tf.stop_gradient(value)))
-
-
-# -- warnings ----------------------------------------------------------------------------------------------------------
-
-
-def _warn_of_comparisons(losses: Any, compiled: Any) -> None:
-    """Warns of Keras' own losses that are no sums over rows, as far as `compile` shows them."""
-    for loss in tf.nest.flatten(compiled):
-        given = loss.lower() if isinstance(loss, str) else getattr(loss, "fn", loss)
-        name = next((n for n in ("circle", "dice", "tversky") if given is getattr(losses, n) or given == n), None)
-        if name is None or getattr(loss, "axis", None) is not None:
-            continue
-        warn_once(
-            getattr(losses, name),
-            f"keras.losses.{name} is no mean over rows: the loss of the whole batch does not follow from those "
-            "of the replicas. The model trains on their mean, weighted by rows. For the loss of the whole batch pass "
-            f"`loss=lambda y, p: keras.losses.{name}(*tfring.gather_for_loss((y, p)))`.",
-        )
-
-
-def _warn_of_scalar(loss: Any) -> None:
-    running = step.weighing()
-    if running is None or running.gathered:
-        return
-    warn_once(
-        getattr(loss, "fn", loss),
-        f"The loss {getattr(loss, 'name', loss)!r} returned one number for all rows of a replica. It is taken for a "
-        "mean over rows: the model trains on the mean over replicas, weighted by rows. That is the loss of the whole "
-        "batch for means, not for sums, ratios, or what compares rows. Return one value a row, or compute it from the "
-        "rows of all replicas, which tfring.gather_for_loss gives.",
-    )
-
-
-def _warn_of_added(layer: Any, loss: Any) -> None:
-    """Warns of what a layer adds that is no mean over rows, as far as the graph tells."""
-    running = step.weighing()
-    if running is None or running.gathered or running.is_static or not graphs.is_symbolic(loss) or loss.shape.rank:
-        return
-    kind = graphs.kind_of(loss, running.share)
-    if kind in ("sum", "other"):
-        warn_once(
-            layer,
-            f"{type(layer).__name__} {layer.name!r} added a loss that is no mean over rows, but a "
-            f"{'sum' if kind == 'sum' else 'product, ratio, root or the like of means'} of what a replica's rows give. "
-            "The model trains on the mean of the replicas' losses, weighted by rows. "
-            + (
-                "Add a value a row, `[rows]`, which Keras sums."
-                if kind == "sum"
-                else "Compute each mean from the rows of all replicas, which tfring.gather_for_loss gives."
-            ),
-        )
-
-
-def warn_once(loss: Any, message: str) -> None:
-    """Warns, once a strategy of each loss, layer or metric, on its first rank."""
-    strategy = ring_in_scope()
-    warned = _warned.setdefault(strategy, {})
-    if id(loss) in warned:
-        return
-    warned[id(loss)] = loss  # kept, so that its id stays its own
-    if strategy.cluster.is_chief and strategy.num_replicas_in_sync > 1:
-        warnings.warn(message, stacklevel=2)
+    mine = running.zero_if_empty(tf.stop_gradient(value))
+    partition.expect(mine, "sum", f"the {name} of all replicas")
+    return partition.declare(extended.cross_replica(on_worker, mine), "full")

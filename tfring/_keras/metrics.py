@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfring import step
 from tfring._keras.layers import all_layers
-from tfring._keras.losses import before_division, warn_once
+from tfring._keras.losses import before_division
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.losses import gather_for_loss
@@ -44,8 +44,6 @@ def install() -> None:
         masked = get_keras_mask(values) is not None
         values = tf.convert_to_tensor(values)
         is_number = values.shape.rank == 0
-        if is_number and not isinstance(metric, keras.metrics.MeanMetricWrapper):
-            _warn_of_formula(running, metric, values)
         if is_number and (weight is None or _is_constant(running, weight)):
             weight = running.weigh(tf.cast(1.0 if weight is None else weight, metric.dtype))
         elif weight is None or masked or _rank(weight) != 0:
@@ -108,22 +106,6 @@ def _is_constant(running: step.Step, weight: Any) -> bool:
     return graphs.kind_of(weight, running.share) == "constant"
 
 
-def _warn_of_formula(running: step.Step, metric: Any, value: Any) -> None:
-    """Warns once of a Mean that is fed with what follows from no mean of the replicas'."""
-    if running.is_static or running.gathered or getattr(metric, "_tfring_of_losses", False):
-        return
-    kind = graphs.kind_of(value, running.share) if graphs.is_symbolic(value) else ""
-    if kind not in ("sum", "other"):
-        return
-    warn_once(
-        metric,
-        f"The metric {metric.name!r} was given a {'sum' if kind == 'sum' else 'product, ratio, root or the like'} of "
-        "what a replica's rows give. It takes the mean over replicas, weighted by rows, of a number: that is not the "
-        "number of the whole batch. Give it a value a row or a mean, or compute the number from the rows of all "
-        "replicas, which tfring.gather_for_loss gives.",
-    )
-
-
 def _are_rows(*values: Any) -> bool:
     return all(isinstance(v, tf.Tensor) and v.shape.rank and v.dtype != tf.string for v in values)
 
@@ -169,10 +151,6 @@ class Results:
 
     def __init__(self, model: Any) -> None:
         self._metrics = metrics_of(model)
-        of_losses = [] if model._compile_loss is None else model._compile_loss.metrics
-        for metric in (model._loss_tracker, *of_losses):  # losses are warned of by themselves
-            if metric is not None:
-                metric._tfring_of_losses = True
         self._found: dict = {}
 
     @contextlib.contextmanager

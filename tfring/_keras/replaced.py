@@ -54,7 +54,6 @@ REPLACED = {
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
         formerly="self, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, name",
     ),
-    f"{_LAYER}.add_loss": Function("self, loss", "warns of a number that is no mean over rows"),
     f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(
         "self, inputs", "pulls the rows of a table that parameter servers hold"
@@ -77,9 +76,6 @@ REPLACED = {
     # losses
     f"{_LOSS}.scale_loss_for_distribution": Function("value", "leaves out the division by the number of replicas"),
     f"{_LOSS}.unscale_loss_for_distribution": Function("value", "the same"),
-    f"{_LOSS}.Loss.__call__": Function(
-        "self, y_true, y_pred, sample_weight", "notes the loss for the warning of one that is no mean over rows"
-    ),
     f"{_LOSS}.apply_mask": Function(
         "sample_weight, mask, dtype, reduction", "divides by the unmasked elements of all replicas"
     ),

@@ -28,19 +28,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfring import _tf, step
+from tfring import _tf, partition, step
 from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring, ring_in_scope, ring_of
+from tfring.recognition import current_ring, ring_of
 from tfring.step import graphs
 
 if TYPE_CHECKING:
@@ -105,6 +104,7 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
             # The row that a replica without rows was given does not count.
             own = own_copy(variable._value)
             value = tf.cast(_once_a_batch(running, variable, value), own.dtype)
+            partition.expect(value, "sum", f"the state {_name(variable)}")
             assign(tf.where(running.active, value, own))
 
 
@@ -171,10 +171,24 @@ def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> b
     if rule is None:
         return False
     own = own_copy(held)
+    _expect(held, rule, value)
     by = own.assign(tf.cast(value, own.dtype))
     if rule != "stay":
         running.written.append(Written(variable, rule, None if tf.executing_eagerly() else by.op))
     return True
+
+
+def _expect(variable: Any, rule: str, value: Any) -> None:
+    """Notes what is taken of the values that replicas write, so that they become the one that one process writes."""
+    if tf.executing_eagerly():
+        return
+    name = f"the state {_name(variable)}"
+    if rule == "increments" and graphs.last_step(variable, value) == "add":
+        partition.expect(graphs.increment_of(variable, value), "sum", name)
+    elif rule in ("mean", "max", "min"):
+        partition.expect(value, rule, name)
+    elif rule == "values":
+        partition.expect(value, "sum", name)
 
 
 def held_by(variable: Any) -> Any:
@@ -244,11 +258,6 @@ def _rule(running: step.Step, variable: Any, value: Any, adding: bool) -> str | 
         raise _rows_put_in(variable)
     if adding and last == "add" and graphs.is_count(graphs.increment_of(here, value)):
         return "increments"
-    kind = graphs.kind_of(value, running.share)
-    if kind == "sum":
-        _warn_of_sum(variable, adding)
-    if kind == "other" and graphs.is_accumulated(here, value):  # numbers of rows add up, so what goes with them is off
-        _warn_of_formula(variable, "was added to a layer's state")
     return "mean"
 
 
@@ -276,8 +285,6 @@ def _rule_of_metric(running: step.Step, variable: Any, value: Any, last: str) ->
                 "function of what metrics keep. Keep sums, by `assign_add`, and compute in `result`; or update the "
                 "metric from the rows of all replicas, which tfring.gather_for_loss gives."
             )
-        if not is_once and not running.gathered and graphs.kind_of(value, running.share) == "other":
-            _warn_of_formula(variable, "was written to a metric")
     # Not the sum that Keras' default asks for: all replicas will hold the same.
     _tf.set_aggregation(here, tf.VariableAggregation.ONLY_FIRST_REPLICA)
     if last in ("max", "min"):
@@ -312,8 +319,6 @@ def _once_a_batch(running: step.Step, variable: Any, value: Any) -> Any:
     if not here.dtype.is_floating or not _stands_for_batch(running, variable, value):
         return value
     increment = graphs.increment_of(here, value)
-    if graphs.kind_of(increment, running.share) == "other":
-        _warn_of_formula(variable, "was added to a metric")
     weighed = running.weigh(tf.cast(increment, here.dtype))
     own = own_copy(here)
     return own - weighed if graphs.is_difference(value) else own + weighed
@@ -340,38 +345,6 @@ def _rows_put_in(variable: Any) -> ConfigurationError:
         f"not what one process would. Received: {_name(variable)!r}, written from a replica's rows. Give it "
         "`tfring.gather_for_loss(rows)`, in the step, in the place of `rows`."
     )
-
-
-def _warn_of_sum(variable: Any, adding: bool) -> None:
-    _warn_once(
-        variable,
-        f"{_name(variable)!r} has no aggregation, so it becomes the mean of what the replicas write, weighted by "
-        "rows; a sum over a replica's rows was "
-        + (
-            "added to it. Where it is to be the sum over all rows, make it by "
-            '`add_weight(..., aggregation="sum")`; where it is a mean, add a mean.'
-            if adding
-            else "written to it, as to a moving average of sums. Compute the sum from the rows of all replicas, "
-            "`tfring.gather_for_loss(rows)`, or write a mean."
-        ),
-    )
-
-
-def _warn_of_formula(variable: Any, how: str) -> None:
-    _warn_once(
-        variable,
-        f"A product, ratio, root or the like of means over a replica's rows {how}: {_name(variable)!r}. That of the "
-        "whole batch does not follow from those of the replicas; their mean, weighted by rows, is taken. Keep sums and "
-        "compute where they are read, or compute it from the rows of all replicas, which tfring.gather_for_loss gives.",
-    )
-
-
-def _warn_once(variable: Any, text: str) -> None:
-    if getattr(variable, "_tfring_warned", False):
-        return
-    variable._tfring_warned = True
-    if ring_in_scope().cluster.is_chief:
-        warnings.warn(text, stacklevel=2)
 
 
 def own_copy(variable: Any) -> Any:

@@ -28,7 +28,7 @@ from keras.src.models.functional import Functional
 from keras.src.trainers import trainer as base_trainer
 
 from tfring import _tf, data, step
-from tfring._keras import agreement, batch_shapes, calls, loop, outside, place, state
+from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.logs import Logs
 from tfring._keras.losses import RingCompileLoss, additional_loss
@@ -377,6 +377,7 @@ class StepFunction:
             rows,
             tf.executing_eagerly() or all(map(data.has_static_rows, inputs)),
         )
+        exactness.check_step(self._strategy, self._model, f"{self._kind}_step")
         parts = [state.written_together(self._strategy, written, shares, before)]
         if with_logs and self._logs.read(written):
             self._together([parts.pop()])  # first

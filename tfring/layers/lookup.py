@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfring import step
+from tfring import partition, step
 from tfring.layers.row_numbers import RowNumbers
 from tfring.sharding import Sharding
 
@@ -233,7 +233,7 @@ def exchange(sharding: Sharding, tables: Sequence[tuple[str, int]], group: Shard
 def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
     result = tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
     result.set_shape([*ids.shape, *rows.shape[1:]])
-    return result
+    return partition.declare(result, "rows") if step.weighing() and ids.shape.rank else result
 
 
 def _spread(rows: tf.Tensor, place: tf.Tensor, weigh: Callable[[tf.Tensor], tf.Tensor] = tf.identity) -> tf.Tensor:

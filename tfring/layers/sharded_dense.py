@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfring import _keras
+from tfring import _keras, partition
 from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import ShardGroup, check_axis
 from tfring.errors import ConfigurationError
@@ -165,7 +165,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
             return super().call(inputs)
         kernel = tf.convert_to_tensor(keras.ops.convert_to_tensor(self._kernel))
         bias = None if self.bias is None else tf.convert_to_tensor(keras.ops.convert_to_tensor(self.bias))
-        inputs = tf.cast(inputs, kernel.dtype)
+        inputs = partition.declare_gradient(tf.cast(inputs, kernel.dtype))
         rows = tf.reshape(inputs, [-1, inputs.shape[-1]])
         if self.split == "columns":
             outputs = self._ranks.columns(rows, kernel, bias, self.leaves_parts)
@@ -174,6 +174,7 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
             outputs = outputs if bias is None else outputs + bias
         outputs = tf.reshape(outputs, tf.concat([tf.shape(inputs)[:-1], [self._num_outputs()]], 0))
         outputs.set_shape([*inputs.shape[:-1], self._num_outputs()])
+        outputs = partition.declare(outputs, "rows")
         return outputs if self.activation is None else self.activation(outputs)
 
     def _num_outputs(self) -> int:

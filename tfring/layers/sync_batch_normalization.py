@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfring import step
+from tfring import partition, step
 from tfring._keras.layers import save_under_name_of
 from tfring.layers import choice
 from tfring.layers.moments import along, channel_sums, local_moments, mean_and_variance
@@ -275,15 +275,23 @@ def _normalize(
     def centred(x: tf.Tensor) -> tf.Tensor:
         return tf.cast(x, dtype) - channels(high)
 
+    running = step.current() or step.Step()
+    if running.share is not None:
+        partition.expect(x, "rows", "the inputs of batch normalization")
+
     @tf.custom_gradient
     def normalized(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         factor = tf.cast(scale, tf.float64) * inverse
         outputs = centred(x) * channels(factor) + channels(tf.cast(offset, tf.float64) - factor * low)
 
         def gradient(d_outputs: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return backward(once(x), once(d_outputs), once(factor))
+            if running.share is None:
+                return backward(once(x), once(d_outputs), once(factor))
+            partition.expect(d_outputs, "gradients of rows", "the gradient of batch normalization")
+            d_x, *others = backward(once(x), once(d_outputs), once(factor))
+            return partition.declare(d_x, "gradients of rows"), *(partition.declare(d, "mean") for d in others)
 
-        return outputs, gradient
+        return outputs if running.share is None else partition.declare(outputs, "rows"), gradient
 
     def backward(x: tf.Tensor, d_outputs: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, ...]:
         deviations = centred(x)
@@ -297,8 +305,6 @@ def _normalize(
             through_moments = tf.where(mask, through_moments, tf.zeros_like(through_moments))
         d_x = d_outputs * channels(factor) - through_moments
         return tf.cast(d_x, x.dtype), tf.cast(sum_dy_xhat, dtype), tf.cast(sum_dy, dtype)
-
-    running = step.current() or step.Step()
 
     def sum_of_gradients(sums: tf.Tensor) -> tf.Tensor:
         # Gradients of other replicas count by their shares of the batch; the optimizer weighs this one's.

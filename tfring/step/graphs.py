@@ -130,18 +130,6 @@ def increment_of(variable: Any, value: Any) -> Any:
     return next((t for t in op.inputs if not is_read(t, variable)), op.inputs[-1])
 
 
-def is_accumulated(variable: Any, value: Any) -> bool:
-    """Returns True if a value is the variable and something added to it, in one or several steps."""
-    todo = [value]
-    while todo:
-        tensor = _passed_on(todo.pop())
-        if is_symbolic(tensor) and is_read(tensor, variable):
-            return True
-        if is_symbolic(tensor) and tensor.op.type in ("AddV2", "Add"):
-            todo.extend(tensor.op.inputs)
-    return False
-
-
 def is_difference(value: Any) -> bool:
     """Returns True if the last operation, where `last_step` is "add", subtracts what `increment_of` returns."""
     return _passed_on(value).op.type == "Sub"

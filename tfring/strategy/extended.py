@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfring import _tf, data, step
+from tfring import _tf, data, partition, step
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
@@ -255,7 +255,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         if self._container_strategy().num_replicas_in_sync == 1:
             return gradients
         running = step.current() or step.Step()
-        flat = [running.weigh(g) for g in tf.nest.flatten(gradients)]
+        flat = tf.nest.flatten(gradients)
+        for gradient in flat if running.share is not None else ():
+            if gradient is not None:
+                partition.expect_gradient(gradient, "a gradient given to all_reduce_gradients")
+        flat = [running.weigh(g) for g in flat]
 
         def on_worker(active: Any, *gradients: Any) -> list[Any]:
             active = None if active is None else values_of(active)
@@ -266,7 +270,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         reduced = self.cross_replica(on_worker, running.active, *(flat[i] for i in present))
         for i, total in zip(present, reduced, strict=True):
             # A tensor of this replica's own: of one that all replicas hold, TensorFlow would make one value.
-            flat[i] = tf.nest.map_structure(tf.identity, _like(flat[i], total), expand_composites=True)
+            flat[i] = tf.nest.map_structure(
+                lambda part: partition.declare(tf.identity(part), "full"), _like(flat[i], total), expand_composites=True
+            )
         return tf.nest.pack_sequence_as(gradients, flat)
 
     def _batch_reduce_to(
@@ -405,6 +411,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             is_static = data.has_static_rows(element)
             if not alone:
                 element, _ = data.one_row_at_least(element)
+                element, share = partition.declare_batch(element, not is_static), partition.declare(share, "share")
             mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static)
             with step.running(mine) as running:
                 running.num_rows = data.num_rows(element)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfring import step
+from tfring import partition, step
 from tfring._keras.losses import per_row_as_sum
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.optimizers.optimizer_class import join_ring
@@ -119,7 +119,7 @@ class RingOptimizer(OptimizerSlots):
         triples = zip(grads, every, is_complete, strict=True)
         updater = ring.updater  # which stands between this optimizer and the weights
         weigh = running.weigh if updater is None or updater.weighs else lambda gradient: gradient
-        weighed = [g if done or is_value(v) else weigh(g) for g, v, done in triples]
+        weighed = [g if done or is_value(v) else weigh(_expected(running, g, v)) for g, v, done in triples]
 
         def in_cross_replica(grads: Sequence[Any], active: Any) -> None:
             self._note_finite(grads, every, active)
@@ -354,6 +354,13 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
         def build(self, variables: Sequence[Any]) -> None:
             self._take_along()
             super().build(variables)
+
+
+def _expected(running: step.Step, gradient: Any, variable: Any) -> Any:
+    """Returns a gradient that is weighed by its replica's rows, so it has to be that of a mean."""
+    if running.share is not None and gradient is not None:
+        partition.expect_gradient(gradient, f"the gradient of {_names([variable])[0]}")
+    return gradient
 
 
 def _names(variables: Sequence[Any]) -> list[str]:

@@ -1,0 +1,117 @@
+"""What tfring itself knows of a tensor in a step, and what it takes one for: marks that the analysis reads.
+
+A mark is an attribute of an Identity, which goes along with the graph where TensorFlow copies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfring import _tf
+
+_DECLARED, _EXPECTED, _NAME = "_tfring_declared", "_tfring_expected", "_tfring_name"
+
+DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed")
+EXPECTATIONS = ("mean", "sum", "max", "min", "rows", "gradients of rows", "rows of gradients")
+
+
+def declare(tensor: Any, what: str) -> Any:
+    """Returns a tensor of which the analysis is told what it is.
+
+    Args:
+      tensor: a dense tensor.
+      what: "rows", a replica's rows along the first axis; "gradients of rows", of its own loss, a mean; "full", the
+        same on all replicas; "mean", a replica's part of a mean over rows, weighted by them; "share", a replica's rows
+        over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "fixed", rows of a
+        number that is known beforehand.
+    """
+    assert what in DECLARATIONS, what
+    return _marked(tensor, {_DECLARED: what})
+
+
+def declare_gradient(tensor: Any) -> Any:
+    """Returns a tensor of rows, whose gradients are declared to be those of rows.
+
+    Around what exchanges rows with other replicas: what becomes of gradients within is not looked at.
+    """
+    if tf.executing_eagerly() or not tensor.dtype.is_floating:
+        return tensor
+    return _with_gradient_declared(tensor)
+
+
+@tf.custom_gradient
+def _with_gradient_declared(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+    return tf.identity(tensor), lambda gradient: declare(gradient, "gradients of rows")
+
+
+def expect(tensor: Any, what: str, name: str) -> None:
+    """Notes what a step takes a tensor for, so that the analysis looks whether it is.
+
+    The operation that holds the mark leads nowhere, and does not run.
+
+    Args:
+      tensor: a dense tensor.
+      what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", "max", "min", whose sum,
+        maximum or minimum over replicas is; "rows"; "gradients of rows"; "rows of gradients", that are added up.
+      name: of the tensor, for the user.
+    """
+    assert what in EXPECTATIONS, what
+    _marked(tensor, {_EXPECTED: what, _NAME: name})
+
+
+def expect_gradient(gradient: Any, name: str) -> None:
+    """Notes that a gradient, dense or of rows, is to be that of a mean over rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        expect(gradient.values, "rows of gradients", name)
+    else:
+        expect(gradient, "mean", name)
+
+
+def declare_batch(element: Any, has_open_rows: bool) -> Any:
+    """Returns a batch of which the analysis is told what are a replica's rows.
+
+    Args:
+      element: any structure; of its dense tensors those whose first dimension is open have rows.
+      has_open_rows: whether the number of rows is not fixed, for else it is a constant like any other.
+    """
+
+    def declared(leaf: Any) -> Any:
+        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+            parts = tf.nest.flatten(leaf, expand_composites=True)
+            return tf.nest.pack_sequence_as(leaf, [declare(part, "parts") for part in parts], expand_composites=True)
+        if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.variant, tf.resource) or not leaf.shape.rank:
+            return leaf
+        if not has_open_rows:
+            return declare(leaf, "fixed")
+        return declare(leaf, "rows") if leaf.shape[0] is None else leaf
+
+    return tf.nest.map_structure(declared, element)
+
+
+def _marked(tensor: Any, attributes: dict[str, str]) -> Any:
+    if tf.executing_eagerly():
+        return tensor
+    marked = tf.identity(tensor)
+    for name, text in attributes.items():
+        _tf.set_attribute(marked.op, name, text)
+    return marked
+
+
+def declared(op: Any) -> str | None:
+    """Returns what an operation declares."""
+    return _attribute(op, _DECLARED)
+
+
+def expected(op: Any) -> tuple[str, str] | None:
+    """Returns what an operation expects, and of what."""
+    what = _attribute(op, _EXPECTED)
+    return None if what is None else (what, _attribute(op, _NAME) or "")
+
+
+def _attribute(op: Any, name: str) -> str | None:
+    if op.type != "Identity" or name not in op.node_def.attr:
+        return None
+    return op.node_def.attr[name].s.decode()

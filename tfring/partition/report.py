@@ -1,0 +1,104 @@
+"""Tells a user what in a step is not what one process would compute, and where."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tfring.partition.analysis import Finding
+
+_GATHER = "Compute it from the rows of all replicas, `tfring.gather_for_loss(rows)`."
+
+# What is wrong, and what to write instead.
+REASONS = {
+    "formula": (
+        "a function of a sum or mean over this replica's rows, where one process has that of the whole batch",
+        _GATHER,
+    ),
+    "beside": ("a sum or mean over this replica's rows is combined with single rows", _GATHER),
+    "rows": ("this replica's rows are combined with each other, and not with those of other replicas", _GATHER),
+    "over rows": ("an operation over this replica's rows, where one process has all rows", _GATHER),
+    "chosen": ("rows are chosen by their position among this replica's rows", _GATHER),
+    "numbers": ("positions of rows, which each replica counts from its own first row, are used as numbers", _GATHER),
+    "kept": (
+        "a mean over the rows that a mask keeps, where replicas keep other fractions of their rows",
+        "Divide the sum over the kept rows by their number in the whole batch, from `tfring.gather_for_loss(mask)`.",
+    ),
+    "counts": ("a number of this replica's rows is used as a number", "Use the size of the whole batch."),
+    "scaled": ("a mean over this replica's rows is not linear here", _GATHER),
+    "mixed": (
+        "sums and means over this replica's rows are added, or a part of the batch to what all replicas hold",
+        "Make all terms means over rows.",
+    ),
+    "sum": (
+        "a sum over this replica's rows, where a mean over rows is expected",
+        "Use `tf.reduce_mean`, or `keras.losses.Loss` with reduction='sum'.",
+    ),
+    "not a sum": ("not a sum over this replica's rows, where a sum is expected", "Add a sum over rows."),
+    "vector": ("a value for each row, where one number is expected", "Reduce it by `tf.reduce_mean`."),
+    "condition": ("replicas may decide differently here, by what they compute from their own rows", _GATHER),
+    "parts": ("ragged and sparse rows are not looked into", "Compare with one process."),
+    "fixed": ("batches of a fixed size are not looked into", "Leave the first dimension of batches open."),
+    "unknown": (
+        "whether this is computed for each row by itself is not known",
+        "If it combines rows, compute it from `tfring.gather_for_loss(rows)`.",
+    ),
+}
+
+_NOT_KNOWN = ("unknown", "parts", "fixed")
+_SHOWN = 6
+_NAMES = 3
+_LIBRARIES = ("tensorflow", "keras", "tfring")
+_STEP = "replica_fn"  # in which a replica's step is traced
+
+
+def text(findings: Sequence[Finding], step: str) -> str:
+    """Returns the message of a step's findings.
+
+    Args:
+      findings: at least one.
+      step: such as "train_step of Functional 'model'".
+    """
+    causes: dict[tuple[str, str], tuple[Any, list[str]]] = {}
+    for finding in findings:
+        _, names = causes.setdefault((finding.reason, _line(finding.op)), (finding.op, []))
+        if finding.name not in names:
+            names.append(finding.name)
+    lines = [f"{step}: several replicas may not give the result of one process."]
+    for (reason, line), (op, names) in list(causes.items())[:_SHOWN]:
+        what, advice = REASONS[reason]
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        kind = f"`{op.type}` of the gradient" if "gradient_tape" in op.name else f"`{op.type}`"
+        lines.append(f"  {line} ({kind}): {what}. It reaches {', '.join(names[:_NAMES])}{more}. {advice}")
+    if len(causes) > _SHOWN:
+        lines.append(f"  ... and {len(causes) - _SHOWN} more.")
+    lines.append("See docs/exactness.md.")
+    return "\n".join(lines)
+
+
+def is_known(finding: Finding) -> bool:
+    """Returns True if a finding is known to be inexact, and not only not known to be exact."""
+    return finding.reason not in _NOT_KNOWN
+
+
+def _line(op: Any) -> str:
+    """Returns the user's line in the step that made an operation, else the library's."""
+    frames = list(op.traceback or ())
+    begin = max((i for i, frame in enumerate(frames) if frame.name == _STEP and _library(frame) == "tfring"), default=0)
+    inner = [frame for frame in frames[begin + 1 :] if _library(frame) not in ("tensorflow", "tfring")]
+    own = [frame for frame in inner if _library(frame) is None]
+    if not inner:
+        return op.name
+    frame = (own or inner)[-1]
+    return f"{pathlib.Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+def _library(frame: Any) -> str | None:
+    """Returns the library that a frame is of, None for the user's own files."""
+    for name in _LIBRARIES:
+        folder = getattr(sys.modules.get(name), "__file__", None)
+        if folder is not None and frame.filename.startswith(f"{pathlib.Path(folder).parent}/"):
+            return name
+    return None

@@ -1,0 +1,155 @@
+"""Functions, branches and loops: what their bodies give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfring.partition import dims
+from tfring.partition.constants import same_numbers
+from tfring.partition.dims import Size
+from tfring.partition.rules.table import Inexact, NoRule, Walk, kept, rule, unscaled
+from tfring.partition.types import UNSCALED, Partial, Placement, Unplaced, Value, is_replicated, is_sharded
+
+_LONGEST = 12  # walks over the body of a loop until its types stay
+
+
+@rule("PartitionedCall", "StatefulPartitionedCall")
+def call(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The results of the function."""
+    return walk.body(op, ins, "f")
+
+
+@rule("IdentityN")
+def identity_n(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Each input, as a tf.custom_gradient returns it."""
+    return list(ins)
+
+
+@rule("If", "StatelessIf")
+def if_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """What both branches give, if all replicas take the same."""
+    condition, *arguments = ins
+    _decided_alike(walk, condition)
+    before = dict(walk.contents)
+    first = walk.body(op, arguments, "then_branch")
+    after_first = walk.contents
+    walk.contents = dict(before)
+    second = walk.body(op, arguments, "else_branch")
+    after_second = walk.contents
+    walk.contents = {
+        handle: joined(walk, op, "", after_first.get(handle, Value(None)), after_second.get(handle, Value(None)))
+        for handle in {**after_first, **after_second}
+    }
+    return [joined(walk, op, i, a, b) for i, (a, b) in enumerate(zip(first, second, strict=True))]
+
+
+@rule("Case", "StatelessCase")
+def case(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Nothing is known."""
+    raise NoRule
+
+
+@rule("While", "StatelessWhile")
+def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """What the body gives, again and again, until nothing new comes."""
+    is_same = walk.unchanged(op)
+    values = [value if same else _without_numbers(walk, op, value) for value, same in zip(ins, is_same, strict=True)]
+    for _ in range(_LONGEST):
+        before = dict(walk.contents)
+        results = walk.body(op, values, "body")
+        merged = [
+            value if same else _without_numbers(walk, op, joined(walk, op, i, value, result))
+            for i, (value, result, same) in enumerate(zip(values, results, is_same, strict=True))
+        ]
+        walk.contents = {
+            handle: joined(walk, op, "", content, before.get(handle, Value(None)))
+            for handle, content in walk.contents.items()
+        }
+        if merged == values and walk.contents == before:
+            break
+        values = merged
+    else:
+        raise NoRule
+    [condition] = walk.body(op, values, "cond")
+    if isinstance(condition.placement, Unplaced) and condition.placement.reason in ("counts", "mixed"):
+        raise NoRule  # as many times as this replica has rows
+    _decided_alike(walk, condition)
+    return values
+
+
+def _decided_alike(walk: Walk, condition: Value) -> None:
+    """Raises Inexact unless a condition is the same on all replicas."""
+    if isinstance(condition.placement, Unplaced) and condition.placement.reason in ("unknown", "parts", "fixed"):
+        raise NoRule
+    if not is_replicated(condition):
+        raise Inexact("condition")
+    unscaled(walk, [condition])
+
+
+def _without_numbers(walk: Walk, op: Any, value: Value) -> Value:
+    """Returns a value whose integers may change, as in a loop; of numbers of rows the scale stays."""
+    if value.const is None or value.is_list:
+        return value
+    scale = value.over(walk.rows)
+    if scale is None:
+        return Value(value.shape, Unplaced("counts", op))
+    return dataclasses.replace(value, const=None, scale=scale)
+
+
+def joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
+    """Returns what a value is that is one of two."""
+    if a == b:
+        return a
+    if not same_numbers(a.const, b.const) and not (a.is_empty or b.is_empty):
+        a, b = _without_numbers(walk, op, a), _without_numbers(walk, op, b)
+    for value, other in ((a, b), (b, a)):
+        if isinstance(value.placement, Unplaced):
+            return value
+        if value.is_empty or (value.is_zero and not value.is_empty and not other.is_zero and _fits(value, other)):
+            return _like_zero(other, value)
+    shape = _joined_shape(op, position, a.shape, b.shape)
+    if a.placement == b.placement and a.scale == b.scale:
+        const = a.const if same_numbers(a.const, b.const) else None
+        points = a.points_into if a.points_into == b.points_into else None
+        if points != a.points_into or points != b.points_into:
+            return Value(shape, Unplaced("numbers", op))
+        is_zero, is_uniform = a.is_zero and b.is_zero, a.is_uniform and b.is_uniform
+        return Value(
+            *(shape, a.placement, a.scale, const, points),
+            is_zero=is_zero,
+            is_uniform=is_uniform,
+            handle=a.handle,
+            is_list=a.is_list,
+        )
+    placement: Placement = Unplaced("mixed", op)
+    for value, other in ((a, b), (b, a)):
+        # What all replicas hold, beside rows or parts of a mean: as in a sum.
+        if is_replicated(value) and other.placement == Partial() and _is_mean(value, other):
+            return kept(walk, other, shape)
+        if is_replicated(value) and is_sharded(other) and value.scale == other.scale == UNSCALED:
+            placement = Unplaced("unknown", op)
+    return Value(shape, placement)
+
+
+def _is_mean(value: Value, other: Value) -> bool:
+    return len(other.scale) == 1 and other.scale[0][1] == 1 and value.scale == UNSCALED
+
+
+def _fits(zero: Value, other: Value) -> bool:
+    """Returns True if zeros may stand where there is another value: rows of zeros for rows."""
+    return is_replicated(zero) or zero.placement == other.placement or zero.is_uniform
+
+
+def _like_zero(value: Value, zero: Value) -> Value:
+    return value if value.shape is not None else dataclasses.replace(value, shape=zero.shape)
+
+
+def _joined_shape(op: Any, position: Any, a: Any, b: Any) -> tuple[Size, ...] | None:
+    if a is None or b is None or len(a) != len(b):
+        return a if b is None else b if a is None else None
+    return tuple(
+        x if x == y else dims.symbol(f"open:{op.graph.name}/{op.name}/{position}/{i}")
+        for i, (x, y) in enumerate(zip(a, b, strict=True))
+    )

@@ -1,0 +1,298 @@
+"""Operations on each element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from tfring.partition import slices
+from tfring.partition.dims import Dim
+from tfring.partition.rules.table import (
+    Inexact,
+    NoRule,
+    Walk,
+    kept,
+    rule,
+    same_scale,
+    scale_of,
+    shard_of,
+    summed,
+    unscaled,
+    with_numbers,
+)
+from tfring.partition.types import (
+    UNSCALED,
+    Partial,
+    Placement,
+    Replicate,
+    Scale,
+    Shard,
+    Value,
+    is_partial,
+    is_sharded,
+    rows_in,
+    times,
+)
+
+_LINEAR = (
+    *("Identity", "Neg", "Cast", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape", "Real", "Imag", "Conj"),
+    *("CheckNumerics", "CheckNumericsV2", "PlaceholderWithDefault", "DebugIdentityV2", "DebugIdentityV3"),
+)
+# f(c x) = c^degree f(x) for c > 0
+_DEGREES = {
+    "Abs": Fraction(1),
+    "Relu": Fraction(1),
+    "LeakyRelu": Fraction(1),
+    "Sign": Fraction(0),
+    "Square": Fraction(2),
+    "Sqrt": Fraction(1, 2),
+    "Rsqrt": Fraction(-1, 2),
+    "Inv": Fraction(-1),
+    "Reciprocal": Fraction(-1),
+    "IsFinite": Fraction(0),
+    "IsInf": Fraction(0),
+    "IsNan": Fraction(0),
+}
+_NONLINEAR = (
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "BitwiseAnd"),
+    *("BitwiseOr", "BitwiseXor", "Ceil", "ClipByValue", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc", "Erfinv"),
+    *("Exp", "Expm1", "Floor", "FloorDiv", "FloorMod", "Igamma", "Igammac", "Invert", "LeftShift", "Lgamma", "Log"),
+    *("Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Mod", "Ndtri", "NextAfter", "Polygamma", "Pow", "Relu6"),
+    *("RightShift", "Rint", "Round", "Selu", "Sigmoid", "Sin", "Sinh", "Softplus", "Softsign", "Tan", "Tanh"),
+    *("TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"),
+)
+_SUMS = ("AddV2", "Add", "Sub", "AddN")
+_PRODUCTS = ("Mul", "MulNoNan")
+_RATIOS = ("RealDiv", "Div", "DivNoNan")
+_CHOICES = ("Maximum", "Minimum")
+_COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "ApproximateEqual")
+_SELECTS = ("Select", "SelectV2")
+# The gradient that comes in, in which they are linear, and the others.
+_GRADIENTS = {
+    "ReluGrad": 0,
+    "Relu6Grad": 0,
+    "LeakyReluGrad": 0,
+    "EluGrad": 0,
+    "SeluGrad": 0,
+    "SoftplusGrad": 0,
+    "SoftsignGrad": 0,
+    "TanhGrad": 1,
+    "SigmoidGrad": 1,
+    "SqrtGrad": 1,
+    "RsqrtGrad": 1,
+    "InvGrad": 1,
+    "ReciprocalGrad": 1,
+}
+
+
+@rule(*_LINEAR)
+def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """`f(a x + b y) = a f(x) + b f(y)`; a Cast of a part to integers is none, for it rounds."""
+    [value] = ins[:1]
+    if value.is_list or value.handle is not None:
+        return [value]
+    rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
+    if rounds and is_partial(value):
+        raise Inexact("formula")
+    shape = walk.shape(op.outputs[0], like=value.shape)
+    return [kept(walk, value, shape, points_into=value.points_into)]
+
+
+@rule("Bitcast")
+def bitcast(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The same bits of another type, of numbers as large."""
+    [value] = ins
+    unscaled(walk, ins)
+    if op.inputs[0].dtype.size != op.outputs[0].dtype.size:
+        raise NoRule
+    return [Value(value.shape, value.placement, is_zero=value.is_zero)]
+
+
+@rule("OnesLike", "ZerosLike")
+def constant_like(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The same whatever the input holds."""
+    [value] = ins
+    is_zero = op.type == "ZerosLike"
+    if value.is_list or value.handle is not None:
+        placement = value.placement if is_sharded(value) else Replicate()
+        return [Value(value.shape, placement, is_zero=True, is_list=True, is_empty=value.is_empty)]
+    placement = Replicate() if is_partial(value) else value.placement
+    return [Value(value.shape, placement, UNSCALED, is_zero=is_zero, is_uniform=is_sharded(value))]
+
+
+@rule(*_SUMS)
+def sums(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """All terms of one scale."""
+    if any(value.is_list for value in ins):
+        return [_of_lists(ins)]
+    return [_combined(walk, ins, "sum")]
+
+
+@rule(*_PRODUCTS)
+def products(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """One of them a part at most."""
+    return [_combined(walk, ins, "product")]
+
+
+@rule("SquaredDifference")
+def squared_difference(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """`(x - y)^2`, of one scale."""
+    result = _combined(walk, ins, "choice")
+    result.scale = times(UNSCALED, result.scale, 2)
+    return [result]
+
+
+@rule(*_RATIOS)
+def ratios(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """By no part."""
+    return [_combined(walk, ins, "ratio")]
+
+
+@rule(*_CHOICES)
+def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The larger or smaller; of a maximum over rows and another that is one, a maximum."""
+    reduced = {"Maximum": "max", "Minimum": "min"}[op.type]
+    is_reduced = all(value.placement in (Replicate(), Partial(reduced)) for value in ins)
+    if is_reduced and same_scale(walk, ins) == UNSCALED:
+        placement: Placement = Partial(reduced) if any(map(is_partial, ins)) else Replicate()
+        return [Value(slices.sizes([_shape(value) for value in ins]), placement)]
+    return [_combined(walk, ins, "choice")]
+
+
+@rule(*_COMPARISONS)
+def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of one scale, which the result no longer has."""
+    result = _combined(walk, ins, "choice")
+    result.scale, result.is_zero = UNSCALED, False
+    return [result]
+
+
+@rule(*_SELECTS)
+def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A condition for all, or of rows; the others as in a sum."""
+    condition, *others = ins
+    if condition.const is not None and condition.const.size == 1 and condition.const.item() in (0, 1):
+        chosen, other = others if condition.const.item() else others[::-1]
+        if chosen.shape is not None and chosen.shape == other.shape:
+            return [chosen]
+    unscaled(walk, [condition])
+    if is_sharded(condition) and any(map(is_partial, others)):
+        raise Inexact("beside")
+    result = _combined(walk, [*others, Value(condition.shape, condition.placement, is_zero=True)], "sum")
+    result.is_zero = all(value.is_zero for value in others)
+    if op.type == "Select" and condition.shape is not None and len(condition.shape) == 1:
+        shape = walk.shape(op.outputs[0], like=others[0].shape)
+        return [Value(shape, result.placement if is_sharded(others[0]) else condition.placement, result.scale)]
+    return [result]
+
+
+@rule(*_DEGREES)
+def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of rows and what all replicas hold; not linear, so of no part."""
+    [value] = ins
+    if is_partial(value):
+        raise Inexact("formula")
+    degree = _DEGREES[op.type]
+    scale = times(UNSCALED, scale_of(walk, value), degree)
+    return [kept(walk, value, value.shape, scale=scale, is_zero=value.is_zero and degree > 0)]
+
+
+@rule(*_NONLINEAR)
+def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of what is not scaled; a power of a constant exponent is homogeneous."""
+    if op.type == "Pow" and ins[1].const is not None and ins[1].const.size == 1 and not is_partial(ins[0]):
+        exponent = ins[1].const.item()
+        if isinstance(exponent, int):
+            scale = times(UNSCALED, scale_of(walk, ins[0]), exponent)
+            return [Value(ins[0].shape, ins[0].placement, scale)]
+    is_of_counts = op.type in ("FloorDiv", "FloorMod") and not any(map(is_partial, ins))
+    if is_of_counts and any(scale_of(walk, value) != UNSCALED for value in ins):
+        raise Inexact("counts")
+    unscaled(walk, ins)
+    return [_combined(walk, ins, "choice")]
+
+
+@rule(*_GRADIENTS)
+def gradients(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Linear in the gradient that comes in."""
+    position = _GRADIENTS[op.type]
+    unscaled(walk, [value for i, value in enumerate(ins) if i != position])
+    return [_combined(walk, ins, "product")]
+
+
+def _shape(value: Value) -> tuple:
+    if value.shape is None:
+        raise NoRule
+    return value.shape
+
+
+def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
+    """Returns the result of "sum", "product", "ratio", or "choice" (of one scale, of no part)."""
+    with_numbers(ins)
+    shape = slices.sizes([_shape(value) for value in ins])
+    is_zero = _is_zero(ins, how)
+    if any(map(is_sharded, ins)):
+        shard, is_uniform = _beside_rows(walk, ins, len(shape))
+        return Value(shape, shard, _scale(walk, ins, how), is_zero=is_zero, is_uniform=is_uniform)
+    parts = [value for value in ins if is_partial(value)]
+    if not parts:
+        return Value(shape, Replicate(), _scale(walk, ins, how), is_zero=is_zero)
+    if how == "sum":
+        placement, scale = summed(walk, ins)
+        if placement != Partial("sum"):
+            raise Inexact("formula")
+        return Value(shape, placement, scale, is_zero=is_zero)
+    is_linear = how == "product" or (how == "ratio" and not is_partial(ins[1]))
+    if not is_linear or len(parts) > 1 or parts[0].placement != Partial("sum"):
+        raise Inexact("formula")
+    return Value(shape, Partial(), _scale(walk, ins, how), is_zero=is_zero)
+
+
+def _is_zero(ins: Sequence[Value], how: str) -> bool:
+    if how == "product":
+        return any(value.is_zero for value in ins)
+    return all(value.is_zero for value in ins) if how in ("sum", "choice") else ins[0].is_zero
+
+
+def _scale(walk: Walk, ins: Sequence[Value], how: str) -> Scale:
+    if how in ("sum", "choice"):
+        return same_scale(walk, ins)
+    scale: Scale = UNSCALED
+    for i, value in enumerate(ins):
+        scale = times(scale, scale_of(walk, value), -1 if how == "ratio" and i else 1)
+    return scale
+
+
+def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bool]:
+    """Returns the placement of a result of which some inputs have rows, and whether its rows are alike."""
+    if any(is_partial(value) and not value.is_zero for value in ins):
+        raise Inexact("beside")
+    sharded = [value for value in ins if is_sharded(value)]
+    first = max(sharded, key=lambda value: (value.rank - shard_of(value).axis, not value.is_uniform))
+    axis, blocks = shard_of(first).axis + rank - first.rank, shard_of(first).blocks
+    is_uniform = True
+    for value in ins:
+        mine = axis - (rank - value.rank)  # the axis of rows in this input
+        size = 1 if mine < 0 else _shape(value)[mine]
+        if is_sharded(value):
+            if shard_of(value).axis != mine:
+                raise Inexact("rows")
+            if shard_of(value).blocks != blocks and not value.is_uniform:
+                raise Inexact("rows")
+            is_uniform = is_uniform and value.is_uniform
+        elif size != 1:
+            # As long as the rows: all replicas hold it, where each should hold its part.
+            raise Inexact("rows") if rows_in(size, walk.rows) or isinstance(size, Dim) else NoRule
+    return Shard(axis, blocks), is_uniform
+
+
+def _of_lists(ins: Sequence[Value]) -> Value:
+    """Returns the sum of lists of tensors."""
+    filled = [value for value in ins if not value.is_empty and not value.is_zero]
+    if not filled:
+        return ins[0]
+    first = filled[0]
+    if any((value.placement, value.scale) != (first.placement, first.scale) for value in filled):
+        raise Inexact("mixed")
+    return first

@@ -1,0 +1,264 @@
+"""Rows by their numbers: lookups, their gradients, segments, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfring.partition import dims
+from tfring.partition.dims import Dim
+from tfring.partition.rules.table import (
+    Inexact,
+    NoRule,
+    Walk,
+    kept,
+    rule,
+    scale_of,
+    shard_of,
+    unscaled,
+    with_numbers,
+)
+from tfring.partition.types import (
+    Partial,
+    Replicate,
+    Shard,
+    Value,
+    is_partial,
+    is_replicated,
+    is_sharded,
+    rows_in,
+)
+
+
+@rule("Range")
+def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Numbers of this replica's rows, where it ends with their number."""
+    begin, end, step = (None if value.const is None else value.const.item() for value in ins)
+    unplaced = [value for value in ins if not is_replicated(value)]
+    if unplaced:
+        raise NoRule
+    rows = rows_in(end, walk.rows)
+    if rows is None:
+        if any(value.const is None and not value.is_zero for value in ins):
+            unscaled(walk, ins)
+        elif isinstance(end, Dim) and any(name in walk.rows for name in dims.symbols(end)):
+            raise NoRule
+        return [Value(walk.shape(op.outputs[0]))]
+    if begin != 0 or step != 1 or end != dims.symbol(rows):
+        raise NoRule
+    return [Value((end,), Shard(0), points_into=rows)]
+
+
+@rule("Where")
+def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Numbers of the rows of this replica that a mask keeps."""
+    [value] = ins
+    unscaled(walk, ins)
+    if is_replicated(value):
+        return [Value(walk.shape(op.outputs[0]))]
+    if value.shape is None or value.placement != Shard(0):
+        raise NoRule
+    rows = rows_in(value.shape[0], walk.rows)
+    kept_rows = walk.new_rows(op)
+    is_of_rows = value.rank == 1 and value.shape[0] == dims.symbol(rows or "")
+    # Of more dimensions, or of rows that lie in blocks, they are numbers with which nothing is done but counting.
+    points = rows if is_of_rows else "?"
+    return [Value((dims.symbol(kept_rows), value.rank), Shard(0), points_into=points)]
+
+
+@rule("OneHot")
+def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A new last dimension."""
+    value = ins[0]
+    with_numbers([value])
+    unscaled(walk, [value, *ins[2:]])
+    depth = None if ins[1].const is None else ins[1].const.item()
+    if value.shape is None or op.get_attr("axis") not in (-1, value.rank):
+        raise NoRule
+    if rows_in(depth, walk.rows):
+        raise Inexact("rows")
+    known = {**dict(enumerate(value.shape)), **({} if depth is None else {value.rank: depth})}
+    return [Value(walk.shape(op.outputs[0], known), value.placement)]
+
+
+@rule("GatherV2", "Gather")
+def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Rows of a table by ids; or of this replica's rows by their numbers."""
+    value, ids = ins[:2]
+    if op.type == "GatherV2" and (ins[2].const is None or value.shape is None):
+        raise NoRule
+    if value.shape is None or ids.shape is None:
+        raise NoRule
+    batch = op.get_attr("batch_dims") if op.type == "GatherV2" else 0
+    at = int(ins[2].const) % max(1, value.rank) if op.type == "GatherV2" else 0
+    if batch < 0:
+        batch += ids.rank
+    shape = (*value.shape[:at], *ids.shape[batch:], *value.shape[at + 1 :])
+    if is_partial(ids):
+        raise Inexact("formula")
+    if batch:
+        return [_of_each_row(walk, value, ids, at, shape)]
+    if not is_sharded(ids):
+        if not is_sharded(value):
+            return [kept(walk, value, shape)]
+        if shard_of(value).axis == at:
+            raise Inexact("chosen")
+        axis = shard_of(value).axis + (ids.rank - 1 if at < shard_of(value).axis else 0)
+        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
+    placement = Shard(at + shard_of(ids).axis, shard_of(ids).blocks)
+    if ids.points_into is not None:
+        if value.placement == Shard(at) and value.shape[at] == dims.symbol(ids.points_into):
+            return [kept(walk, value, shape, placement, points_into=value.points_into, is_uniform=False)]
+        raise Inexact("numbers")
+    if is_sharded(value):
+        raise Inexact("chosen")
+    if is_partial(value):
+        raise Inexact("beside")
+    return [kept(walk, value, shape, placement)]
+
+
+def _of_each_row(walk: Walk, value: Value, ids: Value, at: int, shape: tuple) -> Value:
+    """Returns what each row's ids choose of the row."""
+    if is_sharded(value) and is_sharded(ids):
+        if value.placement != ids.placement or shard_of(value).axis >= at:
+            raise NoRule
+        return kept(walk, value, shape, is_uniform=False)
+    if is_sharded(value) or is_sharded(ids):
+        raise NoRule
+    return kept(walk, value, shape)
+
+
+@rule("ResourceGather", "ResourceGatherNd")
+def resource_gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Rows of a variable by ids."""
+    handle, ids = ins
+    content = walk.contents.get(handle.handle, Value(None))
+    with_numbers([ids])
+    unscaled(walk, [ids])
+    if ids.shape is None or (op.type == "ResourceGather" and op.get_attr("batch_dims")):
+        raise NoRule
+    taken = ids.shape if op.type == "ResourceGather" else ids.shape[:-1]
+    shape = walk.shape(op.outputs[0], dict(enumerate(taken)))
+    if not is_replicated(content):
+        raise NoRule
+    return [Value(shape, ids.placement, content.scale)]
+
+
+@rule("GatherNd")
+def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Entries by their indices."""
+    value, ids = ins
+    with_numbers([ids])
+    unscaled(walk, [ids])
+    if ids.shape is None or value.shape is None or not isinstance(ids.shape[-1], int):
+        raise NoRule
+    shape = (*ids.shape[:-1], *value.shape[ids.shape[-1] :])
+    if is_sharded(value):
+        raise Inexact("chosen")
+    if is_sharded(ids):
+        if is_partial(value):
+            raise Inexact("beside")
+        return [kept(walk, value, shape, ids.placement)]
+    return [kept(walk, value, shape)]
+
+
+@rule("UnsortedSegmentSum")
+def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Adds up rows by ids: a part of the sum over all rows; or rows back to where they were gathered."""
+    value, ids, count = ins
+    if not is_sharded(value) and not is_sharded(ids):
+        if is_partial(ids):
+            raise Inexact("formula")
+        return [kept(walk, value, walk.shape(op.outputs[0]))]
+    if not is_sharded(ids) or ids.shape is None or value.shape is None:
+        raise NoRule
+    if value.placement != ids.placement and not value.is_uniform and not (is_replicated(value) and not value.shape):
+        raise Inexact("beside" if is_partial(value) else "rows")
+    size = None if count.const is None else count.const.item()
+    known = {i + 1: mine for i, mine in enumerate(value.shape[ids.rank :])}
+    if ids.points_into is not None:
+        if size != dims.symbol(ids.points_into) or ids.placement != Shard(0):
+            raise Inexact("numbers")
+        return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Shard(0), is_uniform=False)]
+    if size is None or rows_in(size, walk.rows):
+        raise NoRule
+    return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Partial(), is_uniform=False)]
+
+
+@rule("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd")
+def other_segments(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The largest or smallest row of each id."""
+    value, ids, _ = ins
+    unscaled(walk, ins)
+    if not is_sharded(value) and not is_sharded(ids):
+        return [Value(walk.shape(op.outputs[0]))]
+    raise Inexact("over rows")
+
+
+@rule("ScatterNd")
+def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Adds up rows at indices: a part of the sum over all rows."""
+    ids, value, sizes = ins
+    unscaled(walk, [ids])
+    shape = walk.shape(op.outputs[0], None if sizes.const is None else dict(enumerate(np.ravel(sizes.const))))
+    if not is_sharded(ids) and not is_sharded(value):
+        return [kept(walk, value, shape)]
+    if not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform):
+        raise NoRule
+    if ids.points_into is not None or (shape is not None and any(rows_in(size, walk.rows) for size in shape)):
+        raise Inexact("numbers")
+    return [kept(walk, value, shape, Partial(), is_uniform=False)]
+
+
+@rule("TensorScatterAdd", "TensorScatterSub")
+def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Adds rows at indices to what there is: where those are of a batch, a part beside what all hold."""
+    value, ids, updates = ins
+    if not is_sharded(ids) and not is_sharded(updates) and not is_sharded(value):
+        if any(map(is_partial, ins)):
+            raise Inexact("mixed")
+        return [Value(value.shape, Replicate(), scale_of(walk, value))]
+    if is_sharded(value):
+        raise Inexact("rows")
+    if value.is_zero or is_partial(value):
+        return [kept(walk, updates, value.shape, Partial(), is_uniform=False)]
+    raise Inexact("mixed")
+
+
+@rule("TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
+def tensor_scatter(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Puts rows in the place of others."""
+    if any(map(is_sharded, ins)):
+        raise Inexact("rows")
+    unscaled(walk, ins)
+    return [Value(ins[0].shape)]
+
+
+@rule("DenseBincount", "Bincount")
+def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Counts, or adds up weights: a part of the whole; or for each row."""
+    value = ins[0]
+    unscaled(walk, [value])
+    weights = ins[2]
+    if not is_sharded(value):
+        return [Value(walk.shape(op.outputs[0]))]
+    scale = scale_of(walk, weights) if is_sharded(weights) else ()
+    if value.rank == 1:
+        return [Value(walk.shape(op.outputs[0]), Partial(), scale)]
+    assert value.shape is not None
+    return [Value(walk.shape(op.outputs[0], {0: value.shape[0]}), Shard(0), scale)]
+
+
+@rule("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "SearchSorted", "LowerBound", "UpperBound")
+def of_all(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Looks at all entries together."""
+    if op.type in ("LowerBound", "UpperBound", "SearchSorted") and is_replicated(ins[0]):
+        with_numbers(ins)
+        unscaled(walk, ins)
+        return [Value(walk.shape(op.outputs[0], like=ins[1].shape), ins[1].placement)]
+    if any(map(is_sharded, ins)):
+        raise Inexact("over rows")
+    unscaled(walk, ins)
+    return [Value(walk.shape(output)) for output in op.outputs]

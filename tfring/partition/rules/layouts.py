@@ -1,0 +1,455 @@
+"""The same numbers in another shape or order: views, joins, cuts, repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfring.partition import dims, slices
+from tfring.partition.dims import Dim, Size
+from tfring.partition.rules.table import (
+    Inexact,
+    NoRule,
+    Walk,
+    kept,
+    rule,
+    same_scale,
+    scale_of,
+    shard_of,
+    summed,
+    unscaled,
+    with_numbers,
+)
+from tfring.partition.types import (
+    Placement,
+    Shard,
+    Value,
+    is_partial,
+    is_sharded,
+    rows_in,
+)
+
+
+@rule("Reshape")
+def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Rows stay rows where what is before them stays before them."""
+    value, sizes = ins
+    if sizes.const is None or value.shape is None:
+        if not is_sharded(value) and sizes.const is None:
+            return [kept(walk, value, walk.shape(op.outputs[0]))]
+        raise NoRule
+    shape = np.ravel(sizes.const).tolist()
+    if -1 in shape:
+        rest = dims.divide(dims.product(value.shape), dims.product(size for size in shape if size != -1))
+        if rest is None and is_sharded(value):
+            raise NoRule
+        shape[shape.index(-1)] = rest
+    static = op.outputs[0].shape
+    shape = [static[i] if size is None and static.rank is not None else size for i, size in enumerate(shape)]
+    if None in shape:
+        if is_sharded(value):
+            raise NoRule
+        return [
+            kept(walk, value, walk.shape(op.outputs[0], {i: size for i, size in enumerate(shape) if size is not None}))
+        ]
+    if not is_sharded(value):
+        return [kept(walk, value, tuple(shape))]
+    return [kept(walk, value, tuple(shape), _reshaped(walk, value, shape), points_into=value.points_into)]
+
+
+def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
+    assert value.shape is not None
+    axis, blocks = shard_of(value)
+    rows = rows_in(value.shape[axis], walk.rows)
+    if isinstance(blocks, tuple):
+        if axis == 0 and shape and shape[0] == value.shape[0]:
+            return Shard(0, blocks)
+        raise NoRule
+    found = [i for i, size in enumerate(shape) if rows is not None and rows in dims.symbols(size)]
+    if not found:
+        raise Inexact("rows")  # rows become columns, or their number is taken to be fixed
+    before = dims.multiply(dims.product(value.shape[:axis]), blocks)
+    outer = dims.divide(before, dims.product(shape[: found[0]]))
+    if outer is None or dims.divide(shape[found[0]], dims.multiply(outer, dims.symbol(rows or ""))) is None:
+        raise NoRule
+    return Shard(found[0], outer)
+
+
+@rule("ExpandDims")
+def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """One dimension more."""
+    value, axis = ins
+    if axis.const is None or value.shape is None:
+        raise NoRule
+    at = int(np.ravel(axis.const)[0]) % (value.rank + 1)
+    shape = (*value.shape[:at], 1, *value.shape[at:])
+    return [kept(walk, value, shape, _moved(value, lambda rows: rows + (at <= rows)), points_into=value.points_into)]
+
+
+@rule("Squeeze")
+def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Without dimensions of 1."""
+    [value] = ins
+    if value.shape is None:
+        raise NoRule
+    given = op.get_attr("squeeze_dims")
+    gone = {axis % value.rank for axis in given} if given else {i for i, size in enumerate(value.shape) if size == 1}
+    shape = tuple(size for i, size in enumerate(value.shape) if i not in gone)
+    placement = _moved(value, lambda rows: rows - sum(axis < rows for axis in gone))
+    return [kept(walk, value, shape, placement, points_into=value.points_into)]
+
+
+@rule("Transpose")
+def transpose(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Dimensions in another order."""
+    value, permutation = ins
+    if permutation.const is None or value.shape is None:
+        raise NoRule
+    order = [int(axis) for axis in permutation.const]
+    shape = tuple(value.shape[axis] for axis in order)
+    return [kept(walk, value, shape, _moved(value, order.index), points_into=value.points_into)]
+
+
+def _moved(value: Value, move: Any) -> Placement:
+    """Returns the placement with the axis of rows, if there is one, where `move` says."""
+    return Shard(move(shard_of(value).axis), shard_of(value).blocks) if is_sharded(value) else value.placement
+
+
+@rule("ConcatV2")
+def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Along another axis than that of rows; or blocks of rows one behind another."""
+    *values, axis = ins
+    if axis.const is None or any(value.shape is None for value in values):
+        raise NoRule
+    with_numbers(values)
+    at = int(axis.const) % values[0].rank
+    size = dims.total(value.shape[at] for value in values)  # type: ignore[index]
+    shape = list(values[0].shape or ())
+    for value in values:
+        shape = [
+            mine if rows_in(mine, walk.rows) or isinstance(size_, Dim) else size_
+            for mine, size_ in zip(value.shape or (), shape, strict=True)
+        ]
+    if all(is_sharded(value) and shard_of(value).axis == at for value in values) and len(values) > 1:
+        scale = same_scale(walk, values)
+        sizes = [value.shape[at] for value in values]  # type: ignore[index]
+        if all(value.placement == Shard(at) and mine == sizes[0] for value, mine in zip(values, sizes, strict=True)):
+            shape[at] = size
+            return [Value(tuple(shape), Shard(at, len(values)), scale)]
+        shape[at] = dims.symbol(walk.new_rows(op)) if size is None else size
+        return [Value(tuple(shape), Shard(at, tuple(sizes)), scale)]
+    if any(is_sharded(value) and shard_of(value).axis == at for value in values):
+        raise Inexact("rows")  # rows beside what each replica would add once more
+    known = {i: mine for i, mine in enumerate(shape) if i != at}
+    if size is not None:
+        known[at] = size
+    placement, scale = _joined(walk, values)
+    return [Value(walk.shape(op.outputs[0], known), placement, scale, is_zero=all(v.is_zero for v in values))]
+
+
+@rule("Pack")
+def pack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Along a new axis."""
+    with_numbers(ins)
+    if any(value.shape is None for value in ins):
+        raise NoRule
+    at = op.get_attr("axis") % (ins[0].rank + 1)
+    placement, scale = _joined(walk, ins)
+    like = next((v for v in ins if is_sharded(v)), ins[0]).shape or ()
+    if isinstance(placement, Shard):
+        placement = Shard(placement.axis + (at <= placement.axis), placement.blocks)
+    shape = (*like[:at], len(ins), *like[at:])
+    return [Value(shape, placement, scale, is_zero=all(value.is_zero for value in ins))]
+
+
+def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
+    """Returns placement and scale of values that lie side by side."""
+    sharded = [value for value in values if is_sharded(value)]
+    if not sharded:
+        return summed(walk, values)
+    if any(is_partial(value) and not value.is_zero for value in values):
+        raise Inexact("beside")
+    first = next((value for value in sharded if not value.is_uniform), sharded[0])
+    axis = shard_of(first).axis
+    for value in values:
+        if is_sharded(value):
+            if shard_of(value).axis != axis or (
+                shard_of(value).blocks != shard_of(first).blocks and not value.is_uniform
+            ):
+                raise Inexact("rows")
+        elif value.rank > axis and value.shape[axis] != 1:  # type: ignore[index]
+            raise NoRule
+    return first.placement, same_scale(walk, values)
+
+
+@rule("Unpack")
+def unpack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Along another axis than that of rows."""
+    [value] = ins
+    if value.shape is None:
+        raise NoRule
+    at = op.get_attr("axis") % value.rank
+    if is_sharded(value) and shard_of(value).axis == at:
+        raise Inexact("chosen")
+    shape = tuple(size for axis, size in enumerate(value.shape) if axis != at)
+    return [kept(walk, value, shape, _moved(value, lambda rows: rows - (at < rows))) for _ in op.outputs]
+
+
+@rule("Split", "SplitV")
+def split(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Along another axis than that of rows, or into the blocks of rows."""
+    axis, value = (ins[0], ins[1]) if op.type == "Split" else (ins[2], ins[0])
+    if axis.const is None or value.shape is None:
+        raise NoRule
+    at = int(np.ravel(axis.const)[0]) % value.rank
+    placement = value.placement
+    size = dims.divide(value.shape[at], len(op.outputs)) if op.type == "Split" else None
+    if is_sharded(value) and shard_of(value).axis == at:
+        if shard_of(value).blocks != len(op.outputs) or op.type == "SplitV":
+            raise Inexact("chosen")
+        placement = Shard(at)
+    known = {i: mine for i, mine in enumerate(value.shape) if i != at}
+    if size is not None:
+        known[at] = size
+    return [kept(walk, value, walk.shape(output, known), placement) for output in op.outputs]
+
+
+@rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
+def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Other dimensions than that of rows."""
+    value, paddings = ins[:2]
+    if paddings.const is None or value.shape is None:
+        raise NoRule
+    known: dict[int, Size] = {}
+    sign = -1 if op.type == "MirrorPadGrad" else 1
+    for axis, (before, after) in enumerate(paddings.const):
+        size = dims.add(dims.add(value.shape[axis], dims.multiply(sign, before)), dims.multiply(sign, after))
+        if size is not None:
+            known[axis] = size
+    if is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0):
+        raise Inexact("rows")
+    if op.type == "PadV2" and not ins[2].is_zero:
+        if is_partial(value):
+            raise Inexact("formula")
+        unscaled(walk, [value, ins[2]])
+    return [kept(walk, value, walk.shape(op.outputs[0], known), is_uniform=False)]
+
+
+@rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp", "Reverse")
+def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Along other axes than that of rows."""
+    value, axes = ins[0], ins[-1]
+    if axes.const is None or value.shape is None:
+        raise NoRule
+    over = {int(axis) % value.rank for axis in np.ravel(axes.const)}
+    if is_sharded(value) and shard_of(value).axis in over:
+        raise Inexact("over rows")
+    if op.type in ("Cumprod", "CumulativeLogsumexp"):
+        unscaled(walk, [value])
+    return [kept(walk, value, value.shape, is_uniform=False)]
+
+
+# -- from one to many --------------------------------------------------------------------------------------------------
+
+
+@rule("BroadcastTo")
+def broadcast_to(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Repeats a value; for each row, if the shape has rows."""
+    value, sizes = ins
+    if sizes.const is None:
+        return [_of_unknown_shape(walk, op, value)]
+    return [_repeated(walk, value, np.ravel(sizes.const).tolist())]
+
+
+@rule("Fill")
+def fill(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Repeats a number."""
+    sizes, value = ins
+    if sizes.const is None:
+        return [_of_unknown_shape(walk, op, value)]
+    return [_repeated(walk, value, np.ravel(sizes.const).tolist())]
+
+
+def _of_unknown_shape(walk: Walk, op: Any, value: Value) -> Value:
+    if is_sharded(value):
+        raise NoRule
+    shape = walk.shape(op.outputs[0])
+    if shape is None or any(rows_in(size, walk.rows) or isinstance(size, Dim) for size in shape):
+        raise NoRule  # whether it has rows is not known
+    return kept(walk, value, shape)
+
+
+def _repeated(walk: Walk, value: Value, shape: Sequence[Size]) -> Value:
+    """Returns a value that is broadcast to a shape."""
+    if value.shape is None:
+        raise NoRule
+    offset = len(shape) - value.rank
+    with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
+    if is_sharded(value):
+        axis, blocks = shard_of(value)
+        if any(other != axis + offset for other in with_rows):
+            raise Inexact("rows")
+        return kept(walk, value, tuple(shape), Shard(axis + offset, blocks))
+    if not with_rows:
+        return kept(walk, value, tuple(shape))
+    if is_partial(value) and not value.is_zero:
+        raise Inexact("beside")
+    if len(with_rows) > 1:
+        raise Inexact("rows")
+    [axis] = with_rows
+    if axis >= offset and value.shape[axis - offset] != 1:
+        raise NoRule
+    return kept(walk, value, tuple(shape), Shard(axis), is_uniform=True, scale=value.scale)
+
+
+@rule("Tile")
+def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Repeats along axes; for each row, if a number of times is that of rows."""
+    value, multiples = ins
+    if multiples.const is None or value.shape is None:
+        raise NoRule
+    times = np.ravel(multiples.const).tolist()
+    shape = [dims.multiply(size, count) for size, count in zip(value.shape, times, strict=True)]
+    if is_sharded(value):
+        axis, blocks = shard_of(value)
+        if times[axis] != 1 or any(rows_in(count, walk.rows) for count in times):
+            if isinstance(times[axis], int) and not isinstance(blocks, tuple):
+                return [kept(walk, value, tuple(shape), Shard(axis, dims.multiply(blocks, times[axis])))]
+            raise Inexact("rows")
+        return [kept(walk, value, tuple(shape))]
+    if not any(rows_in(count, walk.rows) for count in times):
+        return [kept(walk, value, walk.shape(op.outputs[0], {i: s for i, s in enumerate(shape) if s is not None}))]
+    return [_repeated(walk, value, shape)]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+@rule("StridedSlice")
+def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of other dimensions than that of rows."""
+    value, *limits = ins
+    if value.shape is None:
+        raise NoRule
+    if any(limit.const is None for limit in limits):
+        if is_sharded(value):
+            raise Inexact("chosen")
+        return [kept(walk, value, walk.shape(op.outputs[0]))]
+    parts = slices.parse(op, [np.ravel(limit.const) for limit in limits], value.rank).parts
+    known: dict[int, Size] = {}
+    placement, axis, at = value.placement, 0, 0
+    for part in parts:
+        if part.kind == "new":
+            known[at] = 1
+            at += 1
+            continue
+        size = value.shape[axis]
+        if is_sharded(value) and axis == shard_of(value).axis:
+            if part.kind != "all" and not (part.begin in (None, 0) and part.end == size and part.stride == 1):
+                raise Inexact("chosen")
+            placement = Shard(at, shard_of(value).blocks)
+            part = slices.Part("all")
+        axis += 1
+        if part.kind == "one":
+            continue
+        found = size if part.kind == "all" else _length(part, size)
+        if found is not None:
+            known[at] = found
+        at += 1
+    changes = {"points_into": value.points_into} if value.points_into else {}
+    return [kept(walk, value, walk.shape(op.outputs[0], known), placement, **changes)]
+
+
+def _length(part: slices.Part, size: Size) -> Size:
+    """Returns how many entries of a dimension are taken."""
+    if isinstance(size, int) and all(isinstance(n, int) or n is None for n in part[1:]):
+        return len(range(*slice(part.begin, part.end, part.stride).indices(size)))
+    if part.stride == 1 and part.begin in (None, 0):
+        if part.end is None or part.end == size:
+            return size
+        return part.end if isinstance(part.end, int) and part.end >= 0 else None
+    if part.stride == 1 and isinstance(part.begin, int) and part.begin < 0 and part.end is None:
+        return -part.begin
+    return None
+
+
+@rule("StridedSliceGrad")
+def strided_slice_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Puts a slice back among zeros."""
+    sizes, begin, end, strides, value = ins
+    if sizes.const is None:
+        if is_sharded(value):
+            raise NoRule
+        return [kept(walk, value, walk.shape(op.outputs[0]))]
+    shape = tuple(np.ravel(sizes.const).tolist())
+    if not is_sharded(value):
+        return [kept(walk, value, shape)]
+    if any(limit.const is None for limit in (begin, end, strides)):
+        raise NoRule
+    parts = slices.parse(op, [np.ravel(limit.const) for limit in (begin, end, strides)], len(shape)).parts
+    axis = at = 0
+    for part in parts:
+        if part.kind != "new":
+            if part.kind != "one" and at == shard_of(value).axis:
+                return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), is_uniform=False)]
+            axis += 1
+        at += part.kind != "one"
+    raise NoRule
+
+
+@rule("Slice")
+def slice_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of other dimensions than that of rows; or one of several blocks of rows."""
+    value, begin, size = ins
+    if value.shape is None:
+        raise NoRule
+    if begin.const is None or size.const is None:
+        if is_sharded(value):
+            raise Inexact("chosen")
+        return [kept(walk, value, walk.shape(op.outputs[0]))]
+    begins = np.ravel(begin.const).tolist()
+    given = zip(value.shape, begins, np.ravel(size.const).tolist(), strict=True)
+    shape = [dims.subtract(mine, first) if count == -1 else count for mine, first, count in given]
+    known = {i: count for i, count in enumerate(shape) if count is not None}
+    if not is_sharded(value):
+        return [kept(walk, value, walk.shape(op.outputs[0], known))]
+    axis, blocks = shard_of(value)
+    if shape[axis] == value.shape[axis] and begins[axis] == 0:
+        return [kept(walk, value, walk.shape(op.outputs[0], known))]
+    if isinstance(blocks, tuple):
+        return [kept(walk, value, walk.shape(op.outputs[0], known), _block(blocks, axis, begins[axis], shape[axis]))]
+    block = dims.divide(value.shape[axis], blocks)
+    if block is not None and shape[axis] == block and dims.modulo(begins[axis], block) == 0:
+        return [kept(walk, value, walk.shape(op.outputs[0], known), Shard(axis))]
+    raise Inexact("chosen")
+
+
+def _block(blocks: Sequence[Size], axis: int, begin: Size, size: Size) -> Shard:
+    """Returns the placement of one of unequal blocks."""
+    at: Size = 0
+    for block in blocks:
+        if at == begin and block == size:
+            return Shard(axis)
+        at = dims.add(at, block)
+    raise Inexact("chosen")
+
+
+@rule("MatrixDiagV3", "MatrixDiagPartV3", "MatrixDiag", "MatrixDiagPart", "MatrixBandPart", "MatrixSetDiagV3")
+def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """In the last dimensions."""
+    value = ins[0]
+    if value.shape is None:
+        raise NoRule
+    inner = 1 if op.type in ("MatrixDiagV3", "MatrixDiag") else 2
+    if is_sharded(value) and shard_of(value).axis >= value.rank - inner:
+        raise Inexact("rows")
+    if op.type == "MatrixSetDiagV3":
+        placement, scale = _joined(walk, ins[:2])
+        return [Value(value.shape, placement, scale)]
+    known = dict(enumerate(value.shape[: value.rank - inner]))
+    if op.type == "MatrixBandPart":
+        known = dict(enumerate(value.shape))
+    scale_of(walk, value)
+    return [kept(walk, value, walk.shape(op.outputs[0], known))]

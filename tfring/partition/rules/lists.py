@@ -1,0 +1,108 @@
+"""Lists of tensors, with which TensorFlow makes loops: a list is placed as the tensor of its stacked items."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfring.partition import dims
+from tfring.partition.constants import array, same_numbers
+from tfring.partition.rules.table import Inexact, NoRule, Walk, rule, scale_of, shard_of, with_numbers
+from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, rows_in
+
+
+@rule("TensorListReserve", "EmptyTensorList")
+def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Nothing yet."""
+    count = ins[1].const
+    if count is not None and rows_in(count.item(), walk.rows):
+        raise NoRule  # an item for each row
+    return [Value(None, is_list=True, is_empty=True)]
+
+
+@rule("TensorListFromTensor")
+def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The items along the first axis."""
+    value = ins[0]
+    with_numbers([value])
+    if is_sharded(value) and shard_of(value).axis == 0:
+        raise NoRule  # an item for each row
+    return [Value(value.shape, value.placement, scale_of(walk, value), is_zero=value.is_zero, is_list=True)]
+
+
+@rule("TensorListSetItem", "TensorListPushBack")
+def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """An item like those that are there."""
+    items, item = ins[0], ins[2 if op.type == "TensorListSetItem" else 1]
+    with_numbers([item])
+    is_new = items.is_empty or items.is_zero
+    placement: Placement = item.placement
+    if isinstance(placement, Shard):
+        placement = Shard(placement.axis + 1, placement.blocks)
+    length = items.shape[0] if items.shape else dims.symbol(f"open:{op.graph.name}/{op.name}/length")
+    shape = None if item.shape is None else (length, *item.shape)
+    if item.const is not None and (is_new or same_numbers(items.const, item.const)):
+        return [Value(shape, placement, const=item.const, is_list=True)]
+    if item.is_zero and not is_new and (is_replicated(item) or items.placement == placement):
+        return [items]
+    scale = scale_of(walk, item)
+    if not is_new and (items.placement, items.scale) != (placement, scale):
+        raise Inexact("mixed")
+    return [Value(shape, placement, scale, is_zero=item.is_zero and is_new, is_list=True)]
+
+
+@rule("TensorListGetItem", "TensorListStack", "TensorListPopBack")
+def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """An item, all of them stacked, or the last and the others."""
+    items = ins[0]
+    output = op.outputs[-1]
+    stacked = op.type == "TensorListStack"
+    placement: Placement = items.placement
+    if isinstance(placement, Shard) and not stacked:
+        if placement.axis == 0:
+            raise NoRule
+        placement = Shard(placement.axis - 1, placement.blocks)
+    known = None
+    if items.shape is not None:
+        sizes, static = items.shape if stacked else items.shape[1:], output.shape
+        has_length = stacked and static.rank and static[0] is not None
+        known = {i: size for i, size in enumerate(sizes) if not (has_length and i == 0)}
+    elif is_sharded(items):
+        raise NoRule
+    const = None if stacked else items.const
+    is_zero = items.is_zero or items.is_empty
+    taken = Value(walk.shape(output, known), placement, items.scale, const, is_zero=is_zero)
+    return [items, taken] if op.type == "TensorListPopBack" else [taken]
+
+
+@rule("TensorListLength", "TensorListElementShape")
+def describe(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Numbers that are the same on all replicas, or those of a shape."""
+    [items] = ins[:1]
+    if op.type == "TensorListElementShape" and items.shape is not None and not items.is_empty:
+        return [Value((items.rank - 1,), const=array(list(items.shape[1:])))]
+    return [Value(walk.shape(op.outputs[0]))]
+
+
+@rule("OptionalFromValue")
+def optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A value that a branch hands to its gradient, as a list of one item."""
+    if len(ins) != 1:
+        raise NoRule
+    return [dataclasses.replace(ins[0], is_list=True)]
+
+
+@rule("OptionalNone")
+def no_optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """What the branch that is not taken hands on."""
+    return [Value(None, is_list=True, is_empty=True)]
+
+
+@rule("OptionalGetValue")
+def optional_value(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The value, in the branch that had it."""
+    [value] = ins
+    if value.is_empty or len(op.outputs) != 1:
+        raise NoRule
+    return [dataclasses.replace(value, is_list=False)]

@@ -1,0 +1,115 @@
+"""Reductions over axes, with rows among them or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfring.partition import dims
+from tfring.partition.rules.table import (
+    Inexact,
+    NoRule,
+    Walk,
+    kept,
+    rule,
+    scale_of,
+    shard_of,
+    unscaled,
+    with_numbers,
+)
+from tfring.partition.types import (
+    UNSCALED,
+    Partial,
+    Replicate,
+    Shard,
+    Value,
+    is_partial,
+    is_sharded,
+    times,
+)
+
+_OVER_ROWS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "All": "min", "Any": "max"}
+
+
+@rule(*_OVER_ROWS, "Prod", "EuclideanNorm")
+def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A sum over rows is a part of the whole; a mean is one of scale n^1."""
+    value, axes = ins
+    with_numbers([value])
+    if value.shape is None or axes.const is None:
+        raise NoRule
+    keeps, rank = op.get_attr("keep_dims"), value.rank
+    over = {int(axis) % rank for axis in np.ravel(axes.const)} if rank else set()
+    shape = tuple(1 if axis in over else size for axis, size in enumerate(value.shape) if keeps or axis not in over)
+    if isinstance(value.placement, Partial):
+        reduced = value.placement.op
+        is_same = op.type in ("Sum", "Mean") if reduced == "sum" else _OVER_ROWS.get(op.type) == reduced
+        if over and not is_same:
+            raise Inexact("formula")
+        return [kept(walk, value, shape)]
+    if op.type == "Prod" and over:
+        unscaled(walk, [value])
+    if not is_sharded(value):
+        return [kept(walk, value, shape)]
+    axis = shard_of(value).axis
+    if axis not in over:
+        axis -= 0 if keeps else sum(other < axis for other in over)
+        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
+    if op.type in ("Prod", "EuclideanNorm"):
+        raise Inexact("over rows")
+    scale = scale_of(walk, value)
+    if op.type == "Mean":
+        count = dims.product(value.shape[axis] for axis in over)
+        per_count = Value((), const=_scalar(count)).over(walk.rows) if count is not None else None
+        if per_count is None:
+            raise Inexact("counts")
+        scale = times(scale, per_count, -1)
+    elif op.type in ("Max", "Min", "All", "Any"):
+        unscaled(walk, [value])
+    return [Value(shape, Partial(_OVER_ROWS[op.type]), scale, is_zero=value.is_zero and op.type in ("Sum", "Mean"))]
+
+
+def _scalar(size: Any) -> Any:
+    array = np.empty((), object)
+    array[()] = size
+    return array
+
+
+@rule("L2Loss")
+def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Half the sum of squares."""
+    [value] = ins
+    if is_partial(value):
+        raise Inexact("formula")
+    scale = times(UNSCALED, scale_of(walk, value), 2)
+    return [Value((), Partial() if is_sharded(value) else Replicate(), scale, is_zero=value.is_zero)]
+
+
+@rule("ArgMax", "ArgMin")
+def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Along another axis than that of rows."""
+    value, axis = ins
+    if is_partial(value):
+        raise Inexact("formula")
+    if axis.const is None or value.shape is None:
+        raise NoRule
+    over = int(np.ravel(axis.const)[0]) % value.rank
+    shape = tuple(size for i, size in enumerate(value.shape) if i != over)
+    if not is_sharded(value):
+        return [Value(shape)]
+    if shard_of(value).axis == over:
+        raise Inexact("over rows")
+    return [Value(shape, Shard(shard_of(value).axis - (over < shard_of(value).axis), shard_of(value).blocks))]
+
+
+@rule("BiasAddGrad")
+def bias_add_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A sum over all axes but the channels'."""
+    [value] = ins
+    if is_sharded(value) and value.shape is not None and shard_of(value).axis != value.rank - 1:
+        return [kept(walk, value, walk.shape(op.outputs[0]), Partial(), is_uniform=False)]
+    if is_sharded(value):
+        raise NoRule
+    return [kept(walk, value, walk.shape(op.outputs[0]))]

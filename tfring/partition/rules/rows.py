@@ -1,0 +1,178 @@
+"""Operations on each row, or along the last dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfring.partition.rules.table import (
+    Inexact,
+    NoRule,
+    Walk,
+    kept,
+    rule,
+    same_scale,
+    scale_of,
+    shard_of,
+    summed,
+    unscaled,
+    with_numbers,
+)
+from tfring.partition.types import Partial, Value, is_partial, is_sharded, times
+
+# The inputs that have rows along the first axis, and in which of them the operation is linear; None for none.
+_BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
+    "AdjustContrastv2": ((0,), None),
+    "AdjustHue": ((0,), None),
+    "AdjustSaturation": ((0,), None),
+    "AvgPool": ((0,), 0),
+    "AvgPool3D": ((0,), 0),
+    "Cholesky": ((0,), None),
+    "CropAndResize": ((), None),
+    "DecodeRaw": ((0,), None),
+    "DepthToSpace": ((0,), 0),
+    "Dilation2D": ((0,), None),
+    "ExtractImagePatches": ((0,), 0),
+    "HSVToRGB": ((0,), None),
+    "ImageProjectiveTransformV3": ((0,), 0),
+    "InTopKV2": ((0, 1), None),
+    "LRN": ((0,), None),
+    "LRNGrad": ((0, 1, 2), 0),
+    "MatrixDeterminant": ((0,), None),
+    "MatrixInverse": ((0,), None),
+    "MaxPool": ((0,), 0),
+    "MaxPool3D": ((0,), 0),
+    "MaxPool3DGrad": ((0, 1, 2), 2),
+    "MaxPoolGrad": ((0, 1, 2), 2),
+    "MaxPoolGradGrad": ((0, 1, 2), 2),
+    "MaxPoolV2": ((0,), 0),
+    "MaxPoolWithArgmax": ((0,), None),
+    "NthElement": ((0,), None),
+    "QuantizeAndDequantizeV4": ((0,), None),
+    "RGBToHSV": ((0,), None),
+    "ResizeBicubic": ((0,), 0),
+    "ResizeBicubicGrad": ((0, 1), 0),
+    "ResizeBilinear": ((0,), 0),
+    "ResizeBilinearGrad": ((0, 1), 0),
+    "ResizeNearestNeighbor": ((0,), 0),
+    "ResizeNearestNeighborGrad": ((0,), 0),
+    "SoftmaxCrossEntropyWithLogits": ((0, 1), None),
+    "SpaceToBatchND": ((), 0),
+    "SpaceToDepth": ((0,), 0),
+    "SparseSoftmaxCrossEntropyWithLogits": ((0, 1), None),
+    "StringLower": ((0,), None),
+    "StringToHashBucketFast": ((0,), None),
+    "StringToNumber": ((0,), None),
+    "AsString": ((0,), None),
+    "LookupTableFindV2": ((1,), None),
+}
+_LIKE_FIRST = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits", "MaxPoolGrad", "StringLower")
+# Every element by itself, wherever rows are.
+_ANY_AXIS = ("AsString", "StringLower", "StringToHashBucketFast", "StringToNumber", "LookupTableFindV2", "DecodeRaw")
+
+
+@rule(*_BY_ROW)
+def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Each row of the result from the same rows of the inputs."""
+    positions, linear = _BY_ROW[op.type]
+    with_numbers(ins)
+    rest = [value for i, value in enumerate(ins) if i != linear]
+    if any(is_sharded(value) for i, value in enumerate(ins) if i not in positions):
+        raise NoRule
+    unscaled(walk, [value for value in rest if value.handle is None])
+    first = None if linear is None else ins[linear]
+    is_linear = not op.type.startswith("MaxPool") and not any(map(is_sharded, rest))
+    if first is not None and is_partial(first) and (not is_linear or first.placement != Partial()):
+        raise Inexact("beside")
+    scale = () if first is None else scale_of(walk, first)
+    given = [ins[i] for i in positions]
+    sharded = [value for value in given if is_sharded(value)]
+    if not sharded:
+        placement = ins[0].placement if first is None else first.placement
+        return [Value(walk.shape(output), placement, scale) for output in op.outputs]
+    rows = sharded[0]
+    axis = shard_of(rows).axis
+    if (axis and op.type not in _ANY_AXIS) or any(value.placement != rows.placement for value in sharded):
+        raise NoRule
+    if any(not is_sharded(value) and value.shape for value in given):
+        raise NoRule
+    assert rows.shape is not None
+    known = {axis: rows.shape[axis]}
+    like = rows.shape if op.type in _LIKE_FIRST or op.type in _ANY_AXIS else None
+    return [Value(walk.shape(output, known, like), rows.placement, scale) for output in op.outputs]
+
+
+@rule("BiasAdd", "BiasAddV1")
+def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A sum along the channels."""
+    value, bias = ins
+    if is_sharded(bias):
+        raise NoRule
+    if is_sharded(value):
+        if is_partial(bias) and not bias.is_zero:
+            raise Inexact("beside")
+        return [Value(value.shape, value.placement, same_scale(walk, ins))]
+    placement, scale = summed(walk, ins)
+    return [Value(value.shape, placement, scale)]
+
+
+@rule("AvgPoolGrad", "AvgPool3DGrad")
+def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Linear in the gradient that comes in."""
+    sizes, value = ins
+    if is_sharded(value) and shard_of(value).axis:
+        raise NoRule
+    shape = walk.shape(op.outputs[0]) if sizes.const is None else tuple(sizes.const.tolist())
+    return [kept(walk, value, shape, is_uniform=False)]
+
+
+@rule("Softmax", "LogSoftmax", "TopKV2", "FFT", "RFFT", "IRFFT", "FFT2D", "IFFT2D")
+def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of everything along the last axis, which is not that of rows."""
+    value = ins[0]
+    with_numbers(ins)
+    unscaled(walk, ins)
+    if value.shape is None:
+        raise NoRule
+    last = 2 if op.type.endswith("2D") else 1
+    if is_sharded(value) and shard_of(value).axis >= value.rank - last:
+        raise Inexact("over rows")
+    keeps = op.type in ("Softmax", "LogSoftmax", "FFT", "FFT2D", "IFFT2D")
+    known = dict(enumerate(value.shape if keeps else value.shape[:-1]))
+    return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
+
+
+@rule("QrV2", "Qr", "Svd", "SelfAdjointEigV2", "MatrixSolve", "MatrixTriangularSolve", "MatrixSolveLs")
+def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Of each matrix in the last two dimensions."""
+    unscaled(walk, ins)
+    value = ins[0]
+    if not any(map(is_sharded, ins)):
+        return [Value(walk.shape(output)) for output in op.outputs]
+    for given in ins:
+        if not is_sharded(given) or given.shape is None or shard_of(given).axis >= given.rank - 2:
+            raise Inexact("over rows")
+        if given.placement != value.placement:
+            raise NoRule
+    assert value.shape is not None
+    known = dict(enumerate(value.shape[:-2]))
+    return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
+
+
+@rule("ComplexAbs", "Angle")
+def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The size of a complex number scales, its angle does not."""
+    [value] = ins
+    if is_partial(value):
+        raise Inexact("formula")
+    scale = scale_of(walk, value) if op.type == "ComplexAbs" else ()
+    return [Value(value.shape, value.placement, scale)]
+
+
+@rule("Complex")
+def complex_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Linear in both parts."""
+    unscaled(walk, ins)
+    if any(value.placement != ins[0].placement for value in ins):
+        raise NoRule
+    return [Value(ins[0].shape, ins[0].placement, times((), ()))]

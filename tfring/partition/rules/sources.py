@@ -1,0 +1,107 @@
+"""Where values come from: constants, variables, random numbers, and what tfring itself puts into a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfring.partition import constants
+from tfring.partition.rules.table import Inexact, NoRule, Walk, rule, scale_of, unscaled
+from tfring.partition.types import PER_COUNT, UNSCALED, Replicate, Shard, Value, is_replicated, is_sharded, rows_in
+
+_GUARD = 1e-6  # constants up to this one only guard a division or a root
+_LOOKED_AT = 64
+
+
+@rule("Const")
+def const(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The same on all replicas."""
+    [output] = op.outputs
+    value = Value(tuple(output.shape.as_list()), const=constants.of_constant(op))
+    if (output.dtype.is_floating or output.dtype.is_integer) and output.shape.num_elements() <= _LOOKED_AT:
+        numbers = np.abs(tf.make_ndarray(op.get_attr("value")).astype(np.float64))
+        value.is_zero = not numbers.any()
+        value.is_guard = not value.is_zero and bool((numbers <= _GUARD).all())
+    return [value]
+
+
+@rule("ReadVariableOp")
+def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """What the step wrote last; before that the same on all replicas."""
+    [handle] = ins
+    content = walk.contents.get(handle.handle)
+    shape = walk.shape(op.outputs[0])
+    if content is None:
+        return [Value(shape)]
+    return [Value(shape, content.placement, content.scale)]
+
+
+@rule("AssignVariableOp")
+def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The variable holds the value."""
+    handle, value = ins
+    walk.contents[handle.handle] = Value(None, value.placement, scale_of(walk, value))
+    return []
+
+
+@rule("AssignAddVariableOp", "AssignSubVariableOp")
+def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The variable holds the sum, if it is one of the whole batch."""
+    handle, value = ins
+    before = walk.contents.get(handle.handle, Value(None))
+    if (before.placement, before.scale) != (value.placement, scale_of(walk, value)):
+        raise Inexact("mixed")
+    return []
+
+
+@rule(
+    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "StatelessRandomNormal"),
+    *("StatelessRandomNormalV2", "StatelessRandomUniform", "StatelessRandomUniformFullInt"),
+    *("StatelessRandomUniformFullIntV2", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2"),
+    *("StatelessRandomUniformV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "RandomGammaV2"),
+    *("StatelessRandomGammaV2", "StatelessRandomGammaV3", "StatelessRandomBinomial", "RandomPoissonV2"),
+)
+def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Numbers of each replica's own, for its rows or for all of them."""
+    sizes = ins[0]
+    if sizes.const is None:
+        if sizes.shape == (0,):
+            return [Value((), Replicate())]
+        raise NoRule
+    shape = tuple(np.ravel(sizes.const).tolist())
+    with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
+    if len(with_rows) > 1:
+        raise Inexact("rows")
+    shape = walk.shape(op.outputs[0], dict(enumerate(shape))) or shape
+    return [Value(shape, Shard(with_rows[0]) if with_rows else Replicate())]
+
+
+@rule("RandomShuffle", "Multinomial", "StatelessShuffle")
+def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Among all rows."""
+    if op.type == "Multinomial" and ins[0].placement == Shard(0):
+        assert ins[0].shape is not None
+        return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
+    if any(map(is_sharded, ins)):
+        raise Inexact("rows")
+    unscaled(walk, ins)
+    return [Value(walk.shape(output)) for output in op.outputs]
+
+
+@rule("TfringAllReduce")
+def all_reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The sum over replicas: of parts, or of what all hold."""
+    given = [
+        value for value, tensor in zip(ins, op.inputs, strict=True) if tensor.dtype.name not in ("resource", "bool")
+    ]
+    results = op.outputs[: op.get_attr("N")]
+    for value in given[: len(results)]:
+        if is_sharded(value):
+            raise Inexact("rows")
+        is_count = is_replicated(value) and scale_of(walk, value) == PER_COUNT
+        if scale_of(walk, value) != UNSCALED and not is_count:
+            raise Inexact("mixed")
+    return [Value(walk.shape(output)) for output in op.outputs]

@@ -1,0 +1,165 @@
+"""The table of rules, and what rules share: how scales combine, what a rule raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from tfring.partition.dims import Size
+from tfring.partition.types import (
+    UNSCALED,
+    Partial,
+    Placement,
+    Replicate,
+    Scale,
+    Shard,
+    Value,
+    is_partial,
+    is_replicated,
+    is_sharded,
+    times,
+)
+
+
+class Inexact(Exception):
+    """The operation does not give, of a replica's values, what it gives of those of the whole batch.
+
+    Args:
+      reason: a key of `report.REASONS`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class NoRule(Exception):
+    """Nothing is known of the operation on such values."""
+
+
+class Walk(Protocol):
+    """What a rule sees of the walk over a graph.
+
+    Attributes:
+      rows: the symbols of rows.
+      contents: of each variable that the step has written, what it holds.
+    """
+
+    rows: set[str]
+    contents: dict[Any, Value]
+
+    def shape(
+        self, tensor: Any, known: dict[int, Size] | None = None, like: Sequence[Size] | None = None
+    ) -> tuple[Size, ...] | None:
+        """Returns the sizes of an output: those known, static ones, those of `like`, or new symbols."""
+
+    def new_rows(self, op: Any) -> str:
+        """Returns a new symbol of rows, which an operation makes."""
+
+    def body(self, op: Any, ins: Sequence[Value], attribute: str) -> list[Value]:
+        """Walks the function that an attribute of an operation names; returns its outputs."""
+
+    def unchanged(self, op: Any) -> list[bool]:
+        """Returns for each variable of a loop whether its body hands it on as it is."""
+
+
+Rule = Callable[[Walk, Any, Sequence[Value]], list[Value]]
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*types: str) -> Callable[[Rule], Rule]:
+    """Adds a rule for operations of these types to the table."""
+
+    def add(function: Rule) -> Rule:
+        for name in types:
+            assert name not in RULES, name
+            RULES[name] = function
+        return function
+
+    return add
+
+
+def scale_of(walk: Walk, value: Value) -> Scale:
+    """Returns the scale of a value, also of numbers of rows."""
+    found = value.over(walk.rows)
+    if found is None:
+        raise Inexact("counts")
+    return found
+
+
+def unscaled(walk: Walk, values: Iterable[Value]) -> None:
+    """Raises Inexact unless all values are those of the whole batch, or rows of it."""
+    for value in values:
+        if is_partial(value):
+            raise Inexact("formula")
+        if not value.is_zero and scale_of(walk, value) != UNSCALED:
+            raise Inexact("scaled")
+
+
+def replicated(walk: Walk, values: Iterable[Value]) -> None:
+    """Raises unless all replicas hold these values."""
+    for value in values:
+        if is_sharded(value):
+            raise NoRule
+        if is_partial(value):
+            raise Inexact("formula")
+
+
+def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:
+    """Returns placement and scale of a sum, or another linear combination, of values without rows.
+
+    `T` on all replicas is `sum_i t_i (n_i / n)` with `t_i = T`: beside a mean over rows it stands for one.
+    """
+    counted = _counted(values)
+    parts = [value for value in counted if is_partial(value)]
+    if not counted:
+        return Replicate(), UNSCALED
+    first = (parts or counted)[0]
+    scale = scale_of(walk, first)
+    for value in counted:
+        mine = scale_of(walk, value)
+        if value.placement == first.placement and mine == scale:
+            continue
+        if parts and first.placement == Partial("sum") and is_replicated(value) and _is_mean_of(scale, mine):
+            continue
+        raise Inexact("mixed" if parts else "counts")
+    return first.placement, scale
+
+
+def _is_mean_of(scale: Scale, mine: Scale) -> bool:
+    """Returns True if a part of this scale may be what all replicas hold in scale `mine`."""
+    missing = times(scale, mine, -1)
+    return len(missing) == 1 and missing[0][1] == 1
+
+
+def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
+    """Returns the one scale of values; zeros fit any."""
+    scales = {scale_of(walk, value) for value in _counted(values)}
+    if len(scales) > 1:
+        raise Inexact("mixed")
+    return scales.pop() if scales else UNSCALED
+
+
+def _counted(values: Iterable[Value]) -> list[Value]:
+    return [value for value in values if not value.is_zero and not value.is_guard]
+
+
+def kept(
+    walk: Walk, value: Value, shape: tuple[Size, ...] | None, placement: Placement | None = None, **changes: Any
+) -> Value:
+    """Returns a value of the same scale: a view of another, or what is linear in it."""
+    fields = {"scale": scale_of(walk, value), "is_zero": value.is_zero, "is_uniform": value.is_uniform, **changes}
+    return Value(shape, value.placement if placement is None else placement, **fields)
+
+
+def shard_of(value: Value) -> Shard:
+    """Returns the placement of a value that has rows."""
+    assert isinstance(value.placement, Shard)
+    return value.placement
+
+
+def with_numbers(values: Iterable[Value]) -> None:
+    """Raises Inexact if a value holds numbers of rows, which begin at each replica's first."""
+    if any(value.points_into is not None for value in values):
+        raise Inexact("numbers")

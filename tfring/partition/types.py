@@ -1,0 +1,179 @@
+"""What a replica's tensor is of the tensor that one process computes from the whole batch.
+
+The words are those of torch's DTensor. With `t_i` what replica `i` holds and `T` what one process computes:
+
+| placement | meaning |
+|---|---|
+| Replicate | `t_i = T` |
+| Shard(axis) | `t_i` is the rows of replica `i` in `T`, along an axis |
+| Partial("sum") | `sum_i t_i = T`; likewise "max", "min" |
+| Unplaced | none of these, or nothing is known; it says why |
+
+Each holds up to a factor, the scale: where `n_i` of `n` rows are replica `i`'s, scale `n^k` stands for
+
+```
+Replicate, Shard:  t_i (n_i / n)^k = T            a mean over a replica's rows is Partial("sum") of scale n^1,
+Partial("sum"):    sum_i t_i (n_i / n)^k = T      a number of its rows Replicate of scale n^-1
+```
+
+Sizes are those of the whole batch, in terms of its rows `n`, of rows that a mask keeps, and of other open dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfring.partition.dims import Dim, Size, symbols
+
+ROWS = "n"  # the symbol of the rows of a batch
+
+
+class Replicate(NamedTuple):
+    """The same tensor on all replicas."""
+
+
+class Shard(NamedTuple):
+    """The rows of a replica.
+
+    Attributes:
+      axis: along which rows lie.
+      blocks: how many blocks of equally many rows lie one behind another, as in `concat([fake, real], 0)`; or a tuple
+        of the sizes of unequal ones.
+    """
+
+    axis: int
+    blocks: Any = 1
+
+
+class Partial(NamedTuple):
+    """A part of a reduction over rows.
+
+    Attributes:
+      op: "sum", "max" or "min".
+    """
+
+    op: str = "sum"
+
+
+class Unplaced(NamedTuple):
+    """What is not, or not known to be, of the whole batch.
+
+    Attributes:
+      reason: one of `report.REASONS`.
+      op: the operation that made it so.
+    """
+
+    reason: str
+    op: Any
+
+
+Placement = Replicate | Shard | Partial | Unplaced
+
+_REPLICATE = Replicate()
+
+Scale = tuple[tuple[str, Fraction], ...]  # the exponent of each symbol of rows, without zeros
+
+UNSCALED: Scale = ()
+
+
+def scale(**exponents: int) -> Scale:
+    """Returns the scale with an exponent for each symbol."""
+    return tuple(sorted((name, Fraction(power)) for name, power in exponents.items() if power))
+
+
+def times(a: Scale, b: Scale, power: Fraction | int = 1) -> Scale:
+    """Returns the scale of `x * y ** power` for `x` of scale `a` and `y` of scale `b`."""
+    exponents = dict(a)
+    for name, exponent in b:
+        exponents[name] = exponents.get(name, Fraction(0)) + exponent * power
+    return tuple(sorted((name, exponent) for name, exponent in exponents.items() if exponent))
+
+
+PER_MEAN = scale(**{ROWS: 1})
+PER_COUNT = scale(**{ROWS: -1})
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A tensor of a step.
+
+    Attributes:
+      shape: sizes in the whole batch; None where the rank is not known.
+      placement: what a replica holds.
+      scale: see above.
+      const: the integers in it, an array of sizes, where they are known.
+      points_into: the symbol of the rows of which it holds numbers, counted from this replica's first.
+      is_zero: whether it is zeros, which fit every scale.
+      is_guard: whether it is a constant so small that it only guards a division or a root; in a sum it fits any scale.
+      is_uniform: whether all rows are alike, so that they fit any order of rows.
+      handle: of a resource, which variable it is.
+      is_list: whether it is a list of tensors; its shape, placement and numbers are those of the stacked items, where
+        numbers are the same in each.
+      is_empty: of a list, whether nothing was put in.
+    """
+
+    shape: tuple[Size, ...] | None
+    placement: Placement = _REPLICATE
+    scale: Scale = UNSCALED
+    const: Any = None
+    points_into: str | None = None
+    is_zero: bool = False
+    is_guard: bool = False
+    is_uniform: bool = False
+    handle: Any = None
+    is_list: bool = False
+    is_empty: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Value):
+            return NotImplemented
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(self)]
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+    @property
+    def rank(self) -> int:
+        """Returns the number of dimensions."""
+        assert self.shape is not None
+        return len(self.shape)
+
+    def over(self, rows: set[str]) -> Scale | None:
+        """Returns the scale, of numbers in `const` that of the rows in them; None where they have several.
+
+        Args:
+          rows: the symbols of rows.
+        """
+        if self.const is None:
+            return self.scale
+        found = set()
+        for size in np.ravel(self.const):
+            powers = {name: -power for name, power in symbols(size).items() if name in rows}
+            if size != 0:
+                found.add(tuple(sorted((name, Fraction(power)) for name, power in powers.items())))
+        return found.pop() if len(found) == 1 else UNSCALED if not found else None
+
+
+def is_sharded(value: Value) -> bool:
+    """Returns True if a replica holds rows of a value."""
+    return isinstance(value.placement, Shard)
+
+
+def is_partial(value: Value) -> bool:
+    """Returns True if a replica holds a part of a reduction."""
+    return isinstance(value.placement, Partial)
+
+
+def is_replicated(value: Value) -> bool:
+    """Returns True if all replicas hold a value."""
+    return isinstance(value.placement, Replicate)
+
+
+def rows_in(size: Size, rows: set[str]) -> str | None:
+    """Returns the symbol of rows in a size that has one, once."""
+    if not isinstance(size, Dim):
+        return None
+    found = [(name, power) for name, power in size.powers if name in rows]
+    return found[0][0] if len(found) == 1 and found[0][1] == 1 else None
