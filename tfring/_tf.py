@@ -149,8 +149,8 @@ def operations_of(dataset: tf.data.Dataset, kind: str) -> list:
 
 
 def graph_of_function(graph: Any, name: str) -> Any:
-    """Returns the graph of a function that an operation of a graph names: the body of a loop, a branch, a call."""
-    return graph._get_function(name).graph
+    """Returns the graph of a function that an operation names: a loop's body, a branch; None of one of TensorFlow 1."""
+    return getattr(graph._get_function(name), "graph", None)
 
 
 def set_attribute(op: Any, name: str, text: str) -> None:

@@ -33,13 +33,14 @@ class Checked:
         return [v.placement.reason if isinstance(v.placement, Unplaced) else None for v in self.values]
 
 
-def check(function, *arrays, sizes=SIZES):
+def check(function, *arrays, sizes=SIZES, tolerance=1e-9):
     """Analyzes `function(*rows)` and compares each result that is placed.
 
     Args:
       function: of tensors that have rows along the first axis; returns tensors in any structure.
       *arrays: all rows, `sum(sizes)` of them.
       sizes: rows of each replica.
+      tolerance: of floats, relative to the largest.
     """
     traced = _traced(function, arrays)
     graph = traced.graph
@@ -59,7 +60,14 @@ def check(function, *arrays, sizes=SIZES):
         for name, number in zip(kept, results[count:], strict=True):
             known_sizes[f"rows:{graph.name}/{name}"] = int(number)
     for i, value in enumerate(values[:count]):
-        compare(value, everything[i], [part[i] for part in parts], numbers, where=(i, graph.outputs[i].op.name, value))
+        compare(
+            value,
+            everything[i],
+            [part[i] for part in parts],
+            numbers,
+            where=(i, graph.outputs[i].op.name, value),
+            tolerance=tolerance,
+        )
     return Checked(values[:count], walk.findings)
 
 
@@ -76,7 +84,7 @@ def _traced(function, arrays):
     return of_rows.get_concrete_function(*(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in arrays))
 
 
-def compare(value, whole, parts, numbers, where):
+def compare(value, whole, parts, numbers, where, tolerance):
     """Asserts that a value says how the parts of replicas make the whole.
 
     Args:
@@ -85,6 +93,7 @@ def compare(value, whole, parts, numbers, where):
       parts: of each replica's.
       numbers: what symbols stand for: of all rows, then of each replica's.
       where: shown on failure.
+      tolerance: of floats.
     """
     if isinstance(value.placement, Unplaced) or value.points_into is not None:
         return
@@ -108,16 +117,16 @@ def compare(value, whole, parts, numbers, where):
     match value.placement:
         case Replicate():
             for part in parts:
-                _assert_equal(part, whole, where)
+                _assert_equal(part, whole, where, tolerance)
         case Shard(axis, blocks):
             if isinstance(blocks, tuple) and not all(_is_known(size, numbers[0]) for size in blocks):
                 return
             cuts = [_blocks(part, axis, blocks, known) for part, known in zip(parts, numbers[1:], strict=True)]
             joined = [block for same in zip(*cuts, strict=True) for block in same]
-            _assert_equal(np.concatenate(joined, axis), whole, where)
+            _assert_equal(np.concatenate(joined, axis), whole, where, tolerance)
         case Partial(op):
             reduced = {"sum": np.add, "max": np.maximum, "min": np.minimum}[op].reduce(np.stack(parts), 0)
-            _assert_equal(reduced, whole, where)
+            _assert_equal(reduced, whole, where, tolerance)
 
 
 def _blocks(part, axis, blocks, known):
@@ -143,11 +152,11 @@ def _scaled(part, scale, whole, mine):
     return part * factor if scale else part
 
 
-def _assert_equal(part, whole, where):
+def _assert_equal(part, whole, where, tolerance):
     assert part.shape == whole.shape, (where, part.shape, whole.shape)
     if part.dtype.kind in "fc":
         part, whole = np.nan_to_num(part), np.nan_to_num(whole)
         size = 1.0 + np.abs(whole).max(initial=0)
-        np.testing.assert_allclose(part / size, whole / size, atol=1e-9, err_msg=str(where))
+        np.testing.assert_allclose(part / size, whole / size, rtol=tolerance, atol=tolerance, err_msg=str(where))
     else:
         np.testing.assert_array_equal(part, whole, str(where))

@@ -108,6 +108,8 @@ class Walk:
         name = op.get_attr(attribute).name
         if name not in self._bodies:
             self._bodies[name] = _tf.graph_of_function(op.graph, name)
+        if self._bodies[name] is None:
+            raise NoRule
         return self._bodies[name]
 
     # -- one operation ---------------------------------------------------------------------------------------------

@@ -96,7 +96,12 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if rounds and is_partial(value):
         raise Inexact("formula")
     shape = walk.shape(op.outputs[0], like=value.shape)
-    return [kept(walk, value, shape, points_into=value.points_into)]
+    placement = value.placement
+    if isinstance(placement, Partial) and placement.op != "sum" and op.type in ("Neg", "Real", "Imag", "Conj"):
+        if op.type != "Neg":
+            raise Inexact("formula")
+        placement = Partial({"max": "min", "min": "max"}[placement.op])
+    return [kept(walk, value, shape, placement, points_into=value.points_into)]
 
 
 @rule("Bitcast")
@@ -210,7 +215,9 @@ def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_of_counts and any(scale_of(walk, value) != UNSCALED for value in ins):
         raise Inexact("counts")
     unscaled(walk, ins)
-    return [_combined(walk, ins, "choice")]
+    result = _combined(walk, ins, "choice")
+    result.is_zero = False
+    return [result]
 
 
 @rule(*_GRADIENTS)

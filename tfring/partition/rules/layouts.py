@@ -133,13 +133,10 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             for mine, size_ in zip(value.shape or (), shape, strict=True)
         ]
     if all(is_sharded(value) and shard_of(value).axis == at for value in values) and len(values) > 1:
-        scale = same_scale(walk, values)
-        sizes = [value.shape[at] for value in values]  # type: ignore[index]
-        if all(value.placement == Shard(at) and mine == sizes[0] for value, mine in zip(values, sizes, strict=True)):
-            shape[at] = size
-            return [Value(tuple(shape), Shard(at, len(values)), scale)]
+        blocks = [block for value in values for block in _blocks(value, at)]
         shape[at] = dims.symbol(walk.new_rows(op)) if size is None else size
-        return [Value(tuple(shape), Shard(at, tuple(sizes)), scale)]
+        is_even = all(block == blocks[0] for block in blocks)
+        return [Value(tuple(shape), Shard(at, len(blocks) if is_even else tuple(blocks)), same_scale(walk, values))]
     if any(is_sharded(value) and shard_of(value).axis == at for value in values):
         raise Inexact("rows")  # rows beside what each replica would add once more
     known = {i: mine for i, mine in enumerate(shape) if i != at}
@@ -147,6 +144,17 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         known[at] = size
     placement, scale = _joined(walk, values)
     return [Value(walk.shape(op.outputs[0], known), placement, scale, is_zero=all(v.is_zero for v in values))]
+
+
+def _blocks(value: Value, axis: int) -> Sequence[Size]:
+    """Returns the sizes of the blocks of rows that lie one behind another."""
+    blocks = shard_of(value).blocks
+    if isinstance(blocks, tuple):
+        return blocks
+    block = dims.divide(value.shape[axis], blocks)  # type: ignore[index]
+    if not isinstance(blocks, int) or block is None:
+        raise NoRule
+    return [block] * blocks
 
 
 @rule("Pack")
@@ -234,7 +242,8 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if is_partial(value):
             raise Inexact("formula")
         unscaled(walk, [value, ins[2]])
-    return [kept(walk, value, walk.shape(op.outputs[0], known), is_uniform=False)]
+    is_zero = value.is_zero and (op.type != "PadV2" or ins[2].is_zero)
+    return [kept(walk, value, walk.shape(op.outputs[0], known), is_uniform=False, is_zero=is_zero)]
 
 
 @rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp", "Reverse")

@@ -93,7 +93,7 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     value, axis = ins
     if is_partial(value):
         raise Inexact("formula")
-    if axis.const is None or value.shape is None:
+    if axis.const is None or not value.shape:
         raise NoRule
     over = int(np.ravel(axis.const)[0]) % value.rank
     shape = tuple(size for i, size in enumerate(value.shape) if i != over)
