@@ -139,6 +139,47 @@ def test_clipping_schedules_and_accumulation_equal_one_process():
     assert_equal(run(2, 2, train_embeddings, names))
 
 
+def train_few_variables(strategy, names):
+    """Trains one model with each optimizer in turn: fewer variables than servers, and slots that Keras numbers."""
+    import keras
+
+    o = keras.optimizers
+    make = {
+        "accumulation": lambda: o.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+        "accumulation and clipvalue": lambda: o.Adam(0.1, clipvalue=0.1, gradient_accumulation_steps=3),
+        "clipnorm": lambda: o.SGD(0.1, clipnorm=0.01),
+        "global_clipnorm": lambda: o.SGD(0.1, global_clipnorm=0.01),
+        "Nadam": lambda: o.Nadam(0.1),
+    }
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(50, 3)).astype("float32"), rng.normal(size=(50, 1)).astype("float32")
+    options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+    cases = {}
+    for number, name in enumerate(names):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+            model.compile(make[name](), "mse")
+        alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        alone.compile(make[name](), "mse")
+        alone.set_weights(model.get_weights())
+        model.fit(x, y, **options)
+        alone.fit(x, y, **options)
+        strategy.pull()
+        cases[f"{name} {number}"] = {
+            "bits": b"".join(w.tobytes() for w in model.get_weights()),
+            "weights": relative_error(model.get_weights(), alone.get_weights()),
+            "slots": relative_error(variables_of(model.optimizer), variables_of(alone.optimizer)),
+        }
+    return cases
+
+
+@pytest.mark.parametrize("names", [
+    ["accumulation", "accumulation and clipvalue"], ["clipnorm", "global_clipnorm"], ["Nadam", "Nadam"],
+])  # fmt: skip
+def test_fewer_variables_than_servers_equal_one_process(names):
+    assert_equal(run(2, 2, train_few_variables, names))
+
+
 def variables_of(optimizer):
     return [variable.numpy() for variable in optimizer.variables]
 

@@ -86,7 +86,8 @@ class ServerUpdater(Updater):
         for variable, value in zip(pulled, values, strict=True):
             value.set_shape(variable.shape)
             _assign(variable, value)
-        _assign(optimizer.iterations, tf.cast(iterations, str(optimizer.iterations.dtype)))
+        counter = optimizer._iterations  # of gradients; `iterations` counts updates, where gradients accumulate
+        _assign(counter, tf.cast(iterations, str(counter.dtype)))
 
     def _noting_failures(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that keeps its exception."""
@@ -506,7 +507,7 @@ class _Group:
             if any("norms" in reply for reply, _ in replies):
                 norms = [0.0] * len(self.variables)
                 for pieces, (reply, _) in zip(self._of_server, replies, strict=True):
-                    for piece, norm in zip(pieces, reply["norms"], strict=True):
+                    for piece, norm in zip(pieces, reply.get("norms", []), strict=True):
                         norms[piece.variable] += norm
                 head = {**head, "norms": norms}
                 replies = self._client.ask_all("commit", [head] * self._client.num_servers)
@@ -571,7 +572,7 @@ class _Group:
         heads = [{**head, "has_values": is_first}] * self._client.num_servers
         replies = self._client.ask_all("create", heads, arrays)
         self._slots = self._match([reply["slots"] for reply, _ in replies])
-        if is_first and int(values_of(self._optimizer.iterations.value)[0].numpy()) > 0:  # restored from a file
+        if is_first and int(_read(self._optimizer._iterations)) > 0:  # restored from a file
             self._send_slots()
         self.is_created = True
 
@@ -594,43 +595,54 @@ class _Group:
         """Finds for each variable of the servers' optimizers the one of this worker's optimizer.
 
         Servers call a shard by the number of its variable; slots are called after their weight's path, or name. Where
-        several of this worker's are called alike they stand in the order of weights.
+        several of this worker's are called alike they stand in the order of weights. Those of no weight, which Keras
+        may number, are matched by their order.
         """
+        every = self._optimizer.variables
         unused: dict[str, list[Any]] = {}
-        for slot in self._optimizer.variables:
+        for slot in every:
             unused.setdefault(slot.path, []).append(slot)
         local: dict[tuple[int, str, int], Any] = {}
         found: list[list[tuple[int, Any, Piece | None]]] = [[] for _ in described]
-        entries = []
+        entries, others = [], []
         for server, described_by in enumerate(described):
             occurrences: dict[str, int] = {}
+            others.append([(n, path) for n, path in enumerate(described_by["paths"]) if held.TOKEN not in path])
             for number, path in enumerate(described_by["paths"]):
                 before, token, rest = path.partition(held.TOKEN)
-                variable = int("".join(itertools.takewhile(str.isdigit, rest))) if token else -1
+                if not token:
+                    continue
+                variable = int("".join(itertools.takewhile(str.isdigit, rest)))
                 occurrence = occurrences[path] = occurrences.get(path, -1) + 1
                 entries.append((variable, occurrence, server, number, path, before, rest.lstrip("0123456789")))
         for variable, occurrence, server, number, path, before, after in sorted(entries):
-            if path == f"{held.NAME}/learning_rate":
-                continue  # goes with each gradient
             key = (variable, path, occurrence)
             if key not in local:
                 before = f"{self._optimizer.name}/" if before.startswith(f"{held.NAME}/") else ""
-                if variable < 0:
-                    names = [before + path.removeprefix(f"{held.NAME}/")]
-                else:
-                    weight = self.variables[variable]
-                    names = [before + name + after for name in (weight.path.replace("/", "_"), weight.name)]
+                weight = self.variables[variable]
+                names = [before + name + after for name in (weight.path.replace("/", "_"), weight.name)]
                 slot = next((unused[name].pop(0) for name in names if unused.get(name)), None)
                 if slot is None:
-                    raise ConfigurationError(
-                        "A server's optimizer has the variables of a worker's. Received: "
-                        f"{path!r} of {type(self._optimizer).__name__}, of which this worker has none of "
-                        f"{names}. Its class makes its variables in another way than Keras' own."
-                    )
+                    raise self._slots_differ(f"{path!r}", f"none of {names}")
                 local[key] = slot
             piece = next((p for p in self._of_server[server] if p.variable == variable), None)
             found[server].append((number, local[key], piece))
+        matched = {id(slot) for slot in local.values()}
+        rest = [slot for slot in every if id(slot) not in matched]
+        for server, numbered in enumerate(others):
+            if len(numbered) != len(rest) and self._of_server[server]:
+                raise self._slots_differ(f"{[path for _, path in numbered]}", f"{[slot.path for slot in rest]}")
+            rate = f"{held.NAME}/learning_rate"  # goes with each gradient
+            pairs = zip(numbered, rest, strict=False)
+            found[server] += [(number, slot, None) for (number, path), slot in pairs if path != rate]
         return found
+
+    def _slots_differ(self, of_server: str, of_worker: str) -> ConfigurationError:
+        return ConfigurationError(
+            "A server's optimizer has the variables of a worker's. Received: "
+            f"{of_server} of {type(self._optimizer).__name__}, of which this worker has {of_worker}. Its class makes its "
+            "variables in another way than Keras' own."
+        )
 
     def pull(self) -> None:
         """Takes full weights from the servers."""

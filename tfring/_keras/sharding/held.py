@@ -82,7 +82,7 @@ class HeldShards:
 
     def iterations(self) -> int:
         """See `Held`."""
-        return int(self._optimizer.iterations.numpy())
+        return int(self._optimizer._iterations.numpy())
 
     def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> list[Any]:
         """See `Held`. An array for each shard, or a pair of rows and ids, each once."""
