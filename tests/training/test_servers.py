@@ -180,6 +180,143 @@ def test_fewer_variables_than_servers_equal_one_process(names):
     assert_equal(run(2, 2, train_few_variables, names))
 
 
+def two_models():
+    """Two models with one layer in common."""
+    import keras
+
+    common, models = keras.layers.Dense(16), []
+    for _ in range(2):
+        inputs = keras.Input((5,))
+        models.append(keras.Model(inputs, keras.layers.Dense(1)(common(inputs))))
+    return models
+
+
+def train_in_turn(models, x, y, batch_size):
+    """Weights after each call of `fit` of two models, of which one is compiled with three optimizers in turn."""
+    import keras
+
+    first, second, third = keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.05), keras.optimizers.SGD()
+    for model, optimizer in zip(models, (first, second), strict=True):
+        model.compile(optimizer, "mse")
+    weights, options = [], {"batch_size": batch_size, "shuffle": False, "verbose": 0}
+    for model in (models[0], models[1], models[0]):
+        model.fit(x, y, **options)
+        weights += models[0].get_weights() + models[1].get_weights()
+    for optimizer in (third, first):
+        models[0].compile(optimizer, "mse")
+        models[0].fit(x, y, **options)
+        weights += models[0].get_weights()
+    return weights
+
+
+def train_two_models(strategy, batch_size):
+    small_pieces()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 5)).astype("float32"), rng.normal(size=(40, 1)).astype("float32")
+    with strategy.scope():
+        models = two_models()
+    alone = two_models()
+    for model, other in zip(models, alone, strict=True):
+        other.set_weights(model.get_weights())
+    got, want = train_in_turn(models, x, y, batch_size), train_in_turn(alone, x, y, 20)
+    return {"two models": {"weights": relative_error(got, want), "bits": b"".join(w.tobytes() for w in got)}}
+
+
+@pytest.mark.parametrize(("options", "batch_size"), [({}, 20), ({"update": "async", "max_staleness": 0}, 10)])
+def test_a_weight_has_one_place_whichever_optimizers_train_it(options, batch_size):
+    assert_equal(run(2, 2, train_two_models, batch_size, **options))
+
+
+def step_of_two_optimizers():
+    """A model whose step updates the same variables by two optimizers."""
+    import keras
+    import tensorflow as tf
+
+    class Twice(keras.Sequential):
+        def compile(self, one, other, **options):
+            super().compile(one, **options)
+            self.other = other
+
+        def train_step(self, data):
+            x, y = data
+            for optimizer in (self.optimizer, self.other):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+                gradients = tape.gradient(loss, self.trainable_variables)
+                optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = Twice([keras.Input((5,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.05), loss="mse")
+    return model
+
+
+def train_by_two_optimizers(strategy):
+    small_pieces()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 5)).astype("float32"), rng.normal(size=(40, 1)).astype("float32")
+    with strategy.scope():
+        model = step_of_two_optimizers()
+    alone = step_of_two_optimizers()
+    alone.set_weights(model.get_weights())
+    for each in (model, alone):
+        each.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    got = model.get_weights()
+    error = relative_error(got, alone.get_weights())
+    return {"two optimizers": {"weights": error, "bits": b"".join(w.tobytes() for w in got)}}
+
+
+def test_two_optimizers_update_the_same_variables_in_a_step():
+    assert_equal(run(2, 2, train_by_two_optimizers))
+
+
+def assign_between_batches(strategy):
+    """Weights that a callback assigns after a batch, that the program assigns between two, and that only swap."""
+    import keras
+
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    options = {"batch_size": 20, "shuffle": False, "verbose": 0}
+    cases = {}
+
+    class Assigns(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.set_weights([w * 0 + 0.25 - 0.125 * batch for w in self.model.get_weights()])
+
+    with strategy.scope():
+        model = embedding_model(keras.optimizers.SGD(0.1, momentum=0.9))
+    alone = embedding_model(keras.optimizers.SGD(0.1, momentum=0.9), "one_hot")
+    alone.set_weights(model.get_weights())
+
+    def compare(name):
+        got = model.get_weights()
+        errors = {"weights": relative_error(got, alone.get_weights()), "bits": b"".join(w.tobytes() for w in got)}
+        cases[name] = errors
+
+    for each in (model, alone):
+        each.fit(x, y, callbacks=[Assigns()], epochs=2, **options)
+    compare("by a callback")
+    for each in (model, alone):
+        kernel = each.layers[-1].kernel
+        for values in ([1.0, 2.0, 2.0, 1.0], [2.0, 1.0, 1.0, 2.0]):  # the same by Adler-32
+            kernel.assign(np.array(values)[:, None])
+            each.fit(x, y, **options)
+    compare("swapped")
+    share = slice(10 * strategy.cluster.rank, 10 * strategy.cluster.rank + 10)
+    for _ in range(2):
+        model.train_on_batch(x[:20][share], y[:20][share])
+        alone.train_on_batch(x[:20], y[:20])
+        for each in (model, alone):
+            each.set_weights([w * 0 + 0.5 for w in each.get_weights()])
+    strategy.pull()
+    compare("between two train_on_batch")
+    return cases
+
+
+def test_what_is_assigned_between_batches_goes_to_the_servers():
+    assert_equal(run(2, 2, assign_between_batches))
+
+
 def variables_of(optimizer):
     return [variable.numpy() for variable in optimizer.variables]
 

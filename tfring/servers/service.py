@@ -417,7 +417,7 @@ class Service:
         Worker 0 that comes back takes what is held, as they do.
         """
         number, description = int(head["group"]), head["description"]
-        if worker == 0 and (head.get("has_values") or head.get("slots")):
+        if worker == 0 and ("values" in head or "slots" in head):
             if not head["is_repeated"]:
                 self._pass_on({"what": "create", "by": worker, **head}, arrays)
             group = self._load(head, arrays)
@@ -821,7 +821,8 @@ class Service:
         for number, about in head["groups"].items():
             held = self._make_held(about["description"], self._shards)
             num_slots, num_arrays = about["num_slots"], about["num_values"] + about["num_slots"]
-            held.load({"has_values": True, "slots": list(range(num_slots))}, arrays[:num_arrays])
+            every = {"values": list(range(len(about["description"]["variables"]))), "slots": list(range(num_slots))}
+            held.load(every, arrays[:num_arrays])
             del arrays[:num_arrays]
             group = self._groups[int(number)] = _Group(held, about["description"], self._make_admission())
             group.admission.resume(about["version"], self._live, ())

@@ -334,6 +334,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         return initial_value_fn
 
+    def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        updater = self._container_strategy().updater
+        if updater is not None and tf.executing_eagerly() and step.current() is None:
+            updater.on_assign(var)
+        return super()._update(var, fn, *args, **kwargs)
+
     # -- datasets --------------------------------------------------------------------------------------------------
 
     def _experimental_distribute_dataset(self, dataset: Any, options: tf.distribute.InputOptions | None) -> Any:

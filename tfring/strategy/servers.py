@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -268,7 +269,7 @@ def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | o
         Service(
             roles,
             settings,
-            held.HeldShards,
+            functools.partial(held.HeldShards, {}),
             make_admission,
             needs_all=not is_star,
             snapshots=None if folder is None else Snapshots(folder, roles.index),
