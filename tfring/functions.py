@@ -231,8 +231,8 @@ def _peers() -> Any:
     global _own
     strategy = _strategy()
     if strategy is not None:
-        world = strategy.extended.world
-        return getattr(world, "communicator", None) or _Runtime(world)
+        peers = strategy.extended.peers
+        return getattr(peers, "communicator", None) or _Runtime(peers)
     cluster = detection.detect()
     if cluster.world_size == 1:
         return None
@@ -242,7 +242,7 @@ def _peers() -> Any:
 
 
 class _Runtime:
-    """TensorFlow's own runtime with the methods of a Communicator that are needed here."""
+    """TensorFlow's own runtime, or parameter servers, with the methods of a Communicator that are needed here."""
 
     def __init__(self, collectives: Any) -> None:
         self._collectives = collectives

@@ -317,6 +317,59 @@ def test_what_is_assigned_between_batches_goes_to_the_servers():
     assert_equal(run(2, 2, assign_between_batches))
 
 
+def table_read_twice(kind):
+    """A model that looks rows up in a table and, by `kind`, reads it in another way too."""
+    import keras
+    import tensorflow as tf
+
+    class ReadsTwice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = keras.layers.Embedding(VOCABULARY, DIM), keras.layers.Dense(1)
+
+        def build(self, shape):
+            self.table.build(shape)
+            self.head.build((None, DIM))
+
+        def call(self, ids):
+            rows = keras.ops.mean(self.table(ids), axis=1)
+            if kind == "gather":
+                rows += tf.gather(self.table.embeddings, (ids[:, 0] + VOCABULARY // 2) % VOCABULARY)
+            elif kind == "stop_gradient":
+                rows *= 1 + keras.ops.mean(keras.ops.stop_gradient(self.table.embeddings * 1.0), axis=0)
+            return self.head(rows)
+
+    model = ReadsTwice()
+    model.build((None, 3))
+    model.compile(keras.optimizers.SGD(0.3, momentum=0.9), "mse")
+    return model
+
+
+def read_a_table_twice(strategy):
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    cases = {}
+    for kind in ("lookup alone", "gather", "stop_gradient"):
+        with strategy.scope():
+            model = table_read_twice(kind)
+        alone = table_read_twice(kind)
+        alone.set_weights(model.get_weights())
+        for each in (model, alone):
+            each.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+        got = model.get_weights()
+        cases[kind] = {
+            "weights": relative_error(got, alone.get_weights()),
+            "bits": b"".join(w.tobytes() for w in got),
+        }
+        group = [*strategy.updater._groups.values()][-1]
+        cases[kind]["by rows"] = float(any(group.by_rows) != (kind == "lookup alone"))
+    return cases
+
+
+def test_a_table_that_is_read_in_another_way_too_is_pulled_in_full():
+    assert_equal(run(2, 2, read_a_table_twice))
+
+
 def variables_of(optimizer):
     return [variable.numpy() for variable in optimizer.variables]
 
@@ -526,6 +579,94 @@ def test_an_update_does_not_wait_for_backup_workers():
     assert_every_row_once(results, 4)
     assert results[0][1]["max_staleness"] != [0.0, 0.0]
     assert sum(results[0][1]["dropped_gradients"]) > 0
+
+
+def exchange(strategy, folder):
+    """What the functions for scripts return, in a graph too; a file that cannot be saved; other calls on a rank."""
+    import keras
+    import tensorflow as tf
+
+    rank = tfring.rank()
+    got = {
+        "sum": tfring.all_reduce(rank + 1),
+        "mean": tfring.all_reduce(tf.constant([1.5, rank]), "mean").numpy().tolist(),
+        "max": tfring.all_reduce(np.arange(3) * rank, "max").tolist(),
+        "values": tfring.all_gather({"rank": rank}),
+        "rows": tfring.all_gather(np.full([rank, 2], rank)).tolist(),
+        "broadcast": tfring.broadcast([rank, "text"], root=1),
+        "array": tfring.broadcast(np.full([2], rank), root=2).tolist(),
+    }
+    in_graph = tf.function(lambda value: (tfring.all_reduce(value), tfring.broadcast(value, 2)))
+    got["in a graph"] = [value.numpy().tolist() for value in in_graph(tf.constant([1.0, rank]))]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    if rank == 0:
+        pathlib.Path(folder, "rank 0 is here").write_text("")
+    tfring.barrier()
+    strategy.barrier()
+    got["is behind a barrier"] = pathlib.Path(folder, "rank 0 is here").exists()
+    model.fit(np.ones([40, 1]), np.ones([40, 1]), batch_size=4, verbose=0)
+    tfring.save(model, folder + "/model.keras")
+    got["is saved"] = pathlib.Path(folder, "model.keras").exists()
+    try:
+        tfring.save(model, folder + "/nowhere/model.keras")
+    except OSError as error:
+        got["not saved"] = "Rank 0 could not save" in str(error) or rank == 0
+    try:
+        tfring.all_reduce(1) if rank == 1 else tfring.all_gather(1)
+    except tfring.errors.MismatchError as error:
+        got["disagrees"] = "all_reduce" in str(error) and "all_gather" in str(error)
+    return got
+
+
+def test_functions_for_scripts_reach_workers_that_go_on_by_themselves(tmp_path):
+    for got in run(3, 1, exchange, str(tmp_path), update="async"):
+        assert got == {
+            "sum": 6, "mean": [1.5, 1.0], "max": [0, 2, 4], "values": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
+            "rows": [[1, 1], [2, 2], [2, 2]], "broadcast": [1, "text"], "array": [2, 2],
+            "in a graph": [[3.0, 3.0], [1.0, 2.0]], "is behind a barrier": True, "is saved": True, "not saved": True,
+            "disagrees": True,
+        }  # fmt: skip
+
+
+def train_other_rows(kind):
+    """Trains on rows whose order differs by worker; the error."""
+    import keras
+    import tensorflow as tf
+
+    strategy = tfring.ParameterServerStrategy("async", roles=roles(1))
+    harness._strategies.add(strategy)
+    x = np.random.default_rng(0).normal(size=(60, 2)).astype("float32")
+    if kind == "arrays":
+        x = x[np.random.default_rng(strategy.rank).permutation(60)]
+    data = (x, x[:, :1])
+    if kind == "seeds":
+        data = (tf.data.Dataset.from_tensor_slices(data).shuffle(60, seed=strategy.rank).batch(4),)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(*data, verbose=0)
+    except tfring.errors.TfringError as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
+def train_other_rows_or_serve(kind):
+    try:
+        return train_other_rows(kind)
+    except (SystemExit, tfring.errors.PeerLostError):
+        return "a server"
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    ("arrays", "`x` is not the same on every rank"), ("seeds", "All workers draw the same batches"),
+])  # fmt: skip
+def test_data_that_differ_by_worker_are_refused(kind, says):
+    *of_workers, _ = workers(3).run(train_other_rows_or_serve, kind, timeout=200)
+    assert all(says in error for error in of_workers), of_workers
 
 
 def train_with_broken_links(strategy, folder):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfring import config
+from tfring.cluster import launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError, MismatchError, PeerLostError, RendezvousError
 from tfring.ring import clocks, trace
@@ -160,6 +161,7 @@ class Service:
         self._failure: str | None = None
         self._is_over = False  # before it held anything
         self._board: dict[str, Answer] = {}
+        self._batches: dict[str | None, dict[int, tuple[int, int]]] = {}  # of an epoch: who drew each first, its digest
         self._claims: dict[str, int] = {}  # of each epoch: how many batches were handed out
         self._claimed: dict[int, int] = {}  # the last batch of each worker
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
@@ -547,6 +549,7 @@ class Service:
         return {}, []
 
     def _end(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        self._compare_batches(worker, head, arrays)
         self._training.discard(worker)
         for group in self._groups.values():
             group.admission.end(worker)
@@ -556,6 +559,7 @@ class Service:
     def _claim(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Hands out the numbers of an epoch's batches, each once."""
         self._wait_until(lambda: not self._awaited)
+        self._compare_batches(worker, head, arrays)
         if not head["is_repeated"] or worker not in self._claimed:
             number = self._claims.get(head["epoch"], 0)
             told = {"epoch": head["epoch"], "batch": number, "by": worker, "number": head["number"]}
@@ -563,6 +567,27 @@ class Service:
             self._claims[head["epoch"]] = number + 1
             self._claimed[worker] = number
         return {"batch": self._claimed[worker]}, []
+
+    def _compare_batches(self, worker: int, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """Compares digests of the batches that a worker has drawn with those of the others; server 0 does it.
+
+        Raises:
+            MismatchError: They differ. Then all others end, too, for no rows are trained once.
+        """
+        epoch, first = head.get("epoch"), head.get("first", 0)
+        if epoch not in self._batches:
+            self._batches = {epoch: {}}
+        for number, digest in enumerate(arrays[0].tolist() if arrays else (), first):
+            of, theirs = self._batches[epoch].setdefault(number, (worker, digest))
+            if theirs != digest:
+                why = (
+                    f"Batch {number} of worker {worker} is another than that of worker {of}. All workers draw the same "
+                    "batches in the same order, and each is trained by one of them. Give shuffles one seed on all "
+                    "workers, hand all rows to each, and leave out `deterministic=False`. (docs/data.md)"
+                )
+                self._failure = self._failure or why
+                self._changed.notify_all()
+                raise MismatchError(why)
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Sends what worker 0 has posted under a name to all who ask for it."""
@@ -596,7 +621,8 @@ class Service:
             del self._at[worker]
             del self._meetings[name][worker]
             raise MismatchError(
-                "All workers begin and end the same epochs. Received: workers that wait for each other, "
+                "All workers begin and end the same epochs, and exchange the same between them. Received: workers that "
+                "wait for each other, "
                 f"{', '.join(f'worker {w} at {n!r}' for w, n in sorted(others.items()))}. Stop training by what is the "
                 "same on all workers: the logs of an epoch."
             )
@@ -609,13 +635,21 @@ class Service:
         for name, brought in self._meetings.items():
             if name not in self._results and self._live <= brought.keys():
                 columns = zip(*(brought[w] for w in sorted(brought)), strict=True)
-                self._results[name] = [np.sum(column, axis=0) for column in columns]
+                self._results[name] = [np.sum(column, axis=0, dtype=column[0].dtype) for column in columns]
                 if name.startswith("end/"):
                     self._last_end = self._results[name]
                 self._changed.notify_all()
         for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
+            if name.startswith("exchange/") and self._may_come_back():
+                continue  # such a worker begins its program again, and calls what the others called
             del self._results[name], self._meetings[name]
             self._last_come.pop(name, None)
+
+    def _may_come_back(self) -> bool:
+        """Returns whether another process may take the place of a worker: in its first call of `fit`."""
+        is_restarted = self._roles.source != launch_variables.SOURCE or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
+        is_first = self._position is None or self._position["fit"] <= 1
+        return not self._needs_all and is_restarted and is_first
 
     # -- the trace --------------------------------------------------------------------------------------------------
 

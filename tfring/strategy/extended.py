@@ -73,6 +73,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             world, gradients = _connect(self.cluster)
         self.world: Collectives = world
         """All workers, on the control channel: what is to be alike on every rank, files, initial values."""
+        self.peers: Any = world
+        """The same for what a program itself exchanges, in which workers that train by themselves take part, too."""
         self.channels = [world] if world is gradients else [world, gradients]
         self._along = {"control": {"world": world}, "gradients": {"world": gradients}}
         self.control: Collectives = self.along("data")

@@ -31,6 +31,8 @@ from tfring._keras.seam import seam
 from tfring._keras.sharding import held, mark_of
 from tfring._keras.sharding.shards import is_element_wise
 from tfring.cross_device_ops import values_of
+from tfring.data import fingerprint
+from tfring.data.chance import reached_by_chance
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 from tfring.ring.collectives import LocalCollectives
@@ -38,6 +40,7 @@ from tfring.servers import messages
 from tfring.servers.client import Client
 from tfring.servers.shard_plan import SPLIT_BYTES, Piece, plan
 
+_Policy = tf.data.experimental.AutoShardPolicy
 ROWS_BYTES = 1 << 16  # from how many bytes on a table is pulled by rows
 _WRITES = re.compile("Assign|ResourceScatter|VariableShape")  # operations on a variable that do not read its value
 
@@ -55,6 +58,7 @@ class ServerUpdater(Updater):
         self.is_star = is_star
         self.statistics = Statistics()
         self.failure: BaseException | None = None  # why the last request failed, for TensorFlow keeps the text alone
+        self._drawn: tuple[int, list[int]] = 0, []  # digests of batches not compared yet, from a number on
         self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained; "" to pass over it
         self._groups: dict[int, _Group] = {}  # by the identity of the optimizer
         self._placed: dict[int, _Placed] = {}  # by the identity of a variable, of whichever optimizers
@@ -124,12 +128,12 @@ class ServerUpdater(Updater):
                     f"{type(optimizer).__name__} {optimizer.name!r}: {[v.path for v in variables]}. Compile the model "
                     "again after `trainable` has changed."
                 )
-            pairs = zip(found.variables, found.by_rows, strict=True)
-            if (table := next((v for v, by_rows in pairs if by_rows and not self._is_read_by_rows(v)), None)) is not None:
-                raise ConfigurationError(
-                    f"The step reads all of table {table.path!r}, of which servers send the rows of a batch alone, as the "
-                    "step was traced first. Compile the model again before a step that reads it otherwise."
-                )
+            for table, is_by_rows in zip(found.variables, found.by_rows, strict=True):
+                if is_by_rows and not self._is_read_by_rows(table):
+                    raise ConfigurationError(
+                        f"The step reads all of table {table.path!r}, of which servers send the rows of a batch alone, "
+                        "as in the step that was traced first. Compile the model again before another step."
+                    )
             return found
         for variable in variables:
             _check_variable(variable)
@@ -335,13 +339,15 @@ class ServerUpdater(Updater):
     def _end_training(self, model: Any) -> None:
         """Brings back what the servers hold, before callbacks see the end of the loop."""
         with self._lock:
-            self._claims = None
+            epoch, self._claims = self._claims, None
             self.client.known["is_training"] = False
             if self.is_star:
                 for group in self._groups.values():
                     group.create()  # of a worker without a batch; where it is worker 0, others wait for its values
                     group.send_assigned()
-                self.client.ask_all("end", [{}] * self.client.num_servers)
+                head, digests = self._taken_drawn(epoch)
+                others = self.client.num_servers - 1
+                self.client.ask_all("end", [head, *[{}] * others], [digests, *[()] * others])
                 self._aggregate(model)
                 self._seen.clear()  # others may have pushed where this worker has not
             self.renew()
@@ -371,13 +377,18 @@ class ServerUpdater(Updater):
         if not self.is_star:
             return dataset
         wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
+        has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
+        left_out = reached_by_chance(dataset)
 
-        def claim(number: int) -> bool:
+        def claim(number: int, digest: int) -> bool:
             epoch = self._claims
             if epoch is None:
                 return True
             if not epoch:
                 return False
+            if number == 0:
+                self._drawn = 0, []
+            self._drawn[1].append(digest)
             if epoch not in wanted:
                 wanted.clear()
                 wanted[epoch] = self._claim(epoch)
@@ -386,8 +397,9 @@ class ServerUpdater(Updater):
             del wanted[epoch]
             return True
 
-        def keep(number: tf.Tensor, *_: Any) -> tf.Tensor:
-            mine = tf.numpy_function(self._noting_failures(claim), [number], tf.bool, stateful=True)
+        def keep(number: tf.Tensor, *batch: Any) -> tf.Tensor:
+            digest = tf.constant(0, tf.int64) if has_own_rows else fingerprint.of_batch(batch, left_out)
+            mine = tf.numpy_function(self._noting_failures(claim), [number, digest], tf.bool, stateful=True)
             mine.set_shape([])
             return mine
 
@@ -400,9 +412,16 @@ class ServerUpdater(Updater):
 
     def _claim(self, epoch: str) -> int:
         with self._lock:
-            batch = int(self.client.ask(0, "claim", {"epoch": epoch})[0]["batch"])
+            head, digests = self._taken_drawn(epoch)
+            batch = int(self.client.ask(0, "claim", head, digests)[0]["batch"])
             self.client.known["claimed"] = [epoch, batch]
             return batch
+
+    def _taken_drawn(self, epoch: str | None) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Returns what server 0 compares over workers: the batches of an epoch that were drawn since the last time."""
+        first, digests = self._drawn
+        self._drawn = first + len(digests), []
+        return {"epoch": epoch, "first": first}, [np.array(digests, np.int64)]
 
     def callbacks(self, callbacks: list) -> list:
         """Returns the callbacks of `fit`, before them one that adds staleness and waiting to the logs of an epoch.
@@ -693,7 +712,8 @@ class _Group:
         found = []
         for pieces, described_by in zip(self._of_server, described, strict=True):
             piece_of = {p.variable: p for p in pieces}
-            unused = {**{n: iter(of_weight[n]) for n in piece_of}, None: iter(of_none)}
+            unused: dict[int | None, Iterator[Any]] = {n: iter(of_weight[n]) for n in piece_of}
+            unused[None] = iter(of_none)
             slots = []
             for number, path in enumerate(described_by["paths"]):
                 _, token, rest = path.partition(held.TOKEN)
@@ -702,7 +722,7 @@ class _Group:
                 if slot is None:
                     raise self._slots_differ(path)
                 if slot is not rate:
-                    slots.append((number, slot, piece_of.get(weight)))
+                    slots.append((number, slot, None if weight is None else piece_of[weight]))
             left = next((slot for its in unused.values() for slot in its), None)
             if left is not None and pieces:
                 raise self._slots_differ(left.path)

@@ -19,7 +19,7 @@ from tfring.errors import ConfigurationError
 if TYPE_CHECKING:
     from tfring.servers.shard_plan import Piece
 
-TOKEN = "tfring_shard_"  # and the number of the variable: among all that servers hold: so is a shard called, and so begin its slots
+TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a shard called, and so begin its slots
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
 
 
