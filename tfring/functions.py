@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tfring.cluster import Cluster, detection
+from tfring.cluster.roles import Roles
 from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.ring.communicator import Communicator, is_tensorflow
 from tfring.ring.library import DTYPES
@@ -26,6 +27,8 @@ _own: Communicator | None = None  # made when a program without a strategy first
 def rank() -> int:
     """Returns the number of this process, from 0 to `world_size() - 1`; 0 where it is alone. Talks to no process.
 
+    In a parameter server, before its strategy is made, it is a number behind those of all workers.
+
     >>> rank()
     0
     """
@@ -35,10 +38,13 @@ def rank() -> int:
 def world_size() -> int:
     """Returns the number of processes that train together; 1 for a process that is alone. Talks to no process.
 
+    Parameter servers are not among them.
+
     >>> world_size()
     1
     """
-    return _place().world_size
+    roles = _server()
+    return _place().world_size if roles is None else len(roles.workers)
 
 
 def local_rank() -> int:
@@ -51,7 +57,7 @@ def local_rank() -> int:
     0
     """
     strategy = _strategy()
-    return (detection.detect() if strategy is None else strategy.cluster).local_rank
+    return (detection.detect() if strategy is None and _server() is None else _place()).local_rank
 
 
 def is_chief() -> bool:
@@ -220,10 +226,18 @@ def _strategy() -> Any:
 
 
 def _place() -> Cluster | UnresolvedCluster:
-    strategy = _strategy()
+    strategy, roles = _strategy(), _server()
     if strategy is not None:
         return strategy.cluster
+    if roles is not None:
+        return roles.cluster_of_all()
     return detection.find(os.environ) or Cluster.alone()
+
+
+def _server() -> Roles | None:
+    """Returns the roles of a job in a parameter server, which has no rank among the workers; None elsewhere."""
+    roles = Roles.of()
+    return roles if roles is not None and roles.is_server else None
 
 
 def _peers() -> Any:
