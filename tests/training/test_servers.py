@@ -669,6 +669,56 @@ def test_data_that_differ_by_worker_are_refused(kind, says):
     assert all(says in error for error in of_workers), of_workers
 
 
+def train_with_an_update_that_fails(update):
+    """The error of a worker, where the third update fails on the servers."""
+    import keras
+    import tensorflow as tf
+
+    @keras.saving.register_keras_serializable("test_servers")
+    class FailsLater(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            is_early = tf.debugging.assert_less(self.iterations.value, np.int64(2), "it fails here")
+            with tf.control_dependencies([is_early]):
+                super().update_step(tf.identity(gradient), variable, learning_rate)
+
+    try:
+        strategy = tfring.ParameterServerStrategy(update, roles=roles(1))
+    except (SystemExit, tfring.errors.PeerLostError):
+        return "a server"
+    harness._strategies.add(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(FailsLater(0.1), "mse")
+    try:
+        model.fit(np.ones([60, 2]), np.ones([60, 1]), batch_size=4, verbose=0)
+    except tfring.errors.TfringError as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+def test_an_update_that_fails_ends_all_workers(update):
+    *of_workers, _ = workers(3).run(train_with_an_update_that_fails, update, timeout=100)
+    assert all("it fails here" in error for error in of_workers), of_workers
+
+
+def train_float16_statistics(strategy):
+    """Moving statistics and metrics of a float16 model, of 6000 rows whose mean is 20: their product is no float16."""
+    import keras
+
+    with strategy.scope():
+        normalize = keras.layers.BatchNormalization(momentum=0.0, dtype="float16")
+        model = keras.Sequential([keras.Input((2,)), normalize, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(np.full([6000, 2], 20.0), np.ones([6000, 1]), batch_size=1000, verbose=0)
+    return normalize.moving_mean.numpy().tolist()
+
+
+def test_statistics_of_float16_are_weighed_in_float64():
+    assert run(2, 1, train_float16_statistics, update="async") == [[20.0, 20.0]] * 2
+
+
 def train_with_broken_links(strategy, folder):
     """Breaks the link to a server after each kind of request, before the reply; compares with one process."""
     import keras

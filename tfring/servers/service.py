@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -303,6 +303,23 @@ class Service:
             _log.error("A request %r of worker %d failed.\n%s", operation, worker, traceback.format_exc())
             return {"error": f"{type(error).__name__}: {error}"}, []
 
+    def _end_by(self, why: str) -> None:
+        """Has all workers that wait, or ask for something, end by an error."""
+        with self._changed:
+            self._failure = self._failure or why
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """Ends all workers where an update fails: it is in the thread of one of those whose gradients it takes."""
+        try:
+            yield
+        except PeerLostError:
+            raise
+        except Exception as error:
+            self._end_by(f"an update failed: {type(error).__name__}: {error}")
+            raise
+
     def _leave(self, worker: int, why: str | None) -> None:
         with self._changed:
             self._live.discard(worker)
@@ -482,10 +499,11 @@ class Service:
         if group.merged is not None:
             merged, group.merged = group.merged, None
             rate = head.get("learning_rate")
-            self._pass_on(
-                {"what": "commit", "group": int(head["group"]), "norms": head["norms"], "rate": rate},
-                meanwhile=lambda: group.held.update(merged, head["norms"], rate),
-            )
+            with self._ending_all():
+                self._pass_on(
+                    {"what": "commit", "group": int(head["group"]), "norms": head["norms"], "rate": rate},
+                    meanwhile=lambda: group.held.update(merged, head["norms"], rate),
+                )
         return {"iterations": group.held.iterations()}, group.held.values("pulled")
 
     def _try_update(self, group: _Group, worker: int) -> None:
@@ -500,10 +518,12 @@ class Service:
             pairs = [(a, g) for a, g in zip(arrivals, gradients, strict=True) if a.factor]
             weights = [g[0] for _, g in pairs]
             total = sum(w for w in weights if w is not None) or 1.0
-            merged = group.held.merge([(None if g[0] is None else a.factor * g[0] / total, g[1]) for a, g in pairs])
-            rate = pairs[0][1][2]
-            group.norms = group.held.norms(merged)
-            self._pass_on_update(group, merged, arrivals, rate)
+            with self._ending_all():
+                factors = [None if g[0] is None else a.factor * g[0] / total for a, g in pairs]
+                merged = group.held.merge([(factor, g[1]) for factor, (_, g) in zip(factors, pairs, strict=True)])
+                rate = pairs[0][1][2]
+                group.norms = group.held.norms(merged)
+                self._pass_on_update(group, merged, arrivals, rate)
         group.taken.update({a.worker: a for a in arrivals})
         group.made.update({a.worker: made for a in arrivals})
         self._changed.notify_all()
@@ -585,8 +605,7 @@ class Service:
                     "batches in the same order, and each is trained by one of them. Give shuffles one seed on all "
                     "workers, hand all rows to each, and leave out `deterministic=False`. (docs/data.md)"
                 )
-                self._failure = self._failure or why
-                self._changed.notify_all()
+                self._end_by(why)
                 raise MismatchError(why)
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
@@ -792,11 +811,12 @@ class Service:
                 versions = [group.admission.version for group in self._groups.values()]
                 if self._job is None or (ordered == self._num_written and versions == written):
                     continue
-                head, arrays = self._snapshot()
             try:
+                with self._changed:
+                    head, arrays = self._snapshot()
                 self._snapshots.write(head, arrays)
                 written = versions
-            except OSError as error:
+            except Exception as error:  # a full disk, or memory; who has ordered it goes on
                 folder = self._snapshots.folder
                 _log.warning("Server %d cannot write its snapshot in %s: %s", self._roles.index, folder, error)
             with self._changed:

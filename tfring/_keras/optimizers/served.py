@@ -357,12 +357,13 @@ class ServerUpdater(Updater):
         metrics, moving = _state_of(model)
         rows = self.statistics.rows
         arrays = [np.array([rows, float(model.stop_training)]), self.statistics.array]
-        arrays += [*map(_read, metrics), *(_read(v) * rows for v in moving)]
+        # In float64: rows times a float16 is infinite soon.
+        arrays += [*map(_read_wide, metrics), *(_read_wide(v) * rows for v in moving)]
         sums = self.meet("end", arrays)
         self.statistics.array = sums[1]
         model.stop_training = bool(sums[0][1])  # a callback of any worker has stopped it
         for variable, value in zip(metrics, sums[2:], strict=False):
-            _assign(variable, value)
+            _assign(variable, value.astype(str(variable.dtype)))
         self._take_moving(model, sums)
 
     def _take_moving(self, model: Any, sums: list[np.ndarray]) -> None:
@@ -857,6 +858,11 @@ def _digest(variable: Any) -> str:
 
 def _read(variable: Any) -> np.ndarray:
     return values_of(variable.value)[0].numpy()
+
+
+def _read_wide(variable: Any) -> np.ndarray:
+    value = _read(variable)
+    return value.astype(np.float64) if "float" in str(variable.dtype) else value
 
 
 def _assign(variable: Any, value: Any) -> None:
