@@ -56,8 +56,10 @@ def local_rank() -> int:
     >>> local_rank()
     0
     """
-    strategy = _strategy()
-    return (detection.detect() if strategy is None and _server() is None else _place()).local_rank
+    strategy, roles = _strategy(), _server()
+    if roles is not None:
+        return roles.cluster_of_all().local_rank
+    return (detection.detect() if strategy is None else strategy.cluster).local_rank
 
 
 def is_chief() -> bool:
