@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tfring.cluster import Cluster, detection
+from tfring.cluster.roles import Roles
 from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.ring.communicator import Communicator, is_tensorflow
 from tfring.ring.library import DTYPES
@@ -26,6 +27,8 @@ _own: Communicator | None = None  # made when a program without a strategy first
 def rank() -> int:
     """Returns the number of this process, from 0 to `world_size() - 1`; 0 where it is alone. Talks to no process.
 
+    In a parameter server, before its strategy is made, it is a number behind those of all workers.
+
     >>> rank()
     0
     """
@@ -35,10 +38,13 @@ def rank() -> int:
 def world_size() -> int:
     """Returns the number of processes that train together; 1 for a process that is alone. Talks to no process.
 
+    Parameter servers are not among them.
+
     >>> world_size()
     1
     """
-    return _place().world_size
+    roles = _server()
+    return _place().world_size if roles is None else len(roles.workers)
 
 
 def local_rank() -> int:
@@ -50,7 +56,9 @@ def local_rank() -> int:
     >>> local_rank()
     0
     """
-    strategy = _strategy()
+    strategy, roles = _strategy(), _server()
+    if roles is not None:
+        return roles.cluster_of_all().local_rank
     return (detection.detect() if strategy is None else strategy.cluster).local_rank
 
 
@@ -220,10 +228,18 @@ def _strategy() -> Any:
 
 
 def _place() -> Cluster | UnresolvedCluster:
-    strategy = _strategy()
+    strategy, roles = _strategy(), _server()
     if strategy is not None:
         return strategy.cluster
+    if roles is not None:
+        return roles.cluster_of_all()
     return detection.find(os.environ) or Cluster.alone()
+
+
+def _server() -> Roles | None:
+    """Returns the roles of a job in a parameter server, which has no rank among the workers; None elsewhere."""
+    roles = Roles.of()
+    return roles if roles is not None and roles.is_server else None
 
 
 def _peers() -> Any:
@@ -231,8 +247,8 @@ def _peers() -> Any:
     global _own
     strategy = _strategy()
     if strategy is not None:
-        world = strategy.extended.world
-        return getattr(world, "communicator", None) or _Runtime(world)
+        peers = strategy.extended.peers
+        return getattr(peers, "communicator", None) or _Runtime(peers)
     cluster = detection.detect()
     if cluster.world_size == 1:
         return None
@@ -242,7 +258,7 @@ def _peers() -> Any:
 
 
 class _Runtime:
-    """TensorFlow's own runtime with the methods of a Communicator that are needed here."""
+    """TensorFlow's own runtime, or parameter servers, with the methods of a Communicator that are needed here."""
 
     def __init__(self, collectives: Any) -> None:
         self._collectives = collectives

@@ -141,6 +141,22 @@ def launch(tmp_path):
     return run
 
 
+def test_the_rank_is_known_before_the_strategy(launch):
+    program = """
+import tfring
+facts = tfring.rank(), tfring.world_size(), tfring.local_rank(), tfring.is_chief()
+print("facts", *facts, flush=True)
+tfring.print_once("printed once")
+strategy = tfring.ParameterServerStrategy()
+assert facts == (strategy.rank, 2, strategy.rank, strategy.is_chief), facts
+"""
+    done = launch(2, 1, {}, program=program)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
+    assert all(f"facts {rank} 2 {rank} {rank == 0}" in output for rank in range(3)), output
+    assert output.count("printed once") == 1
+
+
 def test_servers_end_with_the_workers(launch):
     done = launch(2, 1, {})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -139,6 +139,237 @@ def test_clipping_schedules_and_accumulation_equal_one_process():
     assert_equal(run(2, 2, train_embeddings, names))
 
 
+def train_few_variables(strategy, names):
+    """Trains one model with each optimizer in turn: fewer variables than servers, and slots that Keras numbers."""
+    import keras
+
+    o = keras.optimizers
+    make = {
+        "accumulation": lambda: o.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+        "accumulation and clipvalue": lambda: o.Adam(0.1, clipvalue=0.1, gradient_accumulation_steps=3),
+        "clipnorm": lambda: o.SGD(0.1, clipnorm=0.01),
+        "global_clipnorm": lambda: o.SGD(0.1, global_clipnorm=0.01),
+        "Nadam": lambda: o.Nadam(0.1),
+    }
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(50, 3)).astype("float32"), rng.normal(size=(50, 1)).astype("float32")
+    options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+    cases = {}
+    for number, name in enumerate(names):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+            model.compile(make[name](), "mse")
+        alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        alone.compile(make[name](), "mse")
+        alone.set_weights(model.get_weights())
+        model.fit(x, y, **options)
+        alone.fit(x, y, **options)
+        strategy.pull()
+        cases[f"{name} {number}"] = {
+            "bits": b"".join(w.tobytes() for w in model.get_weights()),
+            "weights": relative_error(model.get_weights(), alone.get_weights()),
+            "slots": relative_error(variables_of(model.optimizer), variables_of(alone.optimizer)),
+        }
+    return cases
+
+
+@pytest.mark.parametrize("names", [
+    ["accumulation", "accumulation and clipvalue"], ["clipnorm", "global_clipnorm"], ["Nadam", "Nadam"],
+])  # fmt: skip
+def test_fewer_variables_than_servers_equal_one_process(names):
+    assert_equal(run(2, 2, train_few_variables, names))
+
+
+def two_models():
+    """Two models with one layer in common."""
+    import keras
+
+    common, models = keras.layers.Dense(16), []
+    for _ in range(2):
+        inputs = keras.Input((5,))
+        models.append(keras.Model(inputs, keras.layers.Dense(1)(common(inputs))))
+    return models
+
+
+def train_in_turn(models, x, y, batch_size):
+    """Weights after each call of `fit` of two models, of which one is compiled with three optimizers in turn."""
+    import keras
+
+    first, second, third = keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.05), keras.optimizers.SGD()
+    for model, optimizer in zip(models, (first, second), strict=True):
+        model.compile(optimizer, "mse")
+    weights, options = [], {"batch_size": batch_size, "shuffle": False, "verbose": 0}
+    for model in (models[0], models[1], models[0]):
+        model.fit(x, y, **options)
+        weights += models[0].get_weights() + models[1].get_weights()
+    for optimizer in (third, first):
+        models[0].compile(optimizer, "mse")
+        models[0].fit(x, y, **options)
+        weights += models[0].get_weights()
+    return weights
+
+
+def train_two_models(strategy, batch_size):
+    small_pieces()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 5)).astype("float32"), rng.normal(size=(40, 1)).astype("float32")
+    with strategy.scope():
+        models = two_models()
+    alone = two_models()
+    for model, other in zip(models, alone, strict=True):
+        other.set_weights(model.get_weights())
+    got, want = train_in_turn(models, x, y, batch_size), train_in_turn(alone, x, y, 20)
+    return {"two models": {"weights": relative_error(got, want), "bits": b"".join(w.tobytes() for w in got)}}
+
+
+@pytest.mark.parametrize(("options", "batch_size"), [({}, 20), ({"update": "async", "max_staleness": 0}, 10)])
+def test_a_weight_has_one_place_whichever_optimizers_train_it(options, batch_size):
+    assert_equal(run(2, 2, train_two_models, batch_size, **options))
+
+
+def step_of_two_optimizers():
+    """A model whose step updates the same variables by two optimizers."""
+    import keras
+    import tensorflow as tf
+
+    class Twice(keras.Sequential):
+        def compile(self, one, other, **options):
+            super().compile(one, **options)
+            self.other = other
+
+        def train_step(self, data):
+            x, y = data
+            for optimizer in (self.optimizer, self.other):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+                gradients = tape.gradient(loss, self.trainable_variables)
+                optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = Twice([keras.Input((5,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.05), loss="mse")
+    return model
+
+
+def train_by_two_optimizers(strategy):
+    small_pieces()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 5)).astype("float32"), rng.normal(size=(40, 1)).astype("float32")
+    with strategy.scope():
+        model = step_of_two_optimizers()
+    alone = step_of_two_optimizers()
+    alone.set_weights(model.get_weights())
+    for each in (model, alone):
+        each.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    got = model.get_weights()
+    error = relative_error(got, alone.get_weights())
+    return {"two optimizers": {"weights": error, "bits": b"".join(w.tobytes() for w in got)}}
+
+
+def test_two_optimizers_update_the_same_variables_in_a_step():
+    assert_equal(run(2, 2, train_by_two_optimizers))
+
+
+def assign_between_batches(strategy):
+    """Weights that a callback assigns after a batch, that the program assigns between two, and that only swap."""
+    import keras
+
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    options = {"batch_size": 20, "shuffle": False, "verbose": 0}
+    cases = {}
+
+    class Assigns(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.set_weights([w * 0 + 0.25 - 0.125 * batch for w in self.model.get_weights()])
+
+    with strategy.scope():
+        model = embedding_model(keras.optimizers.SGD(0.1, momentum=0.9))
+    alone = embedding_model(keras.optimizers.SGD(0.1, momentum=0.9), "one_hot")
+    alone.set_weights(model.get_weights())
+
+    def compare(name):
+        got = model.get_weights()
+        errors = {"weights": relative_error(got, alone.get_weights()), "bits": b"".join(w.tobytes() for w in got)}
+        cases[name] = errors
+
+    for each in (model, alone):
+        each.fit(x, y, callbacks=[Assigns()], epochs=2, **options)
+    compare("by a callback")
+    for each in (model, alone):
+        kernel = each.layers[-1].kernel
+        for values in ([1.0, 2.0, 2.0, 1.0], [2.0, 1.0, 1.0, 2.0]):  # the same by Adler-32
+            kernel.assign(np.array(values)[:, None])
+            each.fit(x, y, **options)
+    compare("swapped")
+    share = slice(10 * strategy.cluster.rank, 10 * strategy.cluster.rank + 10)
+    for _ in range(2):
+        model.train_on_batch(x[:20][share], y[:20][share])
+        alone.train_on_batch(x[:20], y[:20])
+        for each in (model, alone):
+            each.set_weights([w * 0 + 0.5 for w in each.get_weights()])
+    strategy.pull()
+    compare("between two train_on_batch")
+    return cases
+
+
+def test_what_is_assigned_between_batches_goes_to_the_servers():
+    assert_equal(run(2, 2, assign_between_batches))
+
+
+def table_read_twice(kind):
+    """A model that looks rows up in a table and, by `kind`, reads it in another way too."""
+    import keras
+    import tensorflow as tf
+
+    class ReadsTwice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = keras.layers.Embedding(VOCABULARY, DIM), keras.layers.Dense(1)
+
+        def build(self, shape):
+            self.table.build(shape)
+            self.head.build((None, DIM))
+
+        def call(self, ids):
+            rows = keras.ops.mean(self.table(ids), axis=1)
+            if kind == "gather":
+                rows += tf.gather(self.table.embeddings, (ids[:, 0] + VOCABULARY // 2) % VOCABULARY)
+            elif kind == "stop_gradient":
+                rows *= 1 + keras.ops.mean(keras.ops.stop_gradient(self.table.embeddings * 1.0), axis=0)
+            return self.head(rows)
+
+    model = ReadsTwice()
+    model.build((None, 3))
+    model.compile(keras.optimizers.SGD(0.3, momentum=0.9), "mse")
+    return model
+
+
+def read_a_table_twice(strategy):
+    small_pieces()
+    x, y = skewed_ids(vocabulary=VOCABULARY)
+    cases = {}
+    for kind in ("lookup alone", "gather", "stop_gradient"):
+        with strategy.scope():
+            model = table_read_twice(kind)
+        alone = table_read_twice(kind)
+        alone.set_weights(model.get_weights())
+        for each in (model, alone):
+            each.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+        got = model.get_weights()
+        cases[kind] = {
+            "weights": relative_error(got, alone.get_weights()),
+            "bits": b"".join(w.tobytes() for w in got),
+        }
+        group = [*strategy.updater._groups.values()][-1]
+        cases[kind]["by rows"] = float(any(group.by_rows) != (kind == "lookup alone"))
+    return cases
+
+
+def test_a_table_that_is_read_in_another_way_too_is_pulled_in_full():
+    assert_equal(run(2, 2, read_a_table_twice))
+
+
 def variables_of(optimizer):
     return [variable.numpy() for variable in optimizer.variables]
 
@@ -348,6 +579,144 @@ def test_an_update_does_not_wait_for_backup_workers():
     assert_every_row_once(results, 4)
     assert results[0][1]["max_staleness"] != [0.0, 0.0]
     assert sum(results[0][1]["dropped_gradients"]) > 0
+
+
+def exchange(strategy, folder):
+    """What the functions for scripts return, in a graph too; a file that cannot be saved; other calls on a rank."""
+    import keras
+    import tensorflow as tf
+
+    rank = tfring.rank()
+    got = {
+        "sum": tfring.all_reduce(rank + 1),
+        "mean": tfring.all_reduce(tf.constant([1.5, rank]), "mean").numpy().tolist(),
+        "max": tfring.all_reduce(np.arange(3) * rank, "max").tolist(),
+        "values": tfring.all_gather({"rank": rank}),
+        "rows": tfring.all_gather(np.full([rank, 2], rank)).tolist(),
+        "broadcast": tfring.broadcast([rank, "text"], root=1),
+        "array": tfring.broadcast(np.full([2], rank), root=2).tolist(),
+    }
+    in_graph = tf.function(lambda value: (tfring.all_reduce(value), tfring.broadcast(value, 2)))
+    got["in a graph"] = [value.numpy().tolist() for value in in_graph(tf.constant([1.0, rank]))]
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    if rank == 0:
+        pathlib.Path(folder, "rank 0 is here").write_text("")
+    tfring.barrier()
+    strategy.barrier()
+    got["is behind a barrier"] = pathlib.Path(folder, "rank 0 is here").exists()
+    model.fit(np.ones([40, 1]), np.ones([40, 1]), batch_size=4, verbose=0)
+    tfring.save(model, folder + "/model.keras")
+    got["is saved"] = pathlib.Path(folder, "model.keras").exists()
+    try:
+        tfring.save(model, folder + "/nowhere/model.keras")
+    except OSError as error:
+        got["not saved"] = "Rank 0 could not save" in str(error) or rank == 0
+    try:
+        tfring.all_reduce(1) if rank == 1 else tfring.all_gather(1)
+    except tfring.errors.MismatchError as error:
+        got["disagrees"] = "all_reduce" in str(error) and "all_gather" in str(error)
+    return got
+
+
+def test_functions_for_scripts_reach_workers_that_go_on_by_themselves(tmp_path):
+    for got in run(3, 1, exchange, str(tmp_path), update="async"):
+        assert got == {
+            "sum": 6, "mean": [1.5, 1.0], "max": [0, 2, 4], "values": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
+            "rows": [[1, 1], [2, 2], [2, 2]], "broadcast": [1, "text"], "array": [2, 2],
+            "in a graph": [[3.0, 3.0], [1.0, 2.0]], "is behind a barrier": True, "is saved": True, "not saved": True,
+            "disagrees": True,
+        }  # fmt: skip
+
+
+def train_other_rows(kind):
+    """Trains on rows whose order differs by worker; the error."""
+    import keras
+    import tensorflow as tf
+
+    strategy = tfring.ParameterServerStrategy("async", roles=roles(1))
+    harness._strategies.add(strategy)
+    x = np.random.default_rng(0).normal(size=(60, 2)).astype("float32")
+    if kind == "arrays":
+        x = x[np.random.default_rng(strategy.rank).permutation(60)]
+    data = (x, x[:, :1])
+    if kind == "seeds":
+        data = (tf.data.Dataset.from_tensor_slices(data).shuffle(60, seed=strategy.rank).batch(4),)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(*data, verbose=0)
+    except tfring.errors.TfringError as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
+def train_other_rows_or_serve(kind):
+    try:
+        return train_other_rows(kind)
+    except (SystemExit, tfring.errors.PeerLostError):
+        return "a server"
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    ("arrays", "`x` is not the same on every rank"), ("seeds", "All workers draw the same batches"),
+])  # fmt: skip
+def test_data_that_differ_by_worker_are_refused(kind, says):
+    *of_workers, _ = workers(3).run(train_other_rows_or_serve, kind, timeout=200)
+    assert all(says in error for error in of_workers), of_workers
+
+
+def train_with_an_update_that_fails(update):
+    """The error of a worker, where the third update fails on the servers."""
+    import keras
+    import tensorflow as tf
+
+    @keras.saving.register_keras_serializable("test_servers")
+    class FailsLater(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            is_early = tf.debugging.assert_less(self.iterations.value, np.int64(2), "it fails here")
+            with tf.control_dependencies([is_early]):
+                super().update_step(tf.identity(gradient), variable, learning_rate)
+
+    try:
+        strategy = tfring.ParameterServerStrategy(update, roles=roles(1))
+    except (SystemExit, tfring.errors.PeerLostError):
+        return "a server"
+    harness._strategies.add(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(FailsLater(0.1), "mse")
+    try:
+        model.fit(np.ones([60, 2]), np.ones([60, 1]), batch_size=4, verbose=0)
+    except tfring.errors.TfringError as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("update", ["sync", "async"])
+def test_an_update_that_fails_ends_all_workers(update):
+    *of_workers, _ = workers(3).run(train_with_an_update_that_fails, update, timeout=100)
+    assert all("it fails here" in error for error in of_workers), of_workers
+
+
+def train_float16_statistics(strategy):
+    """Moving statistics and metrics of a float16 model, of 6000 rows whose mean is 20: their product is no float16."""
+    import keras
+
+    with strategy.scope():
+        normalize = keras.layers.BatchNormalization(momentum=0.0, dtype="float16")
+        model = keras.Sequential([keras.Input((2,)), normalize, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(np.full([6000, 2], 20.0), np.ones([6000, 1]), batch_size=1000, verbose=0)
+    return normalize.moving_mean.numpy().tolist()
+
+
+def test_statistics_of_float16_are_weighed_in_float64():
+    assert run(2, 1, train_float16_statistics, update="async") == [[20.0, 20.0]] * 2
 
 
 def train_with_broken_links(strategy, folder):

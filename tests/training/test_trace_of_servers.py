@@ -141,8 +141,8 @@ def train_with_a_slow_server(options, slow):
 
     make = HeldShards.__init__
 
-    def remember(self, description, server):
-        make(self, description, server)
+    def remember(self, store, description, server):
+        make(self, store, description, server)
         self._server = server
 
     HeldShards.update, HeldShards.__init__ = slow_update, remember

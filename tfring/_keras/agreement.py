@@ -61,7 +61,7 @@ def check_call(
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    if strategy.cluster.world_size == 1:
+    if strategy.cluster.world_size == 1 or (_goes_on_alone(strategy) and name != "fit"):
         return list(numbers)
     arguments = {a: given[a] for a in _ARGUMENTS if given.get(a) is not None}
     settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
@@ -84,7 +84,7 @@ def check_model(strategy: RingStrategy, model: Any, caller: str, graph: Any = No
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    if strategy.cluster.world_size == 1:
+    if strategy.cluster.world_size == 1 or _goes_on_alone(strategy):  # servers compare what workers train
         return
     items = {**configuration.of_compile(model), **configuration.of_model(model)}
     if graph is not None and strategy.mesh.pipeline == 1:  # stages have graphs of their own
@@ -111,7 +111,7 @@ def check_equal(
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    control = strategy.extended.world
+    control = strategy.extended.peers
     mine: dict[str, list] = {calls.CALL: [calls.described(caller), caller]}
     mine.update(part for name, value in arguments.items() for part in _described(name, value))
     mine.update((name, [*item, True]) for name, item in settings.items())
@@ -138,6 +138,11 @@ def check_equal(
         f"{caller}: `{name}` is not the same on every rank; {rule}. "
         f"Received: {of(0, name)[0]} on rank 0, {of(other, name)[0]} on rank {other}. {advice}"
     )
+
+
+def _goes_on_alone(strategy: RingStrategy) -> bool:
+    """Returns whether this worker trains, evaluates and predicts by itself: under asynchronous updates."""
+    return strategy.updater is not None and strategy.updater.is_star
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:

@@ -60,7 +60,7 @@ def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
                 write(path, **options)
             except Exception as e:
                 error = e
-    [failed] = strategy.extended.world.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
+    [failed] = strategy.extended.peers.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
     if error is not None:
         raise error
     if failed[0] > 0:

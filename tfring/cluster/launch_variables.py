@@ -86,7 +86,7 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     if config.read(SERVER, environ) is not None:
         raise ConfigurationError(
             f"A parameter server is no worker. Received: {SERVER}={environ[SERVER]} of `tfring launch --servers`. Make "
-            "a tfring.ParameterServerStrategy(), where a server serves, in place of what looks for a ring here."
+            "a tfring.ParameterServerStrategy(), where a server serves, before what looks for a ring here."
         )
     values = {name: config.read(name, environ) for name in ALL}
     found = {name: environ[name] for name in ALL if values[name] is not None}

@@ -1,12 +1,20 @@
-"""Collectives of a worker that goes on by itself: what worker 0 has, it learns from a server; all else is its own."""
+"""Collectives of a worker that goes on by itself.
+
+In training it learns from a server what worker 0 has, and all else is its own. What the program itself exchanges,
+by the functions for scripts, all workers that are left bring to server 0.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tfring.errors import MismatchError, PeerLostError
 from tfring.ring.collectives import LocalCollectives
 from tfring.servers import messages
 from tfring.servers.client import Client
@@ -43,3 +51,116 @@ class PostedCollectives(LocalCollectives):
         result = tf.numpy_function(post, [tensor], tensor.dtype, stateful=True)
         result.set_shape(tensor.shape)
         return result
+
+
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": np.add, "product": np.multiply, "max": np.maximum, "min": np.minimum,
+}  # fmt: skip
+
+
+class MeetingCollectives:
+    """The exchanges that a program itself calls, of all workers that are left, where each goes on by itself.
+
+    A worker that was lost has no part in them. All others call them alike, and outside of the steps of training.
+
+    Args:
+        rank: Of this worker.
+        world_size: How many workers the job began with.
+        meet: Brings arrays to server 0, and returns the sums of those of all workers that are left.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, meet: Callable[[str, list[np.ndarray]], list[np.ndarray]]
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._meet = meet
+
+    def barrier(self, *, name: str) -> None:
+        """Returns once every worker that is left has called it."""
+        self._gather([], name)
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str = "sum", *, name: str) -> list[tf.Tensor]:
+        """See `Collectives.all_reduce`."""
+        about = f"{name} ({op} of {', '.join(f'{t.dtype.name} {t.shape.as_list()}' for t in tensors)})"
+        return self._call(tensors, about, lambda every: [functools.reduce(_REDUCTIONS[op], its) for its in every])
+
+    def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
+        """See `Collectives.largest`."""
+        return self.all_reduce([tf.constant(numbers, tf.int64)], "max", name=name)[0].numpy().tolist()
+
+    def all_gather(self, tensor: Any, *, name: str) -> Any:
+        """See `Collectives.all_gather`."""
+        tensors = tensor if isinstance(tensor, (list, tuple)) else [tensor]
+        results = self._call(tensors, name, lambda every: [np.concatenate(its) for its in every], rows=True)
+        return results if isinstance(tensor, (list, tuple)) else results[0]
+
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
+        """See `Collectives.broadcast`."""
+        own = tensors if self.rank == root else [t[:0] if t.shape.rank else t for t in tensors]
+
+        def of_root(values: list[np.ndarray]) -> list[np.ndarray]:
+            found = self._gather(values, f"{name} from rank {root}")
+            if root not in found:
+                raise PeerLostError(f"{name}: rank {root}, whose values are wanted, is lost.")
+            return found[root]
+
+        return self._run(own, of_root, [t.shape for t in tensors])
+
+    def _call(
+        self,
+        tensors: Sequence[tf.Tensor],
+        name: str,
+        combine: Callable[[list[list[np.ndarray]]], list[np.ndarray]],
+        rows: bool = False,
+    ) -> list[tf.Tensor]:
+        def combined(values: list[np.ndarray]) -> list[np.ndarray]:
+            found = self._gather(values, name)
+            its = combine([list(each) for each in zip(*found.values(), strict=True)])
+            return [np.asarray(a, v.dtype) for a, v in zip(its, values, strict=True)]
+
+        shapes = [tf.TensorShape([None, *t.shape[1:]]) if rows else t.shape for t in tensors]
+        return self._run(tensors, combined, shapes)
+
+    def _run(
+        self,
+        tensors: Sequence[tf.Tensor],
+        function: Callable[[list[np.ndarray]], list[np.ndarray]],
+        shapes: Sequence[tf.TensorShape],
+    ) -> list[tf.Tensor]:
+        """Runs a function of arrays on tensors, eagerly or in a graph."""
+        if tf.executing_eagerly():
+            return [tf.constant(array) for array in function([t.numpy() for t in tensors])]
+        dtypes = [t.dtype for t in tensors]
+        results = tf.numpy_function(lambda *arrays: function(list(arrays)), tensors, dtypes, stateful=True)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return results
+
+    def _gather(self, arrays: Sequence[np.ndarray], name: str) -> dict[int, list[np.ndarray]]:
+        """Returns the arrays of each worker that is left, by rank.
+
+        Raises:
+            MismatchError: On all, where one calls something else.
+        """
+        message = messages.pack({"call": name}, arrays)
+        lengths = np.zeros([self.world_size], np.int64)
+        lengths[self.rank] = message.size
+        [lengths] = self._meet("exchange", [lengths])
+        ends = np.cumsum(lengths)
+        every = np.zeros([int(ends[-1])], np.uint8)
+        every[ends[self.rank] - lengths[self.rank] : ends[self.rank]] = message
+        [every] = self._meet("exchange", [every])
+        found, calls = {}, {}
+        for rank, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
+            part = every[end - length : end].copy()
+            if part.any():  # else it was lost before, or between the two
+                head, found[rank] = messages.unpack(part)
+                calls[rank] = head["call"]
+        other = next((rank for rank, call in calls.items() if call != name), None)
+        if other is not None:
+            raise MismatchError(
+                f"All workers exchange the same in the same order. Received: {name!r} on rank {self.rank}, "
+                f"{calls[other]!r} on rank {other}."
+            )
+        return found

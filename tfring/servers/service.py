@@ -13,12 +13,13 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from tfring import config
+from tfring.cluster import launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError, MismatchError, PeerLostError, RendezvousError
 from tfring.ring import clocks, trace
@@ -160,6 +161,7 @@ class Service:
         self._failure: str | None = None
         self._is_over = False  # before it held anything
         self._board: dict[str, Answer] = {}
+        self._batches: dict[str | None, dict[int, tuple[int, int]]] = {}  # of an epoch: who drew each first, its digest
         self._claims: dict[str, int] = {}  # of each epoch: how many batches were handed out
         self._claimed: dict[int, int] = {}  # the last batch of each worker
         self._meetings: dict[str, dict[int, list[np.ndarray]]] = {}
@@ -301,6 +303,23 @@ class Service:
             _log.error("A request %r of worker %d failed.\n%s", operation, worker, traceback.format_exc())
             return {"error": f"{type(error).__name__}: {error}"}, []
 
+    def _end_by(self, why: str) -> None:
+        """Has all workers that wait, or ask for something, end by an error."""
+        with self._changed:
+            self._failure = self._failure or why
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """Ends all workers where an update fails: it is in the thread of one of those whose gradients it takes."""
+        try:
+            yield
+        except PeerLostError:
+            raise
+        except Exception as error:
+            self._end_by(f"an update failed: {type(error).__name__}: {error}")
+            raise
+
     def _leave(self, worker: int, why: str | None) -> None:
         with self._changed:
             self._live.discard(worker)
@@ -417,7 +436,7 @@ class Service:
         Worker 0 that comes back takes what is held, as they do.
         """
         number, description = int(head["group"]), head["description"]
-        if worker == 0 and (head.get("has_values") or head.get("slots")):
+        if worker == 0 and ("values" in head or "slots" in head):
             if not head["is_repeated"]:
                 self._pass_on({"what": "create", "by": worker, **head}, arrays)
             group = self._load(head, arrays)
@@ -480,10 +499,11 @@ class Service:
         if group.merged is not None:
             merged, group.merged = group.merged, None
             rate = head.get("learning_rate")
-            self._pass_on(
-                {"what": "commit", "group": int(head["group"]), "norms": head["norms"], "rate": rate},
-                meanwhile=lambda: group.held.update(merged, head["norms"], rate),
-            )
+            with self._ending_all():
+                self._pass_on(
+                    {"what": "commit", "group": int(head["group"]), "norms": head["norms"], "rate": rate},
+                    meanwhile=lambda: group.held.update(merged, head["norms"], rate),
+                )
         return {"iterations": group.held.iterations()}, group.held.values("pulled")
 
     def _try_update(self, group: _Group, worker: int) -> None:
@@ -498,10 +518,12 @@ class Service:
             pairs = [(a, g) for a, g in zip(arrivals, gradients, strict=True) if a.factor]
             weights = [g[0] for _, g in pairs]
             total = sum(w for w in weights if w is not None) or 1.0
-            merged = group.held.merge([(None if g[0] is None else a.factor * g[0] / total, g[1]) for a, g in pairs])
-            rate = pairs[0][1][2]
-            group.norms = group.held.norms(merged)
-            self._pass_on_update(group, merged, arrivals, rate)
+            with self._ending_all():
+                factors = [None if g[0] is None else a.factor * g[0] / total for a, g in pairs]
+                merged = group.held.merge([(factor, g[1]) for factor, (_, g) in zip(factors, pairs, strict=True)])
+                rate = pairs[0][1][2]
+                group.norms = group.held.norms(merged)
+                self._pass_on_update(group, merged, arrivals, rate)
         group.taken.update({a.worker: a for a in arrivals})
         group.made.update({a.worker: made for a in arrivals})
         self._changed.notify_all()
@@ -547,6 +569,7 @@ class Service:
         return {}, []
 
     def _end(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
+        self._compare_batches(worker, head, arrays)
         self._training.discard(worker)
         for group in self._groups.values():
             group.admission.end(worker)
@@ -556,6 +579,7 @@ class Service:
     def _claim(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Hands out the numbers of an epoch's batches, each once."""
         self._wait_until(lambda: not self._awaited)
+        self._compare_batches(worker, head, arrays)
         if not head["is_repeated"] or worker not in self._claimed:
             number = self._claims.get(head["epoch"], 0)
             told = {"epoch": head["epoch"], "batch": number, "by": worker, "number": head["number"]}
@@ -563,6 +587,26 @@ class Service:
             self._claims[head["epoch"]] = number + 1
             self._claimed[worker] = number
         return {"batch": self._claimed[worker]}, []
+
+    def _compare_batches(self, worker: int, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
+        """Compares digests of the batches that a worker has drawn with those of the others; server 0 does it.
+
+        Raises:
+            MismatchError: They differ. Then all others end, too, for no rows are trained once.
+        """
+        epoch, first = head.get("epoch"), head.get("first", 0)
+        if epoch not in self._batches:
+            self._batches = {epoch: {}}
+        for number, digest in enumerate(arrays[0].tolist() if arrays else (), first):
+            of, theirs = self._batches[epoch].setdefault(number, (worker, digest))
+            if theirs != digest:
+                why = (
+                    f"Batch {number} of worker {worker} is another than that of worker {of}. All workers draw the same "
+                    "batches in the same order, and each is trained by one of them. Give shuffles one seed on all "
+                    "workers, hand all rows to each, and leave out `deterministic=False`. (docs/data.md)"
+                )
+                self._end_by(why)
+                raise MismatchError(why)
 
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Sends what worker 0 has posted under a name to all who ask for it."""
@@ -596,7 +640,8 @@ class Service:
             del self._at[worker]
             del self._meetings[name][worker]
             raise MismatchError(
-                "All workers begin and end the same epochs. Received: workers that wait for each other, "
+                "All workers begin and end the same epochs, and exchange the same between them. Received: workers that "
+                "wait for each other, "
                 f"{', '.join(f'worker {w} at {n!r}' for w, n in sorted(others.items()))}. Stop training by what is the "
                 "same on all workers: the logs of an epoch."
             )
@@ -609,13 +654,21 @@ class Service:
         for name, brought in self._meetings.items():
             if name not in self._results and self._live <= brought.keys():
                 columns = zip(*(brought[w] for w in sorted(brought)), strict=True)
-                self._results[name] = [np.sum(column, axis=0) for column in columns]
+                self._results[name] = [np.sum(column, axis=0, dtype=column[0].dtype) for column in columns]
                 if name.startswith("end/"):
                     self._last_end = self._results[name]
                 self._changed.notify_all()
         for name in list(self._results)[:-_MOST_MEETINGS]:  # all have left them: who is at one has been at those before
+            if name.startswith("exchange/") and self._may_come_back():
+                continue  # such a worker begins its program again, and calls what the others called
             del self._results[name], self._meetings[name]
             self._last_come.pop(name, None)
+
+    def _may_come_back(self) -> bool:
+        """Returns whether another process may take the place of a worker: in its first call of `fit`."""
+        is_restarted = self._roles.source != launch_variables.SOURCE or config.read("TFRING_MAX_WORKER_RESTARTS") > 0
+        is_first = self._position is None or self._position["fit"] <= 1
+        return not self._needs_all and is_restarted and is_first
 
     # -- the trace --------------------------------------------------------------------------------------------------
 
@@ -758,11 +811,12 @@ class Service:
                 versions = [group.admission.version for group in self._groups.values()]
                 if self._job is None or (ordered == self._num_written and versions == written):
                     continue
-                head, arrays = self._snapshot()
             try:
+                with self._changed:
+                    head, arrays = self._snapshot()
                 self._snapshots.write(head, arrays)
                 written = versions
-            except OSError as error:
+            except Exception as error:  # a full disk, or memory; who has ordered it goes on
                 folder = self._snapshots.folder
                 _log.warning("Server %d cannot write its snapshot in %s: %s", self._roles.index, folder, error)
             with self._changed:
@@ -821,7 +875,8 @@ class Service:
         for number, about in head["groups"].items():
             held = self._make_held(about["description"], self._shards)
             num_slots, num_arrays = about["num_slots"], about["num_values"] + about["num_slots"]
-            held.load({"has_values": True, "slots": list(range(num_slots))}, arrays[:num_arrays])
+            every = {"values": list(range(len(about["description"]["variables"]))), "slots": list(range(num_slots))}
+            held.load(every, arrays[:num_arrays])
             del arrays[:num_arrays]
             group = self._groups[int(number)] = _Group(held, about["description"], self._make_admission())
             group.admission.resume(about["version"], self._live, ())

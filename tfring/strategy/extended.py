@@ -73,6 +73,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             world, gradients = _connect(self.cluster)
         self.world: Collectives = world
         """All workers, on the control channel: what is to be alike on every rank, files, initial values."""
+        self.peers: Any = world
+        """The same for what a program itself exchanges, in which workers that train by themselves take part, too."""
         self.channels = [world] if world is gradients else [world, gradients]
         self._along = {"control": {"world": world}, "gradients": {"world": gradients}}
         self.control: Collectives = self.along("data")
@@ -339,6 +341,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 return self.world.broadcast([value], name="initial value of a variable")[0]
 
         return initial_value_fn
+
+    def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        updater = self._container_strategy().updater
+        if updater is not None and tf.executing_eagerly() and step.current() is None:
+            updater.on_assign(var)
+        return super()._update(var, fn, *args, **kwargs)
 
     # -- datasets --------------------------------------------------------------------------------------------------
 

@@ -320,7 +320,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     def barrier(self) -> None:
         """Returns once every worker has called it."""
-        self.extended.world.barrier(name="barrier")
+        self.extended.peers.barrier(name="barrier")
 
     def assert_equal(self, variables: Sequence) -> None:
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.

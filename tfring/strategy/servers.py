@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -15,7 +16,7 @@ from tfring.ring.trace import Recorder
 from tfring.ring.trace import start as start_trace
 from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
-from tfring.servers.collectives import PostedCollectives
+from tfring.servers.collectives import MeetingCollectives, PostedCollectives
 from tfring.servers.service import Service, run
 from tfring.servers.snapshots import Snapshots
 from tfring.servers.tracing import ServerTrace, WorkerSource
@@ -141,6 +142,7 @@ class ParameterServerStrategy(RingStrategy):
             self.updater = ServerUpdater(client, is_star)
             if is_star:
                 self.extended.world = PostedCollectives(client)
+                self.extended.peers = MeetingCollectives(self.rank, self.world_size, self.updater.meet)
                 _keras.share_seeds(self)
             if trace is not None:
                 source = self.extended.trace_source = WorkerSource(client)
@@ -268,7 +270,7 @@ def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | o
         Service(
             roles,
             settings,
-            held.HeldShards,
+            functools.partial(held.HeldShards, {}),
             make_admission,
             needs_all=not is_star,
             snapshots=None if folder is None else Snapshots(folder, roles.index),

@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import threading
-import zlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfring import step
-from tfring._keras import place
+from tfring._keras import configuration, place
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.updater import Updater
 from tfring._keras.seam import seam
 from tfring._keras.sharding import held, mark_of
 from tfring._keras.sharding.shards import is_element_wise
 from tfring.cross_device_ops import values_of
+from tfring.data import fingerprint
+from tfring.data.chance import reached_by_chance
 from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 from tfring.ring.collectives import LocalCollectives
@@ -37,7 +40,9 @@ from tfring.servers import messages
 from tfring.servers.client import Client
 from tfring.servers.shard_plan import SPLIT_BYTES, Piece, plan
 
+_Policy = tf.data.experimental.AutoShardPolicy
 ROWS_BYTES = 1 << 16  # from how many bytes on a table is pulled by rows
+_WRITES = re.compile("Assign|ResourceScatter|VariableShape")  # operations on a variable that do not read its value
 
 
 class ServerUpdater(Updater):
@@ -53,9 +58,14 @@ class ServerUpdater(Updater):
         self.is_star = is_star
         self.statistics = Statistics()
         self.failure: BaseException | None = None  # why the last request failed, for TensorFlow keeps the text alone
+        self._drawn: tuple[int, list[int]] = 0, []  # digests of batches not compared yet, from a number on
         self._claims: str | None = None  # the epoch whose batches are claimed, while one is trained; "" to pass over it
         self._groups: dict[int, _Group] = {}  # by the identity of the optimizer
-        self._tables: dict[int, bool] = {}  # by the identity of a variable: whether all its lookups pull rows
+        self._placed: dict[int, _Placed] = {}  # by the identity of a variable, of whichever optimizers
+        self._seen: dict[int, str] = {}  # by the same: digests of those whose values here are those of the servers
+        # Of each graph, by the identity of a variable: the names of operations that read pulled rows.
+        self._lookups: weakref.WeakKeyDictionary[Any, dict[int, set[str]]] = weakref.WeakKeyDictionary()
+        self._assigned: dict[int, Any] = {}  # TensorFlow's variables that the program has assigned outside of a step
         self._loops = 0  # the number of the next meeting, or epoch of claims
         self._position = {"fit": 0, "epoch": 0, "pass": -1}  # calls of `fit`; Keras' epoch, and which it is of the call
         self._is_behind = client.is_back  # until it has taken what the servers hold into its first step
@@ -67,6 +77,9 @@ class ServerUpdater(Updater):
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
     ) -> None:
         """Pushes gradients and assigns what comes back; in a graph or eagerly, in the cross-replica context."""
+        if not optimizer.built:  # as Keras' `apply` does, which is not called
+            with tf.init_scope():
+                optimizer.build(variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
         inputs = [tf.cast(self._num_rows(), tf.float64), _learning_rate(optimizer)]
@@ -86,7 +99,8 @@ class ServerUpdater(Updater):
         for variable, value in zip(pulled, values, strict=True):
             value.set_shape(variable.shape)
             _assign(variable, value)
-        _assign(optimizer.iterations, tf.cast(iterations, str(optimizer.iterations.dtype)))
+        counter = optimizer._iterations  # of gradients; `iterations` counts updates, where gradients accumulate
+        _assign(counter, tf.cast(iterations, str(counter.dtype)))
 
     def _noting_failures(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that keeps its exception."""
@@ -114,32 +128,89 @@ class ServerUpdater(Updater):
                     f"{type(optimizer).__name__} {optimizer.name!r}: {[v.path for v in variables]}. Compile the model "
                     "again after `trainable` has changed."
                 )
+            for table, is_by_rows in zip(found.variables, found.by_rows, strict=True):
+                if is_by_rows and not self._is_read_by_rows(table):
+                    raise ConfigurationError(
+                        f"The step reads all of table {table.path!r}, of which servers send the rows of a batch alone, "
+                        "as in the step that was traced first. Compile the model again before another step."
+                    )
             return found
         for variable in variables:
             _check_variable(variable)
         sparse = [isinstance(g, tf.IndexedSlices) for g in gradients]
-        by_rows = [is_sparse and self._tables.get(id(v), False) for is_sparse, v in zip(sparse, variables, strict=True)]
+        by_rows = [is_sparse and self._is_read_by_rows(v) for is_sparse, v in zip(sparse, variables, strict=True)]
         found = self._groups[id(optimizer)] = _Group(self, len(self._groups), optimizer, variables, sparse, by_rows)
         return found
 
+    def on_assign(self, variable: Any) -> None:
+        if self._groups:
+            self._assigned[id(variable)] = variable
+
+    def was_assigned(self, variable: Any) -> bool:
+        """Returns whether the program has assigned a Keras variable since the last push of its optimizer."""
+        return id(variable.value) in self._assigned
+
+    def place(self, optimizer: Any, variables: Sequence[Any]) -> list[_Placed]:
+        """Returns where servers hold variables: those that another optimizer updates stay where they are.
+
+        Raises:
+          ConfigurationError: for one that is in shards, where this optimizer computes with whole weights.
+        """
+        # What computes with whole weights gets them whole; so does a constraint.
+        can_split = {id(v): is_element_wise(optimizer) and v.constraint is None for v in variables}
+        new = [v for v in variables if id(v) not in self._placed]
+        sizes = [tf.as_dtype(str(v.dtype)).size for v in new]
+        splits = [can_split[id(v)] for v in new]
+        pieces = plan([v.shape for v in new], sizes, splits, self.client.num_servers, SPLIT_BYTES)
+        for n, variable in enumerate(new):
+            number = len(self._placed)
+            mine = [piece for piece in pieces if piece.variable == n]
+            self._placed[id(variable)] = _Placed(variable, number, mine)
+        placed = [self._placed[id(v)] for v in variables]
+        for each in placed:
+            if not can_split[id(each.variable)] and not all(piece.is_full for piece in each.pieces):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} {optimizer.name!r} computes with whole weights, and servers hold "
+                    f"{each.variable.path!r} in shards, as another optimizer began to train it. A weight has one place "
+                    "on the servers. Train first with the optimizer that computes with whole weights."
+                )
+        return placed
+
+    def held_by_none(self, variables: Sequence[Any]) -> list[int]:
+        """Returns the numbers of those variables that servers do not hold yet."""
+        held_by = {id(v) for group in self._groups.values() if group.is_created for v in group.variables}
+        return [n for n, variable in enumerate(variables) if id(variable) not in held_by]
+
     # -- rows of tables ----------------------------------------------------------------------------------------------
 
-    def before_lookup(self, variable: Any, ids: Any) -> None:
-        """Pulls the rows of a table that a lookup is about to read."""
+    @contextlib.contextmanager
+    def around_lookup(self, variable: Any, ids: Any) -> Iterator[None]:
+        """Pulls the rows that a lookup reads, and notes the operations that read them."""
+        before = set(_operations_on(variable))
+        can = self._pull_before(variable, ids)
+        yield
+        if can and not tf.executing_eagerly():
+            of_graph = self._lookups.setdefault(tf.compat.v1.get_default_graph(), {})
+            of_graph.setdefault(id(variable), set()).update(set(_operations_on(variable)) - before)
+
+    def _is_read_by_rows(self, variable: Any) -> bool:
+        """Returns whether a table is read by lookups alone that pull its rows, in the graph of the step."""
+        reads = {name for name, kind in _operations_on(variable).items() if not _WRITES.match(kind)}
+        lookups = self._lookups.get(tf.compat.v1.get_default_graph(), {}).get(id(variable), set()) if reads else set()
+        return bool(reads) and reads <= lookups
+
+    def _pull_before(self, variable: Any, ids: Any) -> bool:
+        """Pulls the rows of a table that a lookup is about to read, and returns whether they can be pulled."""
         key = id(variable)
-        is_large = int(np.prod(variable.shape)) * tf.as_dtype(str(variable.dtype)).size >= ROWS_BYTES
-        can = is_large and isinstance(ids, tf.Tensor) and ids.dtype.is_integer
-        self._tables[key] = can and self._tables.get(key, True)
-        if not can:
-            return
+        if not (_is_table(variable) and isinstance(ids, tf.Tensor) and ids.dtype.is_integer):
+            return False
 
         def pull(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with self._lock:
-                group, number = next(
-                    ((g, n) for g in self._groups.values() for n, v in enumerate(g.variables) if v is variable),
-                    (None, 0),
-                )
-                if group is None or not group.is_created or group.is_fresh or not group.by_rows[number]:
+                created = [g for g in self._groups.values() if g.is_created]
+                found = ((g, n) for g in created for n, v in enumerate(g.variables) if v is variable and g.by_rows[n])
+                group, number = next(found, (None, 0))
+                if group is None or key in self._seen or self.was_assigned(variable):
                     nothing = np.zeros([0, *variable.shape[1:]], str(variable.dtype))
                     return np.zeros([0], np.int64), nothing
                 return group.pull_rows(number, ids)
@@ -151,6 +222,7 @@ class ServerUpdater(Updater):
         rows.set_shape([None, *variable.shape[1:]])
         for component in values_of(variable.value):
             component.scatter_update(tf.IndexedSlices(rows, found))
+        return True
 
     # -- around loops and files --------------------------------------------------------------------------------------
 
@@ -202,6 +274,7 @@ class ServerUpdater(Updater):
             if self.is_star and not self._is_behind:
                 self._begin_updates()
             changed = self.meet("begin", [np.array([len(changed)])])[0][0] > 0
+            self._assigned.clear()
             for group in self._groups.values() if changed else ():
                 group.pull()
             self._claims = f"epoch {self._next_number()}" if self.is_star else None
@@ -266,15 +339,17 @@ class ServerUpdater(Updater):
     def _end_training(self, model: Any) -> None:
         """Brings back what the servers hold, before callbacks see the end of the loop."""
         with self._lock:
-            self._claims = None
+            epoch, self._claims = self._claims, None
             self.client.known["is_training"] = False
             if self.is_star:
                 for group in self._groups.values():
                     group.create()  # of a worker without a batch; where it is worker 0, others wait for its values
-                self.client.ask_all("end", [{}] * self.client.num_servers)
+                    group.send_assigned()
+                head, digests = self._taken_drawn(epoch)
+                others = self.client.num_servers - 1
+                self.client.ask_all("end", [head, *[{}] * others], [digests, *[()] * others])
                 self._aggregate(model)
-                for group in self._groups.values():
-                    group.is_fresh = False  # others may have pushed where this worker has not
+                self._seen.clear()  # others may have pushed where this worker has not
             self.renew()
 
     def _aggregate(self, model: Any) -> None:
@@ -282,12 +357,13 @@ class ServerUpdater(Updater):
         metrics, moving = _state_of(model)
         rows = self.statistics.rows
         arrays = [np.array([rows, float(model.stop_training)]), self.statistics.array]
-        arrays += [*map(_read, metrics), *(_read(v) * rows for v in moving)]
+        # In float64: rows times a float16 is infinite soon.
+        arrays += [*map(_read_wide, metrics), *(_read_wide(v) * rows for v in moving)]
         sums = self.meet("end", arrays)
         self.statistics.array = sums[1]
         model.stop_training = bool(sums[0][1])  # a callback of any worker has stopped it
         for variable, value in zip(metrics, sums[2:], strict=False):
-            _assign(variable, value)
+            _assign(variable, value.astype(str(variable.dtype)))
         self._take_moving(model, sums)
 
     def _take_moving(self, model: Any, sums: list[np.ndarray]) -> None:
@@ -302,13 +378,18 @@ class ServerUpdater(Updater):
         if not self.is_star:
             return dataset
         wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
+        has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
+        left_out = reached_by_chance(dataset)
 
-        def claim(number: int) -> bool:
+        def claim(number: int, digest: int) -> bool:
             epoch = self._claims
             if epoch is None:
                 return True
             if not epoch:
                 return False
+            if number == 0:
+                self._drawn = 0, []
+            self._drawn[1].append(digest)
             if epoch not in wanted:
                 wanted.clear()
                 wanted[epoch] = self._claim(epoch)
@@ -317,8 +398,9 @@ class ServerUpdater(Updater):
             del wanted[epoch]
             return True
 
-        def keep(number: tf.Tensor, *_: Any) -> tf.Tensor:
-            mine = tf.numpy_function(self._noting_failures(claim), [number], tf.bool, stateful=True)
+        def keep(number: tf.Tensor, *batch: Any) -> tf.Tensor:
+            digest = tf.constant(0, tf.int64) if has_own_rows else fingerprint.of_batch(batch, left_out)
+            mine = tf.numpy_function(self._noting_failures(claim), [number, digest], tf.bool, stateful=True)
             mine.set_shape([])
             return mine
 
@@ -331,9 +413,16 @@ class ServerUpdater(Updater):
 
     def _claim(self, epoch: str) -> int:
         with self._lock:
-            batch = int(self.client.ask(0, "claim", {"epoch": epoch})[0]["batch"])
+            head, digests = self._taken_drawn(epoch)
+            batch = int(self.client.ask(0, "claim", head, digests)[0]["batch"])
             self.client.known["claimed"] = [epoch, batch]
             return batch
+
+    def _taken_drawn(self, epoch: str | None) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """Returns what server 0 compares over workers: the batches of an epoch that were drawn since the last time."""
+        first, digests = self._drawn
+        self._drawn = first + len(digests), []
+        return {"epoch": epoch, "first": first}, [np.array(digests, np.int64)]
 
     def callbacks(self, callbacks: list) -> list:
         """Returns the callbacks of `fit`, before them one that adds staleness and waiting to the logs of an epoch.
@@ -380,7 +469,7 @@ class ServerUpdater(Updater):
         with self._lock:
             for group in self._groups.values():
                 if group.is_created:
-                    if not group.is_fresh:
+                    if not group.is_fresh():
                         group.pull()
                     if with_slots:
                         group.pull_slots()
@@ -439,6 +528,14 @@ class Statistics:
         }
 
 
+class _Placed(NamedTuple):
+    """A weight on the servers: it has one place there, whichever optimizers update it."""
+
+    variable: Any
+    number: int
+    pieces: list[Piece]
+
+
 class _Group:
     """One optimizer, its variables, and where their shards are."""
 
@@ -458,21 +555,29 @@ class _Group:
         self.variables = variables
         self._are_sparse = are_sparse
         self.by_rows = by_rows
-        # What computes with whole weights gets them whole; so does a constraint.
-        can_split = [is_element_wise(optimizer) and v.constraint is None for v in variables]
-        sizes = [tf.as_dtype(str(v.dtype)).size for v in variables]
-        self._pieces = plan([v.shape for v in variables], sizes, can_split, self._client.num_servers, SPLIT_BYTES)
+        placed = updater.place(optimizer, variables)
+        self._pieces = [piece._replace(variable=n) for n, each in enumerate(placed) for piece in each.pieces]
         self._of_server: list[list[Piece]] = [
             [p for p in self._pieces if p.server == s] for s in range(self._client.num_servers)
         ]
         with tf.init_scope():  # a configuration holds numbers
             self._description = held.describe(
-                optimizer, variables, are_sparse, by_rows, self._pieces, clips_norms=not updater.is_star
+                optimizer,
+                variables,
+                [each.number for each in placed],
+                are_sparse,
+                by_rows,
+                self._pieces,
+                clips_norms=not updater.is_star,
             )
+        self._indices = {each.number: n for n, each in enumerate(placed)}
         self._slots: list[list[tuple[int, Any, Piece | None]]] = []  # of each server: (number, local slot, part)
         self.is_created = False
-        self.is_fresh = False  # whether this worker's full weights are those of the servers
-        self._seen: tuple[int, int] = (0, 0)
+        self._seen_slots: list[str] | None = None  # digests of those that servers hold; None after a push
+
+    def is_fresh(self) -> bool:
+        """Returns whether this worker's full weights are those of the servers."""
+        return all(id(variable) in self._updater._seen for variable in self.variables)
 
     def inputs(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Returns gradients of the kind that they had in the first step."""
@@ -489,7 +594,8 @@ class _Group:
         """Runs in Python in each step: the gradients to all servers, and what comes back, in full arrays."""
         with self._updater._lock:
             self.create()
-            self.is_fresh = False
+            self.send_assigned()
+            self._forget_seen()
             head: dict[str, Any] = {"group": self._number}
             if rows >= 0:
                 head["weight"] = float(rows)
@@ -506,7 +612,7 @@ class _Group:
             if any("norms" in reply for reply, _ in replies):
                 norms = [0.0] * len(self.variables)
                 for pieces, (reply, _) in zip(self._of_server, replies, strict=True):
-                    for piece, norm in zip(pieces, reply["norms"], strict=True):
+                    for piece, norm in zip(pieces, reply.get("norms", []), strict=True):
                         norms[piece.variable] += norm
                 head = {**head, "norms": norms}
                 replies = self._client.ask_all("commit", [head] * self._client.num_servers)
@@ -565,24 +671,29 @@ class _Group:
         """Has the servers make the shards and the optimizer, once; worker 0's values are those of all."""
         if self.is_created:
             return
-        head = {"group": self._number, "description": self._description}
         is_first = self._client.rank == 0 and not self._updater._is_behind
-        arrays = [self._shards_of(s) if is_first else [] for s in range(self._client.num_servers)]
-        heads = [{**head, "has_values": is_first}] * self._client.num_servers
-        replies = self._client.ask_all("create", heads, arrays)
+        replies = self._send_values(self._updater.held_by_none(self.variables) if is_first else None)
         self._slots = self._match([reply["slots"] for reply, _ in replies])
-        if is_first and int(values_of(self._optimizer.iterations.value)[0].numpy()) > 0:  # restored from a file
-            self._send_slots()
+        if is_first and int(_read(self._optimizer._iterations)) > 0:  # restored from a file
+            self._send_slots(self._optimizer.variables)
         self.is_created = True
 
-    def _shards_of(self, server: int) -> list[np.ndarray]:
-        values = [_read(self.variables[p.variable]) for p in self._of_server[server]]
-        pieces = self._of_server[server]
-        return [v if p.is_full else v[p.begin : p.end] for v, p in zip(values, pieces, strict=True)]
+    def _send_values(self, numbers: list[int] | None) -> list[tuple[dict[str, Any], list[np.ndarray]]]:
+        """Has the servers make what they lack, and sends the values of some variables; None to take what they have."""
+        head: dict[str, Any] = {"group": self._number, "description": self._description}
+        arrays: list[list[np.ndarray]] = [[] for _ in self._of_server]
+        if numbers is not None:
+            head["values"] = numbers
+            values = {n: _read(self.variables[n]) for n in numbers}
+            for pieces, its in zip(self._of_server, arrays, strict=True):
+                shards = [(values[p.variable], p) for p in pieces if p.variable in values]
+                its += [v if p.is_full else v[p.begin : p.end] for v, p in shards]
+        return self._client.ask_all("create", [head] * self._client.num_servers, arrays)
 
-    def _send_slots(self) -> None:
+    def _send_slots(self, chosen: Sequence[Any]) -> None:
         heads, arrays = [], []
-        for slots in self._slots:
+        wanted = {id(slot) for slot in chosen}
+        for slots in ([entry for entry in its if id(entry[1]) in wanted] for its in self._slots):
             heads.append({
                 "group": self._number, "description": self._description, "slots": [number for number, _, _ in slots]
             })
@@ -593,56 +704,54 @@ class _Group:
     def _match(self, described: Sequence[dict[str, Any]]) -> list[list[tuple[int, Any, Piece | None]]]:
         """Finds for each variable of the servers' optimizers the one of this worker's optimizer.
 
-        Servers call a shard by the number of its variable; slots are called after their weight's path, or name. Where
-        several of this worker's are called alike they stand in the order of weights.
+        Slots of a weight, and those of none, are there in the order in which the optimizer's class makes them.
         """
-        unused: dict[str, list[Any]] = {}
-        for slot in self._optimizer.variables:
-            unused.setdefault(slot.path, []).append(slot)
-        local: dict[tuple[int, str, int], Any] = {}
-        found: list[list[tuple[int, Any, Piece | None]]] = [[] for _ in described]
-        entries = []
-        for server, described_by in enumerate(described):
-            occurrences: dict[str, int] = {}
+        every = self._optimizer.variables
+        of_weight = {n: [s for s in every if mark_of(s).weight is v] for n, v in enumerate(self.variables)}
+        of_none = [slot for slot in every if mark_of(slot).weight is None]
+        rate = getattr(self._optimizer, "_learning_rate", None)  # goes with each gradient
+        found = []
+        for pieces, described_by in zip(self._of_server, described, strict=True):
+            piece_of = {p.variable: p for p in pieces}
+            unused: dict[int | None, Iterator[Any]] = {n: iter(of_weight[n]) for n in piece_of}
+            unused[None] = iter(of_none)
+            slots = []
             for number, path in enumerate(described_by["paths"]):
-                before, token, rest = path.partition(held.TOKEN)
-                variable = int("".join(itertools.takewhile(str.isdigit, rest))) if token else -1
-                occurrence = occurrences[path] = occurrences.get(path, -1) + 1
-                entries.append((variable, occurrence, server, number, path, before, rest.lstrip("0123456789")))
-        for variable, occurrence, server, number, path, before, after in sorted(entries):
-            if path == f"{held.NAME}/learning_rate":
-                continue  # goes with each gradient
-            key = (variable, path, occurrence)
-            if key not in local:
-                before = f"{self._optimizer.name}/" if before.startswith(f"{held.NAME}/") else ""
-                if variable < 0:
-                    names = [before + path.removeprefix(f"{held.NAME}/")]
-                else:
-                    weight = self.variables[variable]
-                    names = [before + name + after for name in (weight.path.replace("/", "_"), weight.name)]
-                slot = next((unused[name].pop(0) for name in names if unused.get(name)), None)
+                _, token, rest = path.partition(held.TOKEN)
+                weight = self._indices[int("".join(itertools.takewhile(str.isdigit, rest)))] if token else None
+                slot = next(unused[weight], None)
                 if slot is None:
-                    raise ConfigurationError(
-                        "A server's optimizer has the variables of a worker's. Received: "
-                        f"{path!r} of {type(self._optimizer).__name__}, of which this worker has none of "
-                        f"{names}. Its class makes its variables in another way than Keras' own."
-                    )
-                local[key] = slot
-            piece = next((p for p in self._of_server[server] if p.variable == variable), None)
-            found[server].append((number, local[key], piece))
+                    raise self._slots_differ(path)
+                if slot is not rate:
+                    slots.append((number, slot, None if weight is None else piece_of[weight]))
+            left = next((slot for its in unused.values() for slot in its), None)
+            if left is not None and pieces:
+                raise self._slots_differ(left.path)
+            found.append(slots)
         return found
 
+    def _slots_differ(self, path: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"A server's optimizer and a worker's do not have the same variables. Received: {path!r} of "
+            f"{type(self._optimizer).__name__}, which one of them has. A class of your own makes what it keeps of each "
+            "weight by `add_optimizer_variables` or `add_variable_from_reference`."
+        )
+
     def pull(self) -> None:
-        """Takes full weights from the servers."""
+        """Takes full weights from the servers, but for those that the program has assigned, on all workers alike."""
+        if self._client.rank == 0:
+            self.send_assigned()
         replies = self._client.ask_all("pull", [{"group": self._number}] * self._client.num_servers)
         values = self._joined(replies, lambda _: True)
         for variable, value in zip(self.variables, values, strict=True):
-            _assign(variable, value)
-        self.is_fresh = True
-        self._seen = self._digests()
+            if not self._updater.was_assigned(variable):
+                _assign(variable, value)
+        self._note_seen()
 
     def pull_slots(self) -> None:
-        """Takes the optimizer's variables from the servers."""
+        """Takes the optimizer's variables from the servers; see `pull`."""
+        if self._client.rank == 0:
+            self.send_assigned()
         replies = self._client.ask_all("slots", [{"group": self._number}] * self._client.num_servers)
         parts: dict[int, tuple[Any, list[np.ndarray]]] = {}
         for slots, (_, arrays) in zip(self._slots, replies, strict=True):
@@ -651,28 +760,48 @@ class _Group:
                 if not values or (piece is not None and not piece.is_full):
                     values.append(arrays[number])
         for slot, values in parts.values():
-            _assign(slot, values[0] if len(values) == 1 else np.concatenate(values))
-        self._seen = self._digests()
+            if not self._updater.was_assigned(slot):
+                _assign(slot, values[0] if len(values) == 1 else np.concatenate(values))
+        self._note_seen()
 
     def send_changes(self) -> bool:
         """Sends what was assigned since the last `pull` to the servers, and returns whether anything was."""
-        if not self.is_fresh:
-            return False
-        now = self._digests()
-        weights, slots = (one != other for one, other in zip(now, self._seen, strict=True))
-        if self._client.rank == 0 and weights:
-            heads = [{"group": self._number, "description": self._description, "has_values": True}]
-            heads *= self._client.num_servers
-            self._client.ask_all("create", heads, [self._shards_of(s) for s in range(self._client.num_servers)])
-        if self._client.rank == 0 and slots:
-            self._send_slots()
-        return weights or slots
+        seen = self._updater._seen
+        changed = [v for v in self.variables if id(v) in seen and seen[id(v)] != _digest(v)]
+        if self._seen_slots is not None:
+            slots = self._slots_held()
+            changed += [v for v, old in zip(slots, self._seen_slots, strict=True) if _digest(v) != old]
+        for variable in changed:
+            self._updater.on_assign(variable.value)
+        return self.send_assigned()
 
-    def _digests(self) -> tuple[int, int]:
-        """Returns digests of the weights, and of the optimizer's variables without the learning rate."""
+    def send_assigned(self) -> bool:
+        """Sends what the program has assigned to the servers, worker 0's, and returns whether there was anything."""
+        updater = self._updater
+        weights = [n for n, v in enumerate(self.variables) if updater.was_assigned(v)]
+        slots = [slot for slot in self._slots_held() if updater.was_assigned(slot)]
+        if self._client.rank == 0 and weights:
+            self._send_values(weights)
+        if self._client.rank == 0 and slots:
+            self._send_slots(slots)
+        for variable in (*(self.variables[n] for n in weights), *slots):
+            del updater._assigned[id(variable.value)]
+        return bool(weights or slots)
+
+    def _note_seen(self) -> None:
+        """Notes what this worker has from the servers, by which it finds what the program assigns."""
+        self._updater._seen.update((id(v), _digest(v)) for v in self.variables)
+        self._seen_slots = [*map(_digest, self._slots_held())]
+
+    def _forget_seen(self) -> None:
+        for variable in self.variables:
+            self._updater._seen.pop(id(variable), None)
+        self._seen_slots = None
+
+    def _slots_held(self) -> list[Any]:
+        """Returns the optimizer's variables without the learning rate, which goes with each gradient."""
         rate = getattr(self._optimizer, "_learning_rate", None)
-        slots = [v for v in self._optimizer.variables if v is not rate]
-        return _digest(self.variables), _digest(slots)
+        return [v for v in self._optimizer.variables if v is not rate]
 
 
 def _each_id_once(gradients: Sequence[Any]) -> list:
@@ -702,6 +831,19 @@ def _clipped(optimizer: Any, gradients: Sequence[Any]) -> Sequence[Any]:
     return [tf.IndexedSlices(v, g.indices) if isinstance(g, tf.IndexedSlices) else v for g, v in pairs]
 
 
+def _is_table(variable: Any) -> bool:
+    """Returns whether a variable is so large that its rows are pulled."""
+    return int(np.prod(variable.shape)) * tf.as_dtype(str(variable.dtype)).size >= ROWS_BYTES
+
+
+def _operations_on(variable: Any) -> dict[str, str]:
+    """Returns kinds of the operations on a variable in the graph that is traced, by name; eagerly none are known."""
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not hasattr(graph, "capture"):
+        return {}
+    return {each.name: each.type for each in graph.capture(values_of(variable.value)[0].handle).consumers()}
+
+
 def _state_of(model: Any) -> tuple[list, list]:
     """Returns the variables of a model's metrics, and its moving statistics."""
     metrics = [v for m in metrics_of(model) for v in m.variables if str(v.dtype) in messages.DTYPES]
@@ -710,15 +852,17 @@ def _state_of(model: Any) -> tuple[list, list]:
     return metrics, moving
 
 
-def _digest(variables: Sequence[Any]) -> int:
-    digest = 0
-    for variable in variables:
-        digest = zlib.adler32(np.ascontiguousarray(_read(variable)).reshape(-1).view(np.uint8).data, digest)
-    return digest
+def _digest(variable: Any) -> str:
+    return configuration.digest(_read(variable))
 
 
 def _read(variable: Any) -> np.ndarray:
     return values_of(variable.value)[0].numpy()
+
+
+def _read_wide(variable: Any) -> np.ndarray:
+    value = _read(variable)
+    return value.astype(np.float64) if "float" in str(variable.dtype) else value
 
 
 def _assign(variable: Any, value: Any) -> None:
@@ -761,7 +905,7 @@ def install() -> None:
     def call(original: Callable[..., Any], self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         table = self._embeddings
         updater = updater_of(table)
-        if updater is not None:
-            is_plain = not getattr(self, "lora_enabled", False) and not getattr(self, "quantization_mode", None)
-            updater.before_lookup(table, inputs if is_plain else None)
-        return original(self, inputs, *args, **kwargs)
+        if updater is None or getattr(self, "lora_enabled", False) or getattr(self, "quantization_mode", None):
+            return original(self, inputs, *args, **kwargs)
+        with updater.around_lookup(table, inputs):
+            return original(self, inputs, *args, **kwargs)

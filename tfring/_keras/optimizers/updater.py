@@ -51,8 +51,13 @@ class Updater:
           is_traced: whether its graph is traced, and not yet run; else it runs eagerly.
         """
 
-    def before_lookup(self, variable: Any, ids: Any) -> None:
-        """Makes the rows of a table current that a lookup is about to read."""
+    @contextlib.contextmanager
+    def around_lookup(self, variable: Any, ids: Any) -> Iterator[None]:
+        """Makes the rows of a table current that a lookup inside reads."""
+        yield
+
+    def on_assign(self, variable: Any) -> None:
+        """Notes that the program assigns a variable of TensorFlow's outside of a step."""
 
     @contextlib.contextmanager
     def around_pass(self, epoch_iterator: Any, loop: Any, inside: Any) -> Iterator[None]:

@@ -37,6 +37,7 @@ class Mark:
       sums_ids: whether an id counts once in its gradient, also in one process: it is a replicated table. Keras'
         optimizers square the gradients of duplicate ids one by one; over a ring they are summed first.
       stage: that computes with it, where ranks of all stages hold it: such as the seed of a Dropout.
+      weight: of a slot of an optimizer, the weight that it was made for.
     """
 
     sharding: Sharding | None = None
@@ -44,6 +45,7 @@ class Mark:
     update: str | None = None
     sums_ids: bool = False
     stage: int = 0
+    weight: Any = None
 
 
 _UNMARKED = Mark()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from tfring.errors import ConfigurationError
 if TYPE_CHECKING:
     from tfring.servers.shard_plan import Piece
 
-TOKEN = "tfring_shard_"  # and the number of the variable: so is a shard called, and so begin its slots
+TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a shard called, and so begin its slots
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
 
 
@@ -27,11 +27,12 @@ class HeldShards:
     """The shards of one optimizer's variables on one server. Implements `tfring.servers.service.Held`.
 
     Args:
+      store: all shards of this server, which optimizers of the same variables share.
       description: of `describe`, what all servers are told.
       server: the number of this one.
     """
 
-    def __init__(self, description: Mapping[str, Any], server: int) -> None:
+    def __init__(self, store: MutableMapping[tuple, Any], description: Mapping[str, Any], server: int) -> None:
         import keras
 
         self._clip = description["clip"]
@@ -42,11 +43,16 @@ class HeldShards:
         self._about = [of_variable[p["variable"]] for p in self._parts]
         self._shards: list[Any] = []
         for piece, about in zip(self._parts, self._about, strict=True):
+            key = (about["number"], piece["begin"])
+            if key in store:
+                self._shards.append(store[key])
+                continue
             shape = about["shape"] if piece["is_full"] else [piece["end"] - piece["begin"], *about["shape"][1:]]
-            name = f"{TOKEN}{piece['variable']}"
+            name = f"{TOKEN}{about['number']}"
             constraint = about["constraint"] and keras.constraints.deserialize(json.loads(about["constraint"]))
             shard = keras.Variable(np.zeros(shape, about["dtype"]), name=name, dtype=about["dtype"])
             shard.constraint = constraint
+            store[key] = shard
             self._shards.append(shard)
         for method in _FLAGS:
             if hasattr(optimizer, method):
@@ -60,10 +66,11 @@ class HeldShards:
         self._update: Any = None
 
     def load(self, head: Mapping[str, Any], arrays: list[np.ndarray]) -> None:
-        """See `Held`. The arrays are the shards, if `has_values`, and those of `slots`, by number."""
+        """See `Held`. The arrays are the shards of the variables `values`, and those of `slots`, by number."""
         arrays = list(arrays)
-        if head.get("has_values"):
-            for shard in self._shards:
+        wanted = set(head.get("values", ()))
+        for shard, piece in zip(self._shards, self._parts, strict=True):
+            if piece["variable"] in wanted:
                 shard.assign(arrays.pop(0))
         if not self._optimizer.built:
             self._optimizer.build(self._shards)  # some slots begin as their weights
@@ -82,7 +89,7 @@ class HeldShards:
 
     def iterations(self) -> int:
         """See `Held`."""
-        return int(self._optimizer.iterations.numpy())
+        return int(self._optimizer._iterations.numpy())
 
     def merge(self, gradients: list[tuple[float | None, list[np.ndarray]]]) -> list[Any]:
         """See `Held`. An array for each shard, or a pair of rows and ids, each once."""
@@ -161,6 +168,7 @@ _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
 def describe(
     optimizer: Any,
     variables: Sequence[Any],
+    numbers: Sequence[int],
     are_sparse: Sequence[bool],
     are_pulled_by_rows: Sequence[bool],
     parts: Sequence[Piece],
@@ -171,6 +179,7 @@ def describe(
     Args:
       optimizer: of Keras, on a worker.
       variables: of Keras, those that have gradients.
+      numbers: of these among all that servers hold.
       are_sparse: whether the gradient of each is IndexedSlices.
       are_pulled_by_rows: whether each is a table of which workers pull a batch's rows alone.
       parts: of `tfring.servers.shard_plan.plan`.
@@ -201,9 +210,11 @@ def describe(
     if kind != "clipvalue" and not clips_norms:
         kind = None
     about = []
-    for variable, is_sparse, by_rows in zip(variables, are_sparse, are_pulled_by_rows, strict=True):
+    every = zip(variables, numbers, are_sparse, are_pulled_by_rows, strict=True)
+    for variable, number, is_sparse, by_rows in every:
         constraint = variable.constraint
         about.append({
+            "number": number,
             "shape": list(variable.shape),
             "dtype": str(variable.dtype),
             "is_sparse": bool(is_sparse),
