@@ -54,7 +54,10 @@ from tensorflow.python.framework import func_graph as _func_graph  # functions' 
 from tensorflow.python.framework import kernels as _kernels  # for which devices operations have them
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
-from tensorflow.python.ops import collective_ops  # communication="tensorflow"
+from tensorflow.python.ops import (
+    collective_ops,  # communication="tensorflow"
+    nn_impl_distribute,  # which defines what `tf.nn` divides losses by
+)
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
@@ -695,6 +698,7 @@ __all__ = [
     "mark_as_unsaveable",
     "next_or_dummy",
     "next_or_error",
+    "nn_impl_distribute",
     "packed",
     "recorded_behind",
     "seeds_of",

@@ -31,7 +31,7 @@ from keras.src.layers.layer import Layer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfring import step
+from tfring import _tf, step
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.recognition import ring_in_scope
@@ -95,7 +95,7 @@ def _replace_scaling() -> None:
         value = tf.convert_to_tensor(before_division(value))
         return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
 
-    @seam(tf.nn, "compute_average_loss")
+    @seam(_tf.nn_impl_distribute, "compute_average_loss")
     def average(
         original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
     ) -> Any:
@@ -107,7 +107,7 @@ def _replace_scaling() -> None:
             return running.unweigh(loss)
         return loss * ring_in_scope().num_replicas_in_sync
 
-    @seam(tf.nn, "scale_regularization_loss")
+    @seam(_tf.nn_impl_distribute, "scale_regularization_loss")
     def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
         loss = original(regularization_loss)
         return loss * ring_in_scope().num_replicas_in_sync if step.weighing() else loss

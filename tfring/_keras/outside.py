@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfring import _tf
 from tfring._keras.layers import all_layers
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.adoption import SCOPE, adopt_variables, is_of, ring_of_variable
@@ -44,7 +45,7 @@ def install() -> None:
         with contextlib.nullcontext() if self.built else scope_of(self):
             return original(self, *args, **kwargs)
 
-    @seam(tf.compat.v1, "reset_default_graph")
+    @seam(_tf.framework_ops, "reset_default_graph")
     def reset_default_graph(original: Callable[..., Any]) -> None:
         # `keras.backend.clear_session()` calls it. An open scope is noted in the graph, which is empty anyway.
         if current_ring() is None:
