@@ -36,7 +36,7 @@ import keras
 import tensorflow as tf
 
 from tfring import _tf, step
-from tfring._keras.layers import all_layers
+from tfring._keras.layers import all_layers, objects_in
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -398,18 +398,8 @@ def values_before(model: Any) -> dict:
 
 def _variables_of_tensorflow(model: Any) -> list:
     """Those that layers and the model hold as attributes, in lists and dicts too."""
-    found: dict = {}
-    todo = [value for layer in all_layers(model) for value in vars(layer).values()]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, tf.Variable):
-            if isinstance(value, tf.distribute.DistributedValues):
-                found[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            todo.extend(value)
-        elif isinstance(value, dict):
-            todo.extend(value.values())
-    return list(found.values())
+    values = [value for layer in all_layers(model) for value in vars(layer).values()]
+    return [v for v in objects_in(values, tf.Variable) if isinstance(v, tf.distribute.DistributedValues)]
 
 
 def written_together(strategy: RingStrategy, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
