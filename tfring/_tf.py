@@ -52,6 +52,7 @@ from tensorflow.python.eager.polymorphic_function import (
 )
 from tensorflow.python.framework import func_graph as _func_graph  # functions' graphs
 from tensorflow.python.framework import kernels as _kernels  # for which devices operations have them
+from tensorflow.python.framework import none_tensor as _none_tensor  # the spec of an input that is None
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
 from tensorflow.python.ops import (
@@ -348,7 +349,12 @@ def _computed(then: Callable, element: Any, is_drawn: Any, spec: Any) -> Any:
     Steps that train, test and predict call it, and those of other models.
     """
     function = _function_of(then, then, spec, _functions, tf.TensorSpec([], tf.bool))
-    return function(*tf.nest.flatten(element, expand_composites=True), tf.convert_to_tensor(is_drawn))
+    return function(*_tensors(element), tf.convert_to_tensor(is_drawn))
+
+
+def _tensors(element: Any) -> list:
+    """Returns the tensors of an element, as the components of its spec; there are none of an input that is None."""
+    return [tensor for tensor in tf.nest.flatten(element, expand_composites=True) if tensor is not None]
 
 
 def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *more: tf.TensorSpec) -> Any:
@@ -421,7 +427,7 @@ def tensors_of_next(iterator: Any) -> list:
     At the end of this worker's data it raises OutOfRangeError.
     """
     [element] = next_or_error(iterator)
-    return tf.nest.flatten(element, expand_composites=True)
+    return _tensors(element)
 
 
 def set_cardinality(distributed: Any, cardinality: int) -> None:
@@ -447,6 +453,8 @@ def _zeros(spec: Any) -> Any:
     def zeros(spec: Any) -> Any:
         if isinstance(spec, tf.OptionalSpec):
             return tf.experimental.Optional.empty(spec._element_spec)
+        if isinstance(spec, _none_tensor.NoneTensorSpec):
+            return None
         if not isinstance(spec, tf.TensorSpec) or spec.dtype in (tf.variant, tf.resource):
             return input_lib._dummy_tensor_fn(spec)
         return tf.zeros([n or 0 for n in spec.shape] if spec.shape.rank else [], spec.dtype)

@@ -5,7 +5,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from common import devices
+from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
 from test_data import BATCH, ROWS, array, recorder
 from test_data_pipelines import records
@@ -397,3 +397,34 @@ def refused():
 
 def test_share_says_what_may_follow():
     assert "Filter" in workers(2).run(refused)[0]
+
+
+def make_with_optional_inputs():
+    """A model of which an input may be left out, in the manner of keras-hub's and of Keras' `optional=True`."""
+    import keras
+
+    class Sum(keras.layers.Layer):
+        def call(self, inputs):
+            first, second = inputs
+            return first if second is None else first + second
+
+        def compute_output_shape(self, shapes):
+            return shapes[0]
+
+    inputs = [keras.Input((4,), name="a"), keras.Input((4,), name="b", optional=True)]
+    model = keras.Model(inputs, keras.layers.Dense(1)(Sum()(inputs)))
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def inputs_of_none():
+    ring = strategy()
+    x, y = skewed_rows(41)
+    return {
+        kind: train_both(ring, make_with_optional_inputs, given, y, evaluate=(given, y), predict=given)
+        for kind, given in {"left out": [x, None], "given": [x, x]}.items()
+    }
+
+
+def test_optional_inputs_are_left_out():
+    assert_equal(workers(3).run(inputs_of_none))
