@@ -428,3 +428,22 @@ def inputs_of_none():
 
 def test_optional_inputs_are_left_out():
     assert_equal(workers(3).run(inputs_of_none))
+
+
+def predicted_of_sparse():
+    """Rows that a model which is not built yet predicts of a sparse tensor."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x = skewed_rows(41)[0] * (np.arange(41)[:, None] % 3 == 0)
+    with ring.scope():
+        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    got = model.predict(tf.sparse.from_dense(x), batch_size=20, verbose=0)
+    np.testing.assert_allclose(got, x.sum(1, keepdims=True), rtol=1e-5)
+    return got.tobytes()
+
+
+def test_a_model_that_is_not_built_predicts_of_sparse_rows():
+    results = workers(3).run(predicted_of_sparse)
+    assert results == results[:1] * 3
