@@ -34,7 +34,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 from tfring import _tf, step
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
-from tfring.recognition import ring_in_scope
+from tfring.recognition import current_ring, ring_in_scope
 from tfring.step import graphs
 
 _local = threading.local()
@@ -85,13 +85,13 @@ class RingCompileLoss(CompileLoss):
 def _replace_scaling() -> None:
     @seam(loss_module, "scale_loss_for_distribution")
     def scale(original: Callable[..., Any], value: Any) -> Any:
-        return value if step.weighing() else original(value)
+        return value if step.weighing() or _runs_in_no_step() else original(value)
 
     @seam(loss_module, "unscale_loss_for_distribution")
     def unscale(original: Callable[..., Any], value: Any) -> Any:
         running = step.weighing()
         if running is None:
-            return original(value)
+            return value if _runs_in_no_step() else original(value)
         value = tf.convert_to_tensor(before_division(value))
         return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
 
@@ -111,6 +111,11 @@ def _replace_scaling() -> None:
     def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
         loss = original(regularization_loss)
         return loss * ring_in_scope().num_replicas_in_sync if step.weighing() else loss
+
+
+def _runs_in_no_step() -> bool:
+    """Returns True in the scope outside of any replica: a loss is that of all its rows, and no replicas add up."""
+    return current_ring() is not None and tf.distribute.in_cross_replica_context()
 
 
 def per_row_as_sum(loss: Any) -> Any:

@@ -120,20 +120,25 @@ def adding_to(variable: Any) -> Iterator[None]:
 
 
 def _reset(variable: Any, value: Any) -> bool:
-    """Writes zeros to every copy of a metric's state, and returns whether that is what was asked for.
+    """Writes zeros, or whole numbers, to every copy of a metric's state, and returns whether these were asked for.
 
-    TensorFlow takes a millisecond for each such variable: it divides the zeros by the number of replicas, and reads
-    what it has written.
+    TensorFlow takes a millisecond for each such variable: it divides the value by the number of replicas, and reads
+    what it has written. Of a whole number that leaves less: here the first replica has it, and the others zeros.
     """
     if not isinstance(variable, tf.distribute.DistributedValues) or not tf.executing_eagerly():
         return False
-    if variable.synchronization != tf.VariableSynchronization.ON_READ or ring_of(variable.distribute_strategy) is None:
+    ring = ring_of(variable.distribute_strategy)
+    if variable.synchronization != tf.VariableSynchronization.ON_READ or ring is None:
         return False
-    if (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()) or not _is_zero(value):
+    is_sum_of_integers = variable.dtype.is_integer and variable.aggregation == tf.VariableAggregation.SUM
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        return False
+    if not is_sum_of_integers and not _is_zero(value):
         return False
     value = tf.cast(value, variable.dtype)
-    for copy in values_of(variable):
-        copy.assign(value, read_value=False)
+    for number, copy in enumerate(values_of(variable)):
+        is_first = number == 0 and ring.extended.control.rank == 0
+        copy.assign(value if is_first else tf.zeros_like(value), read_value=False)
     return True
 
 
