@@ -526,3 +526,22 @@ def test_keras_prints_on_rank_0():
     assert asked and others == [("of the user\n", asked)] * 2
     for text, _ in workers(2).run(printed, "all"):
         assert "Total params" in text and "Epoch 1/3" in text
+
+
+def predicted_eagerly():
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x, _ = skewed_rows(41)
+    with ring.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    tf.config.run_functions_eagerly(True)
+    got = model.predict(x, batch_size=20, verbose=0)
+    np.testing.assert_allclose(got, x.sum(1, keepdims=True), rtol=1e-5)
+    return got.tobytes()
+
+
+def test_predict_where_functions_run_eagerly():
+    results = workers(2).run(predicted_eagerly)
+    assert results[0] == results[1]
