@@ -25,7 +25,7 @@ def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
     Containers may hold each other and themselves: each is looked into once.
     """
     seen: set[int] = set()
-    todo = deque([list(values)])
+    todo: deque[Any] = deque([list(values)])
     while todo:
         holder = todo.popleft()
         for value in holder.values() if isinstance(holder, dict) else holder:

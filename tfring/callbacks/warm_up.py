@@ -50,7 +50,7 @@ class WarmUp(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Remembers the full rate of an optimizer that is new, before another callback restores what it had reached."""
         super().set_model(model)
-        optimizer = getattr(model, "optimizer", None)
+        optimizer: Any = getattr(model, "optimizer", None)
         rate = getattr(optimizer, "_learning_rate", None)
         if self._rate is None and isinstance(rate, keras.Variable) and int(optimizer.iterations) == 0:
             self._rate = float(optimizer.learning_rate)
@@ -79,7 +79,7 @@ class WarmUp(keras.callbacks.Callback):
         optimizer.learning_rate = self._rate * self._share(updates)
 
     def _share(self, updates: int) -> float:
-        """Returns the share of the full rate that the update behind so many has."""
+        """Returns the share of the full rate that an update has, from the number of those before it."""
         return self.start + (1 - self.start) * min((updates + 1) / self.warmup_steps, 1.0)
 
     def _full_rate(self, rate: float) -> float:
