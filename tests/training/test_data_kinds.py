@@ -1,5 +1,6 @@
 """Own rows, generators, random rows, seeds, constants, arrays that differ: what ranks agree on, and what not."""
 
+import contextlib
 import pathlib
 import tempfile
 
@@ -447,3 +448,48 @@ def predicted_of_sparse():
 def test_a_model_that_is_not_built_predicts_of_sparse_rows():
     results = workers(3).run(predicted_of_sparse)
     assert results == results[:1] * 3
+
+
+def make_without_build(kind):
+    """A model of one's own, without `build`, that takes sparse or ragged rows and no others."""
+    import keras
+    import tensorflow as tf
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+        def call(self, x):
+            if kind == "sparse":
+                return self.dense(tf.sparse.sparse_dense_matmul(x, tf.ones([4, 2])))
+            return self.dense(tf.reduce_sum(x, 1)[:, None] + tf.cast(x.row_lengths(), tf.float32)[:, None])
+
+    model = Own()
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+    return model
+
+
+def fit_without_build(kind):
+    import tensorflow as tf
+
+    ring = strategy()
+    x, y = skewed_rows(41)
+    lengths = [0, 1, 2] * 13 + [1, 1]
+    rows = tf.sparse.from_dense(x) if kind == "sparse" else tf.RaggedTensor.from_row_lengths(x[:, 0], lengths)
+    data = tf.data.Dataset.from_tensor_slices((rows, y)).batch(20)
+    found = []
+    for scope in [ring.scope(), contextlib.nullcontext()]:
+        with scope:
+            model = make_without_build(kind)
+        model.fit(data, epochs=2, verbose=0)
+        found.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*was made outside the scope")
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_models_without_build_take_sparse_and_ragged_rows(kind):
+    for got, alone in workers(2).run(fit_without_build, kind):
+        np.testing.assert_allclose(got, alone, rtol=1e-5)
+        assert abs(got - np.round(got)).max() > 1e-3  # it trained
