@@ -52,9 +52,13 @@ from tensorflow.python.eager.polymorphic_function import (
 )
 from tensorflow.python.framework import func_graph as _func_graph  # functions' graphs
 from tensorflow.python.framework import kernels as _kernels  # for which devices operations have them
+from tensorflow.python.framework import none_tensor as _none_tensor  # the spec of an input that is None
 from tensorflow.python.framework import op_def_registry as _op_def_registry  # which operations are stateful
 from tensorflow.python.framework import ops as framework_ops  # the function graph being built
-from tensorflow.python.ops import collective_ops  # communication="tensorflow"
+from tensorflow.python.ops import (
+    collective_ops,  # communication="tensorflow"
+    nn_impl_distribute,  # which defines what `tf.nn` divides losses by
+)
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
@@ -355,7 +359,12 @@ def _computed(then: Callable, element: Any, is_drawn: Any, spec: Any) -> Any:
     Steps that train, test and predict call it, and those of other models.
     """
     function = _function_of(then, then, spec, _functions, tf.TensorSpec([], tf.bool))
-    return function(*tf.nest.flatten(element, expand_composites=True), tf.convert_to_tensor(is_drawn))
+    return function(*_tensors(element), tf.convert_to_tensor(is_drawn))
+
+
+def _tensors(element: Any) -> list:
+    """Returns the tensors of an element, as the components of its spec; there are none of an input that is None."""
+    return [tensor for tensor in tf.nest.flatten(element, expand_composites=True) if tensor is not None]
 
 
 def _function_of(body: Callable, then: Callable, spec: Any, functions: dict, *more: tf.TensorSpec) -> Any:
@@ -428,7 +437,7 @@ def tensors_of_next(iterator: Any) -> list:
     At the end of this worker's data it raises OutOfRangeError.
     """
     [element] = next_or_error(iterator)
-    return tf.nest.flatten(element, expand_composites=True)
+    return _tensors(element)
 
 
 def set_cardinality(distributed: Any, cardinality: int) -> None:
@@ -454,6 +463,8 @@ def _zeros(spec: Any) -> Any:
     def zeros(spec: Any) -> Any:
         if isinstance(spec, tf.OptionalSpec):
             return tf.experimental.Optional.empty(spec._element_spec)
+        if isinstance(spec, _none_tensor.NoneTensorSpec):
+            return None
         if not isinstance(spec, tf.TensorSpec) or spec.dtype in (tf.variant, tf.resource):
             return input_lib._dummy_tensor_fn(spec)
         return tf.zeros([n or 0 for n in spec.shape] if spec.shape.rank else [], spec.dtype)
@@ -705,6 +716,7 @@ __all__ = [
     "mark_as_unsaveable",
     "next_or_dummy",
     "next_or_error",
+    "nn_impl_distribute",
     "packed",
     "recorded_behind",
     "seeds_of",

@@ -59,6 +59,34 @@ def of_words(rank):
     return compiled(keras.Sequential([*layers, keras.layers.Dense(1)]))
 
 
+class Tokenizer(keras.layers.Layer):
+    """With the signature of keras-hub's tokenizers, which are no layers of Keras' but have a vocabulary."""
+
+    def __init__(self, words, **kwargs):
+        super().__init__(**kwargs)
+        self.words = words
+
+    def get_vocabulary(self):
+        if self.words is None:
+            raise ValueError("No vocabulary has been set for BertTokenizer.")
+        return self.words
+
+    def get_config(self):
+        raise RuntimeError("a file is gone")
+
+
+class Tokenized(keras.Model):
+    """Holds tokenizers as keras-hub's models do, with their preprocessor."""
+
+    def __init__(self, *vocabularies):
+        super().__init__()
+        self.tokenizers = [Tokenizer(words) for words in vocabularies]
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
 class Columns(keras.Model):
     """A model of one's own, that picks columns by name."""
 
@@ -136,6 +164,11 @@ def three_inputs():
 # model, arguments of fit by rank, what the error names
 CASES = {
     "vocabulary": (of_words, lambda rank: (texts_dataset(),), "`vocabulary of string_lookup`"),
+    "tokenizer": (
+        lambda rank: compiled(Tokenized(None, by_rank(rank, WORDS))),
+        lambda rank: skewed_rows(24),
+        "`vocabulary of tokenizer",
+    ),
     "towers": (of_inputs, lambda rank: three_inputs(), "`layer "),
     "joined": (joined, lambda rank: three_inputs(), "`layer 1`"),
     "columns": (of_columns, lambda rank: three_inputs(), "`columns of columns`"),
@@ -244,3 +277,16 @@ def chosen_by_a_lambda():
 def test_what_a_lambda_closes_over_need_not_be_the_same():
     (name, weights), (other, others) = workers(2).run(chosen_by_a_lambda)
     assert name != other and weights == others
+
+
+def tokenized():
+    ring = strategy()
+    with ring.scope():
+        model = compiled(Tokenized(WORDS, None))
+    model.fit(*skewed_rows(24), batch_size=8, verbose=0)
+    return [w.tobytes() for w in model.get_weights()]
+
+
+def test_what_cannot_be_read_of_a_layer_is_not_compared():
+    first, other = workers(2).run(tokenized)
+    assert first == other

@@ -45,6 +45,31 @@ def test_callbacks_of_all_ranks_share_a_folder(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} >= {"best.keras", "1.weights.h5", "3.weights.h5", "log.csv", "board"}
 
 
+def new_folders(folder):
+    """ModelCheckpoint, and a class that extends it, into a folder for each epoch that is not there yet."""
+    import keras
+
+    ring = strategy()
+    x, y = skewed_rows()
+
+    class Checkpoint(keras.callbacks.ModelCheckpoint):
+        pass
+
+    with ring.scope():
+        model = small_model("sgd")
+    folders = [os.path.join(folder, kind, "{epoch}", "of", "m.keras") for kind in ("keras", "own")]
+    callbacks = [keras.callbacks.ModelCheckpoint(folders[0]), Checkpoint(folders[1])]
+    model.fit(x, y, epochs=10, batch_size=83, verbose=0, callbacks=callbacks)
+    return bits(model)
+
+
+def test_checkpoints_into_folders_that_are_made_for_them(tmp_path):
+    assert_same(workers(3).run(new_folders, str(tmp_path)))
+    for kind in ("keras", "own"):
+        files = sorted(str(path.relative_to(tmp_path / kind)) for path in (tmp_path / kind).rglob("*.keras"))
+        assert files == sorted(f"{epoch}/of/m.keras" for epoch in range(1, 11))
+
+
 def extended_writers(folder):
     """Callbacks that extend Keras' writers and do more, in nested lists; which ranks have written what."""
     import keras

@@ -1,11 +1,12 @@
 """Own rows, generators, random rows, seeds, constants, arrays that differ: what ranks agree on, and what not."""
 
+import contextlib
 import pathlib
 import tempfile
 
 import numpy as np
 import pytest
-from common import devices
+from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
 from test_data import BATCH, ROWS, array, recorder
 from test_data_pipelines import records
@@ -397,3 +398,98 @@ def refused():
 
 def test_share_says_what_may_follow():
     assert "Filter" in workers(2).run(refused)[0]
+
+
+def make_with_optional_inputs():
+    """A model of which an input may be left out, in the manner of keras-hub's and of Keras' `optional=True`."""
+    import keras
+
+    class Sum(keras.layers.Layer):
+        def call(self, inputs):
+            first, second = inputs
+            return first if second is None else first + second
+
+        def compute_output_shape(self, shapes):
+            return shapes[0]
+
+    inputs = [keras.Input((4,), name="a"), keras.Input((4,), name="b", optional=True)]
+    model = keras.Model(inputs, keras.layers.Dense(1)(Sum()(inputs)))
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def inputs_of_none():
+    ring = strategy()
+    x, y = skewed_rows(41)
+    return {
+        kind: train_both(ring, make_with_optional_inputs, given, y, evaluate=(given, y), predict=given)
+        for kind, given in {"left out": [x, None], "given": [x, x]}.items()
+    }
+
+
+def test_optional_inputs_are_left_out():
+    assert_equal(workers(3).run(inputs_of_none))
+
+
+def predicted_of_sparse():
+    """Rows that a model which is not built yet predicts of a sparse tensor."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x = skewed_rows(41)[0] * (np.arange(41)[:, None] % 3 == 0)
+    with ring.scope():
+        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    got = model.predict(tf.sparse.from_dense(x), batch_size=20, verbose=0)
+    np.testing.assert_allclose(got, x.sum(1, keepdims=True), rtol=1e-5)
+    return got.tobytes()
+
+
+def test_a_model_that_is_not_built_predicts_of_sparse_rows():
+    results = workers(3).run(predicted_of_sparse)
+    assert results == results[:1] * 3
+
+
+def make_without_build(kind):
+    """A model of one's own, without `build`, that takes sparse or ragged rows and no others."""
+    import keras
+    import tensorflow as tf
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+        def call(self, x):
+            if kind == "sparse":
+                return self.dense(tf.sparse.sparse_dense_matmul(x, tf.ones([4, 2])))
+            return self.dense(tf.reduce_sum(x, 1)[:, None] + tf.cast(x.row_lengths(), tf.float32)[:, None])
+
+    model = Own()
+    model.compile(keras.optimizers.SGD(0.001), "mse")
+    return model
+
+
+def fit_without_build(kind):
+    import tensorflow as tf
+
+    ring = strategy()
+    x, y = skewed_rows(41)
+    lengths = [0, 1, 2] * 13 + [1, 1]
+    rows = tf.sparse.from_dense(x) if kind == "sparse" else tf.RaggedTensor.from_row_lengths(x[:, 0], lengths)
+    data = tf.data.Dataset.from_tensor_slices((rows, y)).batch(20)
+    found = []
+    for scope in [ring.scope(), contextlib.nullcontext()]:
+        with scope:
+            model = make_without_build(kind)
+        model.fit(data, epochs=2, verbose=0)
+        found.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*was made outside the scope")
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+def test_models_without_build_take_sparse_and_ragged_rows(kind):
+    for got, alone in workers(2).run(fit_without_build, kind):
+        np.testing.assert_allclose(got, alone, rtol=1e-5)
+        assert abs(got - np.round(got)).max() > 1e-3  # it trained

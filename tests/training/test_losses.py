@@ -261,3 +261,28 @@ def test_alone_nothing_is_gathered():
     with ring.scope(), pytest.raises(RuntimeError, match="cross-replica"):
         ring.all_reduce_gradients([rows])
     assert relative_error([tfring.gather_for_loss(rows)], [rows]) == 0
+
+
+def in_no_step():
+    """Losses and metrics that the program calls itself, in the scope and outside of it."""
+    import keras
+
+    def values():
+        labels, scores = [0, 1, 1, 0], [0.1, 0.9, 0.3, 0.4]
+        iou = keras.metrics.MeanIoU(2), keras.metrics.BinaryIoU(), keras.metrics.IoU(2, [0]), keras.metrics.AUC()
+        for _ in range(2):
+            for metric in iou:
+                metric.update_state(labels, [0, 1, 0, 0] if "Binary" not in type(metric).__name__ else scores)
+        mean = keras.metrics.MeanSquaredError()
+        mean.update_state(labels, scores)
+        loss = keras.losses.MeanSquaredError()(np.ones((4, 1)), np.zeros((4, 1)))
+        return [float(loss), *(float(metric.result()) for metric in (*iou, mean))]
+
+    with strategy().scope():
+        got = values()
+    return got, values()
+
+
+def test_losses_and_metrics_in_no_step_are_those_of_all_their_rows():
+    for got, alone in workers(3).run(in_no_step):
+        assert got == pytest.approx(alone) and got[0] == 1

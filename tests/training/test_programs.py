@@ -1,5 +1,6 @@
 """Programs as users write them, against one process: convolutions, models without call(), odd outputs, saving."""
 
+import contextlib
 import os
 import pathlib
 
@@ -102,6 +103,43 @@ def fit_inside_the_scope(folder):
 def test_fit_inside_the_scope_saves(tmp_path):
     results = workers(2).run(fit_inside_the_scope, str(tmp_path))
     assert results[0] == results[1]
+
+
+def containers_of_themselves(folder):
+    """Trains and saves models that hold lists and dicts in each other, as graphs and trees with parents do."""
+    import keras
+
+    ring = strategy()
+    x, y = skewed_rows()
+
+    class Knots(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.optimizers = {"of a part": keras.optimizers.SGD(0.1)}
+            node: dict = {}
+            node["children"] = shared = [node]
+            for _ in range(40):
+                shared = [shared, shared]
+            vars(self).update(node=node, shared=shared)  # Keras would copy what an assignment gives
+
+        def call(self, x):
+            return self.dense(x)
+
+    losses = []
+    for number, scope in enumerate([ring.scope(), contextlib.nullcontext()]):
+        with scope:
+            model = Knots()
+            model.compile("sgd", "mse")
+        losses += model.fit(x, y, verbose=0).history["loss"]
+        model.save(os.path.join(folder, f"{number}-{ring.cluster.rank}.keras"))
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:.*was made outside the scope")
+def test_models_that_hold_containers_of_themselves(tmp_path):
+    results = workers(2).run(containers_of_themselves, str(tmp_path), timeout=90)
+    assert np.isfinite(results).all() and results[0][0] == results[1][0]
 
 
 def save_at_the_end(folder):
@@ -488,3 +526,22 @@ def test_keras_prints_on_rank_0():
     assert asked and others == [("of the user\n", asked)] * 2
     for text, _ in workers(2).run(printed, "all"):
         assert "Total params" in text and "Epoch 1/3" in text
+
+
+def predicted_eagerly():
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x, _ = skewed_rows(41)
+    with ring.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    tf.config.run_functions_eagerly(True)
+    got = model.predict(x, batch_size=20, verbose=0)
+    np.testing.assert_allclose(got, x.sum(1, keepdims=True), rtol=1e-5)
+    return got.tobytes()
+
+
+def test_predict_where_functions_run_eagerly():
+    results = workers(2).run(predicted_eagerly)
+    assert results[0] == results[1]

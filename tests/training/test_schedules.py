@@ -1,5 +1,6 @@
 """Learning rates that grow with the workers, and warm-ups: their values, their files, and after a restart."""
 
+import contextlib
 import tempfile
 
 import keras
@@ -96,3 +97,30 @@ def test_warm_up_goes_on_after_a_restart():
         restarted = workers(2).run(rates_of, folder, 1, 3)
     assert undisturbed == [want, want]
     assert restarted == [want, want]
+
+
+def warm(folder, epochs, stops_after, *, load=None):
+    """Trains by Keras' own BackupAndRestore, or what a file holds; returns the rates of updates of a warm-up of 16."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.08), "mse")
+    model = keras.models.load_model(load) if load else model
+    rates = Rates()
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: (epoch + 1 == stops_after and 1 / 0) or None)
+    callbacks = [WarmUp(16), rates, *([] if load else [keras.callbacks.BackupAndRestore(folder / "backup")]), stop]
+    with contextlib.suppress(ZeroDivisionError):
+        model.fit(*skewed_rows(40), batch_size=10, epochs=epochs, callbacks=callbacks[::-1], verbose=0)
+    model.save(folder / "model.keras")
+    return rates.rates
+
+
+def test_warm_up_goes_on_after_keras_restores(tmp_path):
+    want = [round(0.08 * min((t + 1) / 16, 1), 6) for t in range(20)]
+    assert warm(tmp_path, 5, 2) == want[:8]
+    assert warm(tmp_path, 5, None) in (want[8:], want[4:])  # by Keras' version, whether it had saved the last epoch
+
+
+def test_warm_up_goes_on_with_a_model_from_a_file(tmp_path):
+    want = [round(0.08 * min((t + 1) / 16, 1), 6) for t in range(20)]
+    assert warm(tmp_path, 2, None) == want[:8]
+    with pytest.warns(UserWarning, match=r"at update 8 of 16: .* the full rate is 0\.08\. If"):
+        assert warm(tmp_path, 3, None, load=tmp_path / "model.keras") == want[8:]

@@ -254,3 +254,24 @@ def numpy_in_steps():
 @pytest.mark.oldest
 def test_steps_that_run_eagerly_may_call_numpy():
     assert_equal(workers(2).run(numpy_in_steps))
+
+
+def of_another_strategy():
+    """A model made under TensorFlow's own strategy of one device, within a worker."""
+    import tensorflow as tf
+
+    ring = strategy()
+    x, y = skewed_rows()
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = functional()
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.fit(x, y, verbose=0)
+    return ring.cluster.world_size, [str(w.message) for w in noted if w.filename == __file__]
+
+
+def test_a_model_of_another_strategy():
+    for _, (said,) in workers(2).run(of_another_strategy):
+        assert "is of a MirroredStrategy: it trains alone on each of 2 workers" in said

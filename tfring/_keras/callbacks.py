@@ -68,18 +68,23 @@ def install() -> None:
     seam(keras.callbacks.ModelCheckpoint, "_save_model")(_save_model)
 
 
-def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def _save_model(original: Any, self: Any, epoch: int, batch: int | None, logs: Any) -> None:
     """Saves ModelCheckpoint's file on rank 0; the others take part in what rank 0 needs of them."""
     strategy = ring_of_model(self.model)
-    # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
-    if strategy is None or strategy.cluster.is_chief or type(self) is not keras.callbacks.ModelCheckpoint:
-        original(self, *args, **kwargs)
+    is_keras_own = type(self) is keras.callbacks.ModelCheckpoint
+    if strategy is not None and not is_keras_own:
+        # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
+        # Keras makes the folder where it sees none, though another rank may have made it since.
+        tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(self._get_file_path(epoch, batch, logs))))
+    if strategy is None or strategy.cluster.is_chief or not is_keras_own:
+        original(self, epoch, batch, logs)
         return
-    model, self._model = self._model, _SaveNothing(self._model)
+    model, path = self._model, self.filepath
+    self._model, self.filepath = _SaveNothing(model), os.path.basename(path)  # so no folder is made either
     try:
-        original(self, *args, **kwargs)
+        original(self, epoch, batch, logs)
     finally:
-        self._model = model
+        self._model, self.filepath = model, path
 
 
 def for_rank(callbacks: Sequence[Any], model: Any, strategy: RingStrategy) -> list:

@@ -8,11 +8,12 @@ are paired by their position. Names that Keras numbers count up in a process: of
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,11 @@ def of_model(model: Any) -> dict:
     names = _Names([*layers, *operations])
     items: dict = {}
     for layer in layers:
-        for what, text, digest in _tables(layer):
+        for what, text, digest in _readable(_tables, layer):
             items[f"{what} of {names[layer]}"] = [text, digest]
     for number, layer in enumerate(layers):
         items[f"layer {number}"] = item(f"{type(layer).__name__} {names[layer]!r}")
-        for name, value in _settings(layer):
+        for name, value in _readable(_settings, layer):
             items[f"{name} of {names[layer]}"] = item(value)
     for layer in layers:
         for op, parents in _calls(layer, names):
@@ -117,8 +118,7 @@ def of_dataset(dataset: tf.data.Dataset, *, with_constants: bool) -> dict:
 
 def item(value: Any) -> list:
     """Describes a setting: numbers, texts, arrays, Keras' objects by their configuration, in any structure."""
-    plain = _plain(value)
-    text = json.dumps(plain)
+    text, *_ = [*_readable(lambda value: [json.dumps(_plain(value))], value), json.dumps(type(value).__name__)]
     return [text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "...", text]
 
 
@@ -193,11 +193,16 @@ def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _config(thing: Any) -> dict:
-    try:
-        config = dict(thing.get_config())
-    except Exception:  # a user's own may raise whatever it likes
-        return {}
+    config = dict(_readable(lambda thing: thing.get_config().items(), thing))
     return {name: value for name, value in _without_numbers(config).items() if name not in _NOT_COMPARED}
+
+
+def _readable(read: Callable[[Any], Iterable], thing: Any) -> list:
+    """Returns what `read(thing)` yields, nothing if it raises: a user's own may raise whatever it likes."""
+    try:
+        return list(read(thing))
+    except Exception:
+        return []
 
 
 def _without_numbers(config: dict) -> dict:
@@ -231,7 +236,9 @@ def _plain(value: Any) -> Any:
 def _tables(layer: Any) -> Iterator[tuple[str, str, str]]:
     """`(what, text, digest)` of vocabularies and tables that are attributes of a layer."""
     if hasattr(layer, "get_vocabulary"):
-        words = np.asarray([str(word) for word in layer.get_vocabulary(include_special_tokens=False)])
+        without = "include_special_tokens" in inspect.signature(layer.get_vocabulary).parameters
+        words = layer.get_vocabulary(**{"include_special_tokens": False} if without else {})
+        words = np.asarray([str(word) for word in words])
         yield "vocabulary", f"{len(words)} words, {_beginning(words)}", digest(words)
         return
     for name, value in vars(layer).items():

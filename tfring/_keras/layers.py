@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -16,6 +17,24 @@ _saved_as: dict[str, str] = {}  # by the name of a class, that of the class whos
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """`layer` and the layers in it, at any depth, each once. Keras shows them of a model only."""
     return list(layer._flatten_layers(include_self=True, recursive=True))
+
+
+def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
+    """Yields the objects of a kind among values and in their lists, tuples and dicts, breadth first, each once.
+
+    Containers may hold each other and themselves: each is looked into once.
+    """
+    seen: set[int] = set()
+    todo: deque[Any] = deque([list(values)])
+    while todo:
+        holder = todo.popleft()
+        for value in holder.values() if isinstance(holder, dict) else holder:
+            if isinstance(value, (kind, dict, list, tuple)) and id(value) not in seen:
+                seen.add(id(value))
+                if isinstance(value, kind):
+                    yield value
+                else:
+                    todo.append(value)
 
 
 def save_under_name_of(cls: type, other: type) -> None:

@@ -27,10 +27,10 @@ from keras.src.layers.layer import Layer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfring import partition, step
+from tfring import _tf, partition, step
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
-from tfring.recognition import ring_in_scope
+from tfring.recognition import current_ring, ring_in_scope
 
 
 def install() -> None:
@@ -66,17 +66,17 @@ class RingCompileLoss(CompileLoss):
 def _replace_scaling() -> None:
     @seam(loss_module, "scale_loss_for_distribution")
     def scale(original: Callable[..., Any], value: Any) -> Any:
-        return value if step.weighing() else original(value)
+        return value if step.weighing() or _runs_in_no_step() else original(value)
 
     @seam(loss_module, "unscale_loss_for_distribution")
     def unscale(original: Callable[..., Any], value: Any) -> Any:
         running = step.weighing()
         if running is None:
-            return original(value)
+            return value if _runs_in_no_step() else original(value)
         value = tf.convert_to_tensor(before_division(value))
         return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
 
-    @seam(tf.nn, "compute_average_loss")
+    @seam(_tf.nn_impl_distribute, "compute_average_loss")
     def average(
         original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
     ) -> Any:
@@ -88,10 +88,15 @@ def _replace_scaling() -> None:
             return running.unweigh(loss)
         return loss * ring_in_scope().num_replicas_in_sync
 
-    @seam(tf.nn, "scale_regularization_loss")
+    @seam(_tf.nn_impl_distribute, "scale_regularization_loss")
     def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
         loss = original(regularization_loss)
         return loss * ring_in_scope().num_replicas_in_sync if step.weighing() else loss
+
+
+def _runs_in_no_step() -> bool:
+    """Returns True in the scope outside of any replica: a loss is that of all its rows, and no replicas add up."""
+    return current_ring() is not None and tf.distribute.in_cross_replica_context()
 
 
 def per_row_as_sum(loss: Any) -> Any:

@@ -21,8 +21,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
+from tfring import _tf
 from tfring._keras.layers import all_layers
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.adoption import SCOPE, adopt_variables, is_of, ring_of_variable
@@ -44,7 +46,7 @@ def install() -> None:
         with contextlib.nullcontext() if self.built else scope_of(self):
             return original(self, *args, **kwargs)
 
-    @seam(tf.compat.v1, "reset_default_graph")
+    @seam(_tf.framework_ops, "reset_default_graph")
     def reset_default_graph(original: Callable[..., Any]) -> None:
         # `keras.backend.clear_session()` calls it. An open scope is noted in the graph, which is empty anyway.
         if current_ring() is None:
@@ -70,11 +72,13 @@ def take_in_model(model: Any) -> None:
 def warn_of_model(model: Any) -> None:
     """Warns once a strategy of a model that trains on this worker alone, while others train theirs."""
     strategy = ring_of_process()
-    if strategy is None or strategy in _warned or getattr(model, "_distribute_strategy", None) is not None:
+    if strategy is None or strategy in _warned:
         return
     _warned.add(strategy)
+    other = getattr(model, "_distribute_strategy", None) or keras.distribution.distribution()
+    made = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
-        f"{type(model).__name__} {model.name!r} was made outside the scope: it trains alone on each of "
+        f"{type(model).__name__} {model.name!r} {made}: it trains alone on each of "
         f"{strategy.cluster.world_size} workers that call fit(), and of what they write to one path the last remains. "
         f"To train one model on all of them, make it {SCOPE}.",
         stacklevel=3,
@@ -117,8 +121,6 @@ def refuse_model(model: Any, method: str) -> None:
 
 def _layers_as_written(model: Any) -> list:
     """The layers of a model and of models in it, without those of which layers are made."""
-    import keras
-
     layers = model._flatten_layers(include_self=False, recursive=False)
     inner = (_layers_as_written(layer) if isinstance(layer, keras.Model) else [layer] for layer in layers)
     return [*itertools.chain.from_iterable(inner)]

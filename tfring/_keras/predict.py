@@ -81,12 +81,11 @@ class PredictFunction:
         self._model = model
         self._strategy = strategy
         self._replicas = len(strategy.extended.worker_devices)
-        self._eager = model.run_eagerly
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
         self.is_alone = strategy.extended.is_alone
         self._can_wait = strategy.extended.control.world_size > 1
         self._kept = _Kept(waits=False)  # of the loop that runs
-        made = (lambda body: body) if self._eager else graph_function
+        made = (lambda body: body) if model.run_eagerly else graph_function
         self._of_all = made(self._of_all_body)
         self._of_worker = made(self._of_worker_body)
         self._of_batch = made(self._of_batch_body)
@@ -104,6 +103,11 @@ class PredictFunction:
                 return self._keep(batches)
             self._check_shapes(batches[0])
             return self._of_all(batches, self._constants(batches[0]))
+
+    @property
+    def _eager(self) -> bool:
+        """Returns True if no graph is made, in which static dimensions would tell rows from others."""
+        return self._model.run_eagerly or tf.config.functions_run_eagerly()
 
     @property
     def waits(self) -> bool:

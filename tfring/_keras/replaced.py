@@ -58,7 +58,7 @@ REPLACED = {
     "keras.src.layers.core.embedding.Embedding.call": Function(
         "self, inputs", "pulls the rows of a table that parameter servers hold"
     ),
-    "tensorflow._api.v2.compat.v1.reset_default_graph": Function(
+    "tensorflow.python.framework.ops.reset_default_graph": Function(
         "", "keeps an open scope through `keras.backend.clear_session()`"
     ),
     # variables
@@ -80,10 +80,10 @@ REPLACED = {
         "sample_weight, mask, dtype, reduction", "divides by the unmasked elements of all replicas"
     ),
     f"{_LOSS}.reduce_values": Function("values, sample_weight, reduction", "divides by the weights of all replicas"),
-    "tensorflow._api.v2.nn.compute_average_loss": Function(
+    "tensorflow.python.ops.nn_impl_distribute.compute_average_loss": Function(
         "per_example_loss, sample_weight, global_batch_size", "divides by the rows of all replicas"
     ),
-    "tensorflow._api.v2.nn.scale_regularization_loss": Function(
+    "tensorflow.python.ops.nn_impl_distribute.scale_regularization_loss": Function(
         "regularization_loss", "divides by the replicas whose gradients are summed"
     ),
     "tensorflow.python.eager.backprop.GradientTape.gradient": Function(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ extended: dict[type, type] = {}  # classes of ours that Keras' derive from, with
 
 
 def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`, a function of `REPLACED`."""
+    """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`, a function of `REPLACED`.
+
+    A function is replaced in the module that defines it, and in all that hold it under its name: TensorFlow executes
+    modules of its API again under other names, before this or later.
+    """
     path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
     key = f"{path}.{name}"
     if key not in REPLACED or key in installed:
@@ -32,7 +37,8 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        setattr(owner, name, replaced)
+        for holder in [owner, *(m for m in list(sys.modules.values()) if vars(m).get(name) is original)]:
+            setattr(holder, name, replaced)
         return replacement
 
     return install

@@ -35,7 +35,7 @@ import keras
 import tensorflow as tf
 
 from tfring import _tf, partition, step
-from tfring._keras.layers import all_layers
+from tfring._keras.layers import all_layers, objects_in
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
@@ -120,20 +120,25 @@ def adding_to(variable: Any) -> Iterator[None]:
 
 
 def _reset(variable: Any, value: Any) -> bool:
-    """Writes zeros to every copy of a metric's state, and returns whether that is what was asked for.
+    """Writes zeros, or whole numbers, to every copy of a metric's state, and returns whether these were asked for.
 
-    TensorFlow takes a millisecond for each such variable: it divides the zeros by the number of replicas, and reads
-    what it has written.
+    TensorFlow takes a millisecond for each such variable: it divides the value by the number of replicas, and reads
+    what it has written. Of a whole number that leaves less: here the first replica has it, and the others zeros.
     """
     if not isinstance(variable, tf.distribute.DistributedValues) or not tf.executing_eagerly():
         return False
-    if variable.synchronization != tf.VariableSynchronization.ON_READ or ring_of(variable.distribute_strategy) is None:
+    ring = ring_of(variable.distribute_strategy)
+    if variable.synchronization != tf.VariableSynchronization.ON_READ or ring is None:
         return False
-    if (tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()) or not _is_zero(value):
+    is_sum_of_integers = variable.dtype.is_integer and variable.aggregation == tf.VariableAggregation.SUM
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        return False
+    if not is_sum_of_integers and not _is_zero(value):
         return False
     value = tf.cast(value, variable.dtype)
-    for copy in values_of(variable):
-        copy.assign(value, read_value=False)
+    for number, copy in enumerate(values_of(variable)):
+        is_first = number == 0 and ring.extended.control.rank == 0
+        copy.assign(value if is_first else tf.zeros_like(value), read_value=False)
     return True
 
 
@@ -371,18 +376,8 @@ def values_before(model: Any) -> dict:
 
 def _variables_of_tensorflow(model: Any) -> list:
     """Those that layers and the model hold as attributes, in lists and dicts too."""
-    found: dict = {}
-    todo = [value for layer in all_layers(model) for value in vars(layer).values()]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, tf.Variable):
-            if isinstance(value, tf.distribute.DistributedValues):
-                found[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            todo.extend(value)
-        elif isinstance(value, dict):
-            todo.extend(value.values())
-    return list(found.values())
+    values = [value for layer in all_layers(model) for value in vars(layer).values()]
+    return [v for v in objects_in(values, tf.Variable) if isinstance(v, tf.distribute.DistributedValues)]
 
 
 def written_together(strategy: RingStrategy, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:

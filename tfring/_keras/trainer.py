@@ -226,7 +226,7 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # One process does not build here. A step of its own need not call the model, which may lack `call`.
             if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
-                if not model.run_eagerly:
+                if not model.run_eagerly and not any(map(_ragged_or_sparse, tf.nest.flatten(data_batch))):
                     raise
                 _build_eagerly(model, data_batch)
     if first:
@@ -279,17 +279,30 @@ def _symbolic_batch(element_spec: Any) -> Any:
             return None
         first, *others = list(spec.shape) or [None]
         first = None if first == rows else first  # else of a constant beside the rows
-        return backend.KerasTensor([first, *others], backend.standardize_dtype(spec.dtype.name))
+        symbol = backend.KerasTensor([first, *others], backend.standardize_dtype(spec.dtype.name))
+        symbol._tfring_spec = spec
+        return symbol
 
     return tf.nest.map_structure(symbolic, specs)
 
 
+def _ragged_or_sparse(value: Any) -> Any:
+    """Returns the spec of a ragged or sparse component of a batch; None of a dense one."""
+    spec = getattr(value, "_tfring_spec", None)
+    return spec if isinstance(spec, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) else None
+
+
 def _build_eagerly(model: Any, data_batch: Any) -> None:
-    """Builds a model on a row of zeros: what runs eagerly may call NumPy, which takes no symbols."""
+    """Builds a model on a row of zeros, where symbols do not do: they are dense, and NumPy takes none."""
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
     def zeros(symbol: Any) -> Any:
-        return None if symbol is None else tf.zeros([n or 1 for n in symbol.shape], symbol.dtype)
+        if symbol is None:
+            return None
+        dense, spec = tf.zeros([n or 1 for n in symbol.shape], symbol.dtype), _ragged_or_sparse(symbol)
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensor.from_tensor(dense, ragged_rank=spec.ragged_rank)
+        return dense if spec is None else tf.sparse.from_dense(dense)
 
     x, y, _ = unpack_x_y_sample_weight(tf.nest.map_structure(zeros, data_batch))
     y_pred = model(x, training=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -18,7 +19,9 @@ class WarmUp(keras.callbacks.Callback):
     `warmup_steps`, `tfring.schedules.Scaled`).
 
     The rate of update `t`, counted from 0, is `rate * (start + (1 - start) * (t + 1) / warmup_steps)`. It follows from
-    `optimizer.iterations`, so it resumes after a restart. From update `warmup_steps` on the callback sets nothing, and
+    `optimizer.iterations`, so it resumes after a restart. The full rate is that of the optimizer before its first
+    update. Of one that has made some when a new WarmUp first sees it, such as that of a model from a file, the rate is
+    taken for that of the next update, with a warning. From update `warmup_steps` on the callback sets nothing, and
     others such as `ReduceLROnPlateau` have the rate to themselves.
 
     Args:
@@ -44,8 +47,16 @@ class WarmUp(keras.callbacks.Callback):
         self.warmup_steps, self.start = warmup_steps, start
         self._rate: float | None = None  # once the warm-up is over
 
+    def set_model(self, model: Any) -> None:
+        """Remembers the full rate of an optimizer that is new, before another callback restores what it had reached."""
+        super().set_model(model)
+        optimizer: Any = getattr(model, "optimizer", None)
+        rate = getattr(optimizer, "_learning_rate", None)
+        if self._rate is None and isinstance(rate, keras.Variable) and int(optimizer.iterations) == 0:
+            self._rate = float(optimizer.learning_rate)
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the full rate, and sets that of the next update."""
+        """Sets the rate of the next update."""
         schedule = getattr(self.model.optimizer, "_learning_rate", None)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ConfigurationError(
@@ -53,7 +64,7 @@ class WarmUp(keras.callbacks.Callback):
                 f"{type(schedule).__name__}. Give the schedule a warm-up, as tfring.schedules.Scaled has."
             )
         if self._rate is None:
-            self._rate = float(self.model.optimizer.learning_rate)
+            self._rate = self._full_rate(float(self.model.optimizer.learning_rate))
         self._set()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -65,5 +76,21 @@ class WarmUp(keras.callbacks.Callback):
         updates = int(optimizer.iterations)
         if self._rate is None or updates > self.warmup_steps:
             return
-        reached = min((updates + 1) / self.warmup_steps, 1.0)
-        optimizer.learning_rate = self._rate * (self.start + (1 - self.start) * reached)
+        optimizer.learning_rate = self._rate * self._share(updates)
+
+    def _share(self, updates: int) -> float:
+        """Returns the share of the full rate that an update has, from the number of those before it."""
+        return self.start + (1 - self.start) * min((updates + 1) / self.warmup_steps, 1.0)
+
+    def _full_rate(self, rate: float) -> float:
+        """Returns the full rate of an optimizer that has made updates, whose rate is that of the next."""
+        updates = int(self.model.optimizer.iterations)
+        full = rate / self._share(updates)
+        if full != rate:
+            warnings.warn(
+                f"WarmUp goes on at update {updates} of {self.warmup_steps}: it takes the learning rate {rate:.6g} for "
+                f"that of this update, so the full rate is {full:.6g}. If {rate:.6g} is the full rate, set "
+                "`optimizer.iterations.assign(0)` before fit().",
+                stacklevel=2,
+            )
+        return full

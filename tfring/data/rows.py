@@ -216,7 +216,8 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
         has_rows, lambda: [components[i] for i in places], lambda: [_with_a_row(components[i]) for i in places]
     )
     for i, component in zip(places, filled, strict=True):
-        components[i] = component
+        is_sparse = isinstance(component, tf.SparseTensor)  # of which a branch forgets the static shape
+        components[i] = _with_inner_shape(component, components[i].shape) if is_sparse else component
     return tf.nest.pack_sequence_as(element, components), has_rows
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from tfring._keras.layers import objects_in
+
 
 def optimizers_of(holder: Any) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers that an object holds, each once.
@@ -17,19 +19,8 @@ def optimizers_of(holder: Any) -> list[keras.optimizers.Optimizer]:
     Args:
       holder: a model or an optimizer, which is not part of the result.
     """
-    found: list[keras.optimizers.Optimizer] = []
-    todo: list[Any] = list(vars(holder).values())
-    while todo:
-        value = todo.pop(0)
-        if isinstance(value, dict):
-            todo.extend(v for v in value.values() if _may_hold(v))
-        elif isinstance(value, (list, tuple)):
-            todo.extend(v for v in value if _may_hold(v))
-        elif isinstance(value, keras.optimizers.Optimizer) and not any(value is o for o in (holder, *found)):
-            found.append(value)
-            todo.extend(v for v in vars(value).values() if _may_hold(v))
-    return found
-
-
-def _may_hold(value: Any) -> bool:
-    return isinstance(value, (keras.optimizers.Optimizer, dict, list, tuple))
+    found = [holder]
+    for each in found:
+        held = objects_in(vars(each).values(), keras.optimizers.Optimizer)
+        found += [optimizer for optimizer in held if not any(optimizer is other for other in found)]
+    return found[1:]
