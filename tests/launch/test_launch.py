@@ -730,6 +730,11 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["--nproc-per-node", "4", __file__], "Here it is -n 4"),
         (["--nproc_per_node=4", "--nnodes=1", __file__], "Here it is -n 4"),
         (["-n", "2", "train.ipynb"], "a notebook is no program: 'train.ipynb'"),
+        (["-n", "2", "--ssh-port", "22", __file__], "--ssh-port has no effect without --hosts or --hostfile"),
+        (["-n", "2", "--ssh-identity", "x", __file__], "Name the hosts, or leave --ssh-identity out"),
+        (["-n", "2", "--ssh-config", "x", __file__], "--ssh-config has no effect"),
+        (["-n", "2", "--workdir", "/tmp", __file__], "--workdir has no effect"),
+        (["-n", "2", "--python", sys.executable, __file__], "all workers start on this machine"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -763,6 +768,34 @@ def test_help_and_version():
     assert "launch" in output("--help")
     for word in ("-n N", "--log-dir", "TFRING_RANK", "TF_NUM_INTRAOP_THREADS", "tfring launch -n 4 train.py"):
         assert word in output("launch", "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "tfring: name a command. The commands are launch, doctor, bench, report, completion."),
+        (["lanch", "-n", "2"], "no such command: 'lanch'. Did you mean 'launch'? The commands are launch, doctor,"),
+        (["train.py"], "no such command: 'train.py'. The commands are launch, doctor,"),
+        (["--nowhere"], "no such command: '--nowhere'. The commands are launch, doctor,"),
+        (["doctor", "--ssh-port", "22"], "tfring doctor: --ssh-port has no effect without --hosts or --hostfile"),
+    ],
+)
+def test_a_wrong_command_lists_the_commands(arguments, message):
+    command = [sys.executable, "-m", "tfring", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2 and done.stdout == "" and message in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", ["launch", "doctor", "bench", "report"])
+def test_help_names_the_command(command):
+    """Options that have long lists of names break between them."""
+    tfring = [sys.executable, "-m", "tfring"]
+    asked = [[*tfring, "help", command], [*tfring, command, "--help"]]
+    texts = [subprocess.check_output(each, text=True, timeout=TIMEOUT) for each in asked]
+    assert texts[0] == texts[1] and texts[0].startswith(f"usage: tfring {command}")
+    for name in ("all_to_all", "all_reduce", "reduce_scatter") if command == "bench" else ():
+        assert re.search(rf"(?<!\w){name}\b", texts[0].partition("options:")[2]), texts[0]
+    assert not re.search(r",\w*_\w*\n", texts[0]), texts[0]
 
 
 @pytest.mark.parametrize("command", ["launch", "doctor", "bench", "report"])
