@@ -28,6 +28,7 @@ from tfring.errors import ConfigurationError
 
 _FORMAT, _FORMAT_OF_SHARDS = 3, 4  # 1 and 2 did not have the mesh
 _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
+_NOT_SAVED = 128 + signal.SIGTERM  # what a process ends with that SIGTERM stopped before it had saved
 
 
 class Backup(RunsLast, keras.callbacks.Callback):
@@ -48,7 +49,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     SIGTERM, by which schedulers announce that they take a machine back, has all ranks save after the present step and
     end with exit code 75, at which `tfring launch --max-restarts` starts them again; unless the program handles SIGTERM
-    itself.
+    itself. Where they cannot save, a line says why, and they end with exit code 143.
 
     Args:
       folder: of this `fit` alone, on a disk that rank 0 sees after a restart too.
@@ -60,7 +61,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         read on any number of workers too, and by a Backup of either kind. `folder` is on a disk that all ranks see.
         Default False.
       grace_seconds: after SIGTERM, how long the step or validation under way may take until the process ends without
-        saving, with the same exit code. Default 20.
+        saving, with exit code 143. Default 20.
 
     Raises:
       ConfigurationError: for arguments out of range; in `fit`, for a model that was not made in the scope of a
@@ -109,6 +110,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._strategy: Any = None  # while `fit` runs
         self._restored: Any = None  # the state it goes on from
         self._arrays: list[np.ndarray] | None = None  # on rank 0
+        self._problem = ""  # on rank 0: why the last save failed
 
     # -- around fit ------------------------------------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             yield
             return
 
-        limit = threading.Timer(self._grace_seconds, os._exit, [PREEMPTED])
+        limit = threading.Timer(self._grace_seconds, self._give_up)
         limit.daemon = True
 
         def on_sigterm(signum: int, frame: Any) -> None:
@@ -201,12 +203,27 @@ class Backup(RunsLast, keras.callbacks.Callback):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             limit.cancel()
         if self._preempted:  # after the last step
-            raise SystemExit(PREEMPTED)
+            raise SystemExit(_NOT_SAVED if self._problem else PREEMPTED)
+
+    def _give_up(self) -> NoReturn:
+        """Ends a process whose ranks have not reached the end of a step."""
+        self._say(self._not_saved(f"the step under way has not ended in {self._grace_seconds:g} s"))
+        os._exit(_NOT_SAVED)
 
     def _leave(self) -> NoReturn:
-        self._strategy.barrier()  # no rank ends before rank 0 has written
+        # No rank ends before rank 0 has written.
+        problem = variables.broadcast_bytes(self._strategy, self._problem.encode()).decode()
+        if problem:
+            self._say(self._not_saved(problem))
+            raise SystemExit(_NOT_SAVED)
         self._say(f"SIGTERM: training is saved in {self._folder}, and ends with exit code {PREEMPTED}")
         raise SystemExit(PREEMPTED)
+
+    def _not_saved(self, problem: str) -> str:
+        return (
+            f"SIGTERM: training could not be saved in {self._folder} ({problem}), and ends with exit code "
+            f"{_NOT_SAVED}. A restart goes on from the backup before it, or from the start where there is none"
+        )
 
     def _say(self, text: str) -> None:
         if self._strategy.cluster.is_chief:
@@ -342,6 +359,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         everyones = [json.loads(data) for data in variables.gather_bytes(strategy, json.dumps(mine).encode())]
         if not strategy.cluster.is_chief:
             return
+        self._problem = ""
         of_callbacks: list[np.ndarray] = []
         callbacks = self._attributes.changed(of_callbacks)
         state = {
@@ -373,4 +391,6 @@ class Backup(RunsLast, keras.callbacks.Callback):
             arrays = [*taken.arrays, *map(variables.bits, of_callbacks)]
             files.write(self._folder, self._epoch, step, state, arrays, self._keep)
         except OSError as error:  # a full disk is no reason to lose what is in memory
-            warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)
+            self._problem = str(error)
+            if self.granted != _SAVE_AND_LEAVE:  # else `_leave` reports it
+                warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)
