@@ -156,6 +156,8 @@ tfring_statistics World::statistics() {
 
 void World::abort(const Status& why) { liveness_.lock()->break_up(why); }
 
+void World::tell_raised(const std::string& error) { liveness_.lock()->tell_raised(error); }
+
 Status World::failure() { return liveness_.lock()->failure(); }
 
 int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
