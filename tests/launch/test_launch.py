@@ -174,6 +174,42 @@ def test_a_ring_forms_without_tensorflow(launch):
     ]
 
 
+def test_a_rank_that_has_ended_is_not_waited_for(launch):
+    script = """
+        import tfring
+        if rank == 0:
+            tfring.barrier()
+    """
+    done = launch(2, script, code=1)
+    assert 'RendezvousError: Rank 1 has ended, and ring "functions" cannot form without it' in done.stderr, done.stderr
+
+
+def test_a_rank_that_waits_says_for_whom(launch):
+    """It is the lowest of those that wait."""
+    script = """
+        import tfring
+        if rank == 2:
+            wait_for("said")
+        tfring.barrier()
+        print("through", rank)
+    """
+    watched = """
+        import io
+        class Watched(io.TextIOBase):
+            def write(self, text):
+                if "rank 2 at 127.0.0.1:" in text:
+                    note("said")
+                return sys.__stderr__.write(text)
+        sys.stderr = Watched()
+    """
+    done = launch(3, textwrap.dedent(watched) + textwrap.dedent(script))
+    [line] = [line for line in done.stderr.splitlines() if "has waited" in line]
+    waits = r'tfring: rank 0 has waited \d+ s for ring "functions" to form, and waits up to \d+ s; '
+    assert re.search(waits, line), line
+    assert re.search(r"never answered: rank 2 at 127\.0\.0\.1:\d+ \(.+\)", line) and "rank 1" not in line, line
+    assert sorted(re.findall(r"through \d", done.stdout)) == ["through 0", "through 1", "through 2"]
+
+
 def test_the_launcher_imports_nothing_that_it_does_without():
     large = {"tensorflow", "keras", "numpy", "wrapt", "asyncio"}
     program = f"import sys, tfring.launch.cli; print({large} & {{*sys.modules}})"

@@ -161,7 +161,8 @@ def test_calls_at_two_places():
 @pytest.mark.parametrize("how", ["callback", "operation"])
 def test_an_error_of_one_rank_reaches_the_others(tmp_path, how):
     of_0, of_1 = workers(2).run(where_one_rank_raises, str(tmp_path), how, timeout=200)
-    assert re.match(r"rank 1 failed while rank 0 waited for it in .*: \w+Error: .*no such row\.? Rank 0 was in", of_0), of_0
+    told = r"rank 1 failed while rank 0 waited for it in .*: \w+Error: .*no such row\.? Rank 0 was in"
+    assert re.match(told, of_0), of_0
     assert "as this one" not in of_0 and "no such row" in of_1
 
 

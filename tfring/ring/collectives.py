@@ -209,7 +209,7 @@ class Collectives(abc.ABC):
         """Breaks this engine on all ranks after a failure elsewhere, so that no rank waits in it in vain."""
 
     def tell_raised(self, error: BaseException) -> None:  # noqa: B027  the same
-        """Tells the other ranks of an error of this rank's program, so that those without one wait in vain no longer."""
+        """Tells the other ranks of an error of this rank's program, so that those without one do not wait."""
 
     @property
     def needs_fixed_shapes(self) -> bool:
