@@ -312,6 +312,40 @@ def ended(folder):
     return True
 
 
+def in_a_folder_of_another_job(folder):
+    import tfring
+
+    model, arguments, _, _ = case("no randomness")
+    with strategy().scope():
+        model = model()
+    backup = tfring.callbacks.Backup(folder)
+    with pytest.raises(tfring.errors.ConfigurationError) as raised:
+        model.fit(**arguments, epochs=1, verbose=0, callbacks=[backup])
+    return str(raised.value)
+
+
+def test_two_jobs_with_one_folder(tmp_path):
+    """The second is refused on all ranks, also under another name of the folder; once the first is gone, it is not."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    program = f"""{IMPORTS}
+with test_backup.load_files().held(pathlib.Path(sys.argv[1])) as holder:
+    print("held", holder, flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "folder"), "--of-the-first"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline().split() == ["held"]
+        messages = workers(2).run(in_a_folder_of_another_job, str(tmp_path / "link"))
+        first.kill()
+    for message in messages:
+        assert message.startswith("The folder of a Backup is in use by another job"), message
+        assert f"process {first.pid} on " in message and "--of-the-first" in message, message
+    with load_files().held(tmp_path / "folder") as holder:
+        assert holder == ""
+    assert not list((tmp_path / "folder").iterdir())
+
+
 def test_when_training_has_ended(tmp_path):
     assert workers(1).run(ended, str(tmp_path / "backup")) == [True]
 
@@ -572,7 +606,7 @@ model.fit(**arguments, verbose=0, callbacks=[backup, Stop()])
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 143 and "is saved" not in done.stderr, done.stderr
     assert "could not be saved" in done.stderr and "the step under way has not ended in 0.5 s" in done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.npz"))
 
 
 def test_a_kill_during_a_write_loses_nothing(tmp_path):

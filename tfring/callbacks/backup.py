@@ -65,7 +65,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     Raises:
       ConfigurationError: for arguments out of range; in `fit`, for a model that was not made in the scope of a
-        RingStrategy, or is another than was saved; with `sharded`, for a folder that some rank does not see.
+        RingStrategy, or is another than was saved; for a folder that another
+        job uses now; with `sharded`, for a folder that some rank does not see.
       OSError: in `fit`, where the folder holds files and none is whole.
 
     The place in the data is found by drawing again. Batches of the present epoch are drawn and thrown away; earlier
@@ -121,14 +122,15 @@ class Backup(RunsLast, keras.callbacks.Callback):
         try:
             if self._sharded:
                 self._check_that_all_see_the_folder()
-            self._read()
-            # Those with which data was shuffled; so they are set before data is drawn.
-            states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
-            if states:
-                random_states.give(states)
-            self._random_at_start = states or random_states.take()
-            with self._sigterm():
-                yield
+            with files.held(self._folder) if self._strategy.cluster.is_chief else contextlib.nullcontext("") as holder:
+                self._read(holder)
+                # Those with which data was shuffled; so they are set before data is drawn.
+                states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
+                if states:
+                    random_states.give(states)
+                self._random_at_start = states or random_states.take()
+                with self._sigterm():
+                    yield
         finally:
             self._strategy, self._restored, self._arrays = None, None, None
             model._initial_epoch = initial_epoch
@@ -153,11 +155,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
                 "Name another folder, or leave `sharded` out: then rank 0 writes all."
             )
 
-    def _read(self) -> None:
-        """On all ranks: the newest state, or None; its arrays on rank 0."""
+    def _read(self, holder: str) -> None:
+        """On all ranks: the newest state, or None; its arrays on rank 0. Fails where another process has the folder."""
         self._restored = self._arrays = None
-        reply: dict = {}
-        if self._strategy.cluster.is_chief:
+        reply: dict = {"holder": holder} if holder else {}
+        if self._strategy.cluster.is_chief and not holder:
             try:
                 found = files.newest(self._folder)
                 if found:
@@ -168,6 +170,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
         reply = json.loads(variables.broadcast_bytes(self._strategy, json.dumps(reply).encode()))
         if "problem" in reply:
             raise OSError(reply["problem"])
+        if "holder" in reply:
+            raise ConfigurationError(
+                "The folder of a Backup is in use by another job, whose files this one would go on from. Received: "
+                f"{str(self._folder)!r}, of {reply['holder']}. Give each job a folder of its own."
+            )
         if reply:
             self._restored = reply["state"]
             if self._restored["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
