@@ -6,6 +6,7 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -792,6 +793,21 @@ def test_a_worker_that_cannot_start(launch, tmp_path):
     script = "note('w0'); time.sleep(600)"
     done = launch(2, script, options=["--log-dir", str(tmp_path / "logs")], code=71)
     assert "tfring launch: could not start rank 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_workers_for_which_there_are_no_descriptors(launch):
+    """The number that is named is enough; and of a limit that the launcher may raise by itself nothing is said."""
+
+    def limit(soft, hard):
+        return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    for few in (12, 40):
+        done = launch(16, "", code=71, preexec_fn=limit(few, few))
+        line = re.search(r"the limit is (\d+), and 16 processes take up to (\d+)\. Raise it \(`ulimit -n", done.stderr)
+        assert line and int(line[1]) == few and "Traceback" not in done.stderr, done.stderr
+    enough = int(line[2])
+    for soft in (40, enough):
+        assert launch(16, "print('begun')", preexec_fn=limit(soft, enough)).stdout.count("begun") == 16
 
 
 def test_help_and_version():

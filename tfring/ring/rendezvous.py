@@ -31,7 +31,7 @@ from tfring.cluster.address import parse_address
 from tfring.errors import PeerLostError, RendezvousError
 from tfring.ring import library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
-from tfring.transport import handshake, mailbox, wire
+from tfring.transport import handshake, mailbox, sockets, wire
 from tfring.transport.dial import dial, probe
 from tfring.transport.listener import Connection, Listener
 
@@ -39,7 +39,6 @@ _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
 _FDS_OF_A_LINK = 8  # while it is made; 3 after that
-_FDS_OF_OTHERS = 256  # for everything else that the process opens: files, threads' pipes, other rings
 _SILENT_SECONDS = 3.0  # until a rank that waits says for whom, and
 _REPORT_SECONDS = 30.0  # between two such lines
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
@@ -88,7 +87,7 @@ def connect(
     Raises:
         RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
-    _raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
+    sockets.raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
@@ -120,7 +119,7 @@ def connect_to(
         PeerLostError: That rank has left the ring.
         RendezvousError: As `connect`.
     """
-    _raise_descriptor_limit(_FDS_OF_A_LINK)
+    sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [rank], transport, timeout_seconds, broken)
     forming.kind, forming.is_linked = "link", is_linked
     return forming.run().get(rank)
@@ -132,7 +131,7 @@ def answer(cluster: Any, ring: str, connection: Connection, *, transport: str) -
     Raises:
         RendezvousError: The two ranks cannot be linked; the other one is told.
     """
-    _raise_descriptor_limit(_FDS_OF_A_LINK)
+    sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
     forming.answer(connection)
     return forming.links.get(connection.hello["rank"])
@@ -475,18 +474,6 @@ class _Forming:
         if self.listener.turned_away:
             told += f". Turned away here: {self.listener.turned_away}"
         return told
-
-
-def _raise_descriptor_limit(descriptors: int) -> None:
-    """Raises this process' own descriptor limit, as far as it may, where this number of new ones needs it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
-    wanted = len(os.listdir("/proc/self/fd")) + descriptors + _FDS_OF_OTHERS
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _own_descriptors(link: Link) -> tuple[int, ...]:
