@@ -200,7 +200,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
         def on_sigterm(signum: int, frame: Any) -> None:
             if not self._preempted:
-                self._preempted = True
+                self._preempted, self._preempted_at = True, time.monotonic()
                 limit.start()
 
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -308,10 +308,18 @@ class Backup(RunsLast, keras.callbacks.Callback):
     # -- counting and saving ---------------------------------------------------------------------------------------
 
     def wants(self) -> int:
-        if self._preempted:
+        if self._preempted and self._may_save(self._preempted_at):
             return _SAVE_AND_LEAVE
-        due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
+        due_at = self._saved_at + (self._every_seconds or 0)
+        due = self._every_seconds is not None and time.monotonic() >= due_at and self._may_save(due_at)
         return _SAVE if due and self._strategy.cluster.is_chief else _NOTHING
+
+    def _may_save(self, due_at: float) -> bool:
+        """Returns False where saving would end a window of `Delayed` early, for half of the grace at most."""
+        steps = self._steps_since_saved + self.model.steps_per_execution  # with those that have just been made
+        if self._strategy.updater is None or (self._every_steps is not None and steps >= self._every_steps):
+            return True
+        return self._strategy.updater.is_at_rest(self.model) or time.monotonic() >= due_at + self._grace_seconds / 2
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._executions[-1] += 1
