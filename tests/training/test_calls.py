@@ -131,6 +131,40 @@ def where_all_ranks_raise(_):
     return len(model.fit(x, y, verbose=0).history["loss"])
 
 
+def where_a_condition_differs(_):
+    """One replica updates, the other does not."""
+    import keras
+    import tensorflow as tf
+
+    class Conditional(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+
+            def update():
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return 1.0
+
+            return {"updated": tf.cond(tf.reduce_sum(x) > 100.0, update, lambda: 0.0)}
+
+    with harness.strategy().scope():
+        model = Conditional([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.arange(20.0, dtype="float32").reshape(20, 1)  # sums of 45 and of 145
+    with pytest.raises(MismatchError) as raised:
+        model.fit(x, x, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    return str(raised.value)
+
+
+def test_a_condition_that_differs_between_replicas_is_told():
+    env = {"TFRING_STALL_WARNING_SECONDS": "2"}
+    for message in workers(2, env=env).run(where_a_condition_differs, None):
+        assert "wait for each other in different rings, and neither computes" in message
+        assert "where a condition around an update (tf.cond) is of a replica's own value" in message
+
+
 def test_calls_and_batches_that_differ():
     results = workers(2).run(messages_of_calls, None)
     assert results[0][0] == results[1][0]

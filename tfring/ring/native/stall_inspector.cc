@@ -170,7 +170,8 @@ Status StallInspector::wait_crosswise(const Guarded<Liveness>::Locked& liveness,
                             here() + ", " + who + " in ring \"" + name_of_ring(elsewhere_) +
                             "\"; the last it called in ring \"" + settings_.name + "\" is " +
                             describe(peer.report.pong.header) +
-                            ". All ranks call the collectives of all rings in one order, also where one "
+                            ". All ranks call the collectives of all rings in one order. They do not where a "
+                            "condition around an update (tf.cond) is of a replica's own value, or where one "
                             "catches an error that the others do not get"});
 }
 
