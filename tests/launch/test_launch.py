@@ -933,6 +933,24 @@ print("of the user", file=sys.stderr)
         assert sum(f"this is rank {rank}" in line for line in lines) == 2
 
 
+def test_a_warning_of_all_ranks_is_shown_once_and_counted(launch):
+    script = """
+        import warnings
+        warnings.warn("shapes differ")
+        print("  behind it", rank, file=sys.stderr, flush=True)
+        if rank == 2:
+            warnings.warn("of rank 2 alone")
+    """
+    lines = launch(3, script).stderr.splitlines()
+    [count] = [line for line in lines if "how many ranks" in line]
+    assert count.endswith("shown once, and how many ranks printed them: 3 ranks: UserWarning: shapes differ")
+    lines.remove(count)
+    assert sum("UserWarning: shapes differ" in line for line in lines) == 1
+    assert sum('warnings.warn("shapes differ")' in line for line in lines) == 1
+    assert sum('warnings.warn("of rank 2 alone")' in line for line in lines) == 1
+    assert sum("  behind it" in line for line in lines) == 3
+
+
 GRAPH_ERROR = r'''
 def fail(message):
     raise ValueError(message)

@@ -610,6 +610,9 @@ class Job:
             worker.close()
         for reserved in self._reserved.values():
             reserved.close()
+        repeated = self._shown.repeated_warnings()
+        if repeated:
+            self._say("warnings that are shown once, and how many ranks printed them: " + "; ".join(repeated))
         alone = self._num_workers > 1 and bool(self._taken) and not self._collect_taken()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)
