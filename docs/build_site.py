@@ -9,13 +9,16 @@ nothing, or to a heading that is not there, fails the build.
 
 from __future__ import annotations
 
+import html.parser
 import json
+import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
@@ -38,6 +41,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"Input": "docs/data.md"},
             {"Metrics, logs and state": "docs/metrics_and_state.md"},
             {"Losses and steps of your own": "docs/custom_training.md"},
+            {"Functions for scripts": "docs/scripts.md"},
             {"Batch normalization": "docs/sync_batch_normalization.md"},
             {"Saving": "docs/saving.md"},
             {"Restarts": "docs/restarts.md"},
@@ -55,6 +59,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     {
         "Operation": [
             {"Clusters": "docs/clusters.md"},
+            {"Environment": "docs/environment.md"},
             {"GPUs": "docs/gpus.md"},
             {"Errors": "docs/errors.md"},
             {"Faults": "docs/faults.md"},
@@ -76,9 +81,11 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     },
     {
         "Benchmarks": [
-            f"benchmarks/{name}/README.md" for name in ("training", "collectives", "equality", "kernels", "rows")
+            f"benchmarks/{name}/README.md"
+            for name in ("training", "collectives", "delay", "servers", "equality", "kernels", "rows")
         ]
     },
+    {"Decisions": [f"docs/decisions/{path.name}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]},
 ]
 
 # Public names by chapter of the API reference, as `tfring.` has them.
@@ -158,8 +165,45 @@ def main() -> int:
         (sources / "site.css").write_text(STYLE)
         configuration = pathlib.Path(name, "mkdocs.yml")  # JSON is YAML
         configuration.write_text(json.dumps(settings(sources, folder)))
-        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file", str(configuration)]
-        return subprocess.run(command).returncode
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", str(configuration)]
+        code = subprocess.run(command).returncode
+    dead = dead_links(folder)
+    print("".join(f"{page} links to {link}, which is not there\n" for page, link in dead), end="", file=sys.stderr)
+    return code or int(bool(dead))
+
+
+class Anchors(html.parser.HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, page: pathlib.Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.links.append(value)
+            elif name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+def dead_links(folder: pathlib.Path) -> list[tuple[str, str]]:
+    """Returns the page and the link, of each link within a site that leads to no file, or to no anchor of one."""
+    found = {page: Anchors(page) for page in sorted(folder.rglob("*.html"))}
+    dead = []
+    for page, anchors in found.items():
+        for link in anchors.links:
+            url = urllib.parse.urlsplit(link)
+            path, fragment = urllib.parse.unquote(url.path), urllib.parse.unquote(url.fragment)
+            if url.scheme or url.netloc:
+                continue
+            there = pathlib.Path(os.path.normpath((folder if path.startswith("/") else page.parent) / path.lstrip("/")))
+            there = page if not path else there / "index.html" if there.is_dir() else there
+            if not there.exists() or (fragment and there in found and fragment not in found[there].anchors):
+                dead.append((str(page.relative_to(folder)), link))
+    return dead
 
 
 def pages() -> list[pathlib.Path]:
@@ -170,12 +214,12 @@ def pages() -> list[pathlib.Path]:
 
 
 def linked_files(page: pathlib.Path) -> list[pathlib.Path]:
-    """Returns pictures and sources that a page links to; of a folder, its files."""
+    """Returns pictures and sources that a page links to."""
     found = []
     for target, _ in LINK.findall(page.read_text()):
         path = (page.parent / target).resolve()
-        if "://" not in target and path.suffix != ".md" and path.is_relative_to(ROOT):
-            found += [path] if path.is_file() else [p for p in path.glob("*") if p.is_file()]
+        if "://" not in target and path.suffix != ".md" and path.is_relative_to(ROOT) and path.is_file():
+            found.append(path)
     return found
 
 
@@ -232,7 +276,6 @@ def settings(sources: pathlib.Path, folder: pathlib.Path) -> dict:
             "pymdownx.superfences",
             {"pymdownx.highlight": {"use_pygments": True}},
         ],
-        "validation": {"links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "ignore"}},
     }
 
 

@@ -87,7 +87,24 @@ def test_every_public_name_is_in_the_reference():
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+def test_a_dead_link_of_the_site_is_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<h1 id="top"></h1><a href="docs/a.html#here"></a><a href="docs/a.html#gone"></a><a href="#top"></a>'
+        '<a href="docs"></a><img src="gone.png"><a href="https://elsewhere/gone"></a><a href="/docs/a.html"></a>'
+    )
+    (tmp_path / "docs" / "a.html").write_text('<a name="here"></a><a href="../index.html#top"></a><a href="b.md"></a>')
+    dead = [
+        ("docs/a.html", "b.md"),
+        ("index.html", "docs/a.html#gone"),
+        ("index.html", "docs"),
+        ("index.html", "gone.png"),
+    ]
+    assert build_site().dead_links(tmp_path) == dead
+
+
 def test_the_site_builds(tmp_path):
+    """Without a dead link, which would end the build with 1."""
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "build_site.py", tmp_path / "site"],
         capture_output=True,

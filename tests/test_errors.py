@@ -29,6 +29,7 @@ WORDS = 4  # of a message, that the page has together
 NATIVE = (
     *("ranks disagree: rank ", "they wait for each other in a circle", "wait for each other in different rings"),
     *("wait for each other in different rings: all inter-op threads", " died: its process on "),
+    " failed while rank ",
     *(" left the ring (its script ended?)", " is stopped (by a signal, a debugger, or its machine)"),
     *(" cannot reach each other since", " gave up in ", " gave up without a word", " closed the ring during "),
     *(" was interrupted during ", "nothing moved for ", " takes no part: its process on ", " can no longer be used: "),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -122,6 +124,22 @@ def test_dir_has_all_names_and_imports_nothing():
         assert tfring.callbacks.Backup and tfring.errors.MismatchError
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", tfring._OF_HOROVOD)
+def test_a_name_of_horovod_leads_to_the_page_on_migration(name):
+    """Which has a row that names it."""
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}', which is Horovod's: docs/migration\.md says"):
+        getattr(tfring, name)
+    page = pathlib.Path(__file__).parents[1] / "docs" / "migration.md"
+    of_horovod = page.read_text().split("## From Horovod")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in of_horovod.splitlines() if line.startswith("| ")]
+    assert any(re.search(rf"\b{name}\b", cell) for cell in cells)
+
+
+def test_other_names_are_unknown():
+    with pytest.raises(AttributeError, match=r"^module 'tfring' has no attribute 'RingStrategyy'$"):
+        tfring.RingStrategyy  # noqa: B018  reading it is the test
 
 
 def test_a_type_checker_knows_the_names(tmp_path):

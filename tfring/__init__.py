@@ -41,6 +41,11 @@ _EXPORTS = {
 _WITHOUT_TENSORFLOW = ("tfring.cluster", "tfring.functions", "tfring.ring.communicator")
 # `tfring.callbacks.Backup`, without an import of its own.
 _ROOMS = ("callbacks", "data", "errors", "layers", "notebook", "parallel", "schedules")
+_OF_HOROVOD = (
+    *("init", "shutdown", "size", "local_size", "allreduce", "allgather", "broadcast_variables", "Compression"),
+    *("DistributedOptimizer", "DistributedGradientTape", "BroadcastGlobalVariablesCallback", "MetricAverageCallback"),
+    *("LearningRateWarmupCallback", "elastic"),
+)
 
 if TYPE_CHECKING:
     from tfring import callbacks, data, errors, layers, notebook, parallel, schedules
@@ -103,7 +108,8 @@ def _load(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"tfring.{name}")
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'tfring' has no attribute {name!r}")
+        horovods = ", which is Horovod's: docs/migration.md says what takes its place" if name in _OF_HOROVOD else ""
+        raise AttributeError(f"module 'tfring' has no attribute {name!r}{horovods}")
     if _EXPORTS[name] not in _WITHOUT_TENSORFLOW:
         check_tensorflow()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)

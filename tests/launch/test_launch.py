@@ -6,6 +6,7 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -172,6 +173,42 @@ def test_a_ring_forms_without_tensorflow(launch):
         "6.0 6.0 6.0 6.0 6.0",
         *(f"[{r}] " + " ".join(["6.0"] * 5) for r in (1, 2)),
     ]
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(launch):
+    script = """
+        import tfring
+        if rank == 0:
+            tfring.barrier()
+    """
+    done = launch(2, script, code=1)
+    assert 'RendezvousError: Rank 1 has ended, and ring "functions" cannot form without it' in done.stderr, done.stderr
+
+
+def test_a_rank_that_waits_says_for_whom(launch):
+    """It is the lowest of those that wait."""
+    script = """
+        import tfring
+        if rank == 2:
+            wait_for("said")
+        tfring.barrier()
+        print("through", rank)
+    """
+    watched = """
+        import io
+        class Watched(io.TextIOBase):
+            def write(self, text):
+                if "rank 2 at 127.0.0.1:" in text:
+                    note("said")
+                return sys.__stderr__.write(text)
+        sys.stderr = Watched()
+    """
+    done = launch(3, textwrap.dedent(watched) + textwrap.dedent(script))
+    [line] = [line for line in done.stderr.splitlines() if "has waited" in line]
+    waits = r'tfring: rank 0 has waited \d+ s for ring "functions" to form, and waits up to \d+ s; '
+    assert re.search(waits, line), line
+    assert re.search(r"never answered: rank 2 at 127\.0\.0\.1:\d+ \(.+\)", line) and "rank 1" not in line, line
+    assert sorted(re.findall(r"through \d", done.stdout)) == ["through 0", "through 1", "through 2"]
 
 
 def test_the_launcher_imports_nothing_that_it_does_without():
@@ -730,6 +767,11 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["--nproc-per-node", "4", __file__], "Here it is -n 4"),
         (["--nproc_per_node=4", "--nnodes=1", __file__], "Here it is -n 4"),
         (["-n", "2", "train.ipynb"], "a notebook is no program: 'train.ipynb'"),
+        (["-n", "2", "--ssh-port", "22", __file__], "--ssh-port has no effect without --hosts or --hostfile"),
+        (["-n", "2", "--ssh-identity", "x", __file__], "Name the hosts, or leave --ssh-identity out"),
+        (["-n", "2", "--ssh-config", "x", __file__], "--ssh-config has no effect"),
+        (["-n", "2", "--workdir", "/tmp", __file__], "--workdir has no effect"),
+        (["-n", "2", "--python", sys.executable, __file__], "all workers start on this machine"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -753,6 +795,21 @@ def test_a_worker_that_cannot_start(launch, tmp_path):
     assert "tfring launch: could not start rank 1" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_workers_for_which_there_are_no_descriptors(launch):
+    """The number that is named is enough; and of a limit that the launcher may raise by itself nothing is said."""
+
+    def limit(soft, hard):
+        return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    for few in (12, 40):
+        done = launch(16, "", code=71, preexec_fn=limit(few, few))
+        line = re.search(r"the limit is (\d+), and 16 processes take up to (\d+)\. Raise it \(`ulimit -n", done.stderr)
+        assert line and int(line[1]) == few and "Traceback" not in done.stderr, done.stderr
+    enough = int(line[2])
+    for soft in (40, enough):
+        assert launch(16, "print('begun')", preexec_fn=limit(soft, enough)).stdout.count("begun") == 16
+
+
 def test_help_and_version():
     tfring = [sys.executable, "-m", "tfring.launch.cli"]
 
@@ -763,6 +820,34 @@ def test_help_and_version():
     assert "launch" in output("--help")
     for word in ("-n N", "--log-dir", "TFRING_RANK", "TF_NUM_INTRAOP_THREADS", "tfring launch -n 4 train.py"):
         assert word in output("launch", "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "tfring: name a command. The commands are launch, doctor, bench, report, completion."),
+        (["lanch", "-n", "2"], "no such command: 'lanch'. Did you mean 'launch'? The commands are launch, doctor,"),
+        (["train.py"], "no such command: 'train.py'. The commands are launch, doctor,"),
+        (["--nowhere"], "no such command: '--nowhere'. The commands are launch, doctor,"),
+        (["doctor", "--ssh-port", "22"], "tfring doctor: --ssh-port has no effect without --hosts or --hostfile"),
+    ],
+)
+def test_a_wrong_command_lists_the_commands(arguments, message):
+    command = [sys.executable, "-m", "tfring", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 2 and done.stdout == "" and message in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", ["launch", "doctor", "bench", "report"])
+def test_help_names_the_command(command):
+    """Options that have long lists of names break between them."""
+    tfring = [sys.executable, "-m", "tfring"]
+    asked = [[*tfring, "help", command], [*tfring, command, "--help"]]
+    texts = [subprocess.check_output(each, text=True, timeout=TIMEOUT) for each in asked]
+    assert texts[0] == texts[1] and texts[0].startswith(f"usage: tfring {command}")
+    for name in ("all_to_all", "all_reduce", "reduce_scatter") if command == "bench" else ():
+        assert re.search(rf"(?<!\w){name}\b", texts[0].partition("options:")[2]), texts[0]
+    assert not re.search(r",\w*_\w*\n", texts[0]), texts[0]
 
 
 @pytest.mark.parametrize("command", ["launch", "doctor", "bench", "report"])
@@ -846,6 +931,24 @@ print("of the user", file=sys.stderr)
     assert count == {"oneDNN is on": 6, "not on rank 0": 2, "To enable": 1, "of the user": 3, "second line": 7}
     for rank in range(3):
         assert sum(f"this is rank {rank}" in line for line in lines) == 2
+
+
+def test_a_warning_of_all_ranks_is_shown_once_and_counted(launch):
+    script = """
+        import warnings
+        warnings.warn("shapes differ")
+        print("  behind it", rank, file=sys.stderr, flush=True)
+        if rank == 2:
+            warnings.warn("of rank 2 alone")
+    """
+    lines = launch(3, script).stderr.splitlines()
+    [count] = [line for line in lines if "how many ranks" in line]
+    assert count.endswith("shown once, and how many ranks printed them: 3 ranks: UserWarning: shapes differ")
+    lines.remove(count)
+    assert sum("UserWarning: shapes differ" in line for line in lines) == 1
+    assert sum('warnings.warn("shapes differ")' in line for line in lines) == 1
+    assert sum('warnings.warn("of rank 2 alone")' in line for line in lines) == 1
+    assert sum("  behind it" in line for line in lines) == 3
 
 
 GRAPH_ERROR = r'''

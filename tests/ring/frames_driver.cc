@@ -164,7 +164,7 @@ class Mirror {
   }
 
   void make_up_control(int to) {
-    const auto type = static_cast<tfring::ControlType>(below(&random_, 5));
+    const auto type = static_cast<tfring::ControlType>(below(&random_, 6));
     tfring::ControlFrame frame =
         tfring::make_control(type, 1, odd_number(&random_), tfring::Code::kPeerLost, "made up");
     char* bytes = reinterpret_cast<char*>(&frame);

@@ -628,6 +628,42 @@ static void crossed_groups(bool shared) {
   });
 }
 
+// A thread that claims the call that another thread is in: both fail, though all bytes have arrived.
+static void contending_threads(bool shared) {
+  World(2, shared, 30).run([](int rank, int64_t ring) {
+    struct Result {
+      int64_t ring;
+      bool contends;
+      std::vector<float> values;
+    } result{ring, rank == 0, {}};
+    const auto place = [](void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+      Result* into = static_cast<Result*>(context);
+      into->values.resize(static_cast<size_t>(rows[0] + rows[1]));
+      outputs[0] = into->values.data();
+      *placed = 1;
+      if (!into->contends) return;
+      std::thread([into] {
+        tfring_error error{};
+        float value = 0;
+        const int64_t dims[1] = {1};
+        const tfring_tensor tensor{&value, &value, dims, 1, kFloat32};
+        const tfring_call call = named("contended");
+        const int code = tfring_all_reduce(into->ring, &call, &tensor, 1, &error);
+        CHECK(code == TFRING_MISMATCH, "%s", error.message);
+      }).join();
+    };
+    tfring_error error{};
+    const tfring_call call = named("contended");
+    float row = static_cast<float>(rank);
+    const int64_t dims[1] = {1};
+    const tfring_tensor tensor{&row, nullptr, dims, 1, kFloat32};
+    const int code = tfring_all_gather(ring, &call, &tensor, 1, place, &result, &error);
+    if (rank == 1 && code == TFRING_OK) return;  // it was through before
+    CHECK(code == TFRING_MISMATCH, "%s", error.message);
+    CHECK(std::strstr(error.message, "two threads of rank 0") != nullptr, "%s", error.message);
+  });
+}
+
 // Takes what the scenarios leave in a trace, while they leave it. Of some there is no room.
 void take_records(const std::atomic<bool>* over) {
   std::vector<tfring_record> taken(64);
@@ -658,6 +694,7 @@ int main() {
     everything(6, shared, 0, 3);  // two levels
     everything(18, shared);       // more than are flat
     crossed_groups(shared);
+    contending_threads(shared);
     for (int size : {2, 4}) {
       disagreement(size, shared);
       leaving(size, shared);

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import pathlib
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -212,6 +213,44 @@ def test_the_same_end_bit_for_bit(tmp_path):
         assert 1 <= len(list((tmp_path / name).iterdir())) <= 2
 
 
+def stop_with_a_full_disk(folder):
+    """SIGTERM in the third step, when the disk has no room for the second backup."""
+    import contextlib
+    import io
+
+    import keras
+
+    import tfring
+
+    ring = strategy()
+    model, arguments, _, _ = case("no randomness")
+    with ring.scope():
+        model = model()
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2 and ring.cluster.is_chief:
+                limit_files(4096)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
+            backup = tfring.callbacks.Backup(folder, every_steps=2)
+            model.fit(**arguments, epochs=4, verbose=0, callbacks=[backup, Stop()])
+    finally:
+        limit_files(resource.RLIM_INFINITY)
+    return end.value.code, said.getvalue()
+
+
+def test_a_full_disk_at_sigterm_is_reported(tmp_path):
+    (code, said), others = workers(2).run(stop_with_a_full_disk, str(tmp_path))
+    assert code == 143 and others == (143, "")
+    assert re.search(r"SIGTERM: training could not be saved in \S+ \(.*Errno 27.*\), and ends with exit code 143", said)
+    assert "is saved" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-00000-step-00000002.npz"]
+
+
 @pytest.mark.long
 def test_two_replicas_a_worker(tmp_path):
     names = ["arrays", "PyDataset, between two updates"]
@@ -271,6 +310,40 @@ def ended(folder):
     with pytest.raises(OSError, match=r"no backup in .* is whole"):
         fit(4)
     return True
+
+
+def in_a_folder_of_another_job(folder):
+    import tfring
+
+    model, arguments, _, _ = case("no randomness")
+    with strategy().scope():
+        model = model()
+    backup = tfring.callbacks.Backup(folder)
+    with pytest.raises(tfring.errors.ConfigurationError) as raised:
+        model.fit(**arguments, epochs=1, verbose=0, callbacks=[backup])
+    return str(raised.value)
+
+
+def test_two_jobs_with_one_folder(tmp_path):
+    """The second is refused on all ranks, also under another name of the folder; once the first is gone, it is not."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    program = f"""{IMPORTS}
+with test_backup.load_files().held(pathlib.Path(sys.argv[1])) as holder:
+    print("held", holder, flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "folder"), "--of-the-first"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline().split() == ["held"]
+        messages = workers(2).run(in_a_folder_of_another_job, str(tmp_path / "link"))
+        first.kill()
+    for message in messages:
+        assert message.startswith("The folder of a Backup is in use by another job"), message
+        assert f"process {first.pid} on " in message and "--of-the-first" in message, message
+    with load_files().held(tmp_path / "folder") as holder:
+        assert holder == ""
+    assert not list((tmp_path / "folder").iterdir())
 
 
 def test_when_training_has_ended(tmp_path):
@@ -514,6 +587,26 @@ def test_an_array_that_is_not_what_its_header_says(tmp_path, array, octets, said
             member.write(octets)
     with pytest.raises(OSError, match=rf"no backup in .* is whole. epoch-00001-.*: {said}. Bring a whole one there"):
         load_files().newest(tmp_path)
+
+
+def test_a_step_that_does_not_end_after_sigterm_is_reported(tmp_path):
+    program = f"""import os; os.environ["CUDA_VISIBLE_DEVICES"] = ""
+{IMPORTS}; import keras, os, tfring, time
+model, arguments, _, _ = test_backup.case("no randomness")
+with tfring.RingStrategy().scope():
+    model = model()
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(300)
+backup = tfring.callbacks.Backup(sys.argv[1], grace_seconds=0.5)
+model.fit(**arguments, verbose=0, callbacks=[backup, Stop()])
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 143 and "is saved" not in done.stderr, done.stderr
+    assert "could not be saved" in done.stderr and "the step under way has not ended in 0.5 s" in done.stderr
+    assert not list(tmp_path.glob("*.npz"))
 
 
 def test_a_kill_during_a_write_loses_nothing(tmp_path):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
+import time
 
 import harness
 import numpy as np
+import pytest
 from harness import workers
 
 from tfring.errors import MismatchError, PeerLostError
@@ -77,6 +80,91 @@ def message_of_calls_at_two_places(_):
         return str(error)
 
 
+def where_one_rank_raises(folder, how):
+    """Rank 1 raises an error, and its process lives on until rank 0 has its own."""
+    import keras
+    import tensorflow as tf
+
+    strategy = harness.strategy()
+    rank, model = strategy.rank, make_model(strategy)
+    rows = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if rank == 1 and batch == 1:
+                raise ValueError("no such row\nas this one")
+
+    def draw():
+        for number, row in enumerate(zip(*rows, strict=True)):
+            if rank == 1 and how == "operation" and number == 20:
+                raise ValueError("no such row")
+            yield row
+
+    spec = tf.TensorSpec((4,)), tf.TensorSpec((1,))
+    data = tf.data.Dataset.from_generator(draw, output_signature=spec).batch(10)
+    ended = pathlib.Path(folder, "rank 0 has ended")
+    with pytest.raises(PeerLostError if rank == 0 else (ValueError, tf.errors.OpError)) as raised:
+        model.fit(data, verbose=0, callbacks=[Raises()] if how == "callback" else [])
+    if rank == 0:
+        ended.touch()
+    deadline = time.monotonic() + 100
+    while not ended.exists():
+        assert time.monotonic() < deadline, "rank 0 waits"
+        time.sleep(0.1)
+    return str(raised.value)
+
+
+def where_all_ranks_raise(_):
+    """The ring is used on, also where one rank takes its time between two calls."""
+    import keras
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ValueError("on all ranks")
+
+    strategy = harness.strategy()
+    model = make_model(strategy)
+    x, y = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
+    with pytest.raises(ValueError, match="on all ranks"):
+        model.fit(x, y, verbose=0, callbacks=[Raises()])
+    time.sleep(6 * strategy.rank)
+    return len(model.fit(x, y, verbose=0).history["loss"])
+
+
+def where_a_condition_differs(_):
+    """One replica updates, the other does not."""
+    import keras
+    import tensorflow as tf
+
+    class Conditional(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+
+            def update():
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return 1.0
+
+            return {"updated": tf.cond(tf.reduce_sum(x) > 100.0, update, lambda: 0.0)}
+
+    with harness.strategy().scope():
+        model = Conditional([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.arange(20.0, dtype="float32").reshape(20, 1)  # sums of 45 and of 145
+    with pytest.raises(MismatchError) as raised:
+        model.fit(x, x, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    return str(raised.value)
+
+
+def test_a_condition_that_differs_between_replicas_is_told():
+    env = {"TFRING_STALL_WARNING_SECONDS": "2"}
+    for message in workers(2, env=env).run(where_a_condition_differs, None):
+        assert "wait for each other in different rings, and neither computes" in message
+        assert "where a condition around an update (tf.cond) is of a replica's own value" in message
+
+
 def test_calls_and_batches_that_differ():
     results = workers(2).run(messages_of_calls, None)
     assert results[0][0] == results[1][0]
@@ -102,3 +190,15 @@ def test_calls_at_two_places():
     of_0, of_1 = workers(2).run(message_of_calls_at_two_places, None)
     assert of_0.startswith("ranks disagree: ") and "Rank 0 was in `model.evaluate` at test_calls.py:" in of_0
     assert "Rank 1 was in `model.fit` at test_calls.py:" in of_1 and of_1.count("All ranks make") == 1
+
+
+@pytest.mark.parametrize("how", ["callback", "operation"])
+def test_an_error_of_one_rank_reaches_the_others(tmp_path, how):
+    of_0, of_1 = workers(2).run(where_one_rank_raises, str(tmp_path), how, timeout=200)
+    told = r"rank 1 failed while rank 0 waited for it in .*: \w+Error: .*no such row\.? Rank 0 was in"
+    assert re.match(told, of_0), of_0
+    assert "as this one" not in of_0 and "no such row" in of_1
+
+
+def test_ranks_that_raise_alike_may_go_on():
+    assert workers(2).run(where_all_ranks_raise, None) == [1, 1]

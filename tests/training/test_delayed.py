@@ -1,6 +1,8 @@
 """Delayed synchronization: each worker trains on its own rows, and weights are averaged every few steps."""
 
+import os
 import pathlib
+import signal
 import zipfile
 
 import harness
@@ -564,6 +566,43 @@ def test_a_backup_keeps_the_outer_momentum_and_each_workers_own(local_momentum, 
     whole = workers(2).run(interrupted, str(tmp_path / "whole"), None, local_momentum, tables)
     parts = workers(2).run(interrupted, str(tmp_path / "parts"), 8, local_momentum, tables)
     assert whole == parts and whole[0] == whole[1]
+
+
+def preempted(folder, at, every_steps):
+    """SIGTERM after a step in the middle of a window, then again from the backup; returns the weights and the logs."""
+    import keras
+
+    strategy = harness.strategy(synchronization=delayed(4, NESTEROV))
+    x, y = skewed_rows(ROWS)
+
+    class Stops(keras.callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+            if self.seen == at and strategy.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    for callbacks in ([Stops()], []):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = dense_model(keras.optimizers.SGD(0.01, momentum=0.9))
+        callbacks.append(tfring.callbacks.Backup(folder, every_steps=every_steps, grace_seconds=200))
+        try:
+            history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        except SystemExit:
+            assert at and callbacks[0].seen == (4 if every_steps is None else 3)
+            continue
+        break
+    return bits(model), history.history
+
+
+@pytest.mark.parametrize("every_steps", [None, 3])
+def test_sigterm_in_a_window_changes_nothing(every_steps, tmp_path):
+    """The window ends as it would have, and is counted in the logs of its epoch."""
+    whole = workers(2).run(preempted, str(tmp_path / "whole"), None, every_steps)
+    parts = workers(2).run(preempted, str(tmp_path / "parts"), 2, every_steps)
+    assert whole == parts and len(whole[0][1]["difference_norm"]) == 2
 
 
 def train_alone():

@@ -28,6 +28,7 @@ from tfring.errors import ConfigurationError
 
 _FORMAT, _FORMAT_OF_SHARDS = 3, 4  # 1 and 2 did not have the mesh
 _NOTHING, _SAVE, _SAVE_AND_LEAVE = range(3)
+_NOT_SAVED = 128 + signal.SIGTERM  # what a process ends with that SIGTERM stopped before it had saved
 
 
 class Backup(RunsLast, keras.callbacks.Callback):
@@ -48,7 +49,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     SIGTERM, by which schedulers announce that they take a machine back, has all ranks save after the present step and
     end with exit code 75, at which `tfring launch --max-restarts` starts them again; unless the program handles SIGTERM
-    itself.
+    itself. Where they cannot save, a line says why, and they end with exit code 143.
 
     Args:
       folder: of this `fit` alone, on a disk that rank 0 sees after a restart too.
@@ -60,11 +61,12 @@ class Backup(RunsLast, keras.callbacks.Callback):
         read on any number of workers too, and by a Backup of either kind. `folder` is on a disk that all ranks see.
         Default False.
       grace_seconds: after SIGTERM, how long the step or validation under way may take until the process ends without
-        saving, with the same exit code. Default 20.
+        saving, with exit code 143. Default 20.
 
     Raises:
       ConfigurationError: for arguments out of range; in `fit`, for a model that was not made in the scope of a
-        RingStrategy, or is another than was saved; with `sharded`, for a folder that some rank does not see.
+        RingStrategy, or is another than was saved; for a folder that another
+        job uses now; with `sharded`, for a folder that some rank does not see.
       OSError: in `fit`, where the folder holds files and none is whole.
 
     The place in the data is found by drawing again. Batches of the present epoch are drawn and thrown away; earlier
@@ -109,6 +111,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._strategy: Any = None  # while `fit` runs
         self._restored: Any = None  # the state it goes on from
         self._arrays: list[np.ndarray] | None = None  # on rank 0
+        self._problem = ""  # on rank 0: why the last save failed
 
     # -- around fit ------------------------------------------------------------------------------------------------
 
@@ -119,14 +122,15 @@ class Backup(RunsLast, keras.callbacks.Callback):
         try:
             if self._sharded:
                 self._check_that_all_see_the_folder()
-            self._read()
-            # Those with which data was shuffled; so they are set before data is drawn.
-            states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
-            if states:
-                random_states.give(states)
-            self._random_at_start = states or random_states.take()
-            with self._sigterm():
-                yield
+            with files.held(self._folder) if self._strategy.cluster.is_chief else contextlib.nullcontext("") as holder:
+                self._read(holder)
+                # Those with which data was shuffled; so they are set before data is drawn.
+                states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
+                if states:
+                    random_states.give(states)
+                self._random_at_start = states or random_states.take()
+                with self._sigterm():
+                    yield
         finally:
             self._strategy, self._restored, self._arrays = None, None, None
             model._initial_epoch = initial_epoch
@@ -151,11 +155,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
                 "Name another folder, or leave `sharded` out: then rank 0 writes all."
             )
 
-    def _read(self) -> None:
-        """On all ranks: the newest state, or None; its arrays on rank 0."""
+    def _read(self, holder: str) -> None:
+        """On all ranks: the newest state, or None; its arrays on rank 0. Fails where another process has the folder."""
         self._restored = self._arrays = None
-        reply: dict = {}
-        if self._strategy.cluster.is_chief:
+        reply: dict = {"holder": holder} if holder else {}
+        if self._strategy.cluster.is_chief and not holder:
             try:
                 found = files.newest(self._folder)
                 if found:
@@ -166,6 +170,11 @@ class Backup(RunsLast, keras.callbacks.Callback):
         reply = json.loads(variables.broadcast_bytes(self._strategy, json.dumps(reply).encode()))
         if "problem" in reply:
             raise OSError(reply["problem"])
+        if "holder" in reply:
+            raise ConfigurationError(
+                "The folder of a Backup is in use by another job, whose files this one would go on from. Received: "
+                f"{str(self._folder)!r}, of {reply['holder']}. Give each job a folder of its own."
+            )
         if reply:
             self._restored = reply["state"]
             if self._restored["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
@@ -186,12 +195,12 @@ class Backup(RunsLast, keras.callbacks.Callback):
             yield
             return
 
-        limit = threading.Timer(self._grace_seconds, os._exit, [PREEMPTED])
+        limit = threading.Timer(self._grace_seconds, self._give_up)
         limit.daemon = True
 
         def on_sigterm(signum: int, frame: Any) -> None:
             if not self._preempted:
-                self._preempted = True
+                self._preempted, self._preempted_at = True, time.monotonic()
                 limit.start()
 
         signal.signal(signal.SIGTERM, on_sigterm)
@@ -201,12 +210,27 @@ class Backup(RunsLast, keras.callbacks.Callback):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             limit.cancel()
         if self._preempted:  # after the last step
-            raise SystemExit(PREEMPTED)
+            raise SystemExit(_NOT_SAVED if self._problem else PREEMPTED)
+
+    def _give_up(self) -> NoReturn:
+        """Ends a process whose ranks have not reached the end of a step."""
+        self._say(self._not_saved(f"the step under way has not ended in {self._grace_seconds:g} s"))
+        os._exit(_NOT_SAVED)
 
     def _leave(self) -> NoReturn:
-        self._strategy.barrier()  # no rank ends before rank 0 has written
+        # No rank ends before rank 0 has written.
+        problem = variables.broadcast_bytes(self._strategy, self._problem.encode()).decode()
+        if problem:
+            self._say(self._not_saved(problem))
+            raise SystemExit(_NOT_SAVED)
         self._say(f"SIGTERM: training is saved in {self._folder}, and ends with exit code {PREEMPTED}")
         raise SystemExit(PREEMPTED)
+
+    def _not_saved(self, problem: str) -> str:
+        return (
+            f"SIGTERM: training could not be saved in {self._folder} ({problem}), and ends with exit code "
+            f"{_NOT_SAVED}. A restart goes on from the backup before it, or from the start where there is none"
+        )
 
     def _say(self, text: str) -> None:
         if self._strategy.cluster.is_chief:
@@ -284,10 +308,18 @@ class Backup(RunsLast, keras.callbacks.Callback):
     # -- counting and saving ---------------------------------------------------------------------------------------
 
     def wants(self) -> int:
-        if self._preempted:
+        if self._preempted and self._may_save(self._preempted_at):
             return _SAVE_AND_LEAVE
-        due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
+        due_at = self._saved_at + (self._every_seconds or 0)
+        due = self._every_seconds is not None and time.monotonic() >= due_at and self._may_save(due_at)
         return _SAVE if due and self._strategy.cluster.is_chief else _NOTHING
+
+    def _may_save(self, due_at: float) -> bool:
+        """Returns False where saving would end a window of `Delayed` early, for half of the grace at most."""
+        steps = self._steps_since_saved + self.model.steps_per_execution  # with those that have just been made
+        if self._strategy.updater is None or (self._every_steps is not None and steps >= self._every_steps):
+            return True
+        return self._strategy.updater.is_at_rest(self.model) or time.monotonic() >= due_at + self._grace_seconds / 2
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._executions[-1] += 1
@@ -342,6 +374,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         everyones = [json.loads(data) for data in variables.gather_bytes(strategy, json.dumps(mine).encode())]
         if not strategy.cluster.is_chief:
             return
+        self._problem = ""
         of_callbacks: list[np.ndarray] = []
         callbacks = self._attributes.changed(of_callbacks)
         state = {
@@ -373,4 +406,6 @@ class Backup(RunsLast, keras.callbacks.Callback):
             arrays = [*taken.arrays, *map(variables.bits, of_callbacks)]
             files.write(self._folder, self._epoch, step, state, arrays, self._keep)
         except OSError as error:  # a full disk is no reason to lose what is in memory
-            warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)
+            self._problem = str(error)
+            if self.granted != _SAVE_AND_LEAVE:  # else `_leave` reports it
+                warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)

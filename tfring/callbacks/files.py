@@ -14,6 +14,7 @@ Names of shards are drawn each time, so that those of two backups after the same
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import lzma
 import math
@@ -21,10 +22,13 @@ import os
 import pathlib
 import re
 import secrets
+import socket
 import struct
+import sys
+import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -34,10 +38,61 @@ from tfring import blocks
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.npz")
 _SHARDS = re.compile(r"(epoch-\d+-step-\d+)-[0-9a-f]{8}-rank-\d+\.npz")
 _STATE = "state.json"
+_LOCK = ".job"  # names the process that uses the folder, and is gone when it has ended
+_LOCK_TRIES, _LOCK_PAUSE_SECONDS = 10, 0.5  # a process that was killed may have been in a write
 _NOT_WHOLE = (  # as zipfile and numpy put it
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error),
     *(ValueError, LookupError, EOFError, RuntimeError, TypeError, OverflowError, MemoryError),
 )
+
+
+@contextlib.contextmanager
+def held(folder: pathlib.Path) -> Iterator[str]:
+    """Holds a folder for this process, and yields which other one does; an empty text if none does.
+
+    Where the folder cannot be written, or has no locks, as on some network file systems, it holds nothing.
+    """
+    path = folder / _LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, holder = _lock(path)
+    except OSError:
+        yield ""
+        return
+    with file:
+        if holder:
+            yield holder
+            return
+        with contextlib.suppress(OSError):  # a full disk: it is held all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} ({' '.join(sys.argv)})")
+            file.flush()
+        try:
+            yield ""
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock(path: pathlib.Path) -> tuple[IO[str], str]:
+    """Returns the open file, and who holds it; an empty text where this process does from now on."""
+    for attempt in range(_LOCK_TRIES):
+        file = open(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its holder has just removed it
+                return file, ""
+        except BlockingIOError:
+            if attempt == _LOCK_TRIES - 1:
+                file.seek(0)
+                return file, file.read() or "another process"
+            time.sleep(_LOCK_PAUSE_SECONDS)
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+    raise OSError(f"{path} comes and goes")
 
 
 def write(

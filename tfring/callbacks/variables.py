@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfring import blocks, equality
 from tfring._keras.callbacks import all_variables
 from tfring._keras.optimizers import optimizers_of
+from tfring._keras.optimizers.local_steps import norms_of
 from tfring._keras.optimizers.residuals import residuals_of
 from tfring._keras.sharding import full_shape, gradient_is_complete, large, mark_of, sharding_of, slots
 from tfring.cluster.mesh import Coordinates, Mesh
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def variables_of(model: Any) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
-    found = [*all_variables(model), *residuals_of(model), *metrics_variables_of(model)]
+    found = [*all_variables(model), *residuals_of(model), *norms_of(model), *metrics_variables_of(model)]
     each_once = {id(v): v for v in found}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 

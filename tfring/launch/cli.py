@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import pathlib
 import secrets
@@ -38,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     _open_standard_streams()
-    arguments, unknown = _parser().parse_known_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
+    parser = _parser()
+    _check_command(parser, argv)
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         arguments.parser.error(f"unknown option {unknown[0]} (options of the program stand behind its name)")
     return arguments.run(arguments)
@@ -144,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_parsed_by(options.parse_ops),
         default=options.DEFAULT_OPS,
         metavar="NAMES",
-        help=f"collectives, of {','.join(options.FACTORS)} (default: {','.join(options.DEFAULT_OPS)})",
+        help=f"collectives, of {', '.join(options.FACTORS)} (default: {', '.join(options.DEFAULT_OPS)})",
     )
     bench.add_argument(
         "--sizes",
@@ -177,6 +183,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     completion_of.add_argument("shell", choices=completion.SHELLS, help="the shell")
     return parser
+
+
+def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Lists the commands where none is named, or one that does not exist."""
+    [commands] = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if argv and (argv[0] in commands or argv[0] in parser._option_string_actions):
+        return
+    problem, meant = "name a command", ""
+    if argv:
+        problem = f"no such command: {argv[0]!r}"
+        close = difflib.get_close_matches(argv[0], commands, 1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+    parser.error(f"{problem}.{meant} The commands are {', '.join(commands)}.")
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -222,6 +241,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     seconds = arguments.timeout or examination.DEFAULT_SECONDS
     here = arguments.n is None and not arguments.hosts and not arguments.hostfile
     if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
+        _check_options_of_hosts(arguments, ())
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
@@ -235,6 +255,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     wanted = options.Options(arguments.op, arguments.sizes, arguments.dtype, arguments.json, arguments.plot)
     here = arguments.n is None and not arguments.hosts and not arguments.hostfile
     if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
+        _check_options_of_hosts(arguments, ())
         from tfring.bench import run
 
         return run.run(wanted)
@@ -298,6 +319,7 @@ def _run(
         error(str(problem))
     if not hosts and arguments.n is None:
         error("say how many workers with -n, or where with --hosts or --hostfile")
+    _check_options_of_hosts(arguments, hosts)
     if hosts and (servers or {}).get("max_worker_restarts"):
         error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
     if describes_a_cluster:
@@ -340,6 +362,20 @@ def _run(
         )
 
     return run_guarded(Restarts(make_job, hosts, limits, os.environ).run)
+
+
+def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host]) -> None:
+    """Refuses what says how to start workers elsewhere, where none is started there."""
+    by_ssh = bool(arguments.hosts or arguments.hostfile)
+    for option, has_effect in (
+        *(("--ssh-port", by_ssh), ("--ssh-identity", by_ssh), ("--ssh-config", by_ssh)),
+        *(("--workdir", bool(hosts)), ("--python", bool(hosts))),
+    ):
+        if getattr(arguments, option[2:].replace("-", "_")) is not None and not has_effect:
+            arguments.parser.error(
+                f"{option} has no effect without --hosts or --hostfile: all workers start "
+                f"{'through srun' if hosts else 'on this machine'}. Name the hosts, or leave {option} out"
+            )
 
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import pathlib
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -24,6 +26,7 @@ from tfring.launch.hosts import Host
 from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_graph
 from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import start
+from tfring.transport import sockets
 
 # Ladders: signals to send, and the seconds each is given. Ctrl-C lets the scripts write a checkpoint.
 _INTERRUPT = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0))
@@ -44,6 +47,7 @@ _JOINED = b"j"  # what a worker of asynchronous servers has said once they have 
 
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
+_FDS_OF_A_PROCESS = 6  # its socket, the same for a restart, two pipes it prints to, one it reports by, its log
 _BACKLOG = 128  # connections that wait for a worker
 _MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while as much is still to be shown
 
@@ -210,8 +214,21 @@ class Job:
                 key.data()
 
     def _start(self) -> None:
-        # Bound here and handed down, so that no other program takes a port before its worker listens.
         num_processes = self._num_workers + self._num_servers
+        limit = sockets.raise_descriptor_limit(num_processes * _FDS_OF_A_PROCESS)
+        try:
+            self._start_all(num_processes)
+        except (OSError, _CannotStartError) as error:
+            if getattr(error.__cause__ or error, "errno", None) != errno.EMFILE:
+                raise
+            raise _CannotStartError(
+                f"no file descriptors left: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and "
+                f"{num_processes} processes take up to {limit}. Raise it (`ulimit -n {limit}`, or LimitNOFILE of a "
+                "service), or start fewer"
+            ) from error
+
+    def _start_all(self, num_processes: int) -> None:
+        # Bound here and handed down, so that no other program takes a port before its worker listens.
         listeners = [_bound() for _ in range(num_processes)]
         self._addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         for rank, listener in enumerate(listeners):
@@ -593,6 +610,9 @@ class Job:
             worker.close()
         for reserved in self._reserved.values():
             reserved.close()
+        repeated = self._shown.repeated_warnings()
+        if repeated:
+            self._say("warnings that are shown once, and how many ranks printed them: " + "; ".join(repeated))
         alone = self._num_workers > 1 and bool(self._taken) and not self._collect_taken()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)

@@ -2,8 +2,9 @@
 
 Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because
 `print` writes it in parts. Of the others whole lines are shown, `[rank] ` in front; lines that were drawn
-over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log says on every rank, and
-the frames of a traceback that another rank has shown, are shown once. Bytes throughout, so no text is too odd.
+over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log says on every rank, a
+warning of Python, and the frames of a traceback that another rank has shown, are shown once. Bytes throughout,
+so no text is too odd.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _LOG = re.compile(
     rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE]|[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+) (\S+:\d+\] .*)"
     rb"|(WARNING: All log messages before absl::InitializeLog\(\) .*|To enable the following instructions: .*)"
 )
+# A warning as Python writes it; a line of the source follows it where there is one.
+_WARNING = re.compile(rb"\S.*:\d+: (\w*Warning: .*)")
 _PIPE_BYTES, _TERMINAL_BYTES = select.PIPE_BUF, 256  # what takes some bytes takes as many without blocking
 _MOST_PENDING_BYTES = 1 << 26  # what is printed beyond is dropped; reached only by what is being stopped
 _CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
@@ -149,6 +152,7 @@ class Stream:
         self._not_shown = b""  # what rank 0 has still to show
         self._frames: list[bytes] = []  # of a traceback that has not ended yet
         self._folds_log = False  # whether the last line of the log was left out
+        self._folds_source = False  # whether the line of the source of a warning is left out
         self._others_before_line = 0
         self._others_before_traceback = 0
         if fd is not None:
@@ -243,6 +247,12 @@ class Stream:
         if _FRAMES.search(line):
             self._frames = [line]
             return lines
+        folds_source, self._folds_source = self._folds_source, False
+        if folds_source and line.startswith(b"  "):
+            return lines
+        if _WARNING.match(line):
+            self._folds_source = self._shown.count_log_line(self._rank, line)
+            return lines if self._folds_source else [*lines, line]
         log = _LOG.match(line)
         if log:
             self._folds_log = self._shown.count_log_line(self._rank, log.group(1) or log.group(2))
@@ -304,6 +314,16 @@ class Shown:
             return True
         self._log[text] += 1
         return False
+
+    def repeated_warnings(self) -> list[str]:
+        """Returns the warnings that several ranks printed, which were shown once, and how many ranks those are."""
+        ranks = collections.Counter(text for _, text in self._log_of_rank)
+        found = []
+        for text, number in ranks.items():
+            warning = _WARNING.match(text)
+            if warning and number > 1:
+                found.append(f"{number} ranks: {warning[1].decode(errors='replace')}")
+        return found
 
     def first_with_frames(self, rank: int, frames: bytes) -> int | None:
         """Returns another rank that has shown these frames; else records this one, and returns None."""

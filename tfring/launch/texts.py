@@ -17,13 +17,15 @@ hosts:
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
-  their progress bars. Standard input goes to rank 0: there input() and pdb work, others pass by a breakpoint.
+  their progress bars. A warning of several ranks is shown once, and counted at the end. Standard input goes to
+  rank 0: there input() and pdb work, others pass by a breakpoint.
 
 ends:
   When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its traceback
   comes last, and its exit code (128 + signal if it was killed) is the launcher's. Ctrl-C interrupts all
   workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
-  launcher is killed.
+  launcher is killed. Where its child, which watches the workers, is killed at the same time, the workers end, but
+  not what they have started.
 
 servers:
   With --servers S, S more processes of the program serve parameters: tfring.ParameterServerStrategy() serves there, and

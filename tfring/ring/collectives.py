@@ -208,6 +208,9 @@ class Collectives(abc.ABC):
     def abort(self, failure: BaseException) -> None:  # noqa: B027  an engine need not know how
         """Breaks this engine on all ranks after a failure elsewhere, so that no rank waits in it in vain."""
 
+    def tell_raised(self, error: BaseException) -> None:  # noqa: B027  the same
+        """Tells the other ranks of an error of this rank's program, so that those without one do not wait."""
+
     @property
     def needs_fixed_shapes(self) -> bool:
         """Returns True if rows need the same capacity on every rank, because padding is sent too."""
@@ -403,6 +406,9 @@ class RingCollectives(Collectives):
 
     def abort(self, failure: BaseException) -> None:
         self.communicator.abort(failure)
+
+    def tell_raised(self, error: BaseException) -> None:
+        self.communicator.tell_raised(error)
 
     def close(self) -> None:
         self.communicator.close()

@@ -509,6 +509,18 @@ class Communicator:
         """Breaks this ring, on all ranks, because of a failure outside it; does nothing to one that is broken."""
         self._core.tfring_abort(self.handle, library.code_of(failure), str(failure).encode())
 
+    def tell_raised(self, error: BaseException) -> None:
+        """Tells the other ranks that the program raised an error on this one.
+
+        Those that wait for this rank's next call get a `PeerLostError` with its first line, unless they raise one
+        there, too.
+        """
+        # TensorFlow's errors begin with where the operation stands in the program.
+        where = ("Graph execution error:", "Detected at node", "<stack traces unavailable>", " ", "\t")
+        lines = [line for line in str(error).splitlines() if line and not line.startswith(where)]
+        text = ": ".join([type(error).__name__, *lines[:1]])
+        self._core.tfring_tell_raised(self.handle, text.encode(errors="replace"))
+
     def failure(self) -> BaseException | None:
         """Returns the `MismatchError`, `PeerLostError` or `CollectiveTimeoutError` that broke this ring, or None.
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iterator[None]:
     """Raises what broke one of these channels, caused by the error in which TensorFlow reports it.
 
-    The other channels break with it: a rank may wait there for one that has left its step.
+    The other channels break with it: a rank may wait there for one that has left its step. Where none is broken, an
+    error of the program passes, of which the other ranks are told.
 
     Args:
         channels: The rings of a strategy.
@@ -30,7 +31,8 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
         MismatchError, PeerLostError, CollectiveTimeoutError: See there.
     """
     try:
-        yield
+        with _told_to_others(channels):
+            yield
     except tf.errors.OpError as error:
         failures = [failure for channel in channels if (failure := channel.failure()) is not None]
         if not failures:
@@ -50,6 +52,17 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
         raise placed from error
     except RuntimeError as error:
         raise_interrupt(error)
+        raise
+
+
+@contextlib.contextmanager
+def _told_to_others(channels: Sequence[Collectives]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if all(channel.failure() is None for channel in channels):
+            for channel in channels:
+                channel.tell_raised(error)
         raise
 
 

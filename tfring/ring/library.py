@@ -269,6 +269,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_close": (None, handle),
         "tfring_end": (None,),
         "tfring_abort": (None, handle, size, ctypes.c_char_p),
+        "tfring_tell_raised": (None, handle, ctypes.c_char_p),
         "tfring_failure": (ctypes.c_int, handle, error),
         "tfring_next_warning": (None, ctypes.c_char_p, size),
         "tfring_set_pool_size": (None, size),

@@ -22,15 +22,16 @@ import resource
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
+from tfring import config
 from tfring.cluster import ports, secret
 from tfring.cluster.address import parse_address
 from tfring.errors import PeerLostError, RendezvousError
 from tfring.ring import library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
-from tfring.transport import handshake, mailbox, wire
+from tfring.transport import handshake, mailbox, sockets, wire
 from tfring.transport.dial import dial, probe
 from tfring.transport.listener import Connection, Listener
 
@@ -38,7 +39,8 @@ _ANSWER_SECONDS = 10.0  # for each message once both ranks are there
 _PROBE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are on their way
 _FDS_OF_A_LINK = 8  # while it is made; 3 after that
-_FDS_OF_OTHERS = 256  # for everything else that the process opens: files, threads' pipes, other rings
+_SILENT_SECONDS = 3.0  # until a rank that waits says for whom, and
+_REPORT_SECONDS = 30.0  # between two such lines
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
 _PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
 
@@ -85,7 +87,7 @@ def connect(
     Raises:
         RendezvousError: Naming who never answered, or why the ranks cannot form one ring.
     """
-    _raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
+    sockets.raise_descriptor_limit(len(peers) * _FDS_OF_A_LINK)
     return _Forming(cluster, ring, peers, transport, timeout_seconds, broken).run()
 
 
@@ -117,7 +119,7 @@ def connect_to(
         PeerLostError: That rank has left the ring.
         RendezvousError: As `connect`.
     """
-    _raise_descriptor_limit(_FDS_OF_A_LINK)
+    sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [rank], transport, timeout_seconds, broken)
     forming.kind, forming.is_linked = "link", is_linked
     return forming.run().get(rank)
@@ -129,7 +131,7 @@ def answer(cluster: Any, ring: str, connection: Connection, *, transport: str) -
     Raises:
         RendezvousError: The two ranks cannot be linked; the other one is told.
     """
-    _raise_descriptor_limit(_FDS_OF_A_LINK)
+    sockets.raise_descriptor_limit(_FDS_OF_A_LINK)
     forming = _Forming(cluster, ring, [connection.hello["rank"]], transport, _ANSWER_SECONDS, None)
     forming.answer(connection)
     return forming.links.get(connection.hello["rank"])
@@ -153,7 +155,8 @@ class _Forming:
         self.transport = transport
         self.timeout_seconds = timeout_seconds
         self.broken = broken
-        self.deadline = time.monotonic() + timeout_seconds
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout_seconds
         self.listener = Listener.of(cluster)
         self.key = secret.of(cluster)
         self.job = handshake.job_id(tuple(cluster.addresses))
@@ -171,6 +174,9 @@ class _Forming:
     def run(self) -> dict[int, Link]:
         connecting = threading.Thread(target=self._connect_all, name="tfring-connect", daemon=True)
         connecting.start()
+        reporting = threading.Thread(target=self._report_while_waiting, name="tfring-report", daemon=True)
+        if self.kind == "ring":
+            reporting.start()
         try:
             while len(self.links) < len(self.peers) and not self.is_linked():
                 if time.monotonic() > self.deadline:
@@ -210,6 +216,36 @@ class _Forming:
                 return
             with contextlib.suppress(OSError, wire.WireError), connection.channel as channel:
                 channel.send("refused", why=self.failure[: wire.MOST_REASON], final=True)
+
+    # Saying for whom this rank waits, in a thread of its own.
+
+    def _report_while_waiting(self) -> None:
+        try:
+            pause = _SILENT_SECONDS
+            while not self.cancelled.wait(pause):
+                missing = _missing_ranks(self.cluster)
+                self._check_none_has_ended(missing)
+                if self.cancelled.is_set():
+                    return
+                seconds = time.monotonic() - self.began
+                present = set(range(self.cluster.world_size)) - set(missing)
+                if self.cluster.rank == min(present):  # one line is enough
+                    _log.warning(
+                        'tfring: rank %d has waited %.0f s for ring "%s" to form, and waits up to %g s; %s.',
+                        *(self.cluster.rank, seconds, self.ring, self.timeout_seconds, self._who_is_missing(missing)),
+                    )
+                pause = _REPORT_SECONDS
+        except BaseException as error:
+            self.connect_error = self.connect_error or error
+
+    def _check_none_has_ended(self, missing: Mapping[int, str]) -> None:
+        """Raises where a rank listens no longer. Ranks that inherit a socket all listen before the first begins."""
+        ended = [rank for rank, why in missing.items() if why == os.strerror(errno.ECONNREFUSED)]
+        if self.cluster.listen_fd is not None and ended and not config.read("TFRING_MAX_WORKER_RESTARTS"):
+            raise RendezvousError(
+                f'Rank {min(ended)} has ended, and ring "{self.ring}" cannot form without it. All ranks make the same '
+                "calls: let each come to this one, or none."
+            )
 
     def _dials(self, rank: int) -> bool:
         return rank < self.cluster.rank or self.kind == "link"
@@ -422,7 +458,13 @@ class _Forming:
     # Giving up.
 
     def _timeout_error(self) -> RendezvousError:
-        missing = _missing_ranks(self.cluster)
+        return RendezvousError(
+            f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "
+            f'ring "{self.ring}" to form; {self._who_is_missing(_missing_ranks(self.cluster))}. Are all ranks started '
+            "with the same list of addresses, and are the ports open between the hosts?"
+        )
+
+    def _who_is_missing(self, missing: Mapping[int, str]) -> str:
         facts = [f"rank {r} at {self.cluster.addresses[r]} ({why})" for r, why in sorted(missing.items())]
         told = f"never answered: {', '.join(facts)}" if facts else "every rank answers"
         for rank in sorted(set(self.peers) - set(self.links) - set(missing)):
@@ -431,23 +473,7 @@ class _Forming:
             told += f" ({self.reasons[rank]})" if rank in self.reasons else ""
         if self.listener.turned_away:
             told += f". Turned away here: {self.listener.turned_away}"
-        return RendezvousError(
-            f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "
-            f'ring "{self.ring}" to form; {told}. Are all ranks started with the same list of addresses, and '
-            "are the ports open between the hosts?"
-        )
-
-
-def _raise_descriptor_limit(descriptors: int) -> None:
-    """Raises this process' own descriptor limit, as far as it may, where this number of new ones needs it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
-    wanted = len(os.listdir("/proc/self/fd")) + descriptors + _FDS_OF_OTHERS
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return told
 
 
 def _own_descriptors(link: Link) -> tuple[int, ...]:

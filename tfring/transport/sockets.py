@@ -1,4 +1,4 @@
-"""Sockets of a listener: Unix within a host, TCP between hosts."""
+"""Sockets of a listener: Unix within a host, TCP between hosts; the limit of open descriptors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -17,10 +18,24 @@ from tfring.errors import RendezvousError
 
 CONNECT_SECONDS = 5.0
 LOOPBACKS = ("127.0.0.1", "::1")
+_FDS_OF_OTHERS = 256  # for everything else that a process opens: files, threads' pipes, other rings
 _PEER = struct.Struct("3i")  # process, user, group
 _TIME = struct.Struct("ll")  # seconds, microseconds
 
 _log = logging.getLogger(__name__)
+
+
+def raise_descriptor_limit(descriptors: int) -> int:
+    """Raises this process' own descriptor limit, as far as it may, where this number of new ones needs it.
+
+    Returns the limit that all descriptors need.
+    """
+    wanted = len(os.listdir("/proc/self/fd")) + descriptors + _FDS_OF_OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -167,6 +167,10 @@ class LocalSteps(Outstanding):
             return "local_momentum='reset', which is for SGD alone"
         return super()._problem_of(optimizer, variables)
 
+    def is_at_rest(self, model: Any) -> bool:
+        windows = [getattr(optimizer, "_tfring_window", None) for optimizer in optimizers_of(model)]
+        return all(window is None or int(read(window.num_steps)) == 0 for window in windows)
+
     # -- in a step -------------------------------------------------------------------------------------------------
 
     def apply(
@@ -250,6 +254,12 @@ class _NormLogs(keras.callbacks.Callback):
                 total, count = total + norm, count + number
                 assign(window.norms, tf.zeros([2], tf.float64))
         return total, count
+
+
+def norms_of(model: Any) -> list[keras.Variable]:
+    """Returns the norms of averaged differences that the logs of the present epoch will have, of all optimizers."""
+    windows = [getattr(optimizer, "_tfring_window", None) for optimizer in optimizers_of(model)]
+    return [window.norms for window in windows if isinstance(window, Window)]
 
 
 def _slots_of(optimizer: Any) -> list[Any]:

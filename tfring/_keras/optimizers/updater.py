@@ -82,5 +82,9 @@ class Updater:
     def before_evaluation(self, model: Any) -> None:
         """Makes this worker's weights those of the model that is trained; all ranks call it."""
 
+    def is_at_rest(self, model: Any) -> bool:
+        """Returns True if saving now would not change how training goes on."""
+        return True
+
     def before_saving(self, model: Any, keep: bool = True) -> None:
         """Makes weights and slots what a file holds; all ranks call it. `keep`: this rank writes."""

@@ -171,6 +171,11 @@ void tfring_abort(int64_t handle, int code, const char* message) {
   if (found.world != nullptr) found.world->abort({static_cast<tfring::Code>(code), message});
 }
 
+void tfring_tell_raised(int64_t handle, const char* error) {
+  const tfring::Handle found = tfring::find(handle);
+  if (found.world != nullptr) found.world->tell_raised(error);
+}
+
 void tfring_next_warning(char* line, int size) {
   tfring::copy_text(line, static_cast<size_t>(size), tfring::next_warning().c_str());
 }

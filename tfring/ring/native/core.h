@@ -165,6 +165,8 @@ TFRING_API void tfring_close(int64_t handle);
 TFRING_API void tfring_end(void);
 // Breaks a world on all ranks for a reason outside it, such as the failure of another.
 TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
+// Tells the peers of an error of the program. Those that wait for this rank, and have none, give up.
+TFRING_API void tfring_tell_raised(int64_t handle, const char* error);
 // Returns the code of the first failure, after which nothing works; 0 if there was none.
 // TFRING_INTERRUPTED is what the others know as a lost peer.
 TFRING_API int tfring_failure(int64_t handle, tfring_error* error);

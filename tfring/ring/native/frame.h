@@ -6,7 +6,7 @@
 //     A transfer of no bytes sends one filler byte, so that "received" always means "the peer got this far".
 //
 //   control connection, both ways:
-//       ControlFrame ...                                    abort, goodbye, ping, pong
+//       ControlFrame ...                                    abort, goodbye, ping, pong, raised
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,7 @@ struct CallHeader {
 static_assert(sizeof(CallHeader) == 256, "the frame format is fixed");
 constexpr int64_t kHeaderBytes = static_cast<int64_t>(sizeof(CallHeader));
 
-enum class ControlType : uint8_t { kAbort = 0, kGoodbye = 1, kPing = 2, kPong = 3 };
+enum class ControlType : uint8_t { kAbort = 0, kGoodbye = 1, kPing = 2, kPong = 3, kRaised = 4 };
 
 struct ControlFrame {
   uint32_t magic;
@@ -81,10 +81,10 @@ struct ControlFrame {
   int32_t rank;  // who wrote it first
   int32_t reserved;
   // Counts the calls of the two ranks. Of an abort: the first that fails. Of a goodbye: how many the rank has
-  // finished. Of a pong: how many it has begun. Of a ping: the number of the collective that the rank is in,
-  // of those with the rank it asks; 0 for none.
+  // finished. Of a raised: after how many its program raised an error. Of a pong: how many it has begun. Of a
+  // ping: the number of the collective that the rank is in, of those with the rank it asks; 0 for none.
   uint64_t sequence;
-  char message[1000];  // of an abort: why; of a pong: a Pong
+  char message[1000];  // of an abort: why; of a raised: the error; of a pong: a Pong
 };
 static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 

@@ -174,6 +174,10 @@ void Liveness::take_control(Peer* peer) {
       peer->left_finished = frame.sequence;
       news_.announce();
       return;
+    case ControlType::kRaised:
+      peer->raised_after = frame.sequence;
+      peer->raised = frame.message;
+      return;
     case ControlType::kPing:
       answer(*peer);
       return;
@@ -248,6 +252,19 @@ Status Liveness::break_up(const Status& status) {
   }
   news_.announce();
   return failure_;
+}
+
+void Liveness::tell_raised(const std::string& error) {
+  for (const auto& peer : peers_) {
+    if (peer == nullptr) continue;
+    peer->told_after = calls_.common(peer->rank);
+    send_control(*peer,
+                 make_control(ControlType::kRaised, settings_.rank, peer->told_after, Code::kOk, error));
+  }
+}
+
+bool Liveness::has_raised(const Peer& peer) const {
+  return peer.raised_after + 1 == calls_.common(peer.rank) && peer.told_after != peer.raised_after;
 }
 
 // Tells a peer why, and from which of the calls with it on.

@@ -36,8 +36,11 @@ struct Peer {
   int unanswered = 0;
   int64_t answered = 0;  // the last pong, which told
   Report report;
-  uint64_t fails_from = UINT64_MAX;  // it gave up in this one of the calls with this rank,
-  Status failure;                    // for this reason
+  uint64_t fails_from = UINT64_MAX;    // it gave up in this one of the calls with this rank,
+  Status failure;                      // for this reason
+  uint64_t raised_after = UINT64_MAX;  // its program raised an error after this many calls with this rank,
+  std::string raised;                  // this one
+  uint64_t told_after = UINT64_MAX;    // this rank's program did, after this many with the peer
 
   std::string name() const { return "rank " + std::to_string(rank) + " on " + host; }
 };
@@ -71,6 +74,12 @@ class Liveness {
   // Failures. Those that break the world return why calls fail from then on, ok where none does.
   Status failure() const;
   Status break_up(const Status& status);
+  // Tells the peers that an error left a part of the program that all ranks run, such as model.fit. Where all
+  // have one, they go on with the ring.
+  void tell_raised(const std::string& error);
+  // Returns whether the peer has raised an error in place of beginning the call under way, and this rank
+  // none.
+  bool has_raised(const Peer& peer) const;
   Status interrupt(const Status& status);
   Status check_left();
   Status adopt_peer_failure();

@@ -12,6 +12,7 @@ namespace {
 constexpr double kSliceSeconds = 0.1;      // within which a waiting rank asks when it is time
 constexpr double kAskSeconds = 1.0;        // between questions to the peers, at most
 constexpr double kFirstAskSeconds = 0.25;  // until the first
+constexpr double kRaisedSeconds = 3.0;     // in which this rank may raise an error as its peer did
 constexpr double kIdleShare = 0.03;        // of a processor, used by a process that does nothing but wait
 
 }  // namespace
@@ -111,6 +112,10 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
              "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
              "tf.config.threading.set_inter_op_parallelism_threads(n)"});
   }
+  if (absent && idle_seconds > kRaisedSeconds && liveness->has_raised(*peer)) {
+    return liveness->break_up({Code::kPeerLost, who + " failed while rank " + std::to_string(settings_.rank) +
+                                                    " waited for it in " + here() + ": " + peer->raised});
+  }
   if (absent) TFRING_TRY(wait_crosswise(liveness, *peer, now, idle_since));
   const bool is_crosswise = absent && seconds_between(elsewhere_since_, now) > idle_seconds / 4 &&
                             elsewhere_since_ > idle_since;  // an error is on its way
@@ -165,7 +170,8 @@ Status StallInspector::wait_crosswise(const Guarded<Liveness>::Locked& liveness,
                             here() + ", " + who + " in ring \"" + name_of_ring(elsewhere_) +
                             "\"; the last it called in ring \"" + settings_.name + "\" is " +
                             describe(peer.report.pong.header) +
-                            ". All ranks call the collectives of all rings in one order, also where one "
+                            ". All ranks call the collectives of all rings in one order. They do not where a "
+                            "condition around an update (tf.cond) is of a replica's own value, or where one "
                             "catches an error that the others do not get"});
 }
 

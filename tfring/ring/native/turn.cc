@@ -15,38 +15,45 @@ constexpr std::chrono::milliseconds kSlice(100);  // between looks at Ctrl-C
 }  // namespace
 
 // A signal handler that runs inside a collective may call another on the thread that has the turn.
-Status Turn::take(const tfring_call& call, const Group* group) {
+Status Turn::take(Claim* claim) {
   if (is_this_threads()) {
-    return {Code::kInvalid, std::string("\"") + call.name +
+    return {Code::kInvalid, std::string("\"") + claim->call.name +
                                 "\" was called from within a collective of ring \"" + settings_.name +
                                 "\", by a signal handler or a destructor"};
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  if (is_taken_ && group != nullptr && group->size() > 1 && group == group_ &&
-      std::strcmp(call.name, name_) == 0) {
-    return {Code::kMismatch,
-            "two threads of rank " + std::to_string(settings_.rank) + " called \"" + call.name +
-                "\" of ring \"" + group->name +
-                "\" at the same time, and ranks cannot know whose call belongs to whose. " +
-                "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
-                "thread a communicator of its own"};
+  add(claim);
+  Status status = contended(*claim);
+  if (status.ok()) status = wait_for_turn(claim->call, &lock);
+  if (status.ok()) status = contended(*claim);
+  if (!status.ok()) {
+    remove(claim);
+    return status;
   }
+  is_taken_ = true;
+  owner_ = std::this_thread::get_id();
+  return {};
+}
+
+Status Turn::wait_for_turn(const tfring_call& call, std::unique_lock<std::mutex>* lock) {
   while (is_taken_ && !news_.is_closing()) {
-    changed_.wait_for(lock, kSlice);
+    changed_.wait_for(*lock, kSlice);
     if (!is_taken_ || call.caller == TFRING_ANY_THREAD) continue;
-    lock.unlock();  // a handler may close this world
+    lock->unlock();  // a handler may close this world
     const bool interrupted =
         call.caller == TFRING_PYTHON_MAIN_THREAD ? python_interrupted() : op_interrupted();
-    lock.lock();
+    lock->lock();
     if (interrupted)
       return {Code::kInterrupted, "interrupted while another thread used ring \"" + settings_.name + "\""};
   }
   if (news_.is_closing()) return {Code::kInvalid, "this communicator is closed"};
-  is_taken_ = true;
-  group_ = group;
-  name_ = call.name;
-  owner_ = std::this_thread::get_id();
   return {};
+}
+
+Status Turn::settle(Claim* claim) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  remove(claim);
+  return contended(*claim);
 }
 
 void Turn::leave() {
@@ -54,6 +61,33 @@ void Turn::leave() {
   std::lock_guard<std::mutex> lock(mutex_);
   is_taken_ = false;
   changed_.notify_all();
+}
+
+// Adds a claim, and marks it and every other of the same call.
+void Turn::add(Claim* claim) {
+  for (Claim* other = claims_; other != nullptr; other = other->next) {
+    if (claim->group == nullptr || claim->group->size() == 1 || claim->group != other->group) continue;
+    if (std::strcmp(claim->call.name, other->call.name) != 0) continue;
+    claim->is_contended = other->is_contended = true;
+  }
+  claim->next = claims_;
+  claims_ = claim;
+}
+
+void Turn::remove(const Claim* claim) {
+  Claim** place = &claims_;
+  while (*place != claim) place = &(*place)->next;
+  *place = claim->next;
+}
+
+Status Turn::contended(const Claim& claim) const {
+  if (!claim.is_contended) return {};
+  return {Code::kMismatch,
+          "two threads of rank " + std::to_string(settings_.rank) + " called \"" + claim.call.name +
+              "\" of ring \"" + claim.group->name +
+              "\" at the same time, and ranks cannot know whose call belongs to whose. " +
+              "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
+              "thread a communicator of its own"};
 }
 
 std::unique_lock<std::mutex> Turn::wait() {

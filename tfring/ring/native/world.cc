@@ -156,6 +156,8 @@ tfring_statistics World::statistics() {
 
 void World::abort(const Status& why) { liveness_.lock()->break_up(why); }
 
+void World::tell_raised(const std::string& error) { liveness_.lock()->tell_raised(error); }
+
 Status World::failure() { return liveness_.lock()->failure(); }
 
 int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
@@ -165,17 +167,21 @@ int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
 template <typename Body>
 Status World::run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                   int num_tensors, Body body) {
-  const Status taken = turn_.take(call, kind == Kind::kBarrier ? nullptr : group);
+  Turn::Claim claim{call, kind == Kind::kBarrier ? nullptr : group};
+  const Status taken = turn_.take(&claim);
   if (!taken.ok()) return taken.code == Code::kMismatch ? liveness_.lock()->break_up(taken) : taken;
   Status status = begin(group, kind, call, tensors, num_tensors);
-  if (status.ok()) {
+  const bool has_begun = status.ok();
+  if (has_begun) {
     try {
       status = body();
     } catch (const std::bad_alloc&) {
       status = execution_.fail_without_memory();
     }
-    end(status);
   }
+  const Status settled = turn_.settle(&claim);
+  if (status.ok() && !settled.ok()) status = liveness_.lock()->break_up(settled);
+  if (has_begun) end(status);
   turn_.leave();
   return status;
 }

@@ -85,6 +85,7 @@ class World final : private Watched {
   // The first failure, after which nothing works; ok if there was none.
   Status failure();
   void abort(const Status& why);
+  void tell_raised(const std::string& error);
   uint64_t identity() const { return settings_.identity; }
   void close();
 
