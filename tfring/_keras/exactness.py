@@ -56,6 +56,14 @@ def check_step(strategy: RingStrategy, model: Any, step: str) -> None:
     _warn(strategy, text)
 
 
+def check_outputs(strategy: RingStrategy, model: Any, outputs: Any) -> None:
+    """Warns where rows of what `predict` returns are not computed from the same rows alone; as `check_step`."""
+    for value in tf.nest.flatten(outputs):
+        if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] is None:
+            partition.expect(value, "rows", "an output")
+    check_step(strategy, model, "predict_step")
+
+
 def _warn(strategy: RingStrategy, text: str) -> None:
     """Warns once on the first rank."""
     warned = _warned.setdefault(strategy, set())

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
-from tfring import _tf, data
-from tfring._keras import batch_shapes, configuration
+from tfring import _tf, data, partition
+from tfring._keras import batch_shapes, configuration, exactness
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
 from tfring.step import status, trace
@@ -225,7 +225,12 @@ class PredictFunction:
         element, has_rows = data.one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
+        is_open = not self.is_alone and not tf.executing_eagerly() and not data.has_static_rows(element)
+        if is_open:
+            element = partition.declare_batch(element, has_open_rows=True)
         outputs = between_collectives(self._model, "predict", self._strategy)(element)
+        if is_open:
+            exactness.check_outputs(self._strategy, self._model, outputs)
         if has_rows is None:
             return outputs
         return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)

@@ -93,6 +93,8 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
     if running is None or current_ring() is None or tf.distribute.get_replica_context() is None:
         assign(value)
     elif step.is_written_alike(variable) or step.is_kept_by_replica(variable):
+        if step.is_written_alike(variable):
+            partition.expect(value, "same", f"the state {_name(variable)}")
         _local.is_by_tensorflow = True
         try:
             assign(value)
@@ -192,8 +194,8 @@ def _expect(variable: Any, rule: str, value: Any) -> None:
         partition.expect(graphs.increment_of(variable, value), "sum", name)
     elif rule in ("mean", "max", "min"):
         partition.expect(value, rule, name)
-    elif rule == "values":
-        partition.expect(value, "sum", name)
+    elif rule in ("values", "first"):
+        partition.expect(value, "sum" if rule == "values" else "same", name)
 
 
 def held_by(variable: Any) -> Any:

@@ -190,12 +190,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def _shared(self, exchange: LocalStatistics, mine: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """`(moments, window, share)`: of this step, of those the averages take in, whether it shares."""
         if self.sync_every == 1:
-            moments = exchange.merge(mine)
+            moments = partition.declare(exchange.merge(mine), "full")
             return moments, moments[None], None
         position = tf.convert_to_tensor(self._position)
         window = tf.tensor_scatter_nd_update(tf.convert_to_tensor(self._window), [[position]], [mine])
         share = position == self.sync_every - 1
-        window = exchange.merge(window, share)
+        window = partition.declare(exchange.merge(window, share), "full")
         self._window.assign(window)
         self._position.assign((position + 1) % self.sync_every)
         return tf.gather(window, position), window, share

@@ -5,7 +5,7 @@ Rules by family of operations (`rules`) say which, from what the inputs are. Kno
 """
 
 from tfring.partition.analysis import Finding, analyze
-from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient
+from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient, update
 from tfring.partition.report import is_known, text
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "expect_gradient",
     "is_known",
     "text",
+    "update",
 ]

@@ -74,6 +74,7 @@ class Walk:
         self.contents: dict[Any, Value] = {}
         self.findings: list[Finding] = []
         self._bodies: dict = {}
+        self._before_update: dict[Any, Value] = {}
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +116,11 @@ class Walk:
     # -- one operation ---------------------------------------------------------------------------------------------
 
     def _operation(self, op: Any, ins: Sequence[Value]) -> list[Value]:
+        where = marks.updating(op)
+        if where == "begin":
+            self._before_update = dict(self.contents)
+        elif where == "end":
+            self.contents = self._before_update
         declared = marks.declared(op)
         if declared is not None:
             return [self._declared(op, declared)]
@@ -245,6 +251,8 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
             return value.placement == Partial() and scale == PER_MEAN and what == "rows of gradients"
         is_first = isinstance(value.placement, Shard) and value.placement.axis == 0
         return is_first and scale == (UNSCALED if what == "rows" else PER_MEAN)
+    if what == "same":
+        return is_replicated(value) and scale == UNSCALED
     if what == "mean":
         return (value.placement, scale) in ((Partial(), PER_MEAN), (Replicate(), UNSCALED))
     if what == "sum":
@@ -261,8 +269,8 @@ def _why_not(value: Value, scale: Any, what: str) -> str:
         return "over rows"
     if what in ("mean", "rows of gradients") and is_partial(value) and scale == UNSCALED:
         return "sum"
-    if what == "sum":
-        return "not a sum"
+    if what in ("sum", "same"):
+        return "not a sum" if what == "sum" else "not the same"
     return "counts" if is_replicated(value) else "mixed"
 
 

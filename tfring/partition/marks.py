@@ -5,17 +5,18 @@ A mark is an attribute of an Identity, which goes along with the graph where Ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfring import _tf
 
-_DECLARED, _EXPECTED, _NAME = "_tfring_declared", "_tfring_expected", "_tfring_name"
+_DECLARED, _EXPECTED, _NAME, _UPDATE = "_tfring_declared", "_tfring_expected", "_tfring_name", "_tfring_update"
 
 DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed")
-EXPECTATIONS = ("mean", "sum", "max", "min", "rows", "gradients of rows", "rows of gradients")
+EXPECTATIONS = ("mean", "sum", "max", "min", "same", "rows", "gradients of rows", "rows of gradients")
 
 
 def declare(tensor: Any, what: str) -> Any:
@@ -55,7 +56,8 @@ def expect(tensor: Any, what: str, name: str) -> None:
     Args:
       tensor: a dense tensor.
       what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", "max", "min", whose sum,
-        maximum or minimum over replicas is; "rows"; "gradients of rows"; "rows of gradients", that are added up.
+        maximum or minimum over replicas is; "same", on all replicas; "rows"; "gradients of rows"; "rows of gradients",
+        that are added up.
       name: of the tensor, for the user.
     """
     assert what in EXPECTATIONS, what
@@ -68,6 +70,24 @@ def expect_gradient(gradient: Any, name: str) -> None:
         expect(gradient.values, "rows of gradients", name)
     else:
         expect(gradient, "mean", name)
+
+
+@contextlib.contextmanager
+def update() -> Iterator[None]:
+    """Around what updates variables alike on all replicas, by collectives that the analysis need not understand."""
+    _mark_update("begin")
+    yield
+    _mark_update("end")
+
+
+def _mark_update(where: str) -> None:
+    if not tf.executing_eagerly():
+        _tf.set_attribute(tf.no_op(), _UPDATE, where)
+
+
+def updating(op: Any) -> str | None:
+    """Returns "begin" or "end" of an operation that marks an update."""
+    return op.node_def.attr[_UPDATE].s.decode() if op.type == "NoOp" and _UPDATE in op.node_def.attr else None
 
 
 def declare_batch(element: Any, has_open_rows: bool) -> Any:

@@ -37,6 +37,10 @@ REASONS = {
         "Use `tf.reduce_mean`, or `keras.losses.Loss` with reduction='sum'.",
     ),
     "not a sum": ("not a sum over this replica's rows, where a sum is expected", "Add a sum over rows."),
+    "not the same": (
+        "what this replica computes from its own rows is written, where all replicas write the same",
+        _GATHER,
+    ),
     "vector": ("a value for each row, where one number is expected", "Reduce it by `tf.reduce_mean`."),
     "condition": ("replicas may decide differently here, by what they compute from their own rows", _GATHER),
     "parts": ("ragged and sparse rows are not looked into", "Compare with one process."),

@@ -131,7 +131,8 @@ class RingOptimizer(OptimizerSlots):
                 else:
                     updater.apply(self, summed, every, worker_active, apply)
 
-        ring.extended.cross_replica(in_cross_replica, weighed, running.active)
+        with partition.update():
+            ring.extended.cross_replica(in_cross_replica, weighed, running.active)
         return None
 
     def _note_finite(self, grads: Sequence[Any], variables: Sequence[Any], active: Any) -> None:

@@ -225,7 +225,9 @@ def gradients(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Linear in the gradient that comes in."""
     position = _GRADIENTS[op.type]
     unscaled(walk, [value for i, value in enumerate(ins) if i != position])
-    return [_combined(walk, ins, "product")]
+    result = _combined(walk, ins, "product")
+    result.is_zero = ins[position].is_zero
+    return [result]
 
 
 def _shape(value: Value) -> tuple:

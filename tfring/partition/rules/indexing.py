@@ -14,6 +14,7 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     kept,
+    no_extremes,
     rule,
     scale_of,
     shard_of,
@@ -168,6 +169,7 @@ def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds up rows by ids: a part of the sum over all rows; or rows back to where they were gathered."""
     value, ids, count = ins
+    no_extremes([value])
     if not is_sharded(value) and not is_sharded(ids):
         if is_partial(ids):
             raise Inexact("formula")
@@ -202,6 +204,7 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds up rows at indices: a part of the sum over all rows."""
     ids, value, sizes = ins
     unscaled(walk, [ids])
+    no_extremes([value])
     shape = walk.shape(op.outputs[0], None if sizes.const is None else dict(enumerate(np.ravel(sizes.const))))
     if not is_sharded(ids) and not is_sharded(value):
         return [kept(walk, value, shape)]
@@ -216,6 +219,7 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds rows at indices to what there is: where those are of a batch, a part beside what all hold."""
     value, ids, updates = ins
+    no_extremes(ins)
     if not is_sharded(ids) and not is_sharded(updates) and not is_sharded(value):
         if any(map(is_partial, ins)):
             raise Inexact("mixed")

@@ -14,6 +14,7 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     kept,
+    no_extremes,
     rule,
     same_scale,
     scale_of,
@@ -250,13 +251,15 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along other axes than that of rows."""
     value, axes = ins[0], ins[-1]
-    if axes.const is None or value.shape is None:
+    if axes.const is None or not value.shape:
         raise NoRule
     over = {int(axis) % value.rank for axis in np.ravel(axes.const)}
     if is_sharded(value) and shard_of(value).axis in over:
         raise Inexact("over rows")
     if op.type in ("Cumprod", "CumulativeLogsumexp"):
         unscaled(walk, [value])
+    if op.type == "Cumsum":
+        no_extremes([value])
     return [kept(walk, value, value.shape, is_uniform=False)]
 
 

@@ -13,6 +13,7 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     kept,
+    no_extremes,
     rule,
     scale_of,
     shard_of,
@@ -108,6 +109,7 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def bias_add_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A sum over all axes but the channels'."""
     [value] = ins
+    no_extremes(ins)
     if is_sharded(value) and value.shape is not None and shard_of(value).axis != value.rank - 1:
         return [kept(walk, value, walk.shape(op.outputs[0]), Partial(), is_uniform=False)]
     if is_sharded(value):

@@ -10,6 +10,7 @@ from tfring.partition.rules.table import (
     NoRule,
     Walk,
     kept,
+    no_extremes,
     rule,
     same_scale,
     scale_of,
@@ -120,6 +121,7 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Linear in the gradient that comes in."""
     sizes, value = ins
+    no_extremes([value])
     if is_sharded(value) and shard_of(value).axis:
         raise NoRule
     shape = walk.shape(op.outputs[0]) if sizes.const is None else tuple(sizes.const.tolist())

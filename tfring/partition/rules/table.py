@@ -153,6 +153,12 @@ def kept(
     return Value(shape, value.placement if placement is None else placement, **fields)
 
 
+def no_extremes(values: Iterable[Value]) -> None:
+    """Raises Inexact if a value is a maximum or a minimum over rows, for sums are none of them."""
+    if any(isinstance(value.placement, Partial) and value.placement.op != "sum" for value in values):
+        raise Inexact("formula")
+
+
 def shard_of(value: Value) -> Shard:
     """Returns the placement of a value that has rows."""
     assert isinstance(value.placement, Shard)
