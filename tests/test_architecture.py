@@ -22,7 +22,7 @@ ROWS = {
     6: ("launch", "doctor", "bench", "report", "notebook"),
     5: ("layers", "callbacks", "parallel", "functions", "schedules"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
-    3: ("cross_device_ops", "step"),
+    3: ("cross_device_ops", "partition", "step"),
     2: ("reduction",),
     1: ("ring", "servers", "sharding"),
     0: (

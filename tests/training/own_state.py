@@ -633,12 +633,12 @@ def warned():
         return made
 
     return {
-        "root": (make(metrics=[lambda: Root(name="root")]), "'root' was given a product, ratio, root"),
-        "own root": (make(metrics=[OwnRoot]), "was added to a metric: 'own_root/total'"),
-        "codes": (make(Codes), "/sums' has no aggregation"),
-        "moments": (make(Moments), "was added to a layer's state: 'moments/squares'"),
-        "balance": (make(lambda: Adds("balance")), "'balance' added a loss that is no mean over rows, but a product"),
-        "summed": (make(lambda: Adds("summed")), "'summed' added a loss that is no mean over rows, but a sum"),
+        "root": (make(metrics=[lambda: Root(name="root")]), "the state root/total"),
+        "own root": (make(metrics=[OwnRoot]), "the state own_root/total"),
+        "codes": (make(Codes), "/sums"),
+        "moments": (make(Moments), "the state moments/squares"),
+        "balance": (make(lambda: Adds("balance")), "a function of a sum or mean"),
+        "summed": (make(lambda: Adds("summed")), "sums and means over this replica's rows are added"),
         "plain": (make(lambda: Adds("plain"), metrics=[keras.metrics.MeanAbsoluteError]), None),
     }
 

@@ -1,8 +1,7 @@
-"""Looks, once a step is traced, whether replicas compute in it what one process would, and tells the user what not.
+"""Analyzes each step once it is traced, and warns of what replicas do not compute as one process would.
 
-Keras' step runs on each replica with its own rows. Where tfring takes what it computes for a mean or a sum over rows
-(gradients, state, logs), it says so by `partition.expect`; where tfring has made it one of the whole batch, by
-`partition.declare`.
+Keras' step runs on each replica with its own rows. `partition.expect` marks what tfring takes for a mean or a sum over
+rows (gradients, state, logs); `partition.declare` marks what it has made one of the whole batch.
 """
 
 from __future__ import annotations

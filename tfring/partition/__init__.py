@@ -1,4 +1,4 @@
-"""What of a step that replicas run on their own rows is not what one process would compute from the whole batch.
+"""Finds what of a step, run by replicas on their own rows, is not what one process computes from the whole batch.
 
 A traced step is a graph. Each tensor in it is Replicate, Shard, Partial or none of these, up to a scale (`types`).
 Rules by family of operations (`rules`) say which, from what the inputs are. Knows no Keras, and changes nothing.

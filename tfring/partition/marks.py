@@ -1,4 +1,4 @@
-"""What tfring itself knows of a tensor in a step, and what it takes one for: marks that the analysis reads.
+"""Marks tensors of a step with what tfring knows them to be, or takes them for; the analysis reads the marks.
 
 A mark is an attribute of an Identity, which goes along with the graph where TensorFlow copies it.
 """

@@ -55,6 +55,7 @@ _NOT_KNOWN = ("unknown", "parts", "fixed")
 _SHOWN = 6
 _NAMES = 3
 _LIBRARIES = ("tensorflow", "keras", "tfring")
+_BELOW = ("/src/backend/", "/src/ops/", "/src/utils/")  # of a library: what losses and layers are made of
 _STEP = "replica_fn"  # in which a replica's step is traced
 
 
@@ -93,9 +94,10 @@ def _line(op: Any) -> str:
     begin = max((i for i, frame in enumerate(frames) if frame.name == _STEP and _library(frame) == "tfring"), default=0)
     inner = [frame for frame in frames[begin + 1 :] if _library(frame) not in ("tensorflow", "tfring")]
     own = [frame for frame in inner if _library(frame) is None]
+    named = [frame for frame in inner if not any(folder in frame.filename for folder in _BELOW)]
     if not inner:
         return op.name
-    frame = (own or inner)[-1]
+    frame = (own or named or inner)[-1]
     return f"{pathlib.Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 

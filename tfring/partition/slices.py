@@ -9,7 +9,7 @@ from tfring.partition.dims import Dim, Size
 
 
 class Part(NamedTuple):
-    """What a StridedSlice does with one dimension.
+    """One dimension of a StridedSlice.
 
     Attributes:
       kind: "all" of it, "some", "one", or a "new" dimension.

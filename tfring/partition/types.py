@@ -1,4 +1,4 @@
-"""What a replica's tensor is of the tensor that one process computes from the whole batch.
+"""Placements: how a replica's tensor belongs to the tensor that one process computes from the whole batch.
 
 The words are those of torch's DTensor. With `t_i` what replica `i` holds and `T` what one process computes:
 
@@ -60,7 +60,7 @@ class Partial(NamedTuple):
 
 
 class Unplaced(NamedTuple):
-    """What is not, or not known to be, of the whole batch.
+    """Not, or not known to be, of the whole batch.
 
     Attributes:
       reason: one of `report.REASONS`.

@@ -1,4 +1,4 @@
-"""What an operation on a replica's values gives, for each type of operation: a table by family."""
+"""Rules: the placement of an operation's results from that of its inputs, by type of operation."""
 
 from tfring.partition.rules import (  # noqa: F401  each adds its rules to the table
     calls,

@@ -29,7 +29,7 @@ def identity_n(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("If", "StatelessIf")
 def if_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """What both branches give, if all replicas take the same."""
+    """Joins the results of both branches, if all replicas take the same."""
     condition, *arguments = ins
     _decided_alike(walk, condition)
     before = dict(walk.contents)
@@ -53,7 +53,7 @@ def case(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("While", "StatelessWhile")
 def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """What the body gives, again and again, until nothing new comes."""
+    """Walks over the body until the placements of its variables stay."""
     is_same = walk.unchanged(op)
     values = [value if same else _without_numbers(walk, op, value) for value, same in zip(ins, is_same, strict=True)]
     for _ in range(_LONGEST):

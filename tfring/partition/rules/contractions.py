@@ -55,7 +55,7 @@ def batch_matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("Einsum")
 def einsum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of one or two tensors, without an ellipsis."""
+    """Einsum of one or two tensors, without an ellipsis."""
     equation = op.get_attr("equation")
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     given, result = equation.split("->")

@@ -150,7 +150,7 @@ def squared_difference(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
 
 @rule(*_RATIOS)
 def ratios(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """By no part."""
+    """Linear in the dividend; the divisor is no part."""
     return [_combined(walk, ins, "ratio")]
 
 
@@ -167,7 +167,7 @@ def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_COMPARISONS)
 def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of one scale, which the result no longer has."""
+    """Both inputs have one scale, which the result no longer has."""
     result = _combined(walk, ins, "choice")
     result.scale, result.is_zero = UNSCALED, False
     return [result]
@@ -194,7 +194,7 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_DEGREES)
 def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of rows and what all replicas hold; not linear, so of no part."""
+    """`f(c x) = c^k f(x)` for `c > 0`: of rows and of what all replicas hold, but of no part."""
     [value] = ins
     if is_partial(value):
         raise Inexact("formula")
@@ -205,7 +205,7 @@ def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_NONLINEAR)
 def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of what is not scaled; a power of a constant exponent is homogeneous."""
+    """Inputs are not scaled; a power of a constant exponent is homogeneous."""
     if op.type == "Pow" and ins[1].const is not None and ins[1].const.size == 1 and not is_partial(ins[0]):
         exponent = ins[1].const.item()
         if isinstance(exponent, int):

@@ -341,7 +341,7 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("StridedSlice")
 def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of other dimensions than that of rows."""
+    """Cuts other dimensions than that of rows."""
     value, *limits = ins
     if value.shape is None:
         raise NoRule
@@ -413,7 +413,7 @@ def strided_slice_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Va
 
 @rule("Slice")
 def slice_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of other dimensions than that of rows; or one of several blocks of rows."""
+    """Cuts other dimensions than that of rows, or takes one of several blocks of rows."""
     value, begin, size = ins
     if value.shape is None:
         raise NoRule

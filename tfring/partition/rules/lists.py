@@ -95,7 +95,7 @@ def optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("OptionalNone")
 def no_optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """What the branch that is not taken hands on."""
+    """Nothing, from the branch that is not taken."""
     return [Value(None, is_list=True, is_empty=True)]
 
 

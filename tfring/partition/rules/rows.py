@@ -130,7 +130,7 @@ def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Val
 
 @rule("Softmax", "LogSoftmax", "TopKV2", "FFT", "RFFT", "IRFFT", "FFT2D", "IFFT2D")
 def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of everything along the last axis, which is not that of rows."""
+    """Combines the last axis, which is not that of rows."""
     value = ins[0]
     with_numbers(ins)
     unscaled(walk, ins)
@@ -146,7 +146,7 @@ def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("QrV2", "Qr", "Svd", "SelfAdjointEigV2", "MatrixSolve", "MatrixTriangularSolve", "MatrixSolveLs")
 def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Of each matrix in the last two dimensions."""
+    """Each matrix in the last two dimensions by itself."""
     unscaled(walk, ins)
     value = ins[0]
     if not any(map(is_sharded, ins)):

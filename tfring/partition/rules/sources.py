@@ -1,4 +1,4 @@
-"""Where values come from: constants, variables, random numbers, and what tfring itself puts into a step."""
+"""Constants, variables, random numbers, and sums over replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def const(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("ReadVariableOp")
 def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """What the step wrote last; before that the same on all replicas."""
+    """The value that the step wrote last; before that the same on all replicas."""
     [handle] = ins
     content = walk.contents.get(handle.handle)
     shape = walk.shape(op.outputs[0])

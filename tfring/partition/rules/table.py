@@ -38,7 +38,7 @@ class NoRule(Exception):
 
 
 class Walk(Protocol):
-    """What a rule sees of the walk over a graph.
+    """The walk over a graph, as a rule sees it.
 
     Attributes:
       rows: the symbols of rows.
