@@ -72,7 +72,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         averaged; or a `tfring.OneStepLate`: gradients are exchanged behind the computation of the next step. For slow
         networks, and not equal to one process. Default: None, gradients are reduced in every step.
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
-        `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
+        `assert_equal`), and raises InexactError where a step is known not to give the result of one process; for
+        debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
       trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
         is written.
 
