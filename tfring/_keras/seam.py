@@ -37,7 +37,8 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        for holder in [owner, *(m for m in list(sys.modules.values()) if vars(m).get(name) is original)]:
+        others = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is original]
+        for holder in [owner, *others]:
             setattr(holder, name, replaced)
         return replacement
 

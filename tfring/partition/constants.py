@@ -74,7 +74,7 @@ def of_operation(op: Any, ins: Sequence[Value], rows: set[str]) -> list[Any] | N
       ins: its inputs.
       rows: the symbols of rows. Floats are computed only from numbers of rows.
     """
-    if not ins or any(value.const is None for value in ins):
+    if not ins or not op.outputs or any(value.const is None for value in ins):
         return None
     given = [value.const for value in ins]
     if op.outputs[0].dtype.is_floating and not any(map(_has_symbols, given)):
