@@ -408,7 +408,7 @@ def test_a_worker_that_does_not_come_back_is_left_out(launch, tmp_path, dies, sa
 def test_a_worker_that_comes_back_behind_the_others_has_their_weights(launch, tmp_path):
     done = launch(2, 1, {"update": "async"}, "behind", TWO_LIVES, ["--max-worker-restarts", "1"])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[1] done", "done"], done.stdout
+    assert sorted(done.stdout.splitlines()) == ["[1] done", "done"], done.stdout + done.stderr
     assert "Worker 1 is back, in epoch 3" in done.stderr, done.stderr
     assert (tmp_path / "weights-1").read_text() == (tmp_path / "weights-0").read_text()
 

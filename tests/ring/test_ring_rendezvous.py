@@ -190,7 +190,7 @@ def test_a_rank_that_dies_before_joining():
         group.wait_for(2, "about to die")
         os.kill(group.pid(2), signal.SIGKILL)
         for failed in group.outcomes(15, without=(2,))[:2]:
-            assert failed.kind == "RendezvousError" and "rank 2" in failed.message
+            assert failed.kind == "RendezvousError" and "Rank 2 has ended" in failed.message
 
 
 def form_two_rings(cluster, transport, beside):

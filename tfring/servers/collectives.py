@@ -61,7 +61,8 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 class MeetingCollectives:
     """The exchanges that a program itself calls, of all workers that are left, where each goes on by itself.
 
-    A worker that was lost has no part in them. All others call them alike, and outside of the steps of training.
+    A worker that was lost has no part in them; where it comes back, its calls that the others made while it was away
+    return what the others exchanged. All others call them alike, and outside of the steps of training.
 
     Args:
         rank: Of this worker.
@@ -149,7 +150,8 @@ class MeetingCollectives:
         [lengths] = self._meet("exchange", [lengths])
         ends = np.cumsum(lengths)
         every = np.zeros([int(ends[-1])], np.uint8)
-        every[ends[self.rank] - lengths[self.rank] : ends[self.rank]] = message
+        if lengths[self.rank]:  # else it has come back behind this call: it takes what the others exchanged
+            every[ends[self.rank] - lengths[self.rank] : ends[self.rank]] = message
         [every] = self._meet("exchange", [every])
         found, calls = {}, {}
         for rank, (end, length) in enumerate(zip(ends.tolist(), lengths.tolist(), strict=True)):
