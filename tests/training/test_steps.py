@@ -336,6 +336,42 @@ def test_on_batch_methods_take_each_workers_own_share():
     assert_equal(workers(3).run(on_batch, [0, 5, 38, 40]))
 
 
+def on_one_batch(sizes):
+    """All workers the same batch, of as many rows as there are workers, more or fewer; one process, too."""
+    import keras
+
+    ring = strategy(**devices())
+    x, y = skewed_rows(40)
+    labels = (y > 0).astype("float32")
+    weights = np.linspace(0.5, 2, 40).astype("float32")
+
+    def make():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")])
+        model.compile("sgd", "mse", metrics=["mae", keras.metrics.TruePositives()], weighted_metrics=["mse"])
+        return model
+
+    with ring.scope():
+        model = make()
+    alone = make()
+    found = []
+    for size in sizes:
+        for method in ("train_on_batch", "test_on_batch"):
+            got, want = (
+                getattr(each, method)(x[:size], labels[:size], sample_weight=weights[:size], return_dict=True)
+                for each in (model, alone)
+            )
+            found.append(relative_error(list(got.values()), list(want.values())))
+        found.append(relative_error(model.get_weights(), alone.get_weights()))
+        found.append(relative_error([model.predict_on_batch(x[:size])], [alone.predict_on_batch(x[:size])]))
+    return {"on one batch": {"errors": max(found), "bits": bits(model)}}
+
+
+@pytest.mark.oldest
+def test_on_batch_methods_cut_the_batch_that_all_workers_are_given():
+    assert_equal(workers(3).run(on_one_batch, [40, 3, 1, 40]))
+    assert_equal(workers(2, logical_cpus=2).run(on_one_batch, [40, 3, 1]))
+
+
 def compiled_by_xla(folder):
     import keras
     from tensorflow.python.eager import context

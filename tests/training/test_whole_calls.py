@@ -80,7 +80,7 @@ def test_collectives_of_a_call():
         assert more("predict six", "predict two") == {}, counts
         assert counts["predict two"]["all_gather"] == 2 and counts["predict two"]["all_reduce"] <= 5
         assert more("predict six, rank 1 sees batches", "predict two, rank 1 sees batches")["all_gather"] == 4, counts
-        assert counts["train_on_batch"] == {"all_reduce": 2}  # status; logs
+        assert counts["train_on_batch"] == {"all_reduce": 3}  # whether the batch is the same; status; logs
         assert counts["predict_on_batch"] == {}
 
 

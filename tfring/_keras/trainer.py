@@ -30,6 +30,7 @@ from keras.src.trainers import trainer as base_trainer
 from tfring import _tf, data, step
 from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state
 from tfring._keras import callbacks as ring_callbacks
+from tfring._keras.batch import own_share
 from tfring._keras.logs import Logs
 from tfring._keras.losses import RingCompileLoss, additional_loss
 from tfring._keras.metrics import state_of_all, values_of_results
@@ -353,8 +354,9 @@ class StepFunction:
             logs = None
             if self._kind == "test" and self._strategy.updater is not None:
                 self._strategy.updater.before_evaluation(self._model)
-            for batch in iterator:  # train_on_batch, test_on_batch: this worker's own share
-                logs = self._call(self._on_batch, tf.nest.map_structure(to_tensor, batch))
+            for batch in iterator:  # train_on_batch, test_on_batch
+                own = own_share(self._strategy, tf.nest.map_structure(to_tensor, batch))
+                logs = self._call(self._on_batch, own)
             return logs
         self.iterator = iterator
         if not loop.are_unread(self._model, self._kind):

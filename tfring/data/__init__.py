@@ -4,6 +4,7 @@ from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced, undistributed
 from tfring.data.pipeline import arrays_of, share, yields_alike
 from tfring.data.rows import (
+    bounds,
     forget_rows,
     has_static_rows,
     num_rows,
@@ -20,6 +21,7 @@ __all__ = [
     "Shares",
     "agreed_cardinality",
     "arrays_of",
+    "bounds",
     "distribute",
     "distribute_for_keras",
     "forget_rows",
