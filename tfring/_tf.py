@@ -62,6 +62,7 @@ from tensorflow.python.ops import (
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
+Dataset = dataset_ops.DatasetV2
 CollectiveAllReduceExtended = _mwms.CollectiveAllReduceExtended
 CommunicationOptions = _collective_util.Options
 CollectiveKeys = _cross_device_utils.CollectiveKeys
@@ -682,6 +683,7 @@ __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveKeys",
     "CommunicationOptions",
+    "Dataset",
     "DatasetStep",
     "PolymorphicFunction",
     "ResourceVariable",

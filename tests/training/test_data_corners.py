@@ -8,6 +8,9 @@ from common import assert_equal, history_error, is_reference, relative_error, sk
 from harness import strategy, workers
 from test_data import recorder
 
+from tfring.cluster import detect
+from tfring.errors import ConfigurationError
+
 ROWS, BATCH = 33, 16  # the last batch has one row
 
 
@@ -301,6 +304,48 @@ def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
         assert "batches of 8 rows" in static and "keras.ops.shape(x)[0]" in static, static
+
+
+def cached_in_files(folder):
+    """Returns what a model sees in each epoch of datasets that are cached in a file, and what is refused."""
+    import keras
+    import tensorflow as tf
+
+    x = np.arange(40, dtype="float32")[:, None]
+    rows = tf.data.Dataset.from_tensor_slices((x, 0 * x)).map(lambda x, y: (x, y))
+    rank = detect().rank
+    made_before = {name: rows.cache(f"{folder}/{name}").batch(10) for name in ("before", f"own {rank}")}
+    ring = strategy()
+    with ring.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    off = tf.data.Options()
+    off.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    datasets = {
+        "rows": rows.cache(f"{folder}/rows").batch(10),
+        "batches": rows.batch(10).cache(tf.constant(f"{folder}/batches")),
+        "own rows": rows.shard(2, rank).cache(f"{folder}/own rows").batch(10).with_options(off),
+        "in memory": rows.cache().batch(10).cache(""),
+        "snapshot": rows.snapshot(f"{folder}/snapshot").batch(10),
+        "own names": made_before[f"own {rank}"],
+    }
+    seen = {name: model.fit(data, epochs=3, verbose=0).history["mae"] for name, data in datasets.items()}
+    messages = []
+    for use in (lambda data: model.fit(data, verbose=0), ring.experimental_distribute_dataset):
+        with pytest.raises(ConfigurationError) as raised:
+            use(made_before["before"])
+        messages.append(str(raised.value))
+    return seen, messages
+
+
+def test_each_worker_caches_in_a_file_of_its_own(tmp_path):
+    for seen, messages in workers(2).run(cached_in_files, str(tmp_path)):
+        for name, means in seen.items():
+            assert means == pytest.approx([19.5] * 3), name
+        for message in messages:
+            assert message.startswith("Each worker caches a dataset in a file of its own"), message
+            assert "after `tfring.RingStrategy()`" in message
+    assert (tmp_path / "rows.0-of-2.index").exists() and (tmp_path / "rows.1-of-2.index").exists()
 
 
 def one_after_another(names):

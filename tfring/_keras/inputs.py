@@ -268,7 +268,7 @@ def _ready(array: Any) -> Any:
 
 
 def install() -> None:
-    """Gives unseeded `tf.data` transformations a seed that all ranks share."""
+    """Gives unseeded `tf.data` transformations a seed that all ranks share, and caches a file of each worker's."""
 
     @seam(_tf.data_random_seed, "get_seed")
     def get_seed(original: Callable[..., Any], seed: int | None) -> Any:
@@ -279,6 +279,10 @@ def install() -> None:
         if seed is not None or _shared.base is None or _tf.eager_context.global_seed() is not None:
             return original(seed)
         return original(_shared.next_seed())
+
+    @seam(_tf.Dataset, "cache")
+    def cache(original: Callable[..., Any], self: Any, filename: Any = "", name: str | None = None) -> Any:
+        return original(self, data.own_cache_file(filename), name)
 
 
 _shared = PlacedSeeds()

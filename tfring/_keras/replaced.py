@@ -118,6 +118,9 @@ REPLACED = {
     "tensorflow.python.data.util.random_seed.get_seed": Function(
         "seed", "gives unseeded transformations of `tf.data` the seed that ranks share"
     ),
+    "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
+        "self, filename, name", "gives each worker a file of its own"
+    ),
     # callbacks and what is printed
     "keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model": Function(
         "self, epoch, batch, logs", "has all ranks take part where state is sharded"

@@ -1,6 +1,7 @@
 """Gives each replica its share of every global batch."""
 
 from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
+from tfring.data.cache_files import own_file as own_cache_file
 from tfring.data.distribute import agreed_cardinality, distribute, distribute_for_keras, is_sliced, undistributed
 from tfring.data.pipeline import arrays_of, share, yields_alike
 from tfring.data.rows import (
@@ -31,6 +32,7 @@ __all__ = [
     "mapped",
     "num_rows",
     "one_row_at_least",
+    "own_cache_file",
     "share",
     "slice_rows",
     "split_rows",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.data import cache_files
 from tfring.data.arrays import ArrayBatches
 from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
@@ -38,6 +39,7 @@ def distribute(
 ) -> tf.distribute.DistributedDataset:
     """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
     extended = strategy.extended
+    cache_files.check(strategy, dataset)
     cardinality = agreed_cardinality(extended.world, int(dataset.cardinality()))
     _compare_seeds(extended.world, _digest_of_seeds(extended.world, dataset))
     shares = single_shares(dataset, *_place(strategy))
@@ -86,6 +88,8 @@ class _Kept:
         self._cardinality = int(dataset.cardinality())
         self._seeds: int | None = None
         extended = strategy.extended
+        if not isinstance(dataset, ArrayBatches):
+            cache_files.check(strategy, dataset)
         rank, replicas, world_size = _place(strategy)
         drawn: Any = dataset
         if extended.is_alone:

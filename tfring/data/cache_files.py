@@ -1,0 +1,57 @@
+"""Files of `dataset.cache(filename)`: one for each worker, for TensorFlow lets one process at a time write a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.errors import ConfigurationError
+from tfring.recognition import ring_of_process
+
+if TYPE_CHECKING:
+    from tfring.strategy.ring import RingStrategy
+
+
+def own_file(filename: Any) -> Any:
+    """Returns the name of this worker's file, or `filename` where it is empty or there are no other workers."""
+    strategy = ring_of_process()
+    if strategy is None or (isinstance(filename, str) and not filename):
+        return filename
+    filename = tf.convert_to_tensor(filename, tf.string)
+    return tf.where(tf.strings.length(filename) > 0, filename + _suffix(strategy), filename)
+
+
+def check(strategy: RingStrategy, dataset: tf.data.Dataset) -> None:
+    """Refuses a dataset from before the strategy that workers of one host would cache in one file.
+
+    Raises:
+      ConfigurationError: on every rank.
+    """
+    cluster, world = strategy.cluster, strategy.extended.world
+    if not tf.executing_eagerly() or world.world_size == 1 or cluster.num_nodes == cluster.world_size:
+        return
+    files = [file for file in _files(dataset) if file and not file.endswith(_suffix(strategy))]
+    if not files:
+        return
+    digest = int(tf.strings.to_hash_bucket_fast("\n".join(files), tf.int32.max))
+    highest, lowest = world.largest([digest, -digest], name="files of caches")
+    if highest == -lowest:
+        raise ConfigurationError(
+            "Each worker caches a dataset in a file of its own: TensorFlow lets one process write it. Received: "
+            f"dataset.cache({files[0]!r}) on all workers, made before the strategy. Make the dataset after "
+            "`tfring.RingStrategy()`, which gives each worker a name of its own, or write the rank into the name. "
+            "(docs/data.md)"
+        )
+
+
+def _suffix(strategy: RingStrategy) -> str:
+    return f".{strategy.cluster.rank}-of-{strategy.cluster.world_size}"
+
+
+def _files(dataset: tf.data.Dataset) -> list[str]:
+    """Returns the files, or "", of the caches in a pipeline."""
+    step = _tf.dataset_step(dataset)
+    mine = [step.arguments["filename"]] if step.kind == "cache" else []
+    return mine + [file for before in _tf.datasets_before(dataset) for file in _files(before)]
