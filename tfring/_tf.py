@@ -127,6 +127,12 @@ def datasets_before(dataset: tf.data.Dataset) -> list:
     return dataset._inputs()
 
 
+def leaves_order_open(dataset: tf.data.Dataset) -> bool:
+    """Returns True if a `map` or `batch` of a pipeline has `deterministic=False`; an `interleave` does not keep it."""
+    is_open = getattr(dataset, "_deterministic", None) == "false"
+    return is_open or any(map(leaves_order_open, datasets_before(dataset)))
+
+
 def static_batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the size of a `batch` or `padded_batch` that drops the remainder, where that is a dataset's last step."""
     if not getattr(dataset, "_drop_remainder", False):
@@ -715,6 +721,7 @@ __all__ = [
     "is_function_graph",
     "is_stateful",
     "is_watched",
+    "leaves_order_open",
     "mark_as_unsaveable",
     "next_or_dummy",
     "next_or_error",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
+from tfring.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -48,12 +49,20 @@ def assert_equal(strategy: RingStrategy, variables: Sequence, names: Sequence[st
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and variable.dtype != tf.string
     ]
-    if not chosen or strategy.extended.is_alone:
+    peers = strategy.extended.peers
+    goes_on_by_itself = peers is not strategy.extended.world
+    if not chosen or (strategy.extended.is_alone and not goes_on_by_itself):
         return
+    if goes_on_by_itself and not tf.executing_eagerly():
+        raise ConfigurationError(
+            "In a step, workers of asynchronous updates hold other weights: each has pulled at another time. Received: "
+            "a call of `strategy.assert_equal` in a function. Call it between two `fit`, on all workers. "
+            "(docs/servers_and_delay.md)"
+        )
     replicas = len(strategy.extended.worker_devices)
     mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, *_ in chosen]) for r in range(replicas)]
-    everyone = strategy.extended.world.gather_equal(tf.stack(mine), name="digests of variables")
-    first_on_line = [strategy.mesh.ranks("data", rank)[0] for rank in range(strategy.cluster.world_size)]
+    everyone = peers.gather_equal(tf.stack(mine), name="digests of variables")
+    first_on_line = [strategy.mesh.ranks("data", rank)[0] for rank in range(strategy.mesh.size)]
     first_of_line = tf.gather(everyone, [rank * replicas for rank in first_on_line for _ in range(replicas)])
     wanted = tf.where(tf.constant([is_sharded for *_, is_sharded in chosen]), first_of_line, everyone[:1])
     differs = tf.not_equal(everyone, wanted)  # [replicas, variables]

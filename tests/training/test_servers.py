@@ -643,6 +643,9 @@ def train_other_rows(kind):
     data = (x, x[:, :1])
     if kind == "seeds":
         data = (tf.data.Dataset.from_tensor_slices(data).shuffle(60, seed=strategy.rank).batch(4),)
+    if kind == "order":
+        rows = tf.data.Dataset.from_tensor_slices(data)
+        data = (rows.map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False).batch(4),)
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -663,10 +666,74 @@ def train_other_rows_or_serve(kind):
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("arrays", "`x` is not the same on every rank"), ("seeds", "All workers draw the same batches"),
+    ("order", "Received: a dataset with deterministic=False in `map` or `batch`"),
 ])  # fmt: skip
 def test_data_that_differ_by_worker_are_refused(kind, says):
     *of_workers, _ = workers(3).run(train_other_rows_or_serve, kind, timeout=200)
     assert all(says in error for error in of_workers), of_workers
+
+
+def train_rows_of_slow_maps(strategy):
+    """Trains on rows that Python makes in unequal times, in an order that the options leave open."""
+    import time
+
+    import keras
+    import tensorflow as tf
+
+    def slow(x):
+        time.sleep(0.004 * np.random.default_rng([strategy.rank, int(x[0])]).random())
+        return x
+
+    x = np.arange(120, dtype="float32")[:, None]
+    rows = tf.data.Dataset.from_tensor_slices((x, x))
+    rows = rows.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(slow, [x], x.dtype), [1]), y), num_parallel_calls=4)
+    options = tf.data.Options()
+    options.deterministic = False
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[label])
+    pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.005))
+    fit = model.fit(rows.prefetch(1).batch(4).with_options(options), epochs=2, verbose=0, callbacks=[pause])
+    return fit.history["label"]
+
+
+def test_every_row_is_trained_once_where_options_leave_the_order_open():
+    assert run(2, 1, train_rows_of_slow_maps, update="async") == [[59.5, 59.5]] * 2
+
+
+def check_workers_that_go_on_by_themselves(strategy):
+    """What CheckFinite and `assert_equal` say, as each worker hears it."""
+    import keras
+    import tensorflow as tf
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="only")])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+    rows = np.ones([40, 1], "float32")
+    model.fit(rows, rows, batch_size=4, verbose=0)
+    strategy.assert_equal(model.variables)
+    messages = []
+
+    def note(call):
+        with pytest.raises((tf.errors.InvalidArgumentError, tfring.errors.TfringError)) as raised:
+            call()
+        messages.append(str(raised.value))
+
+    if strategy.rank == 1:
+        model.layers[0].bias.assign([7.0])
+    note(lambda: strategy.assert_equal(model.variables))
+    note(tf.function(lambda: strategy.assert_equal(model.variables), autograph=False))
+    callbacks = [tfring.callbacks.CheckFinite(every_steps=1)]
+    note(lambda: model.fit(rows * np.inf, rows, batch_size=4, verbose=0, callbacks=callbacks))
+    return messages
+
+
+def test_checks_of_workers_that_go_on_by_themselves():
+    results = run(2, 1, check_workers_that_go_on_by_themselves, update="async")
+    for rank, (differ, in_a_step, finite) in enumerate(results):
+        assert 'Variables: ["sequential/only/bias"]; replicas: [1]' in differ, differ
+        assert "In a step, workers of asynchronous updates hold other weights" in in_a_step, in_a_step
+        assert f"replica {rank} (rank {rank})" in finite and "one that names an earlier step" in finite, finite
 
 
 def train_with_an_update_that_fails(update):

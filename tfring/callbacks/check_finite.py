@@ -82,20 +82,27 @@ class CheckFinite(keras.callbacks.Callback):
             for r in replicas
         ]
         everyone = self._strategy.extended.world.gather_equal(tf.stack(mine), name="what is not finite").numpy()
-        noted = [(step, number, replica) for replica, (step, number, _) in enumerate(everyone) if step >= 0]
+        # A worker that goes on by itself has its own notes alone.
+        is_by_itself = len(everyone) < self._strategy.cluster.world_size
+        first = self._strategy.cluster.rank if is_by_itself else 0
+        others = " Of other workers this one does not know: one that names an earlier step came first."
+        others = others if is_by_itself else ""
+        noted = [(step, number, replica) for replica, (step, number, _) in enumerate(everyone, first) if step >= 0]
         if noted:
             step, number, replica = min(noted)
             self._raise(
                 f"The gradient of {self._watch.names[number]} was not finite on replica {{}} at step {step}, first "
-                "of all. Look at that replica's rows, at its loss, and at operations such as a logarithm of 0.",
+                "of all. Look at that replica's rows, at its loss, and at operations such as a logarithm of 0."
+                + others,
                 replica,
             )
-        bad = [(number, replica) for replica, (_, _, number) in enumerate(everyone) if number >= 0]
+        bad = [(number, replica) for replica, (_, _, number) in enumerate(everyone, first) if number >= 0]
         if bad:
             number, replica = min(bad)
             self._raise(
                 f"{variables[number].path} is not finite on replica {{}}, first of all variables, though every "
-                "gradient was: an update was too large, or moving statistics are of infinite values.",
+                "gradient was: an update was too large, or moving statistics are of infinite values."
+                + others,
                 replica,
             )
 

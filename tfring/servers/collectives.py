@@ -96,6 +96,10 @@ class MeetingCollectives:
         results = self._call(tensors, name, lambda every: [np.concatenate(its) for its in every], rows=True)
         return results if isinstance(tensor, (list, tuple)) else results[0]
 
+    def gather_equal(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
+        """See `Collectives.gather_equal`."""
+        return self.all_gather(tensor, name=name)
+
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
         """See `Collectives.broadcast`."""
         own = tensors if self.rank == root else [t[:0] if t.shape.rank else t for t in tensors]

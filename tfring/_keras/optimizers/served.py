@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfring import step
+from tfring import _tf, step
 from tfring._keras import configuration, place
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.updater import Updater
@@ -379,6 +379,12 @@ class ServerUpdater(Updater):
             return dataset
         wanted: dict[str, int] = {}  # the batch that this worker has claimed and not reached, by epoch
         has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
+        if not has_own_rows and _tf.leaves_order_open(dataset):
+            raise ConfigurationError(
+                "Workers that go on by themselves draw the same batches in the same order, and each batch is trained "
+                "by one of them. Received: a dataset with deterministic=False in `map` or `batch`. Leave it out. "
+                "(docs/servers_and_delay.md)"
+            )
         left_out = reached_by_chance(dataset)
 
         def claim(number: int, digest: int) -> bool:
@@ -406,6 +412,7 @@ class ServerUpdater(Updater):
 
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False  # a batch is claimed when it is asked for
+        options.deterministic = True
         spec = dataset.element_spec
         mine = dataset.enumerate().filter(keep)
         mine = mine.map(lambda _, *batch: batch if isinstance(spec, tuple) and len(batch) == len(spec) else batch[0])
