@@ -334,6 +334,31 @@ def decorated(everything=True):
     return model
 
 
+def metrics_of_functions():
+    """Metrics whose methods are each a `tf.function`, in a `compile` of a model whose steps are Keras' own."""
+    import keras
+    import tensorflow as tf
+
+    class Ratio(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="ratio")
+            self.total = self.add_weight(shape=(), initializer="zeros")
+            self.count = self.add_weight(shape=(), initializer="zeros")
+
+        @tf.function
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.total.assign_add(tf.reduce_sum(tf.abs(y_true - y_pred)))
+            self.count.assign_add(tf.reduce_sum(tf.abs(y_true)))
+
+        @tf.function
+        def result(self):
+            return self.total / self.count
+
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[Ratio()])
+    return model
+
+
 def compiled_again():
     """A function of the layer's keeps its graph over a second `compile` and `fit`."""
     import keras
@@ -547,6 +572,7 @@ def programs():
         "signature": (with_signature, rows),
         "weighted means": (weighted_means, rows),
         "decorated": (decorated, rows),
+        "metrics of functions": (metrics_of_functions, rows),
         "compiled again": (compiled_again, rows),
         "as advised": (as_advised, rows),
         "queue": (with_memory(queue, gathered), rows),

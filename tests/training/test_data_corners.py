@@ -281,15 +281,22 @@ def refusals():
             x, y = data
             return super().train_step((x + tf.zeros((x.shape[0], 4)), y))
 
+    class Constant(keras.Model):
+        def train_step(self, data):
+            return super().train_step((data[0], tf.ones([8, 1])))
+
     inputs = keras.Input((4,))
     with ring.scope():
         noisy = Noisy(inputs, keras.layers.Dense(1)(inputs))
         noisy.compile("sgd", "mse")
+        constant = Constant(inputs, keras.layers.Dense(1)(inputs))
+        constant.compile("sgd", "mse")
     for call in (
         lambda: model.fit(tf.data.Dataset.zip((labelled, unlabelled)), verbose=0),
         lambda: model.fit(x[rank::n], y[rank::n], verbose=0),
         lambda: model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shard(n, rank).batch(8), verbose=0),
         lambda: noisy.fit(labelled, verbose=0),
+        lambda: constant.fit(x, y, batch_size=8, verbose=0),
     ):
         try:
             call()
@@ -299,11 +306,12 @@ def refusals():
 
 
 def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
-    for sizes, arrays, shard, static in workers(2).run(refusals):
+    for sizes, arrays, shard, static, constant in workers(2).run(refusals):
         assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
         assert "batches of 8 rows" in static and "keras.ops.shape(x)[0]" in static, static
+        assert "share of the rows of a batch" in constant and "tf.ones_like(y_pred)" in constant, constant
 
 
 def cached_in_files(folder):

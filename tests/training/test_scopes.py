@@ -189,6 +189,15 @@ def made_outside():
         model.compile("sgd", "mse")
     with pytest.raises(ConfigurationError, match=r"Received: LSTM 'lstm\w*', Dense"):  # and not its cell
         model.fit(x, y, verbose=0)
+    made, built = keras.optimizers.Adam(), keras.optimizers.Adam()
+    built.build(functional().trainable_variables)
+    with ring.scope():
+        model = functional()
+        model.compile(made, "mse")
+        with pytest.raises(ConfigurationError, match=r"Received: Adam 'adam\w*', built outside.* Make it inside"):
+            model.compile(built, "mse")
+        model.compile(made, "mse")
+    model.fit(x, y, verbose=0)
     sent = ring.bytes_sent()
     alone = keras.Variable([1.0, 2.0])
     keras.optimizers.SGD(0.5).apply([np.ones(2, "float32")], (v for v in [alone]))  # drawn from once

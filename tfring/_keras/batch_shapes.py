@@ -16,10 +16,12 @@ from tfring import data, step
 from tfring._keras.layers import all_layers
 from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError, TfringError
+from tfring.recognition import ring_of_process
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
+_OF_CONSTANT = re.compile(r"Incompatible shapes: \[(\d+)[,\d]*\] vs\. \[(\d+)[,\d]*\]")
 _OF_NONE = re.compile(r"NoneType|of \(None,|\(None\)|None values not supported|got None|None for argument")
 
 
@@ -78,14 +80,31 @@ def fixed(model: Any) -> set[int]:
 def static_rows_explained(given: Any) -> Iterator[None]:
     """While it lasts, an error of a step that takes a static number of rows, as one process has, says what to write.
 
+    So does one of a constant with the rows of the whole batch, beside a share.
+
     Args:
       given: what `fit`, `evaluate` or `predict` trains on.
 
     Raises:
-      ConfigurationError: in place of TensorFlow's and Keras' errors of a dimension that is None.
+      ConfigurationError: in place of TensorFlow's and Keras' errors of a dimension that is None, or of shapes that are
+        incompatible as those of a batch and a share are.
     """
     try:
         yield
+    except tf.errors.InvalidArgumentError as error:
+        found, strategy = _OF_CONSTANT.search(error.message), ring_of_process()
+        if found is None or strategy is None:
+            raise
+        share, batch = sorted(map(int, found.groups()))
+        replicas = strategy.num_replicas_in_sync
+        if share == batch or abs(replicas * share - batch) >= replicas:
+            raise
+        raise ConfigurationError(
+            "A step computes on a replica's share of the rows of a batch. Received: "
+            f"{found.group()}, on one of {replicas} replicas: it looks as if a constant had the rows of a whole "
+            "batch, such as `tf.ones([batch_size, 1])`. Make it of the rows of the share: `tf.ones_like(y_pred)`, "
+            "`tf.ones([tf.shape(x)[0], 1])`. (docs/data.md)"
+        ) from error
     except (TypeError, ValueError, RuntimeError) as error:
         rows = _static_rows(given)
         if rows is None or isinstance(error, TfringError) or not _OF_NONE.search(str(error)):

@@ -2,6 +2,9 @@
 
 A step notes what its replicas write, and knows their shares of the batch, while it is traced. A function of its own is
 traced once and called from other steps' graphs, too, which would know of nothing then, or find tensors of another.
+
+A function that Keras calls where it holds values beside the variables is traced in place as well: as it builds a model,
+and as results of metrics are computed from sums over replicas.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tfring import _tf, step
 from tfring._keras.seam import seam
@@ -21,9 +25,11 @@ def install() -> None:
     @seam(_tf.PolymorphicFunction, "__call__")
     def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         running = step.current()
-        if running is None or running.active is None or not _is_of_user(self):
-            return original(self, *args, **kwargs)
-        if running.share is None and tf.executing_eagerly():  # a loop of the user's own, whose function it may be
+        in_step = running is not None and running.active is not None
+        if running is not None and running.share is None and tf.executing_eagerly():
+            in_step = False  # a loop of the user's own, whose function it may be
+        # Where Keras holds values beside the variables, a graph of its own would hold those of one moment.
+        if not (in_step or in_stateless_scope()) or not _is_of_user(self):
             return original(self, *args, **kwargs)
         return _tf.call_unwrapped(self, _as_declared(self, args), kwargs)
 
