@@ -183,7 +183,7 @@ def _distributed(
     cardinality: int,
 ) -> tf.distribute.DistributedDataset:
     dataset = drawn.dataset if isinstance(drawn, Drawn) else drawn
-    if not strategy.extended.is_alone:
+    if not strategy.extended.is_alone or strategy.updater is not None:  # others wait at the end of an epoch, or the job
         dataset = _untuned(dataset)
     if isinstance(drawn, Drawn):
         specs = drawn.element_spec(), drawn.shares_spec()
