@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
 import sys
 
 import harness
+import numpy as np
 import pytest
 from harness import workers
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FAMILY = ROOT / "benchmarks" / "family"
+sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(FAMILY))
 import movielens_data
+from difference import difference
 from supervised_contrastive import digits
 
 
@@ -49,3 +55,18 @@ def test_tuner(tmp_path):
         for weight, expected in zip(others, weights, strict=True):
             assert weight == pytest.approx(expected, abs=1e-3)
     assert len(alone) == 3 and max(score for _, score in alone) > 0.8
+
+
+@pytest.mark.parametrize("package", ["keras_rs", "keras_tuner", "keras_hub"])
+def test_programs_of_the_benchmark(package, tmp_path, all_packages):
+    pytest.importorskip(package, exc_type=ImportError)
+    plain, ring = tmp_path / "plain", tmp_path / "ring"
+    program = [FAMILY / "worker.py", f"with_{package}"]
+    for command in [[*program, plain, "--plain"], ["-m", "tfring", "launch", "-n", "2", *program, ring]]:
+        (plain if "--plain" in command else ring).mkdir()
+        done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=200)
+        assert not done.returncode, done.stdout + done.stderr
+    [alone] = [np.load(file) for file in plain.glob("*.npz")]
+    of_ranks = [np.load(file) for file in ring.glob("*.npz")]
+    assert len(of_ranks) == 2
+    assert all(difference(alone, figures, alone.files) < 1e-4 for figures in of_ranks)
