@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from harness import workers
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FAMILY = ROOT / "benchmarks" / "family"
-sys.path.insert(0, str(ROOT / "examples"))
-sys.path.append(str(FAMILY))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "family"))
 import movielens_data
 from difference import difference
 from supervised_contrastive import digits
+
+FAMILY = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "family"
 
 
 def retrieved():

@@ -36,7 +36,8 @@ class PostedCollectives(LocalCollectives):
     def broadcast(self, tensors: Any, root: int = 0, *, name: str) -> list[tf.Tensor]:
         """Returns worker 0's tensors."""
         assert root == 0
-        return [self._posted(tf.convert_to_tensor(t), f"{name} {next(self._numbers)}") for t in tensors]
+        in_graph = "" if tf.executing_eagerly() else " in a graph"
+        return [self._posted(tf.convert_to_tensor(t), f"{name} {next(self._numbers)}{in_graph}") for t in tensors]
 
     def _posted(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         if tensor.dtype.name not in messages.DTYPES:

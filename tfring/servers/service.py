@@ -161,6 +161,7 @@ class Service:
         self._failure: str | None = None
         self._is_over = False  # before it held anything
         self._board: dict[str, Answer] = {}
+        self._asked: dict[int, int] = {}  # the number of the last post that each worker has asked for
         self._batches: dict[str | None, dict[int, tuple[int, int]]] = {}  # of an epoch: who drew each first, its digest
         self._claims: dict[str, int] = {}  # of each epoch: how many batches were handed out
         self._claimed: dict[int, int] = {}  # the last batch of each worker
@@ -366,6 +367,7 @@ class Service:
         is_back = job is None and worker in self._lost  # another process in the place of one that was lost
         if is_back:
             self._returning.add(worker)
+            self._asked.pop(worker, None)
         if head.get("run") is not None and self._trace.recorder is None:  # this server was started again
             self._run = head["run"]
             clock = clocks.Distance(clocks.now(), 0, 0, 0, 0)._asdict()  # until it is measured
@@ -611,8 +613,10 @@ class Service:
     def _post(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Sends what worker 0 has posted under a name to all who ask for it."""
         name = head["name"]
+        self._asked[worker] = max(self._asked.get(worker, -1), _number_of_post(name))
         if worker == 0 and name not in self._board:  # else it has come back, and others have what it posted before
-            self._pass_on({"what": "post", "name": name}, arrays)
+            dropped = self._drop_posts()
+            self._pass_on({"what": "post", "name": name, "dropped": dropped}, arrays)
             self._board[name] = ({}, [a.copy() for a in arrays])
             if self._snapshots is not None:
                 self._snapshots.post({"name": name}, arrays)
@@ -621,6 +625,16 @@ class Service:
         if name not in self._board:
             raise PeerLostError(f"worker 0 left before it posted {name!r}")
         return self._board[name]
+
+    def _drop_posts(self) -> list[str]:
+        """Drops posts before one that all workers have asked for, and returns their names: all have their replies."""
+        if self._returning or self._may_come_back():  # such a worker asks for them all again
+            return []
+        least = min((self._asked.get(worker, -1) for worker in self._live), default=-1)
+        dropped = [name for name in self._board if 0 <= _number_of_post(name) < least]
+        for name in dropped:
+            del self._board[name]
+        return dropped
 
     def _meet(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         """Waits for all workers that are left, and returns the sums of what they have brought."""
@@ -730,6 +744,8 @@ class Service:
             self._claimed[head["by"]] = head["batch"]
             self._done[head["by"]] = head["number"]
         elif what == "post":
+            for name in head["dropped"]:
+                self._board.pop(name, None)
             self._board[head["name"]] = ({}, [a.copy() for a in arrays])
         elif what == "return":
             self._take_in(head["worker"])
@@ -917,6 +933,12 @@ def _unflat(pairs: list[bool], arrays: list[np.ndarray]) -> list[Any]:
 def _number(meeting: str) -> int:
     """Returns the place of a meeting in the order of all."""
     return int(meeting.rpartition("/")[2])
+
+
+def _number_of_post(name: str) -> int:
+    """Returns the place of a post in the order of all; -1 of one in a graph, which may be asked for again."""
+    number = name.rpartition(" ")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
