@@ -1,5 +1,6 @@
 """The harness itself: results by rank, failures told, timeouts ended, nothing left running."""
 
+import collections
 import os
 import pathlib
 import random
@@ -191,3 +192,9 @@ def test_wrong_use():
         workers(2, "smoke")
     with pytest.raises(WorkersFailedError, match="pickle"):
         workers(1).run(unpicklable)
+
+
+def test_no_two_folders_have_a_module_of_one_name():
+    """pytest puts the folders of tests on the path, so that the second to be collected would import the first's."""
+    names = collections.Counter(path.name for path in pathlib.Path(__file__).parent.rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []

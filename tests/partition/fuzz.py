@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import tensorflow as tf
-from common import check
+from checks import check
 
 SIZES = ((5, 3), (4, 1, 3), (2, 2, 2, 2))
 _UNARY = (tf.tanh, tf.abs, tf.square, tf.sqrt, tf.math.rsqrt, tf.sign, tf.nn.relu, tf.exp, tf.math.reciprocal)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from common import check
+from checks import check
 
 from tfring import partition
 

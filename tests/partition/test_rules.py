@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from common import check
+from checks import check
 
 from tfring.partition.rules import RULES
 from tfring.partition.types import Partial, Replicate, Shard
