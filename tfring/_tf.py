@@ -169,6 +169,16 @@ def set_attribute(op: Any, name: str, text: str) -> None:
     op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))
 
 
+def update_input(op: Any, index: int, tensor: tf.Tensor) -> None:
+    """Gives an operation of a graph that is being built another input."""
+    op._update_input(index, tensor)
+
+
+def add_control_inputs(op: Any, before: list) -> None:
+    """Has an operation of a graph that is being built wait for others."""
+    op._add_control_inputs(before)
+
+
 def is_stateful(op: str) -> bool:
     """Returns whether an operation of this type may give something else each time."""
     definition = _op_def_registry.get(op)

@@ -79,11 +79,17 @@ def _checked(tensor: Any) -> tf.Tensor | None:
 def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     running = step.current() or step.Step()
     running.gathered = True
+    if running.share is not None:
+        tensors = [partition.expect(tensor, "rows", "gathered rows") for tensor in tensors]
+    tensors = [partition.declare_gradient(t) for t in tensors]
+    with partition.own():
+        gathered = _exchanged(extended, running, tensors)
+    return [partition.declare(tensor, "full") for tensor in gathered]
+
+
+def _exchanged(extended: RingExtended, running: step.Step, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     control, control_ops = extended.control, extended.control_ops
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-    for tensor in tensors if running.share is not None else ():
-        partition.expect(tensor, "rows", "gathered rows")
-    tensors = [running.drop_if_empty(partition.declare_gradient(t)) for t in tensors]
 
     def all_counts(counts: Any) -> tf.Tensor:
         return control.gather_equal(tf.stack(values_of(counts)), name="gather_for_loss/rows")
@@ -95,25 +101,28 @@ def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Ten
         [summed] = control.all_reduce([tf.add_n(values_of(gradients))], name="gather_for_loss/gradient")
         return summed
 
-    counts = extended.cross_replica(all_counts, tf.stack([tf.shape(t, tf.int64)[0] for t in tensors]))
+    counts = tf.stack([tf.shape(running.drop_if_empty(t), tf.int64)[0] for t in tensors])
+    counts = extended.cross_replica(all_counts, counts)
 
     # One collective in each tf.custom_gradient: it ties its outputs together, and an order that Grappler sees through
     # such a tie is lost once the tie is taken apart.
     def gathered(tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         if not tensor.dtype.is_floating:
-            return partition.declare(tf.identity(extended.cross_replica(all_rows, tensor)), "full")
+            return tf.identity(extended.cross_replica(all_rows, running.drop_if_empty(tensor)))
 
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 if running.share is not None:
-                    partition.expect(upstream, "mean", "the gradient of gathered rows")
-                everyone = extended.cross_replica(total, running.weigh(upstream))
-                begin = tf.reduce_sum(counts[:replica])
-                mine = running.unweigh(everyone[begin : begin + counts[replica]])
-                return tf.ensure_shape(mine, x.shape)
+                    upstream = partition.expect(upstream, "mean", "the gradient of gathered rows")
+                with partition.own():
+                    everyone = extended.cross_replica(total, running.weigh(upstream))
+                    begin = tf.reduce_sum(counts[:replica])
+                    mine = running.unweigh(everyone[begin : begin + counts[replica]])
+                    rest = tf.shape(x, tf.int64)[0] - counts[replica]  # a replica without rows computes on one
+                    return tf.ensure_shape(tf.pad(mine, [[0, rest], *[[0, 0]] * (x.shape.rank - 1)]), x.shape)
 
-            return partition.declare(extended.cross_replica(all_rows, x), "full"), gradient
+            return extended.cross_replica(all_rows, running.drop_if_empty(x)), gradient
 
         return control.call_in_order(with_gradient, tensor)
 

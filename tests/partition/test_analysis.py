@@ -96,12 +96,12 @@ def test_marks_stay_where_functions_are_copied():
     assert [finding.name for finding in check(outer, X).findings] == ["a sum within"]
 
 
-def test_an_update_leaves_variables_as_they_were():
-    """What an optimizer writes comes of collectives, and is the same on all replicas."""
+def test_what_is_tfrings_own_leaves_variables_as_they_were():
+    """Such as an optimizer's update, which comes of collectives, and is the same on all replicas."""
     variable = tf.Variable(np.ones(4))
 
     def step(x):
-        with partition.update():
+        with partition.own():
             variable.assign(tf.math.log(tf.reduce_mean(x**2, 0)))
         partition.expect(variable.value(), "same", "the weight")
         variable.assign(tf.reduce_mean(x, 0))

@@ -473,7 +473,7 @@ def welford():
             self.mean.assign_add(ops.sum(y_true - self.mean) / self.count)
 
         def result(self):
-            return self.mean
+            return 1.0 * self.mean
 
     model = keras.Model(*net())
     model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[Welford()])
@@ -578,6 +578,8 @@ def programs():
         "queue": (with_memory(queue, gathered), rows),
         "scatter_update": (with_memory(scatter_update, gathered), rows),
         "counting": (counting, rows),
+        **{name: (make, rows) for name, (make, _) in warned().items()},
+        **{name: (make, rows) for name, make in refused().items()},
         **{
             f"by inputs, {kind}": (lambda kind=kind: penalized(kind), rows)
             for kind in ("mean", "compiled", "sum")
@@ -608,7 +610,7 @@ def warned():
             self.total.assign_add(ops.sqrt(ops.mean(ops.square(y_true - y_pred))))
 
         def result(self):
-            return self.total
+            return 1.0 * self.total
 
     class Codes(keras.layers.Layer):
         """As in a VQ-VAE."""

@@ -519,6 +519,10 @@ def programs():
         program(f"add_loss of {kind}", added(kind))
 
     program("dice", compiled(gathered_dice, net=segmentation), x, classes)
+    program("dice of Keras", compiled(keras.losses.Dice(), net=segmentation), x, classes)
+    program("dice of a row", compiled(keras.losses.Dice(axis=-1), net=segmentation), x, classes)
+    program("tversky of Keras", compiled("tversky", net=segmentation), x, classes)
+    program("circle of Keras", compiled(keras.losses.Circle(), net=embedded), x, (y > 0).astype("int32"))
     program("circle", compiled(gathered_circle, net=embedded), x, (y > 0).astype("int32"))
     program("contrastive", compiled(loss_of_all_rows, net=embedded))
     program("contrastive, eager", compiled(loss_of_all_rows, net=embedded, run_eagerly=True))

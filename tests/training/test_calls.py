@@ -151,7 +151,7 @@ def where_a_condition_differs(_):
 
     with harness.strategy().scope():
         model = Conditional([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", run_eagerly=True)  # a graph is edited, and has one condition for all
     x = np.arange(20.0, dtype="float32").reshape(20, 1)  # sums of 45 and of 145
     with pytest.raises(MismatchError) as raised:
         model.fit(x, x, batch_size=20, epochs=2, shuffle=False, verbose=0)

@@ -5,7 +5,7 @@ import pytest
 from common import devices
 from harness import strategy, workers
 
-from tfring import step
+from tfring import partition, step
 
 ROWS, BATCH = 203, 20
 
@@ -34,7 +34,8 @@ def recorder(ring, **options):
                 seen.extend(int(r) for r in rows.numpy().ravel())
 
             running = step.current()  # where a replica has no rows, it computes on one that does not count
-            tf.py_function(write, [running.drop_if_empty(data[0]) if running else data[0]], [])
+            with partition.own():
+                tf.py_function(write, [running.drop_if_empty(data[0]) if running else data[0]], [])
             return super().train_step(data)
 
     with ring.scope():

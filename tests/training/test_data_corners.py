@@ -290,7 +290,7 @@ def refusals():
         noisy = Noisy(inputs, keras.layers.Dense(1)(inputs))
         noisy.compile("sgd", "mse")
         constant = Constant(inputs, keras.layers.Dense(1)(inputs))
-        constant.compile("sgd", "mse")
+        constant.compile("sgd", "mse", run_eagerly=True)
     for call in (
         lambda: model.fit(tf.data.Dataset.zip((labelled, unlabelled)), verbose=0),
         lambda: model.fit(x[rank::n], y[rank::n], verbose=0),

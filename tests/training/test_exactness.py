@@ -1,4 +1,4 @@
-"""Steps whose result on several workers is not that of one process are named, with the line; others are not."""
+"""Steps of any kind have the result of one process; those that are not edited are named where they differ."""
 
 import pathlib
 import warnings
@@ -12,6 +12,7 @@ from harness import workers
 
 import tfring
 from tfring import errors
+from tfring.partition import conversions, edit
 
 ROWS, BATCH = 19, 8  # the last batch has three rows
 
@@ -23,13 +24,14 @@ def _data():
 
 
 class OneLayer(keras.Model):
-    """One dense layer, whose loss is a function of the model, inputs and targets."""
+    """One dense layer, whose loss is a function of the model, inputs and targets, as is what it writes to its state."""
 
-    def __init__(self, loss_of, between=None):
+    def __init__(self, loss_of, between=None, write=None):
         super().__init__()
         self.dense = keras.layers.Dense(1, kernel_initializer="ones")
         self.loss_of = loss_of
         self.between = between
+        self.write = write
         self.state = self.add_weight(shape=(), initializer="zeros", trainable=False, name="state")
 
     def call(self, x):
@@ -41,106 +43,174 @@ class OneLayer(keras.Model):
             loss = self.loss_of(self, x, y)
         gradients = tape.gradient(loss, self.trainable_variables)
         if self.between is not None:
-            gradients = self.between(gradients)
+            gradients = self.between(self, gradients)
+        if self.write is not None:
+            self.write(self, x, y)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"own": tf.reduce_mean(loss)}
+        return {"own": tf.reduce_mean(loss), "rows": tf.abs(y[:, 0])}
 
 
 def _error(model, x, y):
     return model(x) - y
 
 
-# What is computed, and a part of what is said of it; None for what equals one process.
 LOSSES = {
-    "mean": (lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2), None),
-    "mean by the number of rows": (
-        lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) / tf.cast(tf.shape(x)[0], tf.float32),
-        None,
+    "mean": lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2),
+    "mean by the number of rows": lambda m, x, y: (
+        tf.reduce_sum(_error(m, x, y) ** 2) / tf.cast(tf.shape(x)[0], tf.float32)
     ),
-    "gathered ratio": (
-        lambda m, x, y: (lambda e, t: tf.reduce_sum(tf.abs(e)) / tf.reduce_sum(tf.abs(t)))(
-            *tfring.gather_for_loss((_error(m, x, y), y))
-        ),
-        None,
+    "gathered ratio": lambda m, x, y: (lambda e, t: tf.reduce_sum(tf.abs(e)) / tf.reduce_sum(tf.abs(t)))(
+        *tfring.gather_for_loss((_error(m, x, y), y))
     ),
-    "penalty": (lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2) + tf.nn.l2_loss(m.dense.kernel), None),
-    "sum over the global batch": (lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) * (1 / BATCH), "a sum over"),
-    "kept rows": (
-        lambda m, x, y: tf.reduce_mean(tf.boolean_mask(_error(m, x, y) ** 2, y[:, 0] > 0.0)),
-        "a mean over the rows that a mask keeps",
+    "penalty": lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2) + tf.nn.l2_loss(m.dense.kernel),
+    "sum over the global batch": lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) * (1 / BATCH),
+    "kept rows": lambda m, x, y: tf.reduce_mean(tf.boolean_mask(_error(m, x, y) ** 2, y[:, 0] > 0.0)),
+    "ratio": lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) / tf.reduce_sum(y**2),
+    "log": lambda m, x, y: tf.math.log(tf.reduce_mean(_error(m, x, y) ** 2)),
+    "root": lambda m, x, y: tf.sqrt(tf.reduce_mean(_error(m, x, y) ** 2)),
+    "vector": lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2, 1),
+    "in-batch negatives": lambda m, x, y: tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(x)[0]), tf.matmul(m(x), y, transpose_b=True))
     ),
-    "ratio": (lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) / tf.reduce_sum(y**2), "a function of a sum"),
-    "log": (lambda m, x, y: tf.math.log(tf.reduce_mean(_error(m, x, y) ** 2)), "a function of a sum"),
-    "root": (lambda m, x, y: tf.sqrt(tf.reduce_mean(_error(m, x, y) ** 2)), "a function of a sum"),
-    "vector": (lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2, 1), "a sum over"),
-    "in-batch negatives": (
-        lambda m, x, y: tf.reduce_mean(
-            tf.nn.sparse_softmax_cross_entropy_with_logits(
-                tf.range(tf.shape(x)[0]), tf.matmul(m(x), y, transpose_b=True)
-            )
-        ),
-        "combined with each other",
+    "negatives both ways": lambda m, x, y: tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(x)[0]), tf.matmul(y, m(x), transpose_b=True))
     ),
-    "hardest": (lambda m, x, y: tf.reduce_max(_error(m, x, y) ** 2), "all rows"),
-    "minibatch": (lambda m, x, y: tf.reduce_mean(_error(m, x, y)[:2] ** 2), "their position"),
+    "hardest": lambda m, x, y: tf.reduce_max(_error(m, x, y) ** 2),
+    "minibatch": lambda m, x, y: tf.reduce_mean(_error(m, x, y)[:2] ** 2),
+    "standardized": lambda m, x, y: tf.reduce_mean(
+        (m((x - tf.reduce_mean(x, 0)) / (tf.math.reduce_std(x, 0) + 0.1)) - y) ** 2
+    ),
+    "sorted": lambda m, x, y: tf.reduce_mean(tf.abs(tf.sort(m(x)[:, 0]) - tf.sort(y[:, 0]))),
+    "condition on a mean": lambda m, x, y: (lambda loss: tf.cond(loss > 1.0, lambda: loss, lambda: loss**2))(
+        tf.reduce_mean(_error(m, x, y) ** 2)
+    ),
+    "loop over rows": lambda m, x, y: tf.while_loop(
+        lambda i, _: i < tf.shape(x)[0],
+        lambda i, total: (i + 1, 0.9 * total + tf.reduce_sum(_error(m, x, y)[i] ** 2)),
+        (0, tf.zeros([])),
+    )[1],
+    "no rule": lambda m, x, y: tf.reduce_mean(
+        _error(m, x, y) ** 2 * tf.ensure_shape(tf.numpy_function(lambda v: v - v.max(), [y], tf.float32), [None, 1])
+    ),
+    "noise of a seed": lambda m, x, y: tf.reduce_mean(
+        _error(m, x + tf.random.stateless_normal(tf.shape(x), [1, 2]), y) ** 2
+    ),
 }
 
 
-def _clipped(gradients):
+def _clipped(model, gradients):
     return tf.clip_by_global_norm(gradients, 0.1)[0]
 
 
-def _clipped_together(gradients):
-    return _clipped(tf.distribute.get_strategy().all_reduce_gradients(gradients))
+def _clipped_together(model, gradients):
+    return _clipped(model, tf.distribute.get_strategy().all_reduce_gradients(gradients))
 
 
-BETWEEN = {"clipped": (_clipped, "a function of a sum"), "clipped together": (_clipped_together, None)}
+BETWEEN = {
+    "clipped": _clipped,
+    "clipped together": _clipped_together,
+    "signs": lambda model, gradients: [tf.sign(g) for g in gradients],
+    "projected": lambda model, gradients: [
+        g - v * tf.reduce_sum(g * v) / (tf.reduce_sum(v * v) + 0.1)
+        for g, v in zip(gradients, model.trainable_variables, strict=True)
+    ],
+}
+
+# What a step writes, of which each replica sees some rows, and what it draws once for all of them.
+STATES = {
+    "largest": lambda m, x, y: m.state.assign(tf.maximum(m.state, tf.reduce_max(y))),
+    "count": lambda m, x, y: m.state.assign_add(tf.cast(tf.shape(y)[0], tf.float32)),
+    "decayed sum": lambda m, x, y: m.state.assign(0.5 * m.state + tf.reduce_sum(y)),
+    "spread": lambda m, x, y: m.state.assign(tf.math.reduce_std(y)),
+    "last row": lambda m, x, y: m.state.assign(y[-1, 0]),
+    "if any": lambda m, x, y: tf.cond(
+        tf.reduce_max(y) > 1.0, lambda: m.state.assign(tf.reduce_max(y)), lambda: m.state.assign(-1.0)
+    ),
+}
 
 
 def _fit(name, check_equal=False):
-    """Returns the weights after two epochs, and what was warned of."""
+    """Returns all weights after two epochs, the logs, and what was warned of."""
     strategy = harness.strategy(check_equal=check_equal)
     x, y = _data()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with strategy.scope():
-            model = OneLayer(LOSSES.get(name, LOSSES["mean"])[0], BETWEEN.get(name, (None,))[0])
+            loss = LOSSES.get(name, LOSSES["mean"])
+            model = OneLayer(OTHERS.get(name, loss), BETWEEN.get(name), STATES.get(name))
             model.compile(keras.optimizers.SGD(0.05))
         try:
-            model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+            history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         except errors.InexactError as error:
-            return None, [str(error)]
+            return None, None, [str(error)]
     said = [str(w.message) for w in caught if issubclass(w.category, errors.InexactWarning)]
-    return [v.numpy() for v in model.trainable_variables], said
+    logs = [np.ravel(value) for values in history.values() for value in values]
+    return [v.numpy() for v in model.weights], logs, said
 
 
 def _all(names):
     return {name: _fit(name) for name in names}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_differs_is_named_and_nothing_else(world_size):
-    cases = {**LOSSES, **BETWEEN}
-    one = workers(1).run(_all, list(cases))[0]
-    several = workers(world_size).run(_all, list(cases))
-    for name, (_, expected) in cases.items():
-        weights, said = several[0][name]
-        assert one[name][1] == [], name
-        equal = all(np.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(weights, one[name][0], strict=True))
-        if expected is None:
-            assert said == [] and equal, (name, said)
-            continue
-        assert not equal, name
-        [text] = said  # once, on the first rank
-        assert expected in text and pathlib.Path(__file__).name in text, (name, text)
-        assert several[1][name][1] == []
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_whatever_a_step_computes_equals_one_process(world_size):
+    """Batches of 8, 8 and 3 rows; with four workers one has no row of the last."""
+    names = [*LOSSES, *BETWEEN, *STATES]
+    one = workers(1).run(_all, names)[0]
+    several = workers(world_size).run(_all, names)
+    for name in names:
+        weights, logs, said = several[0][name]
+        assert one[name][2] == said == [], name
+        for got, wanted in zip([*weights, *logs], [*one[name][0], *one[name][1]], strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+        for other in several[1:]:
+            assert [w.tobytes() for w in other[name][0]] == [w.tobytes() for w in weights], name
+
+
+def _exchanged(m, x, y):
+    """A logarithm, in a step that exchanges something by itself: such a step is not edited."""
+    count = tf.distribute.get_replica_context().all_reduce("sum", tf.ones([]))
+    return tf.math.log(tf.reduce_mean(_error(m, x, y) ** 2)) + 0.0 * count
+
+
+OTHERS = {"exchanged": _exchanged}
+
+
+def test_what_is_not_edited_is_named():
+    [(weights, _, [text]), (_, _, said)] = workers(2).run(_fit, "exchanged")
+    assert "a function of a sum" in text and "`Log`" in text and pathlib.Path(__file__).name in text
+    assert said == []  # once, on the first rank
+    wanted = workers(1).run(_fit, "exchanged")[0][0]
+    assert not all(np.allclose(got, one, rtol=1e-5) for got, one in zip(weights, wanted, strict=True))
 
 
 def test_with_check_equal_it_is_an_error():
-    for _, [text] in workers(2).run(_fit, "log", True):
+    for _, _, [text] in workers(2).run(_fit, "exchanged", True):
         assert "a function of a sum" in text and "`Log`" in text
-    weights, said = workers(2).run(_fit, "mean", True)[0]
+    weights, _, said = workers(2).run(_fit, "log", True)[0]
     assert weights is not None and said == []
+
+
+def _draws():
+    """Returns a state that is drawn in each step, and its log."""
+    strategy = harness.strategy()
+    x, y = _data()
+    tf.random.set_seed(3 + strategy.rank)
+
+    def write(model, x, y):
+        model.state.assign(tf.random.normal([]) + keras.random.normal([], seed=model.seeds))
+
+    with strategy.scope():
+        model = OneLayer(LOSSES["mean"], None, write)
+        model.seeds = keras.random.SeedGenerator(1)
+        model.compile(keras.optimizers.SGD(0.05))
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    return model.state.numpy()
+
+
+def test_what_is_drawn_for_all_rows_is_the_same_on_all_ranks():
+    drawn = workers(3).run(_draws)
+    assert len(set(drawn)) == 1 and drawn[0] != 0.0
 
 
 def _plain(kind):
@@ -187,3 +257,75 @@ def _plain(kind):
 @pytest.mark.parametrize("kind", ["images", "sequences", "attention"])
 def test_plain_models_are_not_named(kind):
     assert workers(2).run(_plain, kind)[0] == []
+
+
+def _exchanges():
+    """Returns of plain models how many inputs of their steps wait for other replicas."""
+    from tfring._keras import exactness
+
+    strategy = harness.strategy()
+    layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers
+    random = np.random.default_rng(2)
+    rows, images = random.normal(size=(ROWS, 6)), random.normal(size=(ROWS, 8, 8, 3))
+    ids, classes = random.integers(1, 9, size=(ROWS, 5)), random.integers(0, 3, ROWS)
+
+    def net(shape, *between, outputs=3):
+        return keras.Sequential([layers.Input(shape), *between, layers.Dense(outputs)])
+
+    def attention():
+        inputs = layers.Input((5,))
+        h = layers.Embedding(9, 4)(inputs)
+        h = layers.LayerNormalization()(h + layers.MultiHeadAttention(2, 2)(h, h))
+        return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(h)))
+
+    def two_outputs():
+        inputs = layers.Input((6,))
+        h = layers.Dense(4, "gelu", kernel_regularizer="l2", activity_regularizer="l2")(inputs)
+        return keras.Model(inputs, [layers.Dense(6, name="a")(h), layers.Dense(1, name="b")(h)])
+
+    of_classes = losses.SparseCategoricalCrossentropy(from_logits=True)
+    adam = optimizers.Adam(0.01, global_clipnorm=1.0, use_ema=True, gradient_accumulation_steps=2)
+    pool = layers.GlobalAveragePooling2D
+    plain = {
+        "dense": (lambda: net((6,), layers.Dense(4, "relu")), rows, classes, {"loss": of_classes}),
+        "dropout": (lambda: net((6,), layers.Dropout(0.3)), rows, classes, {"loss": of_classes, "metrics": ["acc"]}),
+        "clipped and averaged": (lambda: net((6,), outputs=1), rows, rows[:, :1], {"optimizer": adam, "loss": "huber"}),
+        "convolutions": (
+            lambda: net((8, 8, 3), layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU(), pool()),
+            *(images, classes, {"loss": of_classes}),
+        ),
+        "synchronized": (
+            lambda: net((8, 8, 3), layers.Conv2D(4, 3), tfring.layers.SyncBatchNormalization(), pool()),
+            *(images, classes, {"loss": of_classes}),
+        ),
+        "embeddings": (lambda: net((5,), layers.Embedding(9, 4), layers.Flatten()), ids, classes, {"loss": of_classes}),
+        "lstm": (lambda: net((5,), layers.Embedding(9, 4), layers.LSTM(3)), ids, classes, {"loss": of_classes}),
+        "attention": (attention, ids, classes, {"loss": of_classes, "metrics": ["accuracy"]}),
+        "autoencoder": (lambda: net((6,), layers.Dense(2, "tanh"), outputs=6), rows, rows, {"loss": "mae"}),
+        "two outputs": (
+            *(two_outputs, rows, (rows, rows[:, :1])),
+            {"loss": {"a": "mse", "b": "mse"}, "loss_weights": {"a": 1.0, "b": 0.3}, "metrics": {"a": ["mae"]}},
+        ),
+    }  # fmt: skip
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (make, x, y, options) in plain.items():
+            counts = found[name] = []
+
+            def apply_edits(analysis, exchange, counts=counts):
+                counts.append(sum(conversions.waits(edit.value, edit.conversion) for edit in analysis.edits))
+                return edit.apply(analysis, exchange)
+
+            patch.setattr(exactness.partition, "apply_edits", apply_edits)
+            with strategy.scope():
+                model = make()
+                model.compile(**{"optimizer": "sgd", **options})
+            weights = None if isinstance(y, tuple) else np.linspace(0.5, 2.0, ROWS)
+            model.fit(x, y, sample_weight=weights, batch_size=BATCH, verbose=0)
+            model.evaluate(x, y, batch_size=BATCH, verbose=0)
+    return found
+
+
+def test_plain_models_exchange_nothing_more():
+    for counts in workers(2).run(_exchanges):
+        assert len(counts) == 10 and all(found == [0, 0] for found in counts.values()), counts

@@ -421,7 +421,7 @@ def refused():
 
 @pytest.mark.oldest
 def test_what_cannot_be_taken_in_is_refused_by_name():
-    for said in workers(2).run(refused):
+    for said in workers(2, logical_cpus=2).run(refused):
         for name in ("layer", "statistics", "compiled_in_scope", "fit_in_scope", "optimizer"):
             assert "early" in said.get(name, "") and "inside `with strategy.scope():`" in said[name], (name, said)
         assert "early" in said["several_values"] and "aggregation" in said["several_values"], said

@@ -1,15 +1,18 @@
-"""Analyzes each step once it is traced, and warns of what replicas do not compute as one process would.
+"""Edits each step once it is traced, so that replicas compute what one process would; names what is left.
 
 Keras' step runs on each replica with its own rows. `partition.expect` marks what tfring takes for a mean or a sum over
-rows (gradients, state, logs); `partition.declare` marks what it has made one of the whole batch.
+rows (gradients, state, logs); `partition.declare` marks what it has made one of the whole batch. A step in which
+something cannot be converted is traced again, as one that tfring repairs while it is traced (`losses`, `metrics`,
+`state`), and is analyzed only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -19,12 +22,14 @@ from tfring import _tf, partition
 from tfring import step as steps
 from tfring._keras.layers import all_layers
 from tfring.errors import InexactError, InexactWarning
+from tfring.ring.collectives import RingCollectives
 from tfring.step import graphs
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
-_warned: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has warned of
+_log = logging.getLogger("tfring")
+_told: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has told
 
 
 def check_step(strategy: RingStrategy, model: Any, step: str) -> None:
@@ -47,16 +52,116 @@ def check_step(strategy: RingStrategy, model: Any, step: str) -> None:
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for it runs eagerly.")
         return
     try:
-        findings = partition.analyze(tf.compat.v1.get_default_graph(), _is_summed_when_read)
+        is_mixed = len(strategy.extended.worker_devices) > 1
+        findings = partition.analyze(
+            tf.compat.v1.get_default_graph(), _is_summed_when_read, is_mixed=is_mixed
+        ).findings
     except Exception as error:  # a graph of a kind that was never seen: training does not need the analysis
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for {error!r}.")
         return
+    _tell(strategy, findings, name)
+
+
+def _tell(strategy: RingStrategy, findings: Sequence[partition.Finding], name: str) -> None:
     if not findings:
         return
     text = partition.text(findings, name)
     if strategy.check_equal and any(map(partition.is_known, findings)):
         raise InexactError(text)
     _warn(strategy, text)
+
+
+class NotEditedError(Exception):
+    """A step holds what cannot be converted; it is traced again, and is not edited."""
+
+
+def is_editable(strategy: RingStrategy, model: Any, inputs: Sequence[Any]) -> bool:
+    """Returns True for a step whose graph is edited once it is traced.
+
+    Not where several replicas of a worker share variables, where a replica is several workers (a mesh), where workers
+    train by themselves, where rows lie in ragged or sparse tensors, or where the step builds layers or metrics.
+
+    Args:
+      strategy: a RingStrategy.
+      model: whose step it is.
+      inputs: one element of the dataset for each replica of this worker.
+    """
+    if strategy.num_replicas_in_sync == 1 or len(inputs) > 1 or not strategy.mesh.is_data_only:
+        return False
+    if strategy.updater is not None or not isinstance(strategy.extended.control, RingCollectives):
+        return False
+    leaves = tf.nest.flatten(inputs)
+    # A graph that makes variables is not given up for another: it is what initializes them.
+    if not all(layer.built for layer in all_layers(model)) or not all(map(_is_built, model.metrics)):
+        return False
+    if any(getattr(layer, "synchronized", False) and _is_of_keras(layer) for layer in all_layers(model)):
+        return False  # Keras' exchanges between replicas would have it traced twice
+    return (
+        not model.run_eagerly
+        and not any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
+    )
+
+
+def _is_built(metric: Any) -> bool:
+    return getattr(metric, "_built", getattr(metric, "built", True))
+
+
+def _is_of_keras(layer: Any) -> bool:
+    return type(layer).call is keras.layers.BatchNormalization.call
+
+
+def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]) -> list:
+    """Edits the graph of a step that is being traced.
+
+    Args:
+      strategy: a RingStrategy.
+      model: whose step it is.
+      step: the name of Keras' method, such as "train_step".
+      rows: int64 `[num_replicas]`, each replica's rows of the batch.
+      logs: names of what is not looked at again where it cannot be converted: it is named.
+
+    Returns:
+      Operations behind which replicas have exchanged what they need.
+
+    Raises:
+      NotEditedError: where something else cannot be converted.
+    """
+    try:
+        analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
+        if any(finding.name not in logs for finding in analysis.findings):
+            raise NotEditedError
+        made = partition.apply_edits(analysis, _Exchange(strategy.extended.control, rows))
+    except NotEditedError:
+        raise
+    except Exception as error:  # a graph of a kind that was never seen
+        _log.debug("A step is not edited.", exc_info=True)
+        raise NotEditedError from error
+    name = f"{step} of {type(model).__name__} {model.name!r}"
+    _tell(strategy, analysis.findings, name)
+    gathered = partition.text_of_gathered(analysis, name)
+    if gathered is not None and _is_new(strategy, gathered) and strategy.cluster.is_chief:
+        _log.warning(gathered)
+    return made
+
+
+class _Exchange:
+    """See `partition.Exchange`: over the control channel, whose collectives of a step run in one order with these."""
+
+    def __init__(self, control: Any, rows: tf.Tensor) -> None:
+        self._control = control
+        self.rows = rows
+        self.replica = control.rank
+
+    def others(self) -> list[tf.Operation]:
+        return self._control.in_one_order()
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str, *, name: str) -> list[tf.Tensor]:
+        with self._control.apart():
+            return self._control.all_reduce(tensors, op, name=name)
+
+    def all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        with self._control.apart():
+            return self._control.all_gather(tensors, name=name)
 
 
 def check_outputs(strategy: RingStrategy, model: Any, outputs: Any) -> None:
@@ -69,10 +174,16 @@ def check_outputs(strategy: RingStrategy, model: Any, outputs: Any) -> None:
 
 def _warn(strategy: RingStrategy, text: str) -> None:
     """Warns once on the first rank."""
-    warned = _warned.setdefault(strategy, set())
-    if text not in warned and strategy.cluster.is_chief:
+    if _is_new(strategy, text) and strategy.cluster.is_chief:
         warnings.warn(text, InexactWarning, stacklevel=2)
-    warned.add(text)
+
+
+def _is_new(strategy: RingStrategy, text: str) -> bool:
+    """Returns True once for each text."""
+    told = _told.setdefault(strategy, set())
+    is_new = text not in told
+    told.add(text)
+    return is_new
 
 
 def _is_summed_when_read(handle: Any) -> bool:
@@ -83,6 +194,17 @@ def _is_summed_when_read(handle: Any) -> bool:
     return variable.aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
+def _is_held_in_parts(handle: Any) -> bool:
+    """As `_is_summed_when_read`, in a step that is edited: what is a mean when it is read is the same on all."""
+    variable = _tf.variable_of_replicas(graphs.outermost(handle))
+    return _is_summed_when_read(handle) and variable.aggregation != tf.VariableAggregation.MEAN
+
+
+def is_own_statistic(variable: Any) -> bool:
+    """Returns True for moving statistics of what each replica has normalized by itself; see `own_statistics`."""
+    return getattr(variable, "_tfring_own_statistic", False)
+
+
 @contextlib.contextmanager
 def own_statistics(model: Any) -> Iterator[None]:
     """While a step is traced: batch normalization that is not synchronized is each replica's own, as Keras has it."""
@@ -90,6 +212,8 @@ def own_statistics(model: Any) -> Iterator[None]:
     try:
         for layer in layers:
             vars(layer)["_moments"] = _declared(layer._moments)
+            for variable in layer.non_trainable_variables:
+                variable._tfring_own_statistic = True
         yield
     finally:
         for layer in layers:
@@ -104,7 +228,9 @@ def _declared(moments: Callable[..., Any]) -> Callable[..., Any]:
     def declared(inputs: Any, mask: Any) -> Any:
         if steps.weighing() is None or tf.executing_eagerly():
             return moments(inputs, mask)
-        mean, variance = moments(partition.declare_gradient(tf.convert_to_tensor(inputs)), mask)
-        return partition.declare(mean, "full"), partition.declare(variance, "full")
+        inputs = partition.declare_gradient(tf.convert_to_tensor(inputs))
+        with partition.own():
+            found = moments(inputs, mask)
+        return tuple(partition.declare(partition.declare_gradient(each, "full"), "full") for each in found)
 
     return declared

@@ -56,6 +56,7 @@ class Logs:
         self._sources: list = []
         self._variables: list = []  # those that were returned as such
         self._numbers: list[int] = []  # the positions of those that become one number of all replicas'
+        self.names: set[str] = set()  # of these, for the user
 
     def of_step(
         self,
@@ -63,6 +64,7 @@ class Logs:
         step: Callable[[Any], Any],
         rows: Sequence[Any],
         static: bool,
+        is_edited: bool = False,
     ) -> tuple[Any, list[Written]]:
         """Runs a step on each replica; in what it returned, values for each row are those of all rows.
 
@@ -71,6 +73,7 @@ class Logs:
           step: Keras' step, one batch in, logs out.
           rows: number of rows of each replica of this worker, None where it is unknown.
           static: whether each element's number of rows is static, as in eager steps.
+          is_edited: whether the graph is edited; then `with_all_rows` follows.
         """
         results = Results(self._model)
 
@@ -83,20 +86,27 @@ class Logs:
         with results.noted(), own_statistics(self._model):
             outputs, written = run(noting)
         self._note_variables(outputs, written)
-        if self._strategy.num_replicas_in_sync > 1:
-            outputs = self._with_all_rows(outputs, rows, static)
+        if not is_edited:
+            outputs = self.with_all_rows(outputs, rows, static)
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
-        self._expect_means(outputs)
-        return outputs, written
+        return self._marked(outputs, is_edited), written
 
-    def _expect_means(self, outputs: Any) -> None:
-        """Notes that the numbers of replicas become their mean."""
+    def _marked(self, outputs: Any, is_edited: bool) -> Any:
+        """Returns outputs in which the numbers of replicas are marked, for they become their mean; and their rows."""
         leaves = tf.nest.flatten(outputs)
-        names = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
-        for i in self._numbers:
-            for value in values_of(leaves[i]):
-                partition.expect(value, "mean", f"the log {names[i]!r}" if names else "what the step returns")
+        keys = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
+        expected = dict.fromkeys(self._numbers, "mean")
+        if is_edited:
+            each = enumerate(zip(leaves, self._sources, strict=True))
+            expected.update((i, "rows") for i, (leaf, source) in each if source is None and _may_be_rows(leaf, False))
+        self.names = set()
+        for i, what in expected.items():
+            name = f"the log {keys[i]!r}" if keys else "what the step returns"
+            self.names.add(name)
+            values = [partition.expect(value, what, name) for value in values_of(leaves[i])]
+            leaves[i] = values[0] if len(values) == 1 else leaves[i]
+        return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _note_variables(self, outputs: Any, written: Sequence[Written]) -> None:
         """Notes which values are those of variables that the step wrote before: replicas do not share them yet."""
@@ -121,12 +131,24 @@ class Logs:
         of_metrics = {id(v) for s in self._sources if isinstance(s, Source) for v in s.metric.variables}
         return bool(variables & of_metrics) or any(isinstance(s, Holder) for s in self._sources)
 
-    def _with_all_rows(self, outputs: Any, rows: Sequence[Any], static: bool) -> Any:
-        if any(n is None for n in rows):
+    def with_all_rows(
+        self, outputs: Any, rows: Sequence[Any], static: bool = False, active: tf.Tensor | None = None
+    ) -> Any:
+        """Returns outputs in which values for each row are those of all rows.
+
+        Args:
+          outputs: what replicas returned.
+          rows: as in `of_step`.
+          static: as in `of_step`.
+          active: bool scalar, whether this worker's replica has rows; None where that has been seen to.
+        """
+        if self._strategy.num_replicas_in_sync == 1 or any(n is None for n in rows):
             return outputs
         leaves = tf.nest.flatten(outputs)
         for i, leaf in enumerate(leaves):
             values = values_of(leaf)
+            if active is not None and _may_be_rows(values[0], static):
+                values = [values[0][: tf.where(active, tf.shape(values[0])[0], 0)]]
             if self._sources[i] is None and _may_be_rows(values[0], static):
                 leaves[i] = self._of_all_rows(values, rows)
                 self._sources[i] = _ALL_ROWS
@@ -296,7 +318,7 @@ def _may_be_rows(value: Any, static: bool) -> bool:
 def _counted(value: Any, static: bool) -> Any:
     """A value for each row without the row that does not count."""
     running = step_under_way()
-    if running is None or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
+    if running is None or running.is_edited or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
         return value
     return running.drop_if_empty(value)
 

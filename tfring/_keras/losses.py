@@ -74,6 +74,8 @@ def _replace_scaling() -> None:
         if running is None:
             return value if _runs_in_no_step() else original(value)
         value = tf.convert_to_tensor(before_division(value))
+        if running.is_edited:
+            return value
         return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
 
     @seam(_tf.nn_impl_distribute, "compute_average_loss")
@@ -85,7 +87,7 @@ def _replace_scaling() -> None:
         if running is None:
             return loss
         if global_batch_size is not None:
-            return running.unweigh(loss)
+            return loss if running.is_edited else running.unweigh(loss)
         return loss * ring_in_scope().num_replicas_in_sync
 
     @seam(_tf.nn_impl_distribute, "scale_regularization_loss")
@@ -101,7 +103,7 @@ def _runs_in_no_step() -> bool:
 
 def per_row_as_sum(loss: Any) -> Any:
     """Makes a vector, whose elements the tape adds up, one whose mean over replicas is the sum; a scalar stays."""
-    running = step.weighing()
+    running = step.repairing()
     if running is None or loss is None or before_division(loss) is not loss:
         return loss
     loss = tf.convert_to_tensor(loss)
@@ -119,7 +121,7 @@ def before_division(loss: Any) -> Any:
 
 def additional_loss(total: Any, loss: Any) -> Any:
     """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
-    running = step.weighing()
+    running = step.repairing()
     return running.unweigh(total) if running and len(loss.shape) else total
 
 
@@ -150,7 +152,7 @@ class _SummedRegularizer:
         if layer is None:
             return self
         regularizer = layer.__dict__.get("activity_regularizer")
-        running = step.weighing()
+        running = step.repairing()
         if regularizer is None or running is None:
             return regularizer
         return lambda activity: running.unweigh(tf.reduce_sum(regularizer(activity)))
@@ -168,7 +170,7 @@ def _replace_reductions() -> None:
         original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
     ) -> Any:
         weight = original(sample_weight, mask, dtype, reduction)
-        running = step.weighing()
+        running = step.repairing()
         if running is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return weight
         # Keras made it the mean over this replica's unmasked elements.
@@ -184,7 +186,7 @@ def _replace_reductions() -> None:
         reduction: str | None = "sum_over_batch_size",
     ) -> Any:
         running = step.current()
-        if running is None or reduction in (None, "none"):
+        if running is None or running.is_edited or reduction in (None, "none"):
             return original(values, sample_weight, reduction)
         if not len(values.shape):
             return original(values, sample_weight, reduction)
@@ -208,5 +210,5 @@ def _over_replicas(running: step.Step, value: tf.Tensor, name: str) -> tf.Tensor
         return total
 
     mine = running.zero_if_empty(tf.stop_gradient(value))
-    partition.expect(mine, "sum", f"the {name} of all replicas")
+    mine = partition.expect(mine, "sum", f"the {name} of all replicas")
     return partition.declare(extended.cross_replica(on_worker, mine), "full")

@@ -33,7 +33,7 @@ def install() -> None:
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_scalars(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
         """A scalar that a replica computed counts by its share, so that all replicas count as one batch."""
-        running, values = step.weighing(), before_division(values)
+        running, values = step.repairing(), before_division(values)
         if running is None:
             return original(self, values, sample_weight=sample_weight)
         return original(self, *weighed(running, self, values, sample_weight))
@@ -58,7 +58,7 @@ def install() -> None:
         original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
         """A function that returns one number gets the rows of all replicas: a ratio of sums is no mean of ratios."""
-        running = step.weighing()
+        running = step.repairing()
         if running is None or running.microbatches > 1 or not _are_rows(y_true, y_pred):
             return original(self, y_true, y_pred, sample_weight)
         if _rank(self._fn(y_true, y_pred, **self._fn_kwargs)) == 0:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfring import step
+from tfring import partition, step
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring
@@ -59,10 +59,10 @@ def install() -> None:
         if current_ring() is None or context is None:
             return seed
         replica = context.replica_id_in_sync_group
-        if isinstance(replica, int) and replica == 0:
-            return seed
-        offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
-        return seed + tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
+        if not isinstance(replica, int) or replica > 0:
+            offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
+            seed += tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
+        return seed if step.weighing() is None else partition.declare(seed, "drawn")
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ import keras
 import tensorflow as tf
 
 from tfring import _tf, partition, step
+from tfring._keras import exactness
 from tfring._keras.layers import all_layers, objects_in
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
@@ -45,6 +46,7 @@ from tfring.step import graphs
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
+_EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
 
@@ -70,7 +72,7 @@ def install() -> None:
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(variable)
         if running is None or by_tensorflow or ring_of(variable.distribute_strategy) is None:
             return original(variable, update, value, **kwargs)
-        if variable.aggregation == tf.VariableAggregation.NONE:
+        if running.is_edited or variable.aggregation == tf.VariableAggregation.NONE:
             return update(_Copy(running, variable), value, **kwargs)
         if isinstance(value, tf.IndexedSlices):
             return original(variable, update, value, **kwargs)
@@ -94,7 +96,7 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
         assign(value)
     elif step.is_written_alike(variable) or step.is_kept_by_replica(variable):
         if step.is_written_alike(variable):
-            partition.expect(value, "same", f"the state {_name(variable)}")
+            value = partition.expect(value, "same", f"the state {_name(variable)}")
         _local.is_by_tensorflow = True
         try:
             assign(value)
@@ -102,7 +104,9 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
             _local.is_by_tensorflow = False
     else:
         _refuse_outside(variable)
-        if not _write_own(running, variable, value, getattr(_local, "adding", None) is variable):
+        if running.is_edited:
+            _write_plainly(running, variable, value, assign)
+        elif not _write_own(running, variable, value, getattr(_local, "adding", None) is variable):
             # The row that a replica without rows was given does not count.
             own = own_copy(variable._value)
             value = tf.cast(_once_a_batch(running, variable, value), own.dtype)
@@ -165,14 +169,86 @@ class _Copy:
 
     def __getattr__(self, name: str) -> Any:
         """A `scatter_...`: of rows, by ids that differ from replica to replica."""
+        if self._step.is_edited:
+            self._step.written.append(Written(self._variable, _EDITED))
+            return getattr(self._own, name)
         if not self._step.gathered:
             raise _rows_put_in(self._variable)
         self._step.written.append(Written(self._variable, "mean"))
         return getattr(self._own, name)
 
 
+def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callable[[Any], None] | None = None) -> None:
+    """Writes a replica's copy in a step that is edited, as one process would; of a metric's state its part of a sum."""
+    held = held_by(variable)
+    own = own_copy(held)
+    value = tf.cast(value, own.dtype)
+    if exactness.is_own_statistic(variable):
+        running.written.append(Written(variable, "mean", own.assign(value).op))
+    elif held.synchronization == tf.VariableSynchronization.ON_READ and _stays_a_sum(running, held, value):
+        running.written.append(Written(variable, _SUMMED))
+        value = partition.expect(value, "sum", f"the state {_name(variable)}")
+        (assign or own.assign)(tf.where(running.active, value, own))
+    else:
+        running.written.append(Written(variable, _EDITED, own.assign(value).op))
+
+
+def _stays_a_sum(running: step.Step, variable: Any, value: Any) -> bool:
+    """Returns True if a metric's state, written like this, stays a sum over replicas; else all will hold the same."""
+    if variable.aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA):
+        return False
+    if graphs.is_symbolic(value):
+        running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
+        kind = running.reads.kind(variable, value)
+    else:
+        kind = "none"
+    if kind == "added" or (kind == "none" and _is_zero(value)):
+        return True
+    _tf.set_aggregation(variable, tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    return False
+
+
+def edited_together(
+    strategy: RingStrategy, written: Sequence[Written], edit: Callable[[], list]
+) -> tuple[list, list[Written]]:
+    """Has the graph of a step edited, and what it wrote be the same on all replicas.
+
+    Args:
+      strategy: the RingStrategy.
+      written: what the step wrote.
+      edit: edits the graph; returns operations behind which exchanges have been made.
+
+    Returns:
+      What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
+
+    Raises:
+      NotEditedError: as `edit` does; or where a metric's state is written as a sum, and as something else.
+    """
+    variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
+    if any(w.rule == _SUMMED and not _is_each_replicas_own_part(held_by(w.variable)) for w in written):
+        raise exactness.NotEditedError
+    reads = [tf.identity(values_of(held_by(variable))[0]) for variable in variables.values()]
+    marked = [
+        partition.expect(read, "same", f"the state {_name(variable)}")
+        for read, variable in zip(reads, variables.values(), strict=True)
+    ]
+    made = edit()
+    with tf.control_dependencies(made):
+        for variable, read, value in zip(variables.values(), reads, marked, strict=True):
+            if value.op.inputs[0] is not read:
+                _write(strategy, variable, value)
+    return made, [w for w in written if w.rule not in (_EDITED, _SUMMED)]
+
+
+def _is_each_replicas_own_part(variable: Any) -> bool:
+    return variable.aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+
 def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> bool:
     """Writes a replica's copy and notes the rule; False where there is none, for a metric's state that is summed."""
+    if running.is_edited:
+        _write_plainly(running, variable, value)
+        return True
     held = held_by(variable)
     rule = _rule(running, variable, value, adding)
     if rule is None:

@@ -331,13 +331,18 @@ class StepFunction:
         self._step = between_collectives(model, kind, strategy)
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
-        made = (lambda body: body) if model.run_eagerly else graph_function
+        self._is_edited, self._is_given_up = True, False  # as far as a step can be
+        self._is_compared = False
+        self._make()
+        self.begin_anew()
+
+    def _make(self) -> None:
+        """Makes functions that have not been traced."""
+        made = (lambda body: body) if self._model.run_eagerly else graph_function
         self._one_step = made(self._one_step_body)
-        self._on_iterator = self._on_iterator_body if model.run_eagerly else OfIterator(self._on_iterator_body)
+        self._on_iterator = self._on_iterator_body if self._model.run_eagerly else OfIterator(self._on_iterator_body)
         self._on_batch = made(self._on_batch_body)
         self._logs_of_all_rows = made(self._logs_of_all_rows_body)
-        self._is_compared = False
-        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forgets a loop over batches."""
@@ -356,25 +361,47 @@ class StepFunction:
                 self._strategy.updater.before_evaluation(self._model)
             for batch in iterator:  # train_on_batch, test_on_batch
                 own = own_share(self._strategy, tf.nest.map_structure(to_tensor, batch))
-                logs = self._call(self._on_batch, own)
+                logs = self._call("_on_batch", own)
             return logs
         self.iterator = iterator
         if not loop.are_unread(self._model, self._kind):
-            return self._call(self._on_iterator, iterator, True)
-        self._unread = self._call(self._on_iterator, iterator, False)
+            return self._call("_on_iterator", iterator, True)
+        self._unread = self._call("_on_iterator", iterator, False)
         if not isinstance(self._unread[0], dict):
             return self._logs_of_all_rows(*self._unread)
         return self._logs_of_loop
 
-    def _call(self, function: Any, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
         """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
         if not self._is_compared:
-            graph = None if self._model.run_eagerly else function.get_concrete_function(*args).graph
+            graph = None if self._model.run_eagerly else self._traced(name, *args).graph
             agreement.check_model(self._strategy, self._model, f"{self._kind}_step", graph)
             self._is_compared = True
             if self._kind == "train" and self._strategy.updater is not None:
                 self._strategy.updater.before_first_step(graph is not None)
-        return function(*args)
+        if self._is_edited:
+            with contextlib.suppress(exactness.NotEditedError):  # of a batch of another kind
+                return getattr(self, name)(*args)
+            self._is_edited = False
+            self._make()
+        return getattr(self, name)(*args)
+
+    def _traced(self, name: str, *args: Any) -> Any:
+        """Returns a function of this, traced; where it cannot be edited, it is traced once more.
+
+        The first is not given up midway, for TensorFlow initializes variables that a step makes behind its trace.
+        """
+        try:
+            traced = getattr(self, name).get_concrete_function(*args)
+        except Exception:  # of any kind, where a program takes a dimension for static that is opened
+            if not self._is_edited:
+                raise
+            self._is_edited, self._is_given_up = False, True
+        if not self._is_given_up:
+            return traced
+        self._is_given_up = False
+        self._make()
+        return getattr(self, name).get_concrete_function(*args)
 
     def bring_logs_together(self) -> None:
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
@@ -383,16 +410,42 @@ class StepFunction:
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _one_step_body(self, inputs: Sequence[Any], rows: Sequence[Any], shares: tf.Tensor, with_logs: bool) -> Any:
+    def _one_step_body(self, inputs: Sequence[Any], rows: Sequence[Any], told: status.Status, with_logs: bool) -> Any:
         """Returns the outputs of each replica, or the logs."""
         before = state.values_before(self._model)
+        is_edited = self._is_edited and exactness.is_editable(self._strategy, self._model, inputs)
+        if not is_edited:  # nor when TensorFlow traces it once more, for it has made variables
+            self._is_edited = False
         outputs, written = self._logs.of_step(
-            lambda step: self._strategy.extended.run_step(step, inputs, shares),
+            lambda step: self._strategy.extended.run_step(step, inputs, told.shares, is_edited),
             lambda element: self._step(without_optionals(element)),
             rows,
-            tf.executing_eagerly() or all(map(data.has_static_rows, inputs)),
+            tf.executing_eagerly() or (not is_edited and all(map(data.has_static_rows, inputs))),
+            is_edited,
         )
-        exactness.check_step(self._strategy, self._model, f"{self._kind}_step")
+        name = f"{self._kind}_step"
+        exchanges: list = []
+        if is_edited:
+            edit = functools.partial(
+                exactness.edit_step, self._strategy, self._model, name, told.rows, self._logs.names
+            )
+            try:
+                exchanges, written = state.edited_together(self._strategy, written, edit)
+            except exactness.NotEditedError:
+                if self._is_compared:
+                    raise
+                self._is_edited, self._is_given_up, written = False, True, []
+        else:
+            exactness.check_step(self._strategy, self._model, name)
+        with tf.control_dependencies(exchanges):
+            if is_edited:
+                outputs = self._logs.with_all_rows(outputs, rows, active=told.shares[0] > 0)
+            return self._with_state_and_logs(outputs, written, told.shares, before, with_logs)
+
+    def _with_state_and_logs(
+        self, outputs: Any, written: Sequence[state.Written], shares: tf.Tensor, before: dict, with_logs: bool
+    ) -> Any:
+        """Returns the outputs of each replica, or the logs, once what replicas wrote has one value for all."""
         parts = [state.written_together(self._strategy, written, shares, before)]
         if with_logs and self._logs.read(written):
             self._together([parts.pop()])  # first
@@ -424,7 +477,7 @@ class StepFunction:
             taken: list = []
 
             def take() -> Any:
-                taken.append(self._one_step(inputs, rows, told.shares, with_logs and steps == 1))
+                taken.append(self._one_step(inputs, rows, told, with_logs and steps == 1))
                 return taken[0]
 
             # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
@@ -439,7 +492,7 @@ class StepFunction:
                 told, inputs, rows = self._next_batch(iterator)
                 outputs, shares = tf.cond(
                     told.goes_on,
-                    lambda: (self._one_step(inputs, rows, told.shares, False), told.shares),
+                    lambda: (self._one_step(inputs, rows, told, False), told.shares),
                     lambda: self._unless_wrong(told, (outputs, shares)),
                 )
                 return i + 1, told.has_batch, outputs, shares
@@ -453,7 +506,7 @@ class StepFunction:
             rows = [data.num_rows(element) for element in inputs]
             told = status.before_step(self._strategy, rows, True)
             with tf.control_dependencies(status.why_not(told)):
-                return self._one_step(inputs, rows, told.shares, True)
+                return self._one_step(inputs, rows, told, True)
 
     def _logs_of_all_rows_body(self, outputs: Any, shares: tf.Tensor) -> Any:
         with self._strategy.scope():

@@ -13,6 +13,7 @@ from tfring.data.rows import (
     slice_rows,
     split_rows,
     static_rows,
+    with_open_rows,
 )
 from tfring.data.shares import Shares
 
@@ -38,5 +39,6 @@ __all__ = [
     "split_rows",
     "static_rows",
     "undistributed",
+    "with_open_rows",
     "yields_alike",
 ]

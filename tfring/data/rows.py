@@ -221,6 +221,18 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
     return tf.nest.pack_sequence_as(element, components), has_rows
 
 
+def with_open_rows(element: Any) -> Any:
+    """Returns a batch whose static number of rows is open in the graph that is built with it."""
+    rows = num_rows(element)
+
+    def opened(component: Any) -> Any:
+        if not isinstance(component, tf.Tensor) or not component.shape.rank or component.shape[0] != rows:
+            return component
+        return tf.raw_ops.PlaceholderWithDefault(input=component, shape=[None, *component.shape[1:]])
+
+    return tf.nest.map_structure(opened, element)
+
+
 def _has_rows_to_give(component: Any) -> bool:
     if static_rows(component):  # a constant beside the rows
         return False

@@ -171,7 +171,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if not (training and self.trainable):
             return super().call(inputs, training=False, mask=mask)
 
+        running = step.current() or step.Step()
         inputs = tf.convert_to_tensor(inputs)
+        if running.share is not None:
+            inputs = partition.expect(inputs, "rows", "the inputs of batch normalization")
         axis = self.axis % inputs.shape.rank
         compute_dtype = keras.backend.result_type(inputs.dtype.name, "float32")
         if mask is not None:
@@ -179,8 +182,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             mask.set_shape(inputs.shape)
 
         exchange = choice.of_replica(self.synchronization, self._number)
-        mine = local_moments(tf.cast(tf.stop_gradient(inputs), compute_dtype), axis, mask)
-        mine = (step.current() or step.Step()).zero_if_empty(mine)
+        with partition.own():
+            mine = local_moments(tf.cast(tf.stop_gradient(inputs), compute_dtype), axis, mask)
+            mine = running.zero_if_empty(mine)
         moments, window, share = self._shared(exchange, mine)
         scale, offset = self._scale_and_offset(moments, compute_dtype)
         self._update_averages(window, share)
@@ -190,12 +194,16 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def _shared(self, exchange: LocalStatistics, mine: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor | None]:
         """`(moments, window, share)`: of this step, of those the averages take in, whether it shares."""
         if self.sync_every == 1:
-            moments = partition.declare(exchange.merge(mine), "full")
+            with partition.own():
+                moments = exchange.merge(mine)
+            moments = partition.declare(moments, "full")
             return moments, moments[None], None
         position = tf.convert_to_tensor(self._position)
-        window = tf.tensor_scatter_nd_update(tf.convert_to_tensor(self._window), [[position]], [mine])
         share = position == self.sync_every - 1
-        window = partition.declare(exchange.merge(window, share), "full")
+        with partition.own():
+            window = tf.tensor_scatter_nd_update(tf.convert_to_tensor(self._window), [[position]], [mine])
+            window = exchange.merge(window, share)
+        window = partition.declare(window, "full")
         self._window.assign(window)
         self._position.assign((position + 1) % self.sync_every)
         return tf.gather(window, position), window, share
@@ -276,19 +284,19 @@ def _normalize(
         return tf.cast(x, dtype) - channels(high)
 
     running = step.current() or step.Step()
-    if running.share is not None:
-        partition.expect(x, "rows", "the inputs of batch normalization")
 
     @tf.custom_gradient
     def normalized(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-        factor = tf.cast(scale, tf.float64) * inverse
-        outputs = centred(x) * channels(factor) + channels(tf.cast(offset, tf.float64) - factor * low)
+        with partition.own():
+            factor = tf.cast(scale, tf.float64) * inverse
+            outputs = centred(x) * channels(factor) + channels(tf.cast(offset, tf.float64) - factor * low)
 
         def gradient(d_outputs: tf.Tensor) -> tuple[tf.Tensor, ...]:
             if running.share is None:
                 return backward(once(x), once(d_outputs), once(factor))
-            partition.expect(d_outputs, "gradients of rows", "the gradient of batch normalization")
-            d_x, *others = backward(once(x), once(d_outputs), once(factor))
+            d_outputs = partition.expect(d_outputs, "gradients of rows", "the gradient of batch normalization")
+            with partition.own():
+                d_x, *others = backward(once(x), once(d_outputs), once(factor))
             return partition.declare(d_x, "gradients of rows"), *(partition.declare(d, "mean") for d in others)
 
         return outputs if running.share is None else partition.declare(outputs, "rows"), gradient

@@ -1,22 +1,29 @@
-"""Finds what of a step, run by replicas on their own rows, is not what one process computes from the whole batch.
+"""Has a step that replicas run on their own rows give what one process computes from the whole batch.
 
 A traced step is a graph. Each tensor in it is Replicate, Shard, Partial or none of these, up to a scale (`types`).
-Rules by family of operations (`rules`) say which, from what the inputs are. Knows no Keras, and changes nothing.
+Rules by family of operations (`rules`) say which, from what the inputs are. Where a rule takes other inputs they are
+converted (`conversions`), and the graph is edited (`edit`). Knows no Keras.
 """
 
-from tfring.partition.analysis import Finding, analyze
-from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient, update
-from tfring.partition.report import is_known, text
+from tfring.partition.analysis import Analysis, Finding, analyze
+from tfring.partition.edit import Exchange
+from tfring.partition.edit import apply as apply_edits
+from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient, own
+from tfring.partition.report import is_known, text, text_of_gathered
 
 __all__ = [
+    "Analysis",
+    "Exchange",
     "Finding",
     "analyze",
+    "apply_edits",
     "declare",
     "declare_batch",
     "declare_gradient",
     "expect",
     "expect_gradient",
     "is_known",
+    "own",
     "text",
-    "update",
+    "text_of_gathered",
 ]

@@ -6,30 +6,39 @@ graph ─► operations, inputs first ─► small integers ─► a rule by the
 marks.declare ─► Value as declared                  marks.expect ─► Finding, unless the Value fits
 ```
 
-A replica's step is analyzed as it is: nothing is changed. What is Unplaced stays so through all that is computed from
-it, so a finding names the first operation, which is where the user has to look.
+What is Unplaced stays so through all that is computed from it, so a finding names the first operation, which is where
+the user has to look. Where inputs are converted, the first conversions are taken with which a rule places the results;
+an operation without a rule is computed from the tensors of one process, on each replica. Nothing is changed here: the
+edits say what `edit.apply` does to the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tfring import _tf
-from tfring.partition import constants, dims, marks
+from tfring.partition import constants, conversions, dims, marks
+from tfring.partition.conversions import Conversion
 from tfring.partition.dims import Size
-from tfring.partition.rules import RULES, Inexact, NoRule
+from tfring.partition.rules import DRAWS, RULES, SHUFFLES, Inexact, NoRule
 from tfring.partition.rules.table import scale_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
     PER_MEAN,
     ROWS,
     UNSCALED,
+    Drawn,
     Partial,
     Replicate,
     Shard,
     Unplaced,
     Value,
+    has_numbers,
+    is_drawn,
     is_partial,
     is_replicated,
     is_sharded,
@@ -50,31 +59,82 @@ class Finding(NamedTuple):
     name: str
 
 
-def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False) -> list[Finding]:
-    """Returns what in the graph of a step is not what one process would compute, each once.
+class Edit(NamedTuple):
+    """A conversion of one input of an operation.
+
+    Attributes:
+      op: the operation.
+      position: of its input.
+      value: what the input is.
+      conversion: what it is converted by.
+      level: how many exchanges between replicas the input waits for.
+    """
+
+    op: Any
+    position: int
+    value: Value
+    conversion: Conversion
+    level: int
+
+
+class Analysis(NamedTuple):
+    """The findings and the conversions of a step.
+
+    Attributes:
+      findings: what is not what one process would compute, each once.
+      edits: the conversions that make the rest so, inputs first.
+      sources: of each symbol a tensor and its axis of this size, and whether it is this replica's part.
+      levels: how many exchanges each operation waits for, by its name.
+    """
+
+    findings: list[Finding]
+    edits: list[Edit]
+    sources: dict[str, tuple[Any, int, bool]]
+    levels: dict[str, int]
+
+
+def analyze(
+    graph: Any,
+    is_in_parts: Callable[[Any], bool] = lambda handle: False,
+    converts: bool = False,
+    is_mixed: bool = False,
+) -> Analysis:
+    """Analyzes the graph of a step.
 
     Args:
       graph: a FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
       is_in_parts: tells of the handle of a variable whether replicas hold parts of a sum in it.
+      converts: whether inputs of operations are converted where that makes results those of one process.
+      is_mixed: whether operations of several replicas, traced in turn, stand among what one of them marked as `own`.
     """
-    walk = Walk()
+    walk = Walk(converts, _needed(graph) if converts else set(), is_mixed)
     ins = [walk.input(tensor) for tensor in graph.inputs]
     for tensor, value in zip(graph.inputs, ins, strict=True):
         if value.handle is not None and is_in_parts(tensor):
             walk.contents[value.handle] = Value(None, Partial())
+            walk.in_parts.add(value.handle)
     walk.graph(graph, ins)
-    return list(dict.fromkeys(walk.findings))
+    return Analysis(list(dict.fromkeys(walk.findings)), walk.edits, walk.sources, walk.levels)
 
 
 class Walk:
     """A walk over a graph and the functions in it; see `rules.table.Walk`."""
 
-    def __init__(self) -> None:
+    def __init__(self, converts: bool = False, needed: Collection[str] = (), is_mixed: bool = False) -> None:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
+        self.converts = converts
+        self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
+        self._is_mixed = is_mixed
+        self._needed = needed  # names of operations of which something comes
         self.findings: list[Finding] = []
+        self.edits: list[Edit] = []
+        self.sources: dict[str, tuple[Any, int, bool]] = {}
+        self.levels: dict[str, int] = {}  # of operations of the outermost graph
+        self._depth = 0  # of bodies
+        self._levels_of_state: dict[Any, int] = {}
         self._bodies: dict = {}
-        self._before_update: dict[Any, Value] = {}
+        self._put_together: dict[Any, str] = {}  # symbols by the sizes that rows of them come from
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 
@@ -87,23 +147,62 @@ class Walk:
     def graph(self, graph: Any, ins: Sequence[Value]) -> dict[str, Value]:
         """Returns the values of the tensors of a graph, by name, given those of its inputs."""
         known = {tensor.name: value for tensor, value in zip(graph.inputs, ins, strict=True)}
+        own = marks.names_of_own(graph)
         for op in in_order(graph):
             if op.type == "Placeholder" and op.outputs[0].name in known:
                 continue
-            values = self._operation(op, [known[tensor.name] for tensor in op.inputs])
+            first_edit, contents = len(self.edits), self.contents
+            is_own = op.name in own
+            if is_own:
+                self.contents = dict(contents)  # which stay as they were
+            ins = [known[tensor.name] for tensor in op.inputs]
+            values = self._held(op, ins, self._operation(op, ins, is_own and not self._is_mixed))
+            if is_own:
+                self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
+            if self.converts and self._depth == 0:
+                self._note(op, values, self.edits[first_edit:])
         return known
 
     def body(self, op: Any, ins: Sequence[Value], attribute: str) -> list[Value]:
         """Walks the function that an attribute of an operation names; returns its outputs."""
         graph = self._body(op, attribute)
-        known = self.graph(graph, ins)
+        self._depth += 1
+        try:
+            known = self.graph(graph, ins)
+        finally:
+            self._depth -= 1
         return [known[tensor.name] for tensor in graph.outputs]
+
+    def _note(self, op: Any, values: Sequence[Value], edits: Sequence[Edit]) -> None:
+        """Notes how many exchanges results wait for, and which symbols are their sizes."""
+        level = max((edit.level + conversions.waits(edit.value, edit.conversion) for edit in edits), default=0)
+        level = max(level, self._level(op))
+        self.levels[op.name] = level
+        for state in _state_of(op):  # operations on it run in order
+            self._levels_of_state[state] = level
+        for tensor, value in zip(op.outputs, values, strict=True):
+            if value.shape is None or value.is_list or isinstance(value.placement, Unplaced):
+                continue
+            for axis, size in enumerate(value.shape):
+                own = isinstance(value.placement, Shard) and value.placement.axis == axis
+                name = next(iter(dims.symbols(size)), None)
+                if name in self.sources or (is_sharded(value) and not own and name in self.rows):
+                    continue
+                if name is not None and size == dims.symbol(name) and (own or name not in self.rows):
+                    self.sources[name] = (tensor, axis, own)
 
     def unchanged(self, op: Any) -> list[bool]:
         """Returns for each variable of a loop whether its body hands it on as it is."""
         graph = self._body(op, "body")
         return [_passed_on(out) is into for out, into in zip(graph.outputs, graph.inputs, strict=True)]
+
+    def _level(self, op: Any) -> int:
+        """Returns how many exchanges an operation waits for, its edits aside."""
+        before = [*(tensor.op.name for tensor in op.inputs), *(each.name for each in op.control_inputs)]
+        states = _state_of(op)
+        levels = [self.levels.get(name, 0) for name in before] + [self._levels_of_state.get(s, 0) for s in states]
+        return max(levels, default=0)
 
     def _body(self, op: Any, attribute: str) -> Any:
         name = op.get_attr(attribute).name
@@ -115,34 +214,202 @@ class Walk:
 
     # -- one operation ---------------------------------------------------------------------------------------------
 
-    def _operation(self, op: Any, ins: Sequence[Value]) -> list[Value]:
-        where = marks.updating(op)
-        if where == "begin":
-            self._before_update = dict(self.contents)
-        elif where == "end":
-            self.contents = self._before_update
+    def _operation(self, op: Any, ins: Sequence[Value], is_own: bool) -> list[Value]:
         declared = marks.declared(op)
         if declared is not None:
             return [self._declared(op, declared)]
         expected = marks.expected(op)
         if expected is not None:
-            self._compare(op, ins[0], *expected)
-        of_shape = constants.of_shape(op, ins) or constants.of_itself(op)
-        if of_shape is not None:
+            return [self._compared(op, ins[0], *expected)]
+        if is_own:  # and not declared
+            return [self._of_own(op, tensor) for tensor in op.outputs]
+        if self.converts and op.type in _COLLECTIVES:
+            self.findings.append(Finding("unknown", op, "what replicas exchange"))
+        of_shape = constants.of_shape(op, ins)
+        if of_shape is not None and not (self.converts and any(map(self._has_all_rows, ins))):
             return [Value(numbers.shape, const=numbers) for numbers in of_shape]
+        of_itself = constants.of_itself(op)
+        if of_itself is not None:
+            return [Value(numbers.shape, const=numbers) for numbers in of_itself]
         unplaced = next((value.placement for value in ins if isinstance(value.placement, Unplaced)), None)
         if unplaced is not None and op.type not in _WITH_BODIES:
             return self._unplaced(op, ins, unplaced)
+        if of_shape is not None:
+            return self._sizes_of_all(op, ins[0], of_shape)
+        if any(map(is_drawn, ins)):
+            values = self._of_drawn(op, ins)
+            if values is not None:
+                return values
+            ins = self._drawn_once(op, ins)
+            unplaced = next((value.placement for value in ins if isinstance(value.placement, Unplaced)), None)
+            if unplaced is not None:
+                return self._unplaced(op, ins, unplaced)
+        ins = self._with_totals(op, ins, [value.is_total is None for value in ins])
         computed = constants.of_operation(op, ins, self.rows)
         if computed is not None:
-            return [Value(numbers.shape, const=numbers) for numbers in computed]
+            has_total = any(value.is_total for value in ins)
+            self._with_totals(op, ins, [has_total and has_numbers(value, self.rows) for value in ins])
+            return [Value(numbers.shape, const=numbers, is_total=has_total) for numbers in computed]
+        before = self._state()
+        values = self._placed(op, ins)
+        why = self._why_unplaced(values, before[0])
+        is_to_convert = self.converts and not self._depth and op.name in self._needed
+        if why is None or not is_to_convert or unplaced is not None or op.type.startswith("Tfring"):
+            return values
+        after = self._state()
+        for found in conversions.candidates(ins, self.rows):
+            if any(_needs_other_dtype(op.inputs[i], ins[i], conversion) for i, conversion in found.items()):
+                continue
+            self._restore(before)
+            given = [conversions.converted(v, found[i]) if i in found else v for i, v in enumerate(ins)]
+            values_of_given = self._placed(op, given)
+            if self._why_unplaced(values_of_given, before[0]) is None and self.findings == before[1]:
+                for i, conversion in found.items():
+                    self._edit(op, i, ins[i], conversion)
+                return values_of_given
+        self._restore(after)
+        return values
+
+    def _held(self, op: Any, ins: Sequence[Value], values: list[Value]) -> list[Value]:
+        """Returns results of which it is known whether they are parts of what replicas hold in parts."""
+        if op.type == "ReadVariableOp":
+            found: bool | None = ins[0].handle in self.in_parts
+        else:
+            parts = {value.is_held for value in ins if is_partial(value)}
+            if not parts - {False}:
+                return values
+            is_alone = op.type not in _SUMS or all(map(is_partial, ins))
+            found = True if parts == {True} and is_alone and op.type not in _WITH_BODIES else None
+        return [dataclasses.replace(v, is_held=found) if is_partial(v) and found is not False else v for v in values]
+
+    def _of_own(self, op: Any, tensor: Any) -> Value:
+        if tensor.dtype.name == "resource":
+            return self.input(tensor)
+        return self._unplaced(op, [], Unplaced("unknown", op))[tensor.value_index]
+
+    def _of_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
+        """Returns results for which it does not matter that replicas have drawn; None where all need the same numbers.
+
+        What is computed from numbers that are drawn is as if it had been drawn. In bodies it is not told apart.
+        """
+        if op.type in (*DRAWS, *SHUFFLES) and not is_drawn(ins[0]):
+            return self._placed(op, ins)
+        once = [dataclasses.replace(value, placement=Replicate()) if is_drawn(value) else value for value in ins]
+        if op.type in _WITH_BODIES:
+            return self._placed(op, once)
+        if not all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, self.rows) for v in once):
+            return None
+        before = dict(self.contents)
+        values = self._placed(op, once)
+        for handle, content in self.contents.items():
+            if before.get(handle) is not content:
+                self.contents[handle] = self._as_drawn(content)
+        return [self._as_drawn(value) for value in values]
+
+    def _as_drawn(self, value: Value) -> Value:
+        return dataclasses.replace(value, placement=Drawn()) if is_replicated(value) and not value.is_list else value
+
+    def _drawn_once(self, op: Any, ins: Sequence[Value]) -> list[Value]:
+        """Returns inputs of which all replicas have those that the first has drawn."""
+        given = list(ins)
+        for i, value in enumerate(ins):
+            if is_drawn(value) and self._depth:
+                given[i] = Value(value.shape, Unplaced("unknown", op))
+            elif is_drawn(value):
+                self._edit(op, i, value, conversions.Full())
+                given[i] = conversions.converted(value, conversions.Full())
+        return given
+
+    def _with_totals(self, op: Any, ins: Sequence[Value], which: Sequence[bool]) -> Sequence[Value]:
+        """Returns values of which some become the numbers of the whole batch."""
+        if not any(which):
+            return ins
+        if self._depth:
+            unplaced = Unplaced("counts", op)
+            return [Value(v.shape, unplaced) if is_one else v for v, is_one in zip(ins, which, strict=True)]
+        for i, value in enumerate(ins):
+            if which[i]:
+                self._edit(op, i, value, conversions.Numbers(()))
+        return [dataclasses.replace(v, is_total=True) if is_one else v for v, is_one in zip(ins, which, strict=True)]
+
+    def _state(self) -> tuple:
+        return dict(self.contents), list(self.findings), set(self.rows), list(self.edits)
+
+    def _restore(self, state: tuple) -> None:
+        self.contents, self.findings, self.rows, self.edits = (
+            dict(state[0]), list(state[1]), set(state[2]), list(state[3])
+        )  # fmt: skip
+
+    def _edit(self, op: Any, index: int, value: Value, conversion: Conversion) -> None:
+        if op.name not in self._needed:
+            return
+        name = op.inputs[index].op.name
+        self.edits.append(Edit(op, index, value, conversion, self.levels.get(name, 0)))
+
+    def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value]) -> Unplaced | None:
+        """Returns why something is not placed: of values, or of what variables hold, but did not before."""
+        written = [value for handle, value in self.contents.items() if before.get(handle) is not value]
+        placements = [value.placement for value in (*values, *written)]
+        return next((placement for placement in placements if isinstance(placement, Unplaced)), None)
+
+    def _placed(self, op: Any, ins: Sequence[Value]) -> list[Value]:
+        """Returns the values of an operation's results by its rule; Unplaced where it does not say."""
         try:
             values = self._by_rule(op, ins)
+            self._fit_sizes(op, ins, values)
         except Inexact as found:
             return self._unplaced(op, ins, Unplaced(found.reason, op))
         except NoRule:
             return self._unplaced(op, ins, Unplaced("unknown", op))
         return [self._checked(op, tensor, value) for tensor, value in zip(op.outputs, values, strict=True)]
+
+    # -- numbers of rows, where a replica may hold all rows ---------------------------------------------------------
+
+    def _has_all_rows(self, value: Value) -> bool:
+        """Returns True if a replica holds all rows of a value, along an axis or more."""
+        if value.shape is None:
+            return False
+        own = value.placement.axis if isinstance(value.placement, Shard) else None
+        return any(rows_in_any(size, self.rows) for axis, size in enumerate(value.shape) if axis != own)
+
+    def _sizes_of_all(self, op: Any, value: Value, sizes: Sequence[Any]) -> list[Value]:
+        """Returns the sizes of what has all rows; beside those of a replica's, these are put in their place."""
+        if not is_sharded(value):
+            return [Value(numbers.shape, const=numbers, is_total=True) for numbers in sizes]
+        return [Value(numbers.shape, const=numbers, is_total=None) for numbers in sizes]
+
+    def _fit_sizes(self, op: Any, ins: Sequence[Value], values: list[Value]) -> None:
+        """Converts sizes that an operation is given to those it has to be given, as its results are placed."""
+        if not self.converts or op.type not in _SIZES or not values:
+            return
+        [result, *_] = values
+        for i in _SIZES[op.type]:
+            value = ins[i] if i < len(ins) else None
+            if value is None or value.const is None:
+                continue
+            of_rows = [j for j, size in enumerate(np.ravel(value.const)) if rows_in_any(size, self.rows)]
+            if not of_rows:
+                continue
+            own = self._own_sizes(op, ins, result, value, of_rows)
+            if any((j in own) == value.is_total for j in of_rows):
+                if self._depth:
+                    raise NoRule
+                self._edit(op, i, value, conversions.Numbers(own))
+
+    def _own_sizes(
+        self, op: Any, ins: Sequence[Value], result: Value, sizes: Value, of_rows: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Returns the positions of the sizes that have to be this replica's."""
+        of = {"StridedSlice": ins[0], "StridedSliceGrad": result}.get(op.type)
+        if of is not None:
+            if is_sharded(of) and self._has_all_rows(of):
+                raise NoRule
+            return tuple(of_rows) if is_sharded(of) else ()
+        if not isinstance(result.placement, Shard):
+            return ()
+        if np.ndim(sizes.const):
+            return (result.placement.axis,)
+        return (0,) if op.type in ("Range", "UnsortedSegmentSum") else ()
 
     def _by_rule(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         rule = RULES.get(op.type)
@@ -152,15 +419,19 @@ class Walk:
             except NoRule:
                 if any(value.handle is not None for value in ins) or op.type in _WITH_BODIES:
                     raise
-        if any(value.is_empty or value.points_into for value in ins) or any(map(is_sharded, ins)):
+        if any(value.is_empty or value.points_into is not None for value in ins) or any(map(is_sharded, ins)):
+            raise NoRule
+        held = [self.contents[value.handle] for value in ins if value.handle in self.contents]
+        if not all(is_replicated(content) and content.scale == UNSCALED for content in held):
             raise NoRule
         # Of the same on all replicas it makes the same.
         unscaled(self, [value for value in ins if value.handle is None])
         return [Value(self.shape(tensor)) for tensor in op.outputs]
 
     def _unplaced(self, op: Any, ins: Sequence[Value], placement: Unplaced) -> list[Value]:
-        if op.type.startswith("Assign"):
-            self.contents[ins[0].handle] = Value(None, placement)
+        for value in ins:
+            if value.handle is not None and op.type not in _READS and op.type not in _WITH_BODIES:
+                self.contents[value.handle] = Value(None, placement)
         # Of an open shape nothing is known either.
         shapes = [tensor.shape.as_list() if tensor.shape.is_fully_defined() else None for tensor in op.outputs]
         return [Value(None if shape is None else tuple(shape), placement) for shape in shapes]
@@ -170,8 +441,12 @@ class Walk:
         if value.shape is None or value.is_list or value.handle is not None:
             return value
         has_rows = any(name in self.rows for size in value.shape for name in dims.symbols(size))
-        if has_rows and not is_sharded(value):
+        if has_rows and not is_sharded(value) and not self.converts:
             return self._unplaced(op, [], Unplaced("rows", op))[tensor.value_index]
+        if self.converts and is_sharded(value):
+            size = value.shape[value.placement.axis]  # type: ignore[union-attr]
+            if size is not None and sum(power for s, power in dims.symbols(size).items() if s in self.rows) > 1:
+                return self._unplaced(op, [], Unplaced("rows", op))[tensor.value_index]
         if tensor.shape.rank is None:
             return value
         pairs = list(zip(value.shape, tensor.shape.as_list(), strict=False))
@@ -188,24 +463,40 @@ class Walk:
         if what in ("full", "mean"):
             is_mean = what == "mean"
             return Value(self.shape(tensor), Partial() if is_mean else Replicate(), PER_MEAN if is_mean else UNSCALED)
+        if what == "drawn":
+            return Value(self.shape(tensor), Drawn() if self.converts else Replicate())
         if what in ("parts", "fixed"):
             return self._unplaced(op, [], Unplaced(what, op))[0]
         shape = self.shape(tensor, {0: dims.symbol(ROWS)})
         return Value(shape, Shard(0), PER_MEAN if what == "gradients of rows" else UNSCALED)
 
-    def _compare(self, op: Any, value: Value, what: str, name: str) -> None:
+    def _compared(self, op: Any, value: Value, what: str, name: str) -> Value:
+        """Returns a value that a mark is on, converted to what the mark expects where it can be."""
         if isinstance(value.placement, Unplaced):
             self.findings.append(Finding(value.placement.reason, value.placement.op, name))
-            return
-        if value.is_zero:
-            return
+            return value
+        if value.is_zero and not (self.converts and what == "same"):
+            return value
         try:
             scale = scale_of(self, value)
-        except Inexact as found:
-            self.findings.append(Finding(found.reason, op, name))
-            return
-        if not _fits(value, scale, what):
+        except Inexact as inexact:
+            self.findings.append(Finding(inexact.reason, op, name))
+            return value
+        fits = _fits(value, scale, what)
+        if self.converts and what in ("rows of gradients", "ids of gradients"):
+            fits = fits and not self._has_all_rows(value) and value.points_into is None
+        if fits:
+            return value
+        found = None
+        if self.converts and not self._depth:
+            found = conversions.towards(value, what, self.rows, op.outputs[0].dtype.is_integer)
+        if found is None or any(_needs_other_dtype(op.inputs[0], value, conversion) for conversion in found):
             self.findings.append(Finding(_why_not(value, scale, what), _root(op), name))
+            return value
+        for conversion in found:
+            self._edit(op, 0, value, conversion)
+            value = conversions.converted(value, conversion)
+        return value
 
     # -- shapes ----------------------------------------------------------------------------------------------------
 
@@ -223,12 +514,77 @@ class Walk:
             sizes.append(dims.symbol(f"open:{tensor.graph.name}/{tensor.name}/{axis}") if size is None else size)
         return tuple(sizes)
 
-    def new_rows(self, op: Any) -> str:
-        """Returns a new symbol of rows, which an operation makes."""
+    def new_rows(self, op: Any, of: Any = None) -> str:
+        """Returns a symbol of rows, which an operation makes; the same of the same sizes put together."""
         name = f"rows:{op.graph.name}/{op.name}"
+        if of is not None:
+            name = self._put_together.setdefault(of, name)
         self.rows.add(name)
         return name
 
+
+# What adds its inputs, or puts them beside each other.
+_SUMS = ("Add", "AddV2", "AddN", "Sub", "Select", "SelectV2", "Pack", "ConcatV2", "BiasAdd", "TensorScatterAdd")
+
+# The inputs that are sizes of results, or where slices begin and end.
+_SIZES: dict[str, tuple[int, ...]] = {
+    **{name: (0,) for name in ("Fill", "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal")},
+    **{name: (0,) for name in ("AvgPoolGrad", "AvgPool3DGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2")},
+    **{f"StatelessRandom{name}": (0,) for name in ("Uniform", "UniformV2", "UniformIntV2", "Normal", "NormalV2")},
+    **{f"StatelessTruncatedNormal{name}": (0,) for name in ("", "V2")},
+    **{name: (1,) for name in ("Reshape", "BroadcastTo", "Tile", "OneHot")},
+    "DepthwiseConv2dNativeBackpropInput": (0,),
+    "Range": (0, 1, 2),
+    "ScatterNd": (2,),
+    "Slice": (1, 2),
+    "StridedSlice": (1, 2, 3),
+    "StridedSliceGrad": (0, 1, 2, 3),
+    "UnsortedSegmentSum": (2,),
+    "ResourceStridedSliceAssign": (1, 2, 3),
+}
+
+
+def _needed(graph: Any) -> set[str]:
+    """Returns the names of operations that a mark, or what has an effect, is computed from."""
+    todo = [op for op in graph.get_operations() if marks.expected(op) or op.op_def.is_stateful]
+    found = {op.name for op in todo}
+    while todo:
+        for tensor in todo.pop().inputs:
+            if tensor.op.name not in found:
+                found.add(tensor.op.name)
+                todo.append(tensor.op)
+    return found
+
+
+def _needs_other_dtype(tensor: Any, value: Value, conversion: Conversion) -> bool:
+    """Returns True if replicas do not exchange tensors of this dtype."""
+    is_number = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+    return conversions.needs_collective(value, conversion) and not is_number
+
+
+# Of a step, or a layer, that exchanges what replicas hold by itself.
+_COLLECTIVES = tuple(
+    f"Tfring{kind}"
+    for kind in ("AllReduce", "Reduce", "AllGatherRows", "AllReduceRows", "ReduceScatter", "Exchange", "Broadcast")
+)
+
+
+def rows_in_any(size: Size, rows: set[str]) -> bool:
+    """Returns True if a size depends on rows."""
+    return any(name in rows for name in dims.symbols(size))
+
+
+def _state_of(op: Any) -> list[str | None]:
+    """Returns what an operation reads or writes beside its inputs and outputs, in the order of the graph."""
+    found = [tensor.name for tensor in op.inputs if tensor.dtype.name == "resource"]
+    return found or ([None] if op.op_def.is_stateful else [])
+
+
+# Operations that leave a variable, or a table, as it is.
+_READS = (
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp", "Identity"),
+    *("LookupTableFindV2", "LookupTableSizeV2"),
+)
 
 # Of these and of an IdentityN, one input does not go into all outputs.
 _WITH_BODIES = (
@@ -244,6 +600,8 @@ _WITH_BODIES = (
 
 def _fits(value: Value, scale: Any, what: str) -> bool:
     """Returns True if a value is what is expected."""
+    if what == "ids of gradients":
+        return not is_partial(value)
     if what in ("rows", "gradients of rows", "rows of gradients"):
         if is_replicated(value):
             return scale == UNSCALED and what == "rows of gradients"
@@ -254,7 +612,7 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
     if what == "same":
         return is_replicated(value) and scale == UNSCALED
     if what == "mean":
-        return (value.placement, scale) in ((Partial(), PER_MEAN), (Replicate(), UNSCALED))
+        return value.is_held is False and (value.placement, scale) in ((Partial(), PER_MEAN), (Replicate(), UNSCALED))
     if what == "sum":
         return (value.placement, scale) in ((Partial(), UNSCALED), (Replicate(), PER_COUNT))
     return value.placement in (Partial(what), Replicate()) and scale == UNSCALED

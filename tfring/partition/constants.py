@@ -144,7 +144,12 @@ def _computed(op: Any, given: list[Any]) -> list[Any] | None:
 
 
 def _compared(comparison: str, a: Size, b: Size) -> Size:
-    """Returns 0 or 1 for a comparison; None where it depends on what symbols stand for, which is 1 at least."""
+    """Returns 0 or 1 for a comparison; None where it depends on what symbols stand for, which is 1 at least.
+
+    Of the rows that a mask keeps there may be none.
+    """
+    if a != b and any(name.startswith("rows:") for size in (a, b) for name in dims.symbols(size)):
+        return None
     largest, smallest = dims.maximum(a, b), dims.minimum(a, b)
     if a != b and (largest is None or largest == smallest or 1 in (a, b)):
         return None
@@ -171,9 +176,11 @@ def _reduced(op: Any, given: Any, axes: Any) -> list[Any] | None:
     return [array(result).reshape([1] * given.ndim if op.get_attr("keep_dims") else [])]
 
 
-def _reduction_axes(a: Any, b: Any) -> list[Any]:
+def _reduction_axes(a: Any, b: Any) -> list[Any] | None:
     rank = max(len(a), len(b))
     padded = [[1] * (rank - len(shape)) + list(shape) for shape in (a, b)]
+    if any(one != other and 1 not in (one, other) for one, other in zip(*padded, strict=True)):
+        return None  # of all rows, and of a replica's
     return [array([i for i in range(rank) if padded[j][i] == 1]) for j in (0, 1)]
 
 

@@ -6,6 +6,7 @@ A mark is an attribute of an Identity, which goes along with the graph where Ten
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +14,12 @@ import tensorflow as tf
 
 from tfring import _tf
 
-_DECLARED, _EXPECTED, _NAME, _UPDATE = "_tfring_declared", "_tfring_expected", "_tfring_name", "_tfring_update"
+_DECLARED, _EXPECTED, _NAME = "_tfring_declared", "_tfring_expected", "_tfring_name"
+_own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by graph, where operations of `own` begin and end
 
-DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed")
-EXPECTATIONS = ("mean", "sum", "max", "min", "same", "rows", "gradients of rows", "rows of gradients")
+DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed", "drawn")
+_OF_ROWS = ("rows", "gradients of rows", "rows of gradients", "ids of gradients")
+EXPECTATIONS = ("mean", "sum", "max", "min", "same", *_OF_ROWS)
 
 
 def declare(tensor: Any, what: str) -> Any:
@@ -27,67 +30,72 @@ def declare(tensor: Any, what: str) -> Any:
       what: "rows", a replica's rows along the first axis; "gradients of rows", of its own loss, a mean; "full", the
         same on all replicas; "mean", a replica's part of a mean over rows, weighted by them; "share", a replica's rows
         over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "fixed", rows of a
-        number that is known beforehand.
+        number that is known beforehand; "drawn", what random numbers come from, other on each replica.
     """
     assert what in DECLARATIONS, what
     return _marked(tensor, {_DECLARED: what})
 
 
-def declare_gradient(tensor: Any) -> Any:
-    """Returns a tensor of rows, whose gradients are declared to be those of rows.
+def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
+    """Returns a tensor whose gradient is declared.
 
     Around what exchanges rows with other replicas: what becomes of gradients within is not looked at.
+
+    Args:
+      tensor: a dense tensor.
+      what: as of `declare`.
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
-    return _with_gradient_declared(tensor)
+
+    @tf.custom_gradient
+    def with_gradient(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+        return tf.identity(tensor), lambda gradient: declare(gradient, what)
+
+    return with_gradient(tensor)
 
 
-@tf.custom_gradient
-def _with_gradient_declared(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
-    return tf.identity(tensor), lambda gradient: declare(gradient, "gradients of rows")
-
-
-def expect(tensor: Any, what: str, name: str) -> None:
-    """Notes what a step takes a tensor for, so that the analysis looks whether it is.
-
-    The operation that holds the mark leads nowhere, and does not run.
+def expect(tensor: Any, what: str, name: str) -> Any:
+    """Returns a tensor, with a note of what the step takes it for: the analysis looks whether it is, or makes it so.
 
     Args:
       tensor: a dense tensor.
       what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", "max", "min", whose sum,
         maximum or minimum over replicas is; "same", on all replicas; "rows"; "gradients of rows"; "rows of gradients",
-        that are added up.
+        that are added up, and their "ids of gradients".
       name: of the tensor, for the user.
     """
     assert what in EXPECTATIONS, what
-    _marked(tensor, {_EXPECTED: what, _NAME: name})
+    return _marked(tensor, {_EXPECTED: what, _NAME: name})
 
 
-def expect_gradient(gradient: Any, name: str) -> None:
-    """Notes that a gradient, dense or of rows, is to be that of a mean over rows."""
-    if isinstance(gradient, tf.IndexedSlices):
-        expect(gradient.values, "rows of gradients", name)
-    else:
-        expect(gradient, "mean", name)
+def expect_gradient(gradient: Any, name: str) -> Any:
+    """Returns a gradient, dense or of rows, with a note that it is to be that of a mean over rows."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return expect(gradient, "mean", name)
+    values = expect(gradient.values, "rows of gradients", name)
+    return tf.IndexedSlices(values, expect(gradient.indices, "ids of gradients", name), gradient.dense_shape)
 
 
 @contextlib.contextmanager
-def update() -> Iterator[None]:
-    """Around what updates variables alike on all replicas, by collectives that the analysis need not understand."""
-    _mark_update("begin")
+def own() -> Iterator[None]:
+    """Around operations of tfring's own, which exchange what replicas hold: they are not looked into, nor converted.
+
+    What comes in is marked by `expect`, what comes out by `declare`. The variables that are written stay as they were.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    begin = len(graph.get_operations())
     yield
-    _mark_update("end")
+    _own.setdefault(graph, []).append((begin, len(graph.get_operations())))
 
 
-def _mark_update(where: str) -> None:
-    if not tf.executing_eagerly():
-        _tf.set_attribute(tf.no_op(), _UPDATE, where)
-
-
-def updating(op: Any) -> str | None:
-    """Returns "begin" or "end" of an operation that marks an update."""
-    return op.node_def.attr[_UPDATE].s.decode() if op.type == "NoOp" and _UPDATE in op.node_def.attr else None
+def names_of_own(graph: Any) -> set[str]:
+    """Returns the names of the operations of a graph that were made in `own`."""
+    operations = graph.get_operations()
+    return {op.name for begin, end in _own.get(graph, ()) for op in operations[begin:end]}
 
 
 def declare_batch(element: Any, has_open_rows: bool) -> Any:

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfring.partition.analysis import Finding
+from tfring.partition.analysis import Analysis, Finding
+from tfring.partition.conversions import Full
+from tfring.partition.rules import RULES
+from tfring.partition.types import is_sharded
 
 _GATHER = "Compute it from the rows of all replicas, `tfring.gather_for_loss(rows)`."
 
@@ -81,6 +84,25 @@ def text(findings: Sequence[Finding], step: str) -> str:
         lines.append(f"  ... and {len(causes) - _SHOWN} more.")
     lines.append("See docs/exactness.md.")
     return "\n".join(lines)
+
+
+def text_of_gathered(analysis: Analysis, step: str) -> str | None:
+    """Returns the message of operations that each replica computes from all rows, for they have no rule; or None.
+
+    Args:
+      analysis: of a step whose graph is edited.
+      step: as of `text`.
+    """
+    of_all_rows = [edit.op for edit in analysis.edits if edit.conversion == Full() and is_sharded(edit.value)]
+    gathered = [op for op in of_all_rows if op.type not in RULES]
+    lines = list({_line(op): f"{_line(op)} (`{op.type}`)" for op in gathered}.values())
+    if not lines:
+        return None
+    more = f" and {len(lines) - _NAMES} more" if len(lines) > _NAMES else ""
+    return (
+        f"{step}: each replica computes from the rows of all what may combine them: {', '.join(lines[:_NAMES])}{more}. "
+        "That is right, and takes as long as in one process. See docs/exactness.md."
+    )
 
 
 def is_known(finding: Finding) -> bool:

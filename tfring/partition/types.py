@@ -7,6 +7,7 @@ The words are those of torch's DTensor. With `t_i` what replica `i` holds and `T
 | Replicate | `t_i = T` |
 | Shard(axis) | `t_i` is the rows of replica `i` in `T`, along an axis |
 | Partial("sum") | `sum_i t_i = T`; likewise "max", "min" |
+| Drawn | random numbers for all rows, others on each replica; known only where inputs are converted, else Replicate |
 | Unplaced | none of these, or nothing is known; it says why |
 
 Each holds up to a factor, the scale: where `n_i` of `n` rows are replica `i`'s, scale `n^k` stands for
@@ -59,6 +60,12 @@ class Partial(NamedTuple):
     op: str = "sum"
 
 
+class Drawn(NamedTuple):
+    """Numbers that each replica has drawn by itself, where one process draws them once for all rows."""
+
+    by: str = "replica"
+
+
 class Unplaced(NamedTuple):
     """Not, or not known to be, of the whole batch.
 
@@ -71,7 +78,7 @@ class Unplaced(NamedTuple):
     op: Any
 
 
-Placement = Replicate | Shard | Partial | Unplaced
+Placement = Replicate | Shard | Partial | Drawn | Unplaced
 
 _REPLICATE = Replicate()
 
@@ -105,8 +112,13 @@ class Value:
       shape: sizes in the whole batch; None where the rank is not known.
       placement: what a replica holds.
       scale: see above.
-      const: the integers in it, an array of sizes, where they are known.
-      points_into: the symbol of the rows of which it holds numbers, counted from this replica's first.
+      const: the integers in it, an array of sizes, where they are known. Those of rows are this replica's, unless
+        `is_total`.
+      is_total: whether numbers of rows in `const` are those of the whole batch; None where some are.
+      points_into: how many rows there are of which it holds numbers, counted from this replica's first; "?" where it
+        is not known.
+      is_held: whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
+        the batch has its part, too; None where it is such a part beside one of the batch.
       is_zero: whether it is zeros, which fit every scale.
       is_guard: whether it is a constant so small that it only guards a division or a root; in a sum it fits any scale.
       is_uniform: whether all rows are alike, so that they fit any order of rows.
@@ -120,13 +132,15 @@ class Value:
     placement: Placement = _REPLICATE
     scale: Scale = UNSCALED
     const: Any = None
-    points_into: str | None = None
+    points_into: Any = None
     is_zero: bool = False
     is_guard: bool = False
     is_uniform: bool = False
     handle: Any = None
     is_list: bool = False
     is_empty: bool = False
+    is_total: bool | None = False
+    is_held: bool | None = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Value):
@@ -146,7 +160,7 @@ class Value:
         Args:
           rows: the symbols of rows.
         """
-        if self.const is None:
+        if self.const is None or self.is_total:
             return self.scale
         found = set()
         for size in np.ravel(self.const):
@@ -169,6 +183,18 @@ def is_partial(value: Value) -> bool:
 def is_replicated(value: Value) -> bool:
     """Returns True if all replicas hold a value."""
     return isinstance(value.placement, Replicate)
+
+
+def has_numbers(value: Value, rows: set[str]) -> bool:
+    """Returns True if a value holds numbers of a replica's rows."""
+    if value.const is None or value.is_total:
+        return False
+    return any(name in rows for size in np.ravel(value.const) for name in symbols(size))
+
+
+def is_drawn(value: Value) -> bool:
+    """Returns True if each replica has drawn a value by itself."""
+    return isinstance(value.placement, Drawn)
 
 
 def rows_in(size: Size, rows: set[str]) -> str | None:

@@ -7,6 +7,7 @@ eagerly or inside a `tf.function`. `op` is "sum", "max", "min" or "product"; `na
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -394,6 +395,14 @@ class RingCollectives(Collectives):
 
     def barrier(self, *, name: str) -> None:
         self._ops.barrier(self.communicator, name=name)
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """See `ops.apart`."""
+        return self._ops.apart(self.communicator)
+
+    def in_one_order(self) -> list[tf.Operation]:
+        """See `ops.in_one_order`."""
+        return self._ops.in_one_order(self.communicator)
 
     def bytes_sent(self) -> int:
         return self.communicator.statistics()["bytes_sent"]

@@ -11,12 +11,14 @@ collectives on CPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +30,7 @@ from tfring.ring.schedule import chunk_bounds
 
 _log = logging.getLogger("tfring")
 _tokens: dict[int | str, tf.Tensor] = {}
+_apart = threading.local()  # .token, in `apart`
 _lines: dict[int, order.Line] = {}  # by the handle of a communicator that has called an op with a gradient
 # The communicators each graph calls, which live as long as it does.
 _users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
@@ -457,9 +460,11 @@ def gather_rows(head: Any, body: Any, like: Any, indices: Any) -> tf.Tensor:
 
 def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
     op = getattr(_ops(), f"tfring_{kind}")
+    token = getattr(_apart, "token", None)
     try:
         with tf.device("CPU:0"):
-            return op(token=_token(communicator), handle=communicator.handle, key=name, **inputs)
+            token = _token(communicator) if token is None else token
+            return op(token=token, handle=communicator.handle, key=name, **inputs)
     except tf.errors.OpError as error:  # eagerly
         failure = communicator.failure()
         if failure is None or str(failure) not in error.message:
@@ -472,7 +477,8 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
 
 def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:
     """As `_call`, of an op with a gradient, which `watched` have."""
-    if tf.executing_eagerly() and not _tf.is_watched(watched):
+    is_apart = getattr(_apart, "token", None) is not None
+    if is_apart or (tf.executing_eagerly() and not _tf.is_watched(watched)):
         *results, _ = _call(kind, communicator, name, before=order.zero(), of=order.zero(), **inputs)
         return results if len(results) > 1 else results[0]
     line = _line(communicator)
@@ -487,6 +493,27 @@ def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf
 def call_in_order(communicator: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function whose gradient calls collectives, in order with those; see `order.py`."""
     return order.call_in_order(_line(communicator), function, *args)
+
+
+@contextlib.contextmanager
+def apart(communicator: Any) -> Iterator[None]:
+    """While it lasts, collectives of a communicator are built into a graph in no order with others, and no gradient.
+
+    The caller gives them control edges to those around them (`in_one_order`), so that all ranks run them in one order.
+    """
+    _token(communicator)
+    _apart.token = _resource("apart")
+    try:
+        yield
+    finally:
+        _apart.token = None
+
+
+def in_one_order(communicator: Any) -> list[Any]:
+    """Returns the operations of the graph being built that run in one order with a communicator's collectives."""
+    graph = tf.compat.v1.get_default_graph()
+    token = graph.capture(_token(communicator))
+    return [op for op in graph.get_operations() if any(tensor is token for tensor in op.inputs)]
 
 
 def _line(communicator: Any) -> order.Line:

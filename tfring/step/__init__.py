@@ -33,6 +33,7 @@ class Step:
       microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
       is_static: whether this replica's number of rows is known before the step runs, and looks like any constant.
+      is_edited: whether what replicas compute is made that of one process in the graph, once it is traced.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
       added: what layers have added by `add_loss` in this replica, by the identity of the layer.
       reads: what is known of this graph's operations on metrics' state.
@@ -46,6 +47,7 @@ class Step:
         microbatches: int = 1,
         part: tf.Tensor | None = None,
         is_static: bool = False,
+        is_edited: bool = False,
     ) -> None:
         self.share = share
         self.active = active
@@ -55,6 +57,7 @@ class Step:
         self.microbatches = microbatches
         self.part = part
         self.is_static = is_static
+        self.is_edited = is_edited
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.added: dict[int, list] = {}
         self.reads: Any = None
@@ -113,6 +116,12 @@ def weighing() -> Step | None:
     """Returns the step this thread runs, if each replica's share of the batch is known."""
     running = current()
     return running if running is not None and running.share is not None else None
+
+
+def repairing() -> Step | None:
+    """Returns the step this thread runs, if losses and states are made means and sums over replicas as it is traced."""
+    running = weighing()
+    return running if running is not None and not running.is_edited else None
 
 
 @contextlib.contextmanager

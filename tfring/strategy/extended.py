@@ -258,10 +258,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             return gradients
         running = step.current() or step.Step()
         flat = tf.nest.flatten(gradients)
-        for gradient in flat if running.share is not None else ():
-            if gradient is not None:
-                partition.expect_gradient(gradient, "a gradient given to all_reduce_gradients")
-        flat = [running.weigh(g) for g in flat]
+        if running.share is not None:
+            name = "a gradient given to all_reduce_gradients"
+            flat = [None if g is None else partition.expect_gradient(g, name) for g in flat]
 
         def on_worker(active: Any, *gradients: Any) -> list[Any]:
             active = None if active is None else values_of(active)
@@ -269,7 +268,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             return self.gradient_ops.sum_over_workers(summed, name="gradients")
 
         present = [i for i, g in enumerate(flat) if g is not None]
-        reduced = self.cross_replica(on_worker, running.active, *(flat[i] for i in present))
+        with partition.own():
+            reduced = self.cross_replica(on_worker, running.active, *(running.weigh(flat[i]) for i in present))
         for i, total in zip(present, reduced, strict=True):
             # A tensor of this replica's own: of one that all replicas hold, TensorFlow would make one value.
             flat[i] = tf.nest.map_structure(
@@ -338,7 +338,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 if value.dtype == tf.string or is_alone or of_worker:
                     return value
                 # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
-                return self.world.broadcast([value], name="initial value of a variable")[0]
+                with partition.own():  # of a variable that a step makes
+                    value = self.world.broadcast([value], name="initial value of a variable")[0]
+                return partition.declare(value, "full")
 
         return initial_value_fn
 
@@ -399,13 +401,16 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         finally:
             _running.replicas = before
 
-    def run_step(self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor) -> tuple[Any, list]:
+    def run_step(
+        self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor, is_edited: bool = False
+    ) -> tuple[Any, list]:
         """Runs `fn(inputs)` on each replica with its share of the batch.
 
         Args:
           fn: a step of a model, such as Keras' `train_step`.
           inputs: a list of one element a replica of this worker.
           shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
+          is_edited: whether the graph is edited, once the step is traced.
 
         Returns:
           `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote, each
@@ -419,8 +424,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             is_static = data.has_static_rows(element)
             if not alone:
                 element, _ = data.one_row_at_least(element)
+                if is_edited and is_static:  # so that it is no constant like any other
+                    element, is_static = data.with_open_rows(element), False
                 element, share = partition.declare_batch(element, not is_static), partition.declare(share, "share")
-            mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static)
+            mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static, is_edited=is_edited)
             with step.running(mine) as running:
                 running.num_rows = data.num_rows(element)
                 outputs = fn(element)

@@ -131,7 +131,7 @@ class RingOptimizer(OptimizerSlots):
                 else:
                     updater.apply(self, summed, every, worker_active, apply)
 
-        with partition.update():
+        with partition.own():
             ring.extended.cross_replica(in_cross_replica, weighed, running.active)
         return None
 
@@ -360,7 +360,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 def _expected(running: step.Step, gradient: Any, variable: Any) -> Any:
     """Returns a gradient that is weighed by its replica's rows, so it has to be that of a mean."""
     if running.share is not None and gradient is not None:
-        partition.expect_gradient(gradient, f"the gradient of {_names([variable])[0]}")
+        return partition.expect_gradient(gradient, f"the gradient of {_names([variable])[0]}")
     return gradient
 
 

@@ -11,6 +11,7 @@ from tfring.partition.rules import (  # noqa: F401  each adds its rules to the t
     rows,
     sources,
 )
+from tfring.partition.rules.sources import DRAWS, SHUFFLES
 from tfring.partition.rules.table import RULES, Inexact, NoRule
 
-__all__ = ["RULES", "Inexact", "NoRule"]
+__all__ = ["DRAWS", "RULES", "SHUFFLES", "Inexact", "NoRule"]

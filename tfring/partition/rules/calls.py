@@ -10,7 +10,7 @@ from tfring.partition import dims
 from tfring.partition.constants import same_numbers
 from tfring.partition.dims import Size
 from tfring.partition.rules.table import Inexact, NoRule, Walk, kept, rule, unscaled
-from tfring.partition.types import UNSCALED, Partial, Placement, Unplaced, Value, is_replicated, is_sharded
+from tfring.partition.types import UNSCALED, Partial, Placement, Unplaced, Value, is_partial, is_replicated, is_sharded
 
 _LONGEST = 12  # walks over the body of a loop until its types stay
 
@@ -102,7 +102,14 @@ def joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
     """Returns what a value is that is one of two."""
     if a == b:
         return a
-    if not same_numbers(a.const, b.const) and not (a.is_empty or b.is_empty):
+    result = _joined(walk, op, position, a, b)
+    is_held = a.is_held if a.is_held == b.is_held else None
+    return dataclasses.replace(result, is_held=is_held) if is_partial(result) else result
+
+
+def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
+    is_same = same_numbers(a.const, b.const) and a.is_total == b.is_total
+    if not is_same and not (a.is_empty or b.is_empty):
         a, b = _without_numbers(walk, op, a), _without_numbers(walk, op, b)
     for value, other in ((a, b), (b, a)):
         if isinstance(value.placement, Unplaced):
@@ -111,7 +118,7 @@ def joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
             return _like_zero(other, value)
     shape = _joined_shape(op, position, a.shape, b.shape)
     if a.placement == b.placement and a.scale == b.scale:
-        const = a.const if same_numbers(a.const, b.const) else None
+        const = a.const if is_same else None
         points = a.points_into if a.points_into == b.points_into else None
         if points != a.points_into or points != b.points_into:
             return Value(shape, Unplaced("numbers", op))
@@ -122,6 +129,7 @@ def joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
             is_uniform=is_uniform,
             handle=a.handle,
             is_list=a.is_list,
+            is_total=const is not None and a.is_total,
         )
     placement: Placement = Unplaced("mixed", op)
     for value, other in ((a, b), (b, a)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from tfring.partition import slices
-from tfring.partition.dims import Dim
+from tfring.partition import dims, slices
+from tfring.partition.dims import Dim, Size
 from tfring.partition.rules.table import (
     Inexact,
     NoRule,
@@ -22,6 +23,7 @@ from tfring.partition.rules.table import (
     with_numbers,
 )
 from tfring.partition.types import (
+    ROWS,
     UNSCALED,
     Partial,
     Placement,
@@ -167,8 +169,10 @@ def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule(*_COMPARISONS)
 def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Both inputs have one scale, which the result no longer has."""
+    """Both inputs have one scale, which the result no longer has; not by rows that a mask keeps, which may be none."""
     result = _combined(walk, ins, "choice")
+    if any(name != ROWS for name, _ in result.scale):
+        raise Inexact("kept")
     result.scale, result.is_zero = UNSCALED, False
     return [result]
 
@@ -184,11 +188,11 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     unscaled(walk, [condition])
     if is_sharded(condition) and any(map(is_partial, others)):
         raise Inexact("beside")
-    result = _combined(walk, [*others, Value(condition.shape, condition.placement, is_zero=True)], "sum")
+    shape = _shape(condition)
+    if op.type == "Select" and len(shape) == 1:  # of rows, not of the last axis
+        shape += (1,) * (len(_shape(others[0])) - 1)
+    result = _combined(walk, [*others, Value(shape, condition.placement, is_zero=True)], "sum")
     result.is_zero = all(value.is_zero for value in others)
-    if op.type == "Select" and condition.shape is not None and len(condition.shape) == 1:
-        shape = walk.shape(op.outputs[0], like=others[0].shape)
-        return [Value(shape, result.placement if is_sharded(others[0]) else condition.placement, result.scale)]
     return [result]
 
 
@@ -304,4 +308,12 @@ def _of_lists(ins: Sequence[Value]) -> Value:
     first = filled[0]
     if any((value.placement, value.scale) != (first.placement, first.scale) for value in filled):
         raise Inexact("mixed")
+    lengths = [value.shape[0] for value in ins if value.shape]
+    if first.shape and isinstance(first.shape[0], Dim):  # all are as long
+        length = next((size for size in lengths if not _is_new(size)), first.shape[0])
+        return dataclasses.replace(first, shape=(length, *first.shape[1:]))
     return first
+
+
+def _is_new(size: Size) -> bool:
+    return isinstance(size, Dim) and any(name.startswith("open:") for name in dims.symbols(size))

@@ -15,6 +15,7 @@ from tfring.partition.rules.table import (
     Walk,
     kept,
     no_extremes,
+    replicated,
     rule,
     scale_of,
     shard_of,
@@ -47,9 +48,16 @@ def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         elif isinstance(end, Dim) and any(name in walk.rows for name in dims.symbols(end)):
             raise NoRule
         return [Value(walk.shape(op.outputs[0]))]
-    if begin != 0 or step != 1 or end != dims.symbol(rows):
+    if begin != 0 or step != 1:
         raise NoRule
-    return [Value((end,), Shard(0), points_into=rows)]
+    return [Value((end,))] if ins[1].is_total else [Value((end,), Shard(0), points_into=end)]
+
+
+def _origin(mask: Any) -> tuple:
+    """Returns what two masks have in common that keep the same rows, as far as it is seen."""
+    while mask.op.type in ("Identity", "Reshape", "Squeeze"):
+        mask = mask.op.inputs[0]
+    return mask.graph.name, mask.name
 
 
 @rule("Where")
@@ -61,11 +69,12 @@ def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(op.outputs[0]))]
     if value.shape is None or value.placement != Shard(0):
         raise NoRule
+    if value.rank > 1 and walk.converts:
+        raise NoRule
     rows = rows_in(value.shape[0], walk.rows)
-    kept_rows = walk.new_rows(op)
-    is_of_rows = value.rank == 1 and value.shape[0] == dims.symbol(rows or "")
-    # Of more dimensions, or of rows that lie in blocks, they are numbers with which nothing is done but counting.
-    points = rows if is_of_rows else "?"
+    kept_rows = walk.new_rows(op, ("kept by", _origin(op.inputs[0])))
+    # Of more dimensions they are numbers with which nothing is done but counting.
+    points = value.shape[0] if value.rank == 1 and rows else "?"
     return [Value((dims.symbol(kept_rows), value.rank), Shard(0), points_into=points)]
 
 
@@ -78,7 +87,7 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     depth = None if ins[1].const is None else ins[1].const.item()
     if value.shape is None or op.get_attr("axis") not in (-1, value.rank):
         raise NoRule
-    if rows_in(depth, walk.rows):
+    if rows_in(depth, walk.rows) and not (walk.converts and ins[1].is_total):
         raise Inexact("rows")
     known = {**dict(enumerate(value.shape)), **({} if depth is None else {value.rank: depth})}
     return [Value(walk.shape(op.outputs[0], known), value.placement)]
@@ -110,7 +119,7 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
     placement = Shard(at + shard_of(ids).axis, shard_of(ids).blocks)
     if ids.points_into is not None:
-        if value.placement == Shard(at) and value.shape[at] == dims.symbol(ids.points_into):
+        if value.placement == Shard(at) and value.shape[at] == ids.points_into:
             return [kept(walk, value, shape, placement, points_into=value.points_into, is_uniform=False)]
         raise Inexact("numbers")
     if is_sharded(value):
@@ -181,12 +190,14 @@ def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     size = None if count.const is None else count.const.item()
     known = {i + 1: mine for i, mine in enumerate(value.shape[ids.rank :])}
     if ids.points_into is not None:
-        if size != dims.symbol(ids.points_into) or ids.placement != Shard(0):
+        if size != ids.points_into or ids.placement != Shard(0):
             raise Inexact("numbers")
         return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Shard(0), is_uniform=False)]
-    if size is None or rows_in(size, walk.rows):
+    if (size is None or rows_in(size, walk.rows)) and not walk.converts:
         raise NoRule
-    return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Partial(), is_uniform=False)]
+    if size is not None:
+        known[0] = size
+    return [kept(walk, value, walk.shape(op.outputs[0], known), Partial(), is_uniform=False)]
 
 
 @rule("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd")
@@ -245,6 +256,7 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Counts, or adds up weights: a part of the whole; or for each row."""
     value = ins[0]
     unscaled(walk, [value])
+    replicated(walk, ins[1:2])
     weights = ins[2]
     if not is_sharded(value):
         return [Value(walk.shape(op.outputs[0]))]

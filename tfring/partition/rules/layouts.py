@@ -15,6 +15,7 @@ from tfring.partition.rules.table import (
     Walk,
     kept,
     no_extremes,
+    replicated,
     rule,
     same_scale,
     scale_of,
@@ -135,7 +136,8 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         ]
     if all(is_sharded(value) and shard_of(value).axis == at for value in values) and len(values) > 1:
         blocks = [block for value in values for block in _blocks(value, at)]
-        shape[at] = dims.symbol(walk.new_rows(op)) if size is None else size
+        sizes = tuple(value.shape[at] for value in values)  # type: ignore[index]
+        shape[at] = dims.symbol(walk.new_rows(op, sizes)) if size is None else size
         is_even = all(block == blocks[0] for block in blocks)
         return [Value(tuple(shape), Shard(at, len(blocks) if is_even else tuple(blocks)), same_scale(walk, values))]
     if any(is_sharded(value) and shard_of(value).axis == at for value in values):
@@ -239,6 +241,7 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             known[axis] = size
     if is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0):
         raise Inexact("rows")
+    replicated(walk, [paddings])
     if op.type == "PadV2" and not ins[2].is_zero:
         if is_partial(value):
             raise Inexact("formula")
@@ -256,6 +259,7 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     over = {int(axis) % value.rank for axis in np.ravel(axes.const)}
     if is_sharded(value) and shard_of(value).axis in over:
         raise Inexact("over rows")
+    replicated(walk, ins[1:])
     if op.type in ("Cumprod", "CumulativeLogsumexp"):
         unscaled(walk, [value])
     if op.type == "Cumsum":
@@ -272,7 +276,7 @@ def broadcast_to(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     value, sizes = ins
     if sizes.const is None:
         return [_of_unknown_shape(walk, op, value)]
-    return [_repeated(walk, value, np.ravel(sizes.const).tolist())]
+    return [_repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)]
 
 
 @rule("Fill")
@@ -281,7 +285,7 @@ def fill(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     sizes, value = ins
     if sizes.const is None:
         return [_of_unknown_shape(walk, op, value)]
-    return [_repeated(walk, value, np.ravel(sizes.const).tolist())]
+    return [_repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)]
 
 
 def _of_unknown_shape(walk: Walk, op: Any, value: Value) -> Value:
@@ -293,15 +297,17 @@ def _of_unknown_shape(walk: Walk, op: Any, value: Value) -> Value:
     return kept(walk, value, shape)
 
 
-def _repeated(walk: Walk, value: Value, shape: Sequence[Size]) -> Value:
-    """Returns a value that is broadcast to a shape."""
+def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | None) -> Value:
+    """Returns a value that is broadcast to a shape, of the whole batch or of this replica's rows."""
     if value.shape is None:
         raise NoRule
+    if is_total and not is_sharded(value):
+        return kept(walk, value, tuple(shape))
     offset = len(shape) - value.rank
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
-        if any(other != axis + offset for other in with_rows):
+        if any(other != axis + offset for other in with_rows) and not walk.converts:
             raise Inexact("rows")
         return kept(walk, value, tuple(shape), Shard(axis + offset, blocks))
     if not with_rows:
@@ -326,14 +332,14 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = [dims.multiply(size, count) for size, count in zip(value.shape, times, strict=True)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
-        if times[axis] != 1 or any(rows_in(count, walk.rows) for count in times):
+        if times[axis] != 1 or (any(rows_in(count, walk.rows) for count in times) and not walk.converts):
             if isinstance(times[axis], int) and not isinstance(blocks, tuple):
                 return [kept(walk, value, tuple(shape), Shard(axis, dims.multiply(blocks, times[axis])))]
             raise Inexact("rows")
         return [kept(walk, value, tuple(shape))]
     if not any(rows_in(count, walk.rows) for count in times):
         return [kept(walk, value, walk.shape(op.outputs[0], {i: s for i, s in enumerate(shape) if s is not None}))]
-    return [_repeated(walk, value, shape)]
+    return [_repeated(walk, value, shape, multiples.is_total)]
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -370,7 +376,7 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if found is not None:
             known[at] = found
         at += 1
-    changes = {"points_into": value.points_into} if value.points_into else {}
+    changes = {} if value.points_into is None else {"points_into": value.points_into}
     return [kept(walk, value, walk.shape(op.outputs[0], known), placement, **changes)]
 
 
@@ -463,5 +469,10 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     known = dict(enumerate(value.shape[: value.rank - inner]))
     if op.type == "MatrixBandPart":
         known = dict(enumerate(value.shape))
+        replicated(walk, ins[1:])
+    if op.type == "MatrixDiagV3" and all(each.const is not None and each.const.size == 1 for each in ins[1:4]):
+        diagonal, *sizes = (each.const.item() for each in ins[1:4])
+        if diagonal == 0 and sizes == [-1, -1]:
+            known[value.rank] = value.shape[-1]
     scale_of(walk, value)
     return [kept(walk, value, walk.shape(op.outputs[0], known))]

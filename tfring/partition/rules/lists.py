@@ -16,9 +16,10 @@ from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sh
 def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Nothing yet."""
     count = ins[1].const
-    if count is not None and rows_in(count.item(), walk.rows):
+    if count is not None and rows_in(count.item(), walk.rows) and not ins[1].is_total:
         raise NoRule  # an item for each row
-    return [Value(None, is_list=True, is_empty=True)]
+    length = (count.item(),) if count is not None and op.type == "TensorListReserve" and walk.converts else None
+    return [Value(length, is_list=True, is_empty=True)]
 
 
 @rule("TensorListFromTensor")
@@ -42,8 +43,9 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         placement = Shard(placement.axis + 1, placement.blocks)
     length = items.shape[0] if items.shape else dims.symbol(f"open:{op.graph.name}/{op.name}/length")
     shape = None if item.shape is None else (length, *item.shape)
-    if item.const is not None and (is_new or same_numbers(items.const, item.const)):
-        return [Value(shape, placement, const=item.const, is_list=True)]
+    is_same = same_numbers(items.const, item.const) and items.is_total == item.is_total
+    if item.const is not None and (is_new or is_same):
+        return [Value(shape, placement, const=item.const, is_list=True, is_total=item.is_total)]
     if item.is_zero and not is_new and (is_replicated(item) or items.placement == placement):
         return [items]
     scale = scale_of(walk, item)
@@ -72,7 +74,7 @@ def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     const = None if stacked else items.const
     is_zero = items.is_zero or items.is_empty
-    taken = Value(walk.shape(output, known), placement, items.scale, const, is_zero=is_zero)
+    taken = Value(walk.shape(output, known), placement, items.scale, const, is_zero=is_zero, is_total=items.is_total)
     return [items, taken] if op.type == "TensorListPopBack" else [taken]
 
 

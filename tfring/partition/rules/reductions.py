@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tfring.partition import dims
 from tfring.partition.rules.table import (
     Inexact,
     NoRule,
@@ -47,7 +46,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if isinstance(value.placement, Partial):
         reduced = value.placement.op
         is_same = op.type in ("Sum", "Mean") if reduced == "sum" else _OVER_ROWS.get(op.type) == reduced
-        if over and not is_same:
+        if over and (not is_same or (op.type == "Mean" and op.outputs[0].dtype.is_integer)):
             raise Inexact("formula")
         return [kept(walk, value, shape)]
     if op.type == "Prod" and over:
@@ -60,11 +59,14 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
     if op.type in ("Prod", "EuclideanNorm"):
         raise Inexact("over rows")
+    if op.type == "Mean" and op.outputs[0].dtype.is_integer:
+        raise Inexact("formula")  # it rounds
     scale = scale_of(walk, value)
     if op.type == "Mean":
-        count = dims.product(value.shape[axis] for axis in over)
-        per_count = Value((), const=_scalar(count)).over(walk.rows) if count is not None else None
-        if per_count is None:
+        # Of other axes a replica holds as much as there is.
+        count = value.shape[axis]
+        per_count = Value((), const=_scalar(count)).over(walk.rows)
+        if per_count is None or count is None:
             raise Inexact("counts")
         scale = times(scale, per_count, -1)
     elif op.type in ("Max", "Min", "All", "Any"):

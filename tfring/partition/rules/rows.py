@@ -90,7 +90,8 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     sharded = [value for value in given if is_sharded(value)]
     if not sharded:
         placement = ins[0].placement if first is None else first.placement
-        return [Value(walk.shape(output), placement, scale) for output in op.outputs]
+        known = {0: given[0].shape[0]} if given and given[0].shape else {}
+        return [Value(walk.shape(output, known), placement, scale) for output in op.outputs]
     rows = sharded[0]
     axis = shard_of(rows).axis
     if (axis and op.type not in _ANY_AXIS) or any(value.placement != rows.placement for value in sharded):

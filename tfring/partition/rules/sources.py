@@ -10,7 +10,18 @@ import tensorflow as tf
 
 from tfring.partition import constants
 from tfring.partition.rules.table import Inexact, NoRule, Walk, rule, scale_of, unscaled
-from tfring.partition.types import PER_COUNT, UNSCALED, Replicate, Shard, Value, is_replicated, is_sharded, rows_in
+from tfring.partition.types import (
+    PER_COUNT,
+    UNSCALED,
+    Drawn,
+    Replicate,
+    Shard,
+    Value,
+    is_drawn,
+    is_replicated,
+    is_sharded,
+    rows_in,
+)
 
 _GUARD = 1e-6  # constants up to this one only guard a division or a root
 _LOOKED_AT = 64
@@ -57,38 +68,51 @@ def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return []
 
 
-@rule(
+DRAWS = (
     *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "StatelessRandomNormal"),
     *("StatelessRandomNormalV2", "StatelessRandomUniform", "StatelessRandomUniformFullInt"),
     *("StatelessRandomUniformFullIntV2", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2"),
     *("StatelessRandomUniformV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "RandomGammaV2"),
     *("StatelessRandomGammaV2", "StatelessRandomGammaV3", "StatelessRandomBinomial", "RandomPoissonV2"),
 )
+
+
+@rule(*DRAWS)
 def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Numbers of each replica's own, for its rows or for all of them."""
+    """Numbers of each replica's own, for its rows or for all of them; the same where a user gives the seed."""
     sizes = ins[0]
+    is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
+    of_all = Drawn() if walk.converts and is_own else Replicate()
     if sizes.const is None:
         if sizes.shape == (0,):
-            return [Value((), Replicate())]
+            return [Value((), of_all)]
         raise NoRule
     shape = tuple(np.ravel(sizes.const).tolist())
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
+    with_rows = [] if sizes.is_total else with_rows
+    if with_rows and walk.converts and not is_own:
+        raise NoRule  # each would draw those of the first rows
     if len(with_rows) > 1:
         raise Inexact("rows")
     shape = walk.shape(op.outputs[0], dict(enumerate(shape))) or shape
-    return [Value(shape, Shard(with_rows[0]) if with_rows else Replicate())]
+    return [Value(shape, Shard(with_rows[0]) if with_rows else of_all)]
 
 
-@rule("RandomShuffle", "Multinomial", "StatelessShuffle")
+SHUFFLES = ("RandomShuffle", "Multinomial", "StatelessShuffle", "StatelessMultinomial")
+
+
+@rule(*SHUFFLES)
 def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Among all rows."""
-    if op.type == "Multinomial" and ins[0].placement == Shard(0):
+    if op.type in ("Multinomial", "StatelessMultinomial") and ins[0].placement == Shard(0):
         assert ins[0].shape is not None
         return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
     if any(map(is_sharded, ins)):
         raise Inexact("rows")
     unscaled(walk, ins)
-    return [Value(walk.shape(output)) for output in op.outputs]
+    is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
+    of_all = Drawn() if walk.converts and is_own else Replicate()
+    return [Value(walk.shape(output), of_all) for output in op.outputs]
 
 
 @rule("TfringAllReduce")

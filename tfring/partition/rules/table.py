@@ -43,17 +43,19 @@ class Walk(Protocol):
     Attributes:
       rows: the symbols of rows.
       contents: of each variable that the step has written, what it holds.
+      converts: whether inputs are converted, so that a replica may hold all rows of a tensor.
     """
 
     rows: set[str]
     contents: dict[Any, Value]
+    converts: bool
 
     def shape(
         self, tensor: Any, known: dict[int, Size] | None = None, like: Sequence[Size] | None = None
     ) -> tuple[Size, ...] | None:
         """Returns the sizes of an output: those known, static ones, those of `like`, or new symbols."""
 
-    def new_rows(self, op: Any) -> str:
+    def new_rows(self, op: Any, of: Any = None) -> str:
         """Returns a new symbol of rows, which an operation makes."""
 
     def body(self, op: Any, ins: Sequence[Value], attribute: str) -> list[Value]:
@@ -98,12 +100,11 @@ def unscaled(walk: Walk, values: Iterable[Value]) -> None:
 
 
 def replicated(walk: Walk, values: Iterable[Value]) -> None:
-    """Raises unless all replicas hold these values."""
-    for value in values:
-        if is_sharded(value):
-            raise NoRule
-        if is_partial(value):
-            raise Inexact("formula")
+    """Raises unless all replicas hold these values, as one process does."""
+    values = list(values)
+    if any(map(is_sharded, values)):
+        raise NoRule
+    unscaled(walk, values)
 
 
 def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:

@@ -1,0 +1,103 @@
+"""Functions of rows that are edited, each run on replicas with uneven rows and on one without; a script.
+
+Replicas are threads that wait for each other within operations, of which TensorFlow runs as many at once as it has
+threads: it is told so before it starts.
+
+    TF_NUM_INTEROP_THREADS=32 python tests/partition/programs_of_rows.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import replicas
+import tensorflow as tf
+
+SIZES = ((5, 3), (4, 1, 3), (6, 0, 2))
+
+_random = np.random.default_rng(0)
+X, Y = _random.normal(size=(8, 4)), _random.normal(size=(8, 1))
+IDS = np.array([3, 1, 1, 0, 3, 2, 1, 3], np.int32)
+W = tf.Variable(_random.normal(size=(4, 1)))
+
+
+def _means(x):
+    return tf.reduce_mean(x, 0), tf.math.reduce_variance(x, 0)
+
+
+def _gradient(loss):
+    def function(x, y, ids):
+        with tf.GradientTape() as tape:
+            value = loss(tf.matmul(x, W), y, ids)
+        return value, tape.gradient(value, W)
+
+    return function
+
+
+def _in_a_loop(p, y, ids):
+    def body(i, total):
+        return i + 1, 0.9 * total + tf.reduce_sum((p - y)[i] ** 2)
+
+    return tf.while_loop(lambda i, _: i < tf.shape(y)[0], body, (0, tf.zeros([], y.dtype)))[1]
+
+
+def _negatives(p, y, ids):
+    labels = tf.range(tf.shape(y)[0])
+    logits = tf.matmul(p, y, transpose_b=True)
+    both = [tf.nn.sparse_softmax_cross_entropy_with_logits(labels, each) for each in (logits, tf.transpose(logits))]
+    return tf.reduce_mean(both[0] + both[1])
+
+
+def _kept(p, y, ids):
+    kept = ids > 1
+    errors = tf.boolean_mask(p, kept) - tf.boolean_mask(y, kept)
+    return tf.reduce_sum(errors**2) / tf.cast(tf.size(errors), y.dtype)
+
+
+def _selection_or_nothing(p, y, ids):
+    kept = tf.where(y[:, 0] > 9.0)[:, 0]
+    return tf.cond(tf.size(kept) > 0, lambda: tf.reduce_mean(tf.gather(p, kept)), lambda: 0.5 * tf.reduce_sum(p))
+
+
+# A function, and how many exchanges it takes.
+PROGRAMS = {
+    "rows": (lambda x, y, ids: 2.0 * x + y, 1),  # that all replicas have them is what is expected of a result
+    "means": (lambda x, y, ids: _means(x), 2),
+    "standardized": (lambda x, y, ids: (lambda m, v: tf.reduce_sum(((x - m) / tf.sqrt(v)) ** 3, 0))(*_means(x)), 3),
+    "sum over a constant": (_gradient(lambda p, y, ids: tf.reduce_sum((p - y) ** 2) / 8.0), 1),
+    "ratio": (_gradient(lambda p, y, ids: tf.reduce_sum(p * y) / tf.reduce_sum(p**2)), 2),
+    "logarithm": (_gradient(lambda p, y, ids: tf.math.log(tf.reduce_mean((p - y) ** 2))), 2),
+    "largest": (_gradient(lambda p, y, ids: tf.reduce_max(tf.abs(p - y))), 3),
+    "kept rows": (_gradient(_kept), None),
+    "none are kept": (_gradient(_selection_or_nothing), None),
+    "negatives": (_gradient(_negatives), None),
+    "loop": (_gradient(_in_a_loop), None),
+    "first rows": (lambda x, y, ids: tf.reduce_mean(x[:3], 0), None),
+    "centers": (lambda x, y, ids: tf.math.divide_no_nan(
+        tf.math.unsorted_segment_sum(x, ids, 4), tf.cast(tf.math.bincount(ids, minlength=4), x.dtype)[:, None]
+    ), 3),
+    "numbers of rows": (lambda x, y, ids: (tf.shape(x)[0] // 3, tf.range(tf.shape(x)[0]), tf.size(x) % 5), None),
+    "mean of integers": (lambda x, y, ids: tf.reduce_mean(ids), 1),
+    "sorted": (lambda x, y, ids: (tf.sort(x[:, 0]), tf.argsort(y[:, 0])), 1),
+    "noise of a seed": (lambda x, y, ids: x + tf.random.stateless_normal(tf.shape(x), [1, 2], dtype=x.dtype), 1),
+    "permuted by a seed": (
+        lambda x, y, ids: tf.gather(x, tf.random.experimental.stateless_shuffle(tf.range(tf.shape(x)[0]), [3, 4])), 1
+    ),
+    "no rule": (lambda x, y, ids: tf.numpy_function(lambda v: v - v.max(), [x], x.dtype, stateful=False), 1),
+    "outer product": (lambda x, y, ids: tf.matmul(x, x, transpose_b=True), 2),
+    "outer sum": (lambda x, y, ids: tf.reduce_sum(tf.nn.relu(x[:, None] - x[None]), [0, 1]), 2),
+    "concatenated": (
+        lambda x, y, ids: tf.reduce_mean(tf.concat([x, x * 2.0, tf.gather(x, tf.where(ids > 1)[:, 0])], 0), 0), None
+    ),
+}  # fmt: skip
+
+
+def main():
+    for name, (function, exchanges) in PROGRAMS.items():
+        for sizes in SIZES:
+            ran = replicas.run(function, X, Y, IDS, sizes=sizes, tolerance=1e-8)
+            assert not ran.findings, (name, ran.findings)
+            assert exchanges in (None, len(ran.exchanges)), (name, ran.exchanges)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Runs an edited function on replicas, threads of this process, which together give what all rows give."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import partition
+from tfring.partition import edit
+
+_REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_SECONDS = 60
+
+
+class Meeting:
+    """What all replicas exchange in program order."""
+
+    def __init__(self, size):
+        self.size = size
+        self.names = []
+        self._brought = [None] * size
+        self._barrier = threading.Barrier(size, timeout=_SECONDS)
+
+    def exchange(self, replica, name, arrays):
+        self._brought[replica] = (name, arrays)
+        self._barrier.wait()
+        brought = list(self._brought)
+        self._barrier.wait()
+        assert len({name for name, _ in brought}) == 1, [name for name, _ in brought]
+        if replica == 0:
+            self.names.append(name)
+        return [arrays for _, arrays in brought]
+
+    def abort(self):
+        self._barrier.abort()
+
+
+class Exchange:
+    """One replica's side of a meeting; see `edit.Exchange`."""
+
+    def __init__(self, meeting, replica):
+        self.rows = None
+        self.replica = replica
+        self._meeting = meeting
+        self._last = None
+
+    def others(self):
+        return []
+
+    def all_reduce(self, tensors, op, name):
+        return self._call(tensors, name, lambda every: functools.reduce(_REDUCE[op], every), [t.shape for t in tensors])
+
+    def all_gather(self, tensors, name):
+        shapes = [tf.TensorShape([None, *t.shape[1:]]) for t in tensors]
+        return self._call(tensors, name, lambda every: np.concatenate(every, 0), shapes)
+
+    def _call(self, tensors, name, combine, shapes):
+        def meet(*arrays):
+            every = self._meeting.exchange(self.replica, name, arrays)
+            columns = zip(zip(*every, strict=True), arrays, strict=True)
+            return [np.asarray(combine(list(column)), array.dtype) for column, array in columns]
+
+        with tf.control_dependencies([] if self._last is None else [self._last]):
+            results = tf.numpy_function(meet, tensors, [t.dtype for t in tensors], stateful=False)
+        self._last = results[-1].op
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return results
+
+
+class Ran:
+    """What an edited function gave.
+
+    Attributes:
+      findings: what could not be converted.
+      edits: the conversions.
+      exchanges: their names.
+    """
+
+    def __init__(self, findings, edits, exchanges):
+        self.findings = findings
+        self.edits = edits
+        self.exchanges = exchanges
+
+
+def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, expected=None):
+    """Asserts that every replica has each result of `function(*rows)` as one process has it.
+
+    Args:
+      function: of tensors that have rows along the first axis; returns tensors in any structure.
+      *arrays: all rows, `sum(sizes)` of them.
+      sizes: rows of each replica; one without computes on a row of another.
+      tolerance: of floats, relative to the largest.
+      expected: of each result, what it is expected to be; by default the same on all.
+    """
+    everything = whole(function, *arrays)
+    specs = _specs(arrays)
+    meeting = Meeting(len(sizes))
+    ends = np.cumsum(sizes)
+    steps, analysis = [], None
+    for replica in range(len(sizes)):
+        exchange = Exchange(meeting, replica)
+
+        def step(counts, *rows, exchange=exchange):
+            nonlocal analysis
+            exchange.rows = counts  # no constant, of which TensorFlow would compute with beforehand
+            rows = [partition.declare(tensor, "rows") for tensor in rows]
+            results = _flat(function(*rows))
+            results = [partition.expect(r, "same", f"result {i}") for i, r in enumerate(results)]
+            analysis = partition.analyze(tf.compat.v1.get_default_graph(), converts=True)
+            edit.apply(analysis, exchange)
+            return results
+
+        counts = tf.TensorSpec([len(sizes)], tf.int64)
+        steps.append(tf.function(step, autograph=False).get_concrete_function(counts, *specs))
+    got, errors = [None] * len(sizes), []
+
+    def work(replica):
+        end, size = ends[replica], sizes[replica]
+        rows = [a[end - size : end] if size else a[-1:] for a in arrays]
+        try:
+            results = steps[replica](tf.constant(sizes, tf.int64), *map(tf.constant, rows))
+            got[replica] = [np.asarray(result) for result in results]
+        except Exception as error:
+            errors.append(error)  # of any kind: the other threads are not to wait
+            meeting.abort()
+
+    threads = [threading.Thread(target=work, args=(replica,)) for replica in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_SECONDS)
+    if errors:
+        raise errors[0]
+    bad = {finding.name for finding in analysis.findings}
+    for i, result in enumerate(everything):
+        if f"result {i}" in bad:
+            continue
+        for replica in range(len(sizes)):
+            _assert_equal(got[replica][i], result, (i, replica), tolerance)
+    return Ran(analysis.findings, analysis.edits, meeting.names)
+
+
+def whole(function, *arrays):
+    """Returns what one process has of all rows."""
+    traced = tf.function(lambda *rows: _flat(function(*rows)), autograph=False)
+    return [np.asarray(result) for result in traced.get_concrete_function(*_specs(arrays))(*map(tf.constant, arrays))]
+
+
+def _specs(arrays):
+    return [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in arrays]
+
+
+def _flat(results):
+    return [tf.convert_to_tensor(r) for r in tf.nest.flatten(results) if r is not None]
+
+
+def _assert_equal(part, whole, where, tolerance):
+    assert part.shape == whole.shape, (where, part.shape, whole.shape)
+    if part.dtype.kind in "fc":
+        np.testing.assert_array_equal(np.isnan(part), np.isnan(whole), str(where))
+        is_finite = np.isfinite(part) & np.isfinite(whole)
+        part, whole = np.where(is_finite, part, 0), np.where(is_finite, whole, 0)
+        size = 1.0 + np.abs(whole).max(initial=0)
+        np.testing.assert_allclose(part / size, whole / size, rtol=tolerance, atol=tolerance, err_msg=str(where))
+    else:
+        np.testing.assert_array_equal(part, whole, str(where))

@@ -1,0 +1,270 @@
+"""Conversions of an operation's inputs, so that it gives what one process computes.
+
+| conversion | a replica gets | from | costs |
+|---|---|---|---|
+| Unscaled | the rows, or its part, of scale 1 | rows, a part | a product |
+| First | a part: the tensor on the first replica, zeros on others | the same on all replicas | nothing |
+| Offset | numbers of rows of the whole batch | numbers of its own rows | a sum |
+| Numbers | sizes of which the whole batch's are wanted | sizes | nothing |
+| Own(axis) | its rows | the same on all replicas; a part | a slice; an all_reduce before |
+| Full | the tensor of one process | rows; a part; a scaled tensor | an all_gather; an all_reduce |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tfring.partition.dims import symbols
+from tfring.partition.types import (
+    PER_MEAN,
+    ROWS,
+    UNSCALED,
+    Partial,
+    Replicate,
+    Scale,
+    Shard,
+    Unplaced,
+    Value,
+    has_numbers,
+    is_partial,
+    is_replicated,
+    is_sharded,
+    rows_in,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unscaled:
+    """Rows or a part, times shares of rows.
+
+    Attributes:
+      scale: what the result still has.
+    """
+
+    scale: Scale = UNSCALED
+
+
+@dataclasses.dataclass(frozen=True)
+class First:
+    """On the first replica the tensor that all hold, on others zeros, so that the sum is the tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset:
+    """Numbers of rows, counted from the first of the whole batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Sizes.
+
+    Attributes:
+      own: the positions of those that are this replica's; others are of the whole batch.
+    """
+
+    own: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """This replica's rows.
+
+    Attributes:
+      axis: along which.
+    """
+
+    axis: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """The tensor of one process."""
+
+
+Conversion = Unscaled | First | Offset | Numbers | Own | Full
+
+_FULL = Full()
+
+
+def needs_collective(value: Value, conversion: Conversion) -> bool:
+    """Returns True if replicas exchange something where a value is converted."""
+    if isinstance(conversion, Full):
+        return value.const is None
+    return isinstance(conversion, Own) and not _is_whole(value)
+
+
+def waits(value: Value, conversion: Conversion) -> bool:
+    """Returns True if a conversion waits for others: for what they hold, or how many rows a mask keeps of theirs."""
+    return needs_collective(value, conversion) or any(name != ROWS for name in symbols_of(value, conversion))
+
+
+def symbols_of(value: Value, conversion: Conversion) -> list[str]:
+    """Returns the symbols whose numbers a conversion needs."""
+    found = [name for name, _ in value.scale]
+    if isinstance(conversion, Unscaled):
+        found += [name for name, _ in conversion.scale]
+    sizes = list(np.ravel(value.const)) if value.const is not None else []
+    if value.points_into is not None:
+        sizes.append(value.points_into)
+    if isinstance(conversion, Own) and value.shape is not None:
+        sizes.append(value.shape[conversion.axis])
+    return found + [name for size in sizes for name in symbols(size)]
+
+
+def _is_whole(value: Value) -> bool:
+    return is_replicated(value) and value.scale == UNSCALED and not value.points_into
+
+
+def converted(value: Value, conversion: Conversion) -> Value:
+    """Returns what a value is after a conversion."""
+    match conversion:
+        case Unscaled(scale):
+            return dataclasses.replace(value, scale=scale)
+        case First():
+            return dataclasses.replace(value, placement=Partial(), const=None, is_guard=False)
+        case Offset():
+            return dataclasses.replace(value, points_into=None, is_uniform=False)
+        case Numbers(own):
+            return dataclasses.replace(value, is_total=not own)
+        case Own(axis):
+            return Value(value.shape, Shard(axis), is_zero=value.is_zero)
+        case Full():
+            return Value(value.shape, const=value.const, is_zero=value.is_zero, is_total=value.const is not None)
+
+
+def can_convert(value: Value) -> bool:
+    """Returns True if a value is a tensor of which it is known what replicas hold."""
+    is_tensor = value.handle is None and not value.is_list and not value.is_empty
+    return is_tensor and not isinstance(value.placement, Unplaced)
+
+
+def _is_exchangeable(value: Value) -> bool:
+    """Returns True if there is a way from a value to the tensor of one process."""
+    if value.is_held is not False:
+        return value.is_held is True and value.placement == Partial() and value.scale == UNSCALED
+    if not is_sharded(value):
+        return True
+    assert isinstance(value.placement, Shard)
+    return value.points_into != "?" and isinstance(value.placement.blocks, int)
+
+
+def candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conversion]]:
+    """Yields conversions of the inputs of an operation, by position: those that cost less first.
+
+    Args:
+      ins: the inputs.
+      rows: the symbols of rows.
+    """
+    seen: set = set()
+    for found in _candidates(ins, rows):
+        key = frozenset(found.items())
+        if found and key not in seen and all(_is_exchangeable(ins[i]) for i in found):
+            seen.add(key)
+            yield found
+
+
+def _candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conversion]]:
+    given = [(i, value) for i, value in enumerate(ins) if can_convert(value)]
+    values = dict(given)
+    local: dict[int, Conversion] = {}
+    scaled: dict[int, Conversion] = {}  # those that all replicas hold
+    for i, value in given:
+        if value.points_into is not None:
+            local[i] = Offset()
+        elif has_numbers(value, rows):
+            scaled[i] = _FULL
+        elif value.const is None and value.scale != UNSCALED and not value.is_zero:
+            (scaled if is_replicated(value) else local)[i] = Unscaled() if not is_replicated(value) else _FULL
+    normal = {**local, **scaled}
+    yield local
+    yield normal
+    parts = [i for i, value in given if is_partial(value)]
+    held = [i for i, value in given if is_replicated(value) and i not in scaled and not value.is_zero]
+    sharded = [i for i, value in given if is_sharded(value)]
+    if parts and not sharded:
+        yield {**local, **{i: First() for i in held}}
+    full_parts = {**normal, **dict.fromkeys(parts, _FULL)}
+    if not sharded and len({values[i].shape for i in parts}) == 1:  # as many bytes; what is computed from it is full
+        yield full_parts
+    for i in reversed(parts):
+        yield {i: _FULL}
+    for i in reversed(parts):
+        yield {**normal, i: _FULL}
+    if not sharded:
+        yield full_parts
+    else:
+        for own in _own(given, sharded, rows):
+            yield {**full_parts, **own}
+        yield full_parts
+        for i in reversed(sharded):
+            yield {**full_parts, i: _FULL}
+    yield {i: _FULL for i, value in given if not _is_whole(value) or has_numbers(value, rows)}
+
+
+def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
+    """Yields which inputs that have all rows are cut to this replica's, beside those that have its rows."""
+    values = dict(given)
+    symbols = set()
+    for i in sharded:
+        value = values[i]
+        assert isinstance(value.placement, Shard)
+        if value.shape is not None:
+            symbols.add(rows_in(value.shape[value.placement.axis], rows))
+    found: dict[int, list[int]] = {}
+    for i, value in given:
+        if i in sharded or value.shape is None or value.const is not None:
+            continue
+        if isinstance(value.placement, (Replicate, Partial)):
+            axes = [axis for axis, size in enumerate(value.shape) if rows_in(size, rows) in symbols - {None}]
+            if axes:
+                found[i] = axes
+    if found:
+        yield {i: Own(axes[0]) for i, axes in found.items()}
+        yield {i: Own(axes[-1]) for i, axes in found.items()}
+        for i, axes in found.items():
+            for axis in axes:
+                yield {i: Own(axis)}
+
+
+# -- what a step takes a tensor for ------------------------------------------------------------------------------------
+
+def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[Conversion] | None:
+    """Returns the conversions after which a value is what a mark expects; None where there are none.
+
+    Args:
+      value: a value, which does not fit.
+      what: one of `marks.EXPECTATIONS`.
+      rows: the symbols of rows.
+      is_integer: whether it is of integers, which shares of rows would round.
+    """
+    if not can_convert(value) or not _is_exchangeable(value):
+        return None
+    axis = 0 if value.shape and rows_in(value.shape[0], rows) else None
+    if what == "ids of gradients":
+        if value.points_into is not None:
+            return [Offset()]
+        return [Own(0)] if axis is not None and not is_sharded(value) else [_FULL]
+    if what in ("rows", "gradients of rows", "rows of gradients"):
+        scale = UNSCALED if what == "rows" else PER_MEAN
+        if is_sharded(value):
+            is_first = value.placement == Shard(0) or what == "rows of gradients"
+            if not is_first:
+                return None
+            return [Offset()] if value.points_into is not None else [Unscaled(scale)]
+        if axis is not None:
+            return [Own(0), *([Unscaled(scale)] if scale else [])]
+        if what != "rows of gradients":
+            return None
+        return [Unscaled(scale)] if value.placement == Partial() else [_FULL]
+    if is_sharded(value):
+        return [_FULL] if what == "same" else None
+    if what == "mean" and value.placement == Partial() and not is_integer and value.is_held is False:
+        return [Unscaled(PER_MEAN)]
+    if what == "sum" and value.placement == Partial():
+        return [Unscaled()]
+    if what == "sum":
+        return [First()] if _is_whole(value) and not has_numbers(value, rows) else [_FULL, First()]
+    return [_FULL]

@@ -1,0 +1,316 @@
+"""Changes the graph of a step so that replicas together compute what one process would.
+
+Conversions that need other replicas are made in rounds: those of one round wait for the same exchanges, and travel in
+one collective for each dtype. All replicas trace the same step, so they make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfring import _tf
+from tfring.partition import dims
+from tfring.partition.analysis import Analysis, Edit
+from tfring.partition.conversions import (
+    Conversion,
+    First,
+    Full,
+    Numbers,
+    Offset,
+    Own,
+    Unscaled,
+    needs_collective,
+    symbols_of,
+)
+from tfring.partition.dims import Size
+from tfring.partition.types import (
+    ROWS,
+    Partial,
+    Scale,
+    Shard,
+    Value,
+    is_drawn,
+    is_partial,
+    is_sharded,
+    times,
+)
+
+
+class Exchange(Protocol):
+    """Exchanges tensors between replicas.
+
+    Attributes:
+      rows: int64 `[replicas]`, the rows of the batch that each has.
+      replica: this one's position.
+    """
+
+    rows: tf.Tensor
+    replica: int
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor], op: str, *, name: str) -> list[tf.Tensor]:
+        """Reduces tensors of one dtype, by "sum", "max" or "min"."""
+
+    def all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
+        """Concatenates each tensor over replicas along the first axis."""
+
+    def others(self) -> list[tf.Operation]:
+        """Returns operations of the graph that replicas run in one order with these exchanges, first ones first."""
+
+
+class Counts(NamedTuple):
+    """Numbers of rows, int64 scalars: on this replica, on all, on those before this one."""
+
+    own: tf.Tensor
+    total: tf.Tensor
+    before: tf.Tensor
+
+
+def apply(analysis: Analysis, exchange: Exchange) -> list[tf.Operation]:
+    """Converts inputs of operations of the graph that is being built.
+
+    TensorFlow keeps what it is told to be stateful in the order in which it was built; these exchanges are built last,
+    and come before what was built from their results. They stand where their round is, by control edges.
+
+    Args:
+      analysis: of the graph.
+      exchange: between replicas.
+
+    Returns:
+      Operations behind which all exchanges have been made.
+    """
+    editor = _Editor(analysis, exchange)
+    others = exchange.others() if analysis.edits else []
+    for level, edits in itertools.groupby(sorted(analysis.edits, key=_level), key=_level):
+        before = [op for op in others if analysis.levels.get(op.name, 0) <= level]
+        behind = [op for op in others if analysis.levels.get(op.name, 0) > level]
+        editor.round(list(edits), before)
+        if behind and editor.last:
+            _tf.add_control_inputs(behind[0], editor.last)
+    return editor.last
+
+
+def _level(edit: Edit) -> int:
+    return edit.level
+
+
+class _Editor:
+    def __init__(self, analysis: Analysis, exchange: Exchange) -> None:
+        self._sources = analysis.sources
+        self._exchange = exchange
+        self._active = exchange.rows[exchange.replica] > 0
+        self._counts: dict[str, Counts] = {}
+        self._made: dict[tuple[str, Any], tf.Tensor] = {}  # by tensor and conversion
+        self._rounds = 0
+        self._before: list[tf.Operation] = []
+        self.last: list[tf.Operation] = []
+
+    def round(self, edits: Sequence[Edit], before: Sequence[tf.Operation]) -> None:
+        """Makes conversions that wait for the same exchanges, and for the last of the operations before."""
+        self._before = list(before[-1:])
+        self._count_rows(edits)
+        self._reduce(edits)
+        self._gather(edits)
+        for edit in edits:
+            tensor = edit.op.inputs[edit.position]
+            key = tensor.name, _key(edit.value, edit.conversion)
+            if key not in self._made:
+                made = self._converted(tensor, edit.value, edit.conversion)
+                made.set_shape(tensor.shape)  # of rows the size is open
+                self._made[key] = made
+            _tf.update_input(edit.op, edit.position, self._made[key])
+
+    # -- numbers of rows -------------------------------------------------------------------------------------------
+
+    def _count_rows(self, edits: Sequence[Edit]) -> None:
+        """Exchanges the numbers of rows that a round needs."""
+        if ROWS not in self._counts:
+            rows, replica = self._exchange.rows, self._exchange.replica
+            self._counts[ROWS] = Counts(rows[replica], tf.reduce_sum(rows), tf.reduce_sum(rows[:replica]))
+        needed = dict.fromkeys(name for edit in edits for name in symbols_of(edit.value, edit.conversion))
+        new = [n for n in needed if n not in self._counts and n in self._sources and self._sources[n][2]]
+        if not new:
+            return
+        sizes = [tf.shape(tensor, tf.int64)[axis] for tensor, axis, _ in (self._sources[name] for name in new)]
+        own = [tf.where(self._active, size, 0) for size in sizes]
+        [every] = self._exchanged(self._exchange.all_gather, "rows", [tf.stack(own)[None]])
+        for i, name in enumerate(new):
+            before = tf.reduce_sum(every[: self._exchange.replica, i])
+            self._counts[name] = Counts(own[i], tf.reduce_sum(every[:, i]), before)
+
+    def _number(self, size: Size, is_own: bool) -> tf.Tensor:
+        """Returns a size, int64, of this replica's tensor or of that of the whole batch."""
+        assert size is not None
+        if isinstance(size, int):
+            return tf.constant(size, tf.int64)
+        number = tf.constant(size.coefficient, tf.int64)
+        for name, power in size.powers:
+            if name in self._counts and not is_own:
+                factor = self._counts[name].total
+            else:  # of a replica without rows that of the one it computes on
+                tensor, axis, _ = self._sources[name]
+                factor = tf.shape(tensor, tf.int64)[axis]
+            for _ in range(power):
+                number *= factor
+        return number
+
+    def _factor(self, scale: Scale) -> tf.Tensor | None:
+        """Returns the product of powers of the shares of rows, float64; None for 1."""
+        factor = None
+        for name, power in scale:
+            counts = self._counts[name]
+            share = tf.math.divide_no_nan(tf.cast(counts.own, tf.float64), tf.cast(counts.total, tf.float64))
+            if power < 0:
+                share = tf.math.reciprocal_no_nan(share)
+            share = share if abs(power) == 1 else share ** float(abs(power))
+            factor = share if factor is None else factor * share
+        return factor
+
+    def _scaled(self, tensor: tf.Tensor, scale: Scale) -> tf.Tensor:
+        factor = self._factor(scale)
+        if factor is None:
+            return tensor
+        if tensor.dtype.is_floating or tensor.dtype.is_complex:
+            return tf.math.multiply_no_nan(tensor, tf.cast(factor, tensor.dtype))
+        return tf.cast(tf.round(tf.cast(tensor, tf.float64) * factor), tensor.dtype)
+
+    # -- exchanges ---------------------------------------------------------------------------------------------------
+
+    def _reduce(self, edits: Sequence[Edit]) -> None:
+        groups: dict[tuple[str, tf.DType], dict[str, tuple[tf.Tensor, Value]]] = {}
+        for edit in edits:
+            tensor = edit.op.inputs[edit.position]
+            if needs_collective(edit.value, edit.conversion) and not is_sharded(edit.value):
+                op = edit.value.placement.op if isinstance(edit.value.placement, Partial) else "sum"
+                if (tensor.name, "full") not in self._made:
+                    groups.setdefault((op, _sent_as(tensor.dtype)), {})[tensor.name] = tensor, edit.value
+        for (op, dtype), tensors in groups.items():
+            parts = [self._part(tensor, value, op) for tensor, value in tensors.values()]
+            reduced = self._exchanged(self._exchange.all_reduce, op, [tf.cast(part, dtype) for part in parts], op)
+            for (tensor, _), result in zip(tensors.values(), reduced, strict=True):
+                self._made[tensor.name, "full"] = tf.cast(result, tensor.dtype)
+
+    def _part(self, tensor: tf.Tensor, value: Value, op: str) -> tf.Tensor:
+        """Returns what this replica adds to the reduction: of a replica without rows, nothing."""
+        if value.is_held:
+            return tensor
+        if is_drawn(value):
+            return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
+        # What all hold up to a scale is the mean, weighted by rows, of what they hold: of a replica without rows, too.
+        scale = value.scale if is_partial(value) else times(value.scale, ((ROWS, 1),))  # type: ignore[arg-type]
+        tensor = self._scaled(tensor, scale)
+        if op == "sum":
+            return tf.where(self._active, tensor, tf.zeros_like(tensor))
+        if tensor.dtype == tf.bool:
+            tensor = tf.cast(tensor, tf.int32)
+        lowest = tensor.dtype.min if op == "max" else tensor.dtype.max
+        if tensor.dtype.is_floating:
+            lowest = -np.inf if op == "max" else np.inf
+        return tf.where(self._active, tensor, tf.cast(lowest, tensor.dtype))
+
+    def _gather(self, edits: Sequence[Edit]) -> None:
+        tensors: dict[str, tuple[tf.Tensor, Value]] = {}
+        for edit in edits:
+            tensor = edit.op.inputs[edit.position]
+            is_needed = needs_collective(edit.value, edit.conversion) and is_sharded(edit.value)
+            if is_needed and (tensor.name, "full") not in self._made:
+                tensors[tensor.name] = tensor, edit.value
+        if not tensors:
+            return
+        rows = [self._rows_first(tensor, value) for tensor, value in tensors.values()]
+        sent = [tf.cast(t, tf.uint8) if t.dtype == tf.bool else t for t in rows]
+        gathered = self._exchanged(self._exchange.all_gather, "rows of all", sent)
+        for (tensor, value), all_rows in zip(tensors.values(), gathered, strict=True):
+            self._made[tensor.name, "full"] = self._rows_back(tf.cast(all_rows, tensor.dtype), tensor, value)
+
+    def _rows_first(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
+        """Returns rows along the first axis, those that lie in blocks side by side; none of a replica without."""
+        assert isinstance(value.placement, Shard)
+        axis, blocks = value.placement
+        if value.points_into is not None:
+            tensor = self._offset(tensor, value)
+        tensor = self._scaled(tensor, value.scale)
+        if axis or blocks != 1:
+            sizes = tf.shape(tensor)
+            outer = tf.reduce_prod(sizes[:axis]) * blocks
+            tensor = tf.reshape(tensor, [outer, sizes[axis] // blocks, tf.reduce_prod(sizes[axis + 1 :])])
+            tensor = tf.transpose(tensor, [1, 0, 2])
+        return tensor[: tf.where(self._active, tf.shape(tensor)[0], 0)]
+
+    def _rows_back(self, rows: tf.Tensor, tensor: tf.Tensor, value: Value) -> tf.Tensor:
+        assert isinstance(value.placement, Shard)
+        axis, blocks = value.placement
+        if not axis and blocks == 1:
+            return rows
+        sizes = tf.shape(tensor)
+        shape = tf.concat([sizes[:axis], [tf.shape(rows)[0] * blocks], sizes[axis + 1 :]], 0)
+        return tf.reshape(tf.transpose(rows, [1, 0, 2]), shape)
+
+    def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
+        """Returns the results of an exchange, which comes behind those before it."""
+        self._rounds += 1
+        with tf.control_dependencies([*self._before, *self.last]):
+            results = exchange(*args, name=f"step, exchange {self._rounds}: {what}")
+        self.last = [result.op for result in results]
+        return results
+
+    # -- conversions -------------------------------------------------------------------------------------------------
+
+    def _is_first(self) -> tf.Tensor:
+        """Returns whether this is the first replica that has rows."""
+        return self._active & (self._counts[ROWS].before == 0)
+
+    def _converted(self, tensor: tf.Tensor, value: Value, conversion: Conversion) -> tf.Tensor:
+        match conversion:
+            case Unscaled(scale):
+                return self._scaled(tensor, times(value.scale, scale, -1))
+            case First():
+                return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
+            case Offset():
+                return self._offset(tensor, value)
+            case Numbers(own):
+                return self._sizes(value, tensor.dtype, own)
+            case Own(axis):
+                return self._own_rows(self._made.get((tensor.name, "full"), tensor), value, axis)
+        if value.const is not None:
+            return self._sizes(value, tensor.dtype, ())
+        return tf.identity(self._made.get((tensor.name, "full"), tensor))
+
+    def _offset(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
+        [rows] = [name for name in dims.symbols(value.points_into) if name in self._counts]
+        rest = dims.divide(value.points_into, dims.symbol(rows))
+        offset = self._counts[rows].before * self._number(rest, is_own=False)
+        return tensor + tf.cast(offset, tensor.dtype)
+
+    def _sizes(self, value: Value, dtype: tf.DType, own: Sequence[int]) -> tf.Tensor:
+        numbers = [self._number(size, i in own) for i, size in enumerate(np.ravel(value.const).tolist())]
+        return tf.cast(tf.reshape(tf.stack(numbers), np.shape(value.const)), dtype)
+
+    def _own_rows(self, tensor: tf.Tensor, value: Value, axis: int) -> tf.Tensor:
+        assert value.shape is not None
+        size = value.shape[axis]
+        [rows] = [name for name in dims.symbols(size) if name in self._counts]
+        each = self._number(dims.divide(size, dims.symbol(rows)), is_own=False)
+        counts = self._counts[rows]
+        source, source_axis, _ = self._sources[rows]
+        count = tf.shape(source, tf.int64)[source_axis]  # of a replica without rows, the one it computes on
+        begin = tf.minimum(counts.before, counts.total - tf.minimum(count, counts.total))
+        sizes = tf.shape(tensor, tf.int64)
+        begins = tf.one_hot(axis, tensor.shape.rank, begin * each, tf.constant(0, tf.int64))
+        is_rows = tf.one_hot(axis, tensor.shape.rank, True, False)
+        return tf.slice(tensor, begins, tf.where(is_rows, count * each, sizes))
+
+
+def _sent_as(dtype: tf.DType) -> tf.DType:
+    if dtype.is_floating:
+        return dtype
+    return tf.int32 if dtype.size < 4 else dtype
+
+
+def _key(value: Value, conversion: Conversion) -> Any:
+    """Returns what a converted tensor is kept by: what is the same in full has one name."""
+    return conversion if not isinstance(conversion, Full) else ("as full", value.const is None)
