@@ -4,8 +4,7 @@
 
 In two phases, as Khosla et al. (2020) and Keras' example of that name: an encoder with a projection head learns to put
 digits of one class close together, then a classifier learns on top of the frozen encoder. The first loss compares each
-row with all rows of the batch; `tfring.gather_for_loss` gives a worker those of the others, so that the accuracy does
-not depend on the number of workers. `--local` leaves it out: each worker then compares its own rows only.
+row with all rows of the batch. It is written as for one process, and so is the accuracy, on any number of workers.
 """
 
 from __future__ import annotations
@@ -33,28 +32,17 @@ def digits():
 
 
 class SupervisedContrastive(keras.losses.Loss):
-    """For each row the cross-entropy between which rows have its label, and how close they are.
-
-    Args:
-      gather: whether a row is compared with all rows of the global batch, or with those of its replica.
-    """
-
-    def __init__(self, gather=True, name="supervised_contrastive"):
-        super().__init__(name=name)
-        self.gather = gather
+    """For each row the cross-entropy between which rows of the batch have its label, and how close they are."""
 
     def call(self, labels, features):
         labels, features = tf.reshape(labels, [-1, 1]), tf.math.l2_normalize(features, 1)
-        all_labels, all_features = labels, features
-        if self.gather:
-            all_labels, all_features = tfring.gather_for_loss((labels, features))
-        logits = tf.matmul(features, all_features, transpose_b=True) / TEMPERATURE
-        alike = tf.cast(tf.equal(labels, tf.transpose(all_labels)), logits.dtype)
+        logits = tf.matmul(features, features, transpose_b=True) / TEMPERATURE
+        alike = tf.cast(tf.equal(labels, tf.transpose(labels)), logits.dtype)
         alike /= tf.reduce_sum(alike, 1, keepdims=True)
         return tf.nn.softmax_cross_entropy_with_logits(alike, logits)
 
 
-def train(strategy, data, epochs, gather=True):
+def train(strategy, data, epochs):
     """Both phases; returns `(accuracy of the test, weights of the classifier)`."""
     x, y, x_test, y_test = data
     layers = keras.layers
@@ -62,7 +50,7 @@ def train(strategy, data, epochs, gather=True):
     with strategy.scope():
         encoder = keras.Sequential([keras.Input((64,)), layers.Dense(64, "tanh"), layers.Dense(32, "tanh")])
         projection = keras.Sequential([encoder, layers.Dense(16)])
-        projection.compile(keras.optimizers.Adam(0.003), SupervisedContrastive(gather))
+        projection.compile(keras.optimizers.Adam(0.003), SupervisedContrastive())
     projection.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
 
     encoder.trainable = False
@@ -76,10 +64,9 @@ def train(strategy, data, epochs, gather=True):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="of each phase")
-    parser.add_argument("--local", action="store_true", help="compare a worker's own rows only")
     arguments = parser.parse_args()
     strategy = tfring.RingStrategy()
-    accuracy, _ = train(strategy, digits(), arguments.epochs, gather=not arguments.local)
+    accuracy, _ = train(strategy, digits(), arguments.epochs)
     if strategy.cluster.is_chief:
         print(f"{strategy.cluster.world_size} workers: accuracy {accuracy:.4f}")
 
