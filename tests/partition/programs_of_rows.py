@@ -75,6 +75,15 @@ PROGRAMS = {
     "centers": (lambda x, y, ids: tf.math.divide_no_nan(
         tf.math.unsorted_segment_sum(x, ids, 4), tf.cast(tf.math.bincount(ids, minlength=4), x.dtype)[:, None]
     ), 3),
+    "centers of ids that may be none": (
+        lambda x, y, ids: [
+            0.5 * W[:, 0] + tf.math.divide_no_nan(
+                tf.reduce_sum(tf.boolean_mask(x, ids == i), 0), tf.cast(tf.math.count_nonzero(ids == i), x.dtype)
+            )
+            for i in (0, 3, 9)
+        ],
+        None,
+    ),
     "numbers of rows": (lambda x, y, ids: (tf.shape(x)[0] // 3, tf.range(tf.shape(x)[0]), tf.size(x) % 5), None),
     "mean of integers": (lambda x, y, ids: tf.reduce_mean(ids), 1),
     "sorted": (lambda x, y, ids: (tf.sort(x[:, 0]), tf.argsort(y[:, 0])), 1),

@@ -10,7 +10,17 @@ from tfring.partition import dims
 from tfring.partition.constants import same_numbers
 from tfring.partition.dims import Size
 from tfring.partition.rules.table import Inexact, NoRule, Walk, kept, rule, unscaled
-from tfring.partition.types import UNSCALED, Partial, Placement, Unplaced, Value, is_partial, is_replicated, is_sharded
+from tfring.partition.types import (
+    PER_MEAN,
+    UNSCALED,
+    Partial,
+    Placement,
+    Unplaced,
+    Value,
+    is_partial,
+    is_replicated,
+    is_sharded,
+)
 
 _LONGEST = 12  # walks over the body of a loop until its types stay
 
@@ -142,7 +152,7 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
 
 
 def _is_mean(value: Value, other: Value) -> bool:
-    return len(other.scale) == 1 and other.scale[0][1] == 1 and value.scale == UNSCALED
+    return other.scale == PER_MEAN and value.scale == UNSCALED
 
 
 def _fits(zero: Value, other: Value) -> bool:

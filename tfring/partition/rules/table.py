@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from tfring.partition.dims import Size
 from tfring.partition.types import (
+    PER_MEAN,
     UNSCALED,
     Partial,
     Placement,
@@ -129,9 +130,11 @@ def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:
 
 
 def _is_mean_of(scale: Scale, mine: Scale) -> bool:
-    """Returns True if a part of this scale may be what all replicas hold in scale `mine`."""
-    missing = times(scale, mine, -1)
-    return len(missing) == 1 and missing[0][1] == 1
+    """Returns True if a part of this scale may be what all replicas hold in scale `mine`.
+
+    Not a mean of rows that a mask keeps: there may be none, and then nobody holds it.
+    """
+    return times(scale, mine, -1) == PER_MEAN
 
 
 def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
