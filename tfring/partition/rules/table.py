@@ -132,7 +132,7 @@ def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:
 def _is_mean_of(scale: Scale, mine: Scale) -> bool:
     """Returns True if a part of this scale may be what all replicas hold in scale `mine`.
 
-    Not a mean of rows that a mask keeps: there may be none, and then nobody holds it.
+    Not a mean of rows that a mask keeps: there may be none, and then no replica holds it.
     """
     return times(scale, mine, -1) == PER_MEAN
 
