@@ -58,6 +58,11 @@ def _selection_or_nothing(p, y, ids):
     return tf.cond(tf.size(kept) > 0, lambda: tf.reduce_mean(tf.gather(p, kept)), lambda: 0.5 * tf.reduce_sum(p))
 
 
+def _of_kept(function):
+    """Returns results of masks that keep a row of one replica alone, and none at all."""
+    return lambda x, y, ids: [function(tf.boolean_mask(x, ids == i)) for i in (0, 9)]
+
+
 # A function, and how many exchanges it takes.
 PROGRAMS = {
     "rows": (lambda x, y, ids: 2.0 * x + y, 1),  # that all replicas have them is what is expected of a result
@@ -84,6 +89,11 @@ PROGRAMS = {
         ],
         None,
     ),
+    "number of kept rows": (_of_kept(lambda k: tf.math.log1p(tf.sqrt(tf.cast(tf.shape(k)[0], k.dtype)))), None),
+    "by the number of kept rows": (
+        _of_kept(lambda k: tf.exp(-1.0 / tf.cast(tf.shape(k)[0], k.dtype)) * tf.reduce_sum(W)), None
+    ),
+    "mean of kept rows, or none": (_of_kept(lambda k: tf.reduce_mean(k, 0)), None),
     "numbers of rows": (lambda x, y, ids: (tf.shape(x)[0] // 3, tf.range(tf.shape(x)[0]), tf.size(x) % 5), None),
     "mean of integers": (lambda x, y, ids: tf.reduce_mean(ids), 1),
     "sorted": (lambda x, y, ids: (tf.sort(x[:, 0]), tf.argsort(y[:, 0])), 1),

@@ -332,6 +332,7 @@ class StepFunction:
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
         self._is_edited, self._is_given_up = True, False  # as far as a step can be
+        self._is_opened = False  # whether the rows of a batch of a fixed size are
         self._is_compared = False
         self._make()
         self.begin_anew()
@@ -394,7 +395,7 @@ class StepFunction:
         try:
             traced = getattr(self, name).get_concrete_function(*args)
         except Exception:  # of any kind, where a program takes a dimension for static that is opened
-            if not self._is_edited:
+            if not self._is_opened:
                 raise
             self._is_edited, self._is_given_up = False, True
         if not self._is_given_up:
@@ -416,6 +417,7 @@ class StepFunction:
         is_edited = self._is_edited and exactness.is_editable(self._strategy, self._model, inputs)
         if not is_edited:  # nor when TensorFlow traces it once more, for it has made variables
             self._is_edited = False
+        self._is_opened = is_edited and all(map(data.has_static_rows, inputs))
         outputs, written = self._logs.of_step(
             lambda step: self._strategy.extended.run_step(step, inputs, told.shares, is_edited),
             lambda element: self._step(without_optionals(element)),

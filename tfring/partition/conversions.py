@@ -145,6 +145,8 @@ def _is_exchangeable(value: Value) -> bool:
     """Returns True if there is a way from a value to the tensor of one process."""
     if value.is_held is not False:
         return value.is_held is True and value.placement == Partial() and value.scale == UNSCALED
+    if is_replicated(value):  # there may be no replica with some of the rows that each of two masks keeps
+        return value.const is not None or sum(name != ROWS for name, _ in value.scale) < 2
     if not is_sharded(value):
         return True
     assert isinstance(value.placement, Shard)

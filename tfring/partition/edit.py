@@ -162,21 +162,21 @@ class _Editor:
         """Returns the product of powers of the shares of rows, float64; None for 1."""
         factor = None
         for name, power in scale:
-            counts = self._counts[name]
-            share = tf.math.divide_no_nan(tf.cast(counts.own, tf.float64), tf.cast(counts.total, tf.float64))
+            # Where a mask keeps no row of the batch, a replica computes what one process does of none.
+            share = tf.where(self._counts[name].total > 0, self._share(name), 1.0)
             if power < 0:
                 share = tf.math.reciprocal_no_nan(share)
             share = share if abs(power) == 1 else share ** float(abs(power))
             factor = share if factor is None else factor * share
         return factor
 
+    def _share(self, name: str) -> tf.Tensor:
+        """Returns this replica's share of rows, float64; 0 where there are none."""
+        counts = self._counts[name]
+        return tf.math.divide_no_nan(tf.cast(counts.own, tf.float64), tf.cast(counts.total, tf.float64))
+
     def _scaled(self, tensor: tf.Tensor, scale: Scale) -> tf.Tensor:
-        factor = self._factor(scale)
-        if factor is None:
-            return tensor
-        if tensor.dtype.is_floating or tensor.dtype.is_complex:
-            return tf.math.multiply_no_nan(tensor, tf.cast(factor, tensor.dtype))
-        return tf.cast(tf.round(tf.cast(tensor, tf.float64) * factor), tensor.dtype)
+        return _times(tensor, self._factor(scale))
 
     # -- exchanges ---------------------------------------------------------------------------------------------------
 
@@ -200,9 +200,11 @@ class _Editor:
             return tensor
         if is_drawn(value):
             return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
-        # What all hold up to a scale is the mean, weighted by rows, of what they hold: of a replica without rows, too.
-        scale = value.scale if is_partial(value) else times(value.scale, ((ROWS, 1),))  # type: ignore[arg-type]
-        tensor = self._scaled(tensor, scale)
+        factor = self._factor(value.scale)
+        if not is_partial(value):
+            weight = self._weight(value.scale)
+            factor = weight if factor is None else factor * weight
+        tensor = _times(tensor, factor)
         if op == "sum":
             return tf.where(self._active, tensor, tf.zeros_like(tensor))
         if tensor.dtype == tf.bool:
@@ -211,6 +213,16 @@ class _Editor:
         if tensor.dtype.is_floating:
             lowest = -np.inf if op == "max" else np.inf
         return tf.where(self._active, tensor, tf.cast(lowest, tensor.dtype))
+
+    def _weight(self, scale: Scale) -> tf.Tensor:
+        """Returns how much of what all hold a replica adds, float64: by the rows that its scale is of.
+
+        A replica that has none of the rows that a mask keeps holds no function of their number.
+        """
+        weight = self._share(ROWS)
+        for name in (name for name, _ in scale if name != ROWS):
+            weight = tf.where(self._counts[name].total > 0, self._share(name), weight)
+        return weight
 
     def _gather(self, edits: Sequence[Edit]) -> None:
         tensors: dict[str, tuple[tf.Tensor, Value]] = {}
@@ -303,6 +315,15 @@ class _Editor:
         begins = tf.one_hot(axis, tensor.shape.rank, begin * each, tf.constant(0, tf.int64))
         is_rows = tf.one_hot(axis, tensor.shape.rank, True, False)
         return tf.slice(tensor, begins, tf.where(is_rows, count * each, sizes))
+
+
+def _times(tensor: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
+    """Returns a product; 0 where the factor is, whatever the tensor."""
+    if factor is None:
+        return tensor
+    if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        return tf.math.multiply_no_nan(tensor, tf.cast(factor, tensor.dtype))
+    return tf.cast(tf.round(tf.cast(tensor, tf.float64) * factor), tensor.dtype)
 
 
 def _sent_as(dtype: tf.DType) -> tf.DType:
