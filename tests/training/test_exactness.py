@@ -38,7 +38,7 @@ class OneLayer(keras.Model):
         return self.dense(x)
 
     def train_step(self, data):
-        x, y = data
+        x, y = data[:2]
         with tf.GradientTape() as tape:
             loss = self.loss_of(self, x, y)
         gradients = tape.gradient(loss, self.trainable_variables)
@@ -165,6 +165,42 @@ def test_whatever_a_step_computes_equals_one_process(world_size):
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
         for other in several[1:]:
             assert [w.tobytes() for w in other[name][0]] == [w.tobytes() for w in weights], name
+
+
+def _fixed(names):
+    """Returns the weights of models trained on batches of a fixed size, and what was warned of."""
+    strategy = harness.strategy()
+    x, y = _data()
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(7, drop_remainder=True)
+    found = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with strategy.scope():
+                model = OneLayer(LOSSES.get(name, _by_static_rows))
+                model.compile(keras.optimizers.SGD(0.05))
+            if name in LOSSES:
+                model.fit(rows, epochs=2, verbose=0)
+            model.train_on_batch(x[:9], y[:9])
+        said = [str(w.message) for w in caught if issubclass(w.category, errors.InexactWarning)]
+        found[name] = [v.numpy() for v in model.weights], said
+    return found
+
+
+def _by_static_rows(m, x, y):
+    """The mean by the number of rows, which is known before the step runs."""
+    return tf.reduce_sum(_error(m, x, y) ** 2) / (1.0 * x.shape[0])
+
+
+def test_batches_of_a_fixed_size():
+    """Shares of four and three rows, of five and four; a step that takes their number for static is traced with it."""
+    names = ["sum over the global batch", "kept rows", "negatives both ways", "minibatch", "static rows"]
+    one, several = workers(1).run(_fixed, names)[0], workers(2).run(_fixed, names)[0]
+    for name in names:
+        assert one[name][1] == [], name
+        assert bool(several[name][1]) == (name == "static rows"), (name, several[name][1])
+        for got, wanted in zip(several[name][0], one[name][0], strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def _exchanged(m, x, y):
