@@ -57,21 +57,27 @@ class Outcome(NamedTuple):
     text: str
 
 
-def run(names: list[str], world_size: int) -> list[list[corpus.Trained]]:
-    """Returns what has become of programs on each rank; programs that break workers are tried without the others."""
+def run(names: list[str], world_size: int, devices: int = 1) -> list[list[corpus.Trained]]:
+    """Returns what has become of programs on each rank; programs that break workers are tried without the others.
+
+    Args:
+      names: of programs.
+      world_size: the number of workers.
+      devices: of each worker.
+    """
     results: list[list[corpus.Trained]] = []
     while len(results) < len(names):
         rest = names[len(results) :]
         with tempfile.NamedTemporaryFile("r") as progress:
             progress_of = [progress.name] + [None] * (world_size - 1)
             try:
-                by_rank = harness.workers(world_size).run(
-                    corpus.trained, rest, per_rank=progress_of, timeout=SECONDS * len(rest)
+                by_rank = harness.workers(world_size, logical_cpus=devices).run(
+                    corpus.trained, rest, devices, per_rank=progress_of, timeout=SECONDS * len(rest)
                 )
             except harness.WorkersFailedError as error:
                 broken = int(pathlib.Path(progress.name).read_text() or 0)
                 text = "workers broke or hung: " + " | ".join(str(error).splitlines()[-1:])[:200]
-                results += run(rest[:broken], world_size)
+                results += run(rest[:broken], world_size, devices)
                 results.append([corpus.Trained({}, None, text, False, 0.0)] * world_size)
             else:
                 results += [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
@@ -169,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression, found in names")
     parser.add_argument("--workers", default="2,3", help="numbers of workers, with commas between")
+    parser.add_argument("--devices", type=int, default=1, help="of each worker, one replica on each")
     parser.add_argument("--write", metavar="FILE", help="write the table and the counts into a file")
     parser.add_argument("--list", action="store_true", help="print the names of the programs alone")
     arguments = parser.parse_args()
@@ -181,9 +188,10 @@ def main() -> None:
     try:
         for begin in range(0, len(names), AT_ONCE):
             part = names[begin : begin + AT_ONCE]
-            found: dict[int, Any] = {size: run(part, size) for size in (1, *sizes)}
+            alone = run(part, 1)
+            found: dict[int, Any] = {size: run(part, size, arguments.devices) for size in sizes}
             for number, name in enumerate(part):
-                one = found[1][number][0]
+                one = alone[number][0]
                 outcomes[name] = {size: compare(one, found[size][number]) for size in sizes}
                 for size in sizes:
                     seconds = f"{one.seconds:.1f}/{found[size][number][0].seconds:.1f} s"

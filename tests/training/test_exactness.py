@@ -349,7 +349,7 @@ def _exchanges():
             counts = found[name] = []
 
             def apply_edits(analysis, exchange, counts=counts):
-                counts.append(sum(conversions.waits(edit.value, edit.conversion) for edit in analysis.edits))
+                counts.append(sum(conversions.waits(edit.value, edit.conversion) for edit, *_ in analysis.edits))
                 return edit.apply(analysis, exchange)
 
             patch.setattr(exactness.partition, "apply_edits", apply_edits)

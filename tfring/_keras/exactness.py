@@ -22,7 +22,7 @@ from tfring import _tf, partition
 from tfring import step as steps
 from tfring._keras.layers import all_layers
 from tfring.errors import InexactError, InexactWarning
-from tfring.ring.collectives import RingCollectives
+from tfring.ring.collectives import LocalCollectives, RingCollectives
 from tfring.step import graphs
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def check_step(strategy: RingStrategy, model: Any, step: str) -> None:
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for it runs eagerly.")
         return
     try:
-        is_mixed = len(strategy.extended.worker_devices) > 1
-        findings = partition.analyze(
-            tf.compat.v1.get_default_graph(), _is_summed_when_read, is_mixed=is_mixed
-        ).findings
+        findings = partition.analyze(tf.compat.v1.get_default_graph(), _is_summed_when_read).findings
     except Exception as error:  # a graph of a kind that was never seen: training does not need the analysis
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for {error!r}.")
         return
@@ -78,17 +75,17 @@ class NotEditedError(Exception):
 def is_editable(strategy: RingStrategy, model: Any, inputs: Sequence[Any]) -> bool:
     """Returns True for a step whose graph is edited once it is traced.
 
-    Not where several replicas of a worker share variables, where a replica is several workers (a mesh), where workers
-    train by themselves, where rows lie in ragged or sparse tensors, or where the step builds layers or metrics.
+    Not where a replica is several workers (a mesh), where workers train by themselves, where rows lie in ragged or
+    sparse tensors, or where the step builds layers or metrics.
 
     Args:
       strategy: a RingStrategy.
       model: whose step it is.
       inputs: one element of the dataset for each replica of this worker.
     """
-    if strategy.num_replicas_in_sync == 1 or len(inputs) > 1 or not strategy.mesh.is_data_only:
+    if strategy.num_replicas_in_sync == 1 or not strategy.mesh.is_data_only:
         return False
-    if strategy.updater is not None or not isinstance(strategy.extended.control, RingCollectives):
+    if strategy.updater is not None or not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
         return False
     leaves = tf.nest.flatten(inputs)
     # A graph that makes variables is not given up for another: it is what initializes them.
@@ -130,7 +127,7 @@ def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, lo
         analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
         if any(finding.name not in logs for finding in analysis.findings):
             raise NotEditedError
-        made = partition.apply_edits(analysis, _Exchange(strategy.extended.control, rows))
+        made = partition.apply_edits(analysis, _Exchange(strategy, rows))
     except NotEditedError:
         raise
     except Exception as error:  # a graph of a kind that was never seen
@@ -147,10 +144,10 @@ def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, lo
 class _Exchange:
     """See `partition.Exchange`: over the control channel, whose collectives of a step run in one order with these."""
 
-    def __init__(self, control: Any, rows: tf.Tensor) -> None:
-        self._control = control
+    def __init__(self, strategy: RingStrategy, rows: tf.Tensor) -> None:
+        self._control: Any = strategy.extended.control
         self.rows = rows
-        self.replica = control.rank
+        self.replica = self._control.rank * len(strategy.extended.worker_devices)
 
     def others(self) -> list[tf.Operation]:
         return self._control.in_one_order()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfring import partition
+from tfring import _tf, partition
 from tfring._keras.exactness import own_statistics
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
@@ -104,8 +104,11 @@ class Logs:
         for i, what in expected.items():
             name = f"the log {keys[i]!r}" if keys else "what the step returns"
             self.names.add(name)
-            values = [partition.expect(value, what, name) for value in values_of(leaves[i])]
-            leaves[i] = values[0] if len(values) == 1 else leaves[i]
+            marked = []
+            for replica, value in enumerate(values_of(leaves[i])):
+                with partition.replica(replica, is_scoped=True):
+                    marked.append(partition.expect(value, what, name))
+            leaves[i] = marked[0] if len(marked) == 1 else _tf.distribute_utils.regroup(tuple(marked))
         return tf.nest.pack_sequence_as(outputs, leaves)
 
     def _note_variables(self, outputs: Any, written: Sequence[Written]) -> None:
@@ -132,7 +135,7 @@ class Logs:
         return bool(variables & of_metrics) or any(isinstance(s, Holder) for s in self._sources)
 
     def with_all_rows(
-        self, outputs: Any, rows: Sequence[Any], static: bool = False, active: tf.Tensor | None = None
+        self, outputs: Any, rows: Sequence[Any], static: bool = False, shares: tf.Tensor | None = None
     ) -> Any:
         """Returns outputs in which values for each row are those of all rows.
 
@@ -140,15 +143,15 @@ class Logs:
           outputs: what replicas returned.
           rows: as in `of_step`.
           static: as in `of_step`.
-          active: bool scalar, whether this worker's replica has rows; None where that has been seen to.
+          shares: float64 `[replicas_per_worker]`, those of the batch; None where padding rows were dropped.
         """
         if self._strategy.num_replicas_in_sync == 1 or any(n is None for n in rows):
             return outputs
         leaves = tf.nest.flatten(outputs)
         for i, leaf in enumerate(leaves):
             values = values_of(leaf)
-            if active is not None and _may_be_rows(values[0], static):
-                values = [values[0][: tf.where(active, tf.shape(values[0])[0], 0)]]
+            if shares is not None and _may_be_rows(values[0], static):
+                values = [v[: tf.where(shares[r] > 0, tf.shape(v)[0], 0)] for r, v in enumerate(values)]
             if self._sources[i] is None and _may_be_rows(values[0], static):
                 leaves[i] = self._of_all_rows(values, rows)
                 self._sources[i] = _ALL_ROWS

@@ -227,16 +227,19 @@ def edited_together(
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     if any(w.rule == _SUMMED and not _is_each_replicas_own_part(held_by(w.variable)) for w in written):
         raise exactness.NotEditedError
-    reads = [tf.identity(values_of(held_by(variable))[0]) for variable in variables.values()]
-    marked = [
-        partition.expect(read, "same", f"the state {_name(variable)}")
-        for read, variable in zip(reads, variables.values(), strict=True)
-    ]
+    marks = []  # of the first replica's copies, and what they mark
+    for replica in range(len(strategy.extended.worker_devices)):
+        with partition.replica(replica, is_scoped=True):
+            for variable in variables.values():
+                read = tf.identity(values_of(held_by(variable))[replica])
+                mark = partition.expect(read, "same", f"the state {_name(variable)}")
+                if replica == 0:
+                    marks.append((variable, read, mark))
     made = edit()
     with tf.control_dependencies(made):
-        for variable, read, value in zip(variables.values(), reads, marked, strict=True):
-            if value.op.inputs[0] is not read:
-                _write(strategy, variable, value)
+        for variable, read, mark in marks:
+            if mark.op.inputs[0] is not read:
+                _write(strategy, variable, mark)
     return made, [w for w in written if w.rule not in (_EDITED, _SUMMED)]
 
 

@@ -441,7 +441,7 @@ class StepFunction:
             exactness.check_step(self._strategy, self._model, name)
         with tf.control_dependencies(exchanges):
             if is_edited:
-                outputs = self._logs.with_all_rows(outputs, rows, active=told.shares[0] > 0)
+                outputs = self._logs.with_all_rows(outputs, rows, shares=told.shares)
             return self._with_state_and_logs(outputs, written, told.shares, before, with_logs)
 
     def _with_state_and_logs(

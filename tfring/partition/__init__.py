@@ -8,7 +8,8 @@ converted (`conversions`), and the graph is edited (`edit`). Knows no Keras.
 from tfring.partition.analysis import Analysis, Finding, analyze
 from tfring.partition.edit import Exchange
 from tfring.partition.edit import apply as apply_edits
-from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient, own
+from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient
+from tfring.partition.replicas import own, replica
 from tfring.partition.report import is_known, text, text_of_gathered
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "expect_gradient",
     "is_known",
     "own",
+    "replica",
     "text",
     "text_of_gathered",
 ]

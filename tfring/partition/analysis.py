@@ -15,7 +15,7 @@ edits say what `edit.apply` does to the graph.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from tfring import _tf
 from tfring.partition import constants, conversions, dims, marks
 from tfring.partition.conversions import Conversion
 from tfring.partition.dims import Size
+from tfring.partition.replicas import DifferentReplicasError, Twins, names_of_own
 from tfring.partition.rules import DRAWS, RULES, SHUFFLES, Inexact, NoRule
 from tfring.partition.rules.table import scale_of, unscaled
 from tfring.partition.types import (
@@ -82,22 +83,24 @@ class Analysis(NamedTuple):
 
     Attributes:
       findings: what is not what one process would compute, each once.
-      edits: the conversions that make the rest so, inputs first.
-      sources: of each symbol a tensor and its axis of this size, and whether it is this replica's part.
+      edits: the conversions that make the rest so, inputs first; of each those of all replicas of this process.
+      sources: for each replica of this process, of each symbol a tensor and its axis of this size, and whether it is
+        the replica's part.
       levels: how many exchanges each operation waits for, by its name.
     """
 
     findings: list[Finding]
-    edits: list[Edit]
-    sources: dict[str, tuple[Any, int, bool]]
+    edits: list[tuple[Edit, ...]]
+    sources: list[dict[str, Source]]
     levels: dict[str, int]
 
 
+Source = tuple[Any, int, bool]
+_Key = tuple[str, int, int]  # of edits that are twins: the operation's name, the input's position, which of its edits
+
+
 def analyze(
-    graph: Any,
-    is_in_parts: Callable[[Any], bool] = lambda handle: False,
-    converts: bool = False,
-    is_mixed: bool = False,
+    graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False, converts: bool = False
 ) -> Analysis:
     """Analyzes the graph of a step.
 
@@ -105,31 +108,68 @@ def analyze(
       graph: a FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
       is_in_parts: tells of the handle of a variable whether replicas hold parts of a sum in it.
       converts: whether inputs of operations are converted where that makes results those of one process.
-      is_mixed: whether operations of several replicas, traced in turn, stand among what one of them marked as `own`.
+
+    Raises:
+      DifferentReplicasError: where replicas of this process are to be converted and did not trace the same.
     """
-    walk = Walk(converts, _needed(graph) if converts else set(), is_mixed)
-    ins = [walk.input(tensor) for tensor in graph.inputs]
-    for tensor, value in zip(graph.inputs, ins, strict=True):
-        if value.handle is not None and is_in_parts(tensor):
-            walk.contents[value.handle] = Value(None, Partial())
-            walk.in_parts.add(value.handle)
-    walk.graph(graph, ins)
-    return Analysis(list(dict.fromkeys(walk.findings)), walk.edits, walk.sources, walk.levels)
+    try:
+        twins = Twins(graph)
+    except DifferentReplicasError:
+        if converts:
+            raise
+        twins = None
+    needed = _needed(graph) if converts else set()
+    levels: dict[_Key, int] = {}
+    for _ in range(_MOST_WALKS):
+        walk = Walk(converts, needed, twins, levels)
+        ins = [walk.input(tensor) for tensor in graph.inputs]
+        for tensor, value in zip(graph.inputs, ins, strict=True):
+            if value.handle is not None and is_in_parts(tensor):
+                walk.contents[value.handle] = Value(None, Partial())
+                walk.in_parts.add(value.handle)
+        walk.graph(graph, ins)
+        edits, levels = _of_all_replicas(walk, 1 if twins is None else twins.count)
+        if all(edit.level == levels[key] for key, twin_edits in edits.items() for edit in twin_edits):
+            findings = list(dict.fromkeys(walk.findings))
+            return Analysis(findings, list(edits.values()), walk.sources, walk.levels)
+    raise DifferentReplicasError("an operation of one replica waits for one of another")
+
+
+_MOST_WALKS = 8  # levels of twins differ where TensorFlow orders what replicas do, such as printing
+
+
+def _of_all_replicas(walk: Walk, count: int) -> tuple[dict[_Key, tuple[Edit, ...]], dict[_Key, int]]:
+    """Returns the edits of a walk, those of twins together, and the level on which all of them can be made."""
+    found: dict[_Key, list[Edit]] = {}
+    for edit, key in zip(walk.edits, walk.keys(), strict=True):
+        found.setdefault(key, []).append(edit)
+    for edits in found.values():
+        if any((e.value, e.conversion) != (edits[0].value, edits[0].conversion) for e in edits) or len(edits) != count:
+            raise DifferentReplicasError(f"conversions of {edits[0].op.name}")
+    levels = {key: max(edit.level for edit in edits) for key, edits in found.items()}
+    return {key: tuple(edits) for key, edits in found.items()}, levels
 
 
 class Walk:
     """A walk over a graph and the functions in it; see `rules.table.Walk`."""
 
-    def __init__(self, converts: bool = False, needed: Collection[str] = (), is_mixed: bool = False) -> None:
+    def __init__(
+        self,
+        converts: bool = False,
+        needed: Collection[str] = (),
+        twins: Twins | None = None,
+        levels: Mapping[_Key, int] | None = None,
+    ) -> None:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
         self.converts = converts
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
-        self._is_mixed = is_mixed
+        self._twins = twins
         self._needed = needed  # names of operations of which something comes
+        self._least_levels = levels or {}  # of edits, which wait for those of other replicas
         self.findings: list[Finding] = []
         self.edits: list[Edit] = []
-        self.sources: dict[str, tuple[Any, int, bool]] = {}
+        self.sources: list[dict[str, Source]] = [{} for _ in range(1 if twins is None else twins.count)]
         self.levels: dict[str, int] = {}  # of operations of the outermost graph
         self._depth = 0  # of bodies
         self._levels_of_state: dict[Any, int] = {}
@@ -147,7 +187,7 @@ class Walk:
     def graph(self, graph: Any, ins: Sequence[Value]) -> dict[str, Value]:
         """Returns the values of the tensors of a graph, by name, given those of its inputs."""
         known = {tensor.name: value for tensor, value in zip(graph.inputs, ins, strict=True)}
-        own = marks.names_of_own(graph)
+        own = names_of_own(graph)
         for op in in_order(graph):
             if op.type == "Placeholder" and op.outputs[0].name in known:
                 continue
@@ -156,7 +196,7 @@ class Walk:
             if is_own:
                 self.contents = dict(contents)  # which stay as they were
             ins = [known[tensor.name] for tensor in op.inputs]
-            values = self._held(op, ins, self._operation(op, ins, is_own and not self._is_mixed))
+            values = self._held(op, ins, self._operation(op, ins, is_own))
             if is_own:
                 self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
@@ -179,6 +219,7 @@ class Walk:
         level = max((edit.level + conversions.waits(edit.value, edit.conversion) for edit in edits), default=0)
         level = max(level, self._level(op))
         self.levels[op.name] = level
+        sources = self.sources[0 if self._twins is None else self._twins.replica(op)]
         for state in _state_of(op):  # operations on it run in order
             self._levels_of_state[state] = level
         for tensor, value in zip(op.outputs, values, strict=True):
@@ -187,10 +228,10 @@ class Walk:
             for axis, size in enumerate(value.shape):
                 own = isinstance(value.placement, Shard) and value.placement.axis == axis
                 name = next(iter(dims.symbols(size)), None)
-                if name in self.sources or (is_sharded(value) and not own and name in self.rows):
+                if name in sources or (is_sharded(value) and not own and name in self.rows):
                     continue
                 if name is not None and size == dims.symbol(name) and (own or name not in self.rows):
-                    self.sources[name] = (tensor, axis, own)
+                    sources[name] = (tensor, axis, own)
 
     def unchanged(self, op: Any) -> list[bool]:
         """Returns for each variable of a loop whether its body hands it on as it is."""
@@ -343,8 +384,23 @@ class Walk:
     def _edit(self, op: Any, index: int, value: Value, conversion: Conversion) -> None:
         if op.name not in self._needed:
             return
-        name = op.inputs[index].op.name
-        self.edits.append(Edit(op, index, value, conversion, self.levels.get(name, 0)))
+        level = self.levels.get(op.inputs[index].op.name, 0)
+        self.edits.append(Edit(op, index, value, conversion, level))
+        if self._least_levels:
+            *_, key = self.keys()
+            self.edits[-1] = self.edits[-1]._replace(level=max(level, self._least_levels.get(key, 0)))
+
+    def keys(self) -> Iterator[_Key]:
+        """Yields for each edit what it shares with its twins of other replicas."""
+        numbers: dict[tuple[str, int], int] = {}
+        for edit in self.edits:
+            at = edit.op.name, edit.position
+            numbers[at] = numbers.get(at, 0) + 1
+            yield self._name(edit.op), edit.position, numbers[at]
+
+    def _name(self, op: Any) -> str:
+        """Returns the name of an operation; the same of twins in the outermost graph."""
+        return op.name if self._twins is None or self._depth else self._twins.name(op)
 
     def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value]) -> Unplaced | None:
         """Returns why something is not placed: of values, or of what variables hold, but did not before."""
@@ -506,17 +562,18 @@ class Walk:
         """Returns the sizes of an output: those known, static ones, those of `like`, or new symbols."""
         if tensor.shape.rank is None:
             return None
+        name = f"open:{tensor.graph.name}/{self._name(tensor.op)}:{tensor.value_index}"
         sizes: list[Size] = []
         for axis, static in enumerate(tensor.shape.as_list()):
             size = (known or {}).get(axis, static)
             if size is None and like is not None and axis < len(like):
                 size = like[axis]
-            sizes.append(dims.symbol(f"open:{tensor.graph.name}/{tensor.name}/{axis}") if size is None else size)
+            sizes.append(dims.symbol(f"{name}/{axis}") if size is None else size)
         return tuple(sizes)
 
     def new_rows(self, op: Any, of: Any = None) -> str:
         """Returns a symbol of rows, which an operation makes; the same of the same sizes put together."""
-        name = f"rows:{op.graph.name}/{op.name}"
+        name = f"rows:{op.graph.name}/{self._name(op)}"
         if of is not None:
             name = self._put_together.setdefault(of, name)
         self.rows.add(name)

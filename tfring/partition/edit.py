@@ -6,6 +6,7 @@ one collective for each dtype. All replicas trace the same step, so they make th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.partition import dims
-from tfring.partition.analysis import Analysis, Edit
+from tfring.partition.analysis import Analysis, Edit, Source
 from tfring.partition.conversions import (
     Conversion,
     First,
@@ -42,24 +43,24 @@ from tfring.partition.types import (
 
 
 class Exchange(Protocol):
-    """Exchanges tensors between replicas.
+    """Exchanges tensors between processes, which have reduced or concatenated those of their replicas.
 
     Attributes:
       rows: int64 `[replicas]`, the rows of the batch that each has.
-      replica: this one's position.
+      replica: the position of this process's first; the others follow.
     """
 
     rows: tf.Tensor
     replica: int
 
     def all_reduce(self, tensors: Sequence[tf.Tensor], op: str, *, name: str) -> list[tf.Tensor]:
-        """Reduces tensors of one dtype, by "sum", "max" or "min"."""
+        """Reduces tensors of one dtype over processes, by "sum", "max" or "min"."""
 
     def all_gather(self, tensors: Sequence[tf.Tensor], *, name: str) -> list[tf.Tensor]:
-        """Concatenates each tensor over replicas along the first axis."""
+        """Concatenates each tensor over processes along the first axis."""
 
     def others(self) -> list[tf.Operation]:
-        """Returns operations of the graph that replicas run in one order with these exchanges, first ones first."""
+        """Returns operations of the graph that processes run in one order with these exchanges, first ones first."""
 
 
 class Counts(NamedTuple):
@@ -94,53 +95,147 @@ def apply(analysis: Analysis, exchange: Exchange) -> list[tf.Operation]:
     return editor.last
 
 
-def _level(edit: Edit) -> int:
-    return edit.level
+def _level(edits: Sequence[Edit]) -> int:
+    return max(edit.level for edit in edits)
 
 
 class _Editor:
+    """Converts what all replicas of this process have, in rounds."""
+
     def __init__(self, analysis: Analysis, exchange: Exchange) -> None:
-        self._sources = analysis.sources
         self._exchange = exchange
-        self._active = exchange.rows[exchange.replica] > 0
-        self._counts: dict[str, Counts] = {}
-        self._made: dict[tuple[str, Any], tf.Tensor] = {}  # by tensor and conversion
+        first, rows = exchange.replica, exchange.rows
+        self._replicas = [_Replica(sources, rows, first + i) for i, sources in enumerate(analysis.sources)]
         self._rounds = 0
         self._before: list[tf.Operation] = []
         self.last: list[tf.Operation] = []
 
-    def round(self, edits: Sequence[Edit], before: Sequence[tf.Operation]) -> None:
+    def round(self, conversions: Sequence[Sequence[Edit]], before: Sequence[tf.Operation]) -> None:
         """Makes conversions that wait for the same exchanges, and for the last of the operations before."""
         self._before = list(before[-1:])
-        self._count_rows(edits)
-        self._reduce(edits)
-        self._gather(edits)
-        for edit in edits:
-            tensor = edit.op.inputs[edit.position]
-            key = tensor.name, _key(edit.value, edit.conversion)
-            if key not in self._made:
-                made = self._converted(tensor, edit.value, edit.conversion)
-                made.set_shape(tensor.shape)  # of rows the size is open
-                self._made[key] = made
-            _tf.update_input(edit.op, edit.position, self._made[key])
-
-    # -- numbers of rows -------------------------------------------------------------------------------------------
+        self._count_rows([edits[0] for edits in conversions])
+        self._reduce(conversions)
+        self._gather(conversions)
+        for edits in conversions:
+            for replica, edit in zip(self._replicas, edits, strict=True):
+                replica.convert(edit)
 
     def _count_rows(self, edits: Sequence[Edit]) -> None:
         """Exchanges the numbers of rows that a round needs."""
-        if ROWS not in self._counts:
-            rows, replica = self._exchange.rows, self._exchange.replica
-            self._counts[ROWS] = Counts(rows[replica], tf.reduce_sum(rows), tf.reduce_sum(rows[:replica]))
+        sources = self._replicas[0].sources
+        counts = self._replicas[0].counts
         needed = dict.fromkeys(name for edit in edits for name in symbols_of(edit.value, edit.conversion))
-        new = [n for n in needed if n not in self._counts and n in self._sources and self._sources[n][2]]
+        new = [name for name in needed if name not in counts and name in sources and sources[name][2]]
         if not new:
             return
-        sizes = [tf.shape(tensor, tf.int64)[axis] for tensor, axis, _ in (self._sources[name] for name in new)]
-        own = [tf.where(self._active, size, 0) for size in sizes]
-        [every] = self._exchanged(self._exchange.all_gather, "rows", [tf.stack(own)[None]])
-        for i, name in enumerate(new):
-            before = tf.reduce_sum(every[: self._exchange.replica, i])
-            self._counts[name] = Counts(own[i], tf.reduce_sum(every[:, i]), before)
+        own = [tf.stack([tf.where(r.active, r.size(name), 0) for name in new]) for r in self._replicas]
+        [every] = self._exchanged(self._exchange.all_gather, "rows", [tf.stack(own)])
+        for replica, sizes in zip(self._replicas, own, strict=True):
+            for i, name in enumerate(new):
+                before = tf.reduce_sum(every[: replica.position, i])
+                replica.counts[name] = Counts(sizes[i], tf.reduce_sum(every[:, i]), before)
+
+    def _needing(self, conversions: Sequence[Sequence[Edit]], are_rows: bool) -> list[Sequence[Edit]]:
+        """Returns one of the conversions of each tensor that other replicas have a part, or rows, of."""
+        found: dict[str, Sequence[Edit]] = {}
+        for edits in conversions:
+            edit = edits[0]
+            is_needed = needs_collective(edit.value, edit.conversion) and is_sharded(edit.value) == are_rows
+            if is_needed and not self._replicas[0].has_full(_input(edit)):
+                found[_input(edit).name] = edits
+        return list(found.values())
+
+    def _reduce(self, conversions: Sequence[Sequence[Edit]]) -> None:
+        groups: dict[tuple[str, tf.DType], list[Sequence[Edit]]] = {}
+        for edits in self._needing(conversions, are_rows=False):
+            placement = edits[0].value.placement
+            op = placement.op if isinstance(placement, Partial) else "sum"
+            groups.setdefault((op, _sent_as(_input(edits[0]).dtype)), []).append(edits)
+        for (op, dtype), tensors in groups.items():
+            parts = []
+            for edits in tensors:
+                each = [
+                    tf.cast(replica.part(_input(edit), edit.value, op), dtype)
+                    for replica, edit in zip(self._replicas, edits, strict=True)
+                ]
+                parts.append(functools.reduce(_REDUCTIONS[op], each))
+            reduced = self._exchanged(self._exchange.all_reduce, op, parts, op)
+            for edits, result in zip(tensors, reduced, strict=True):
+                for replica, edit in zip(self._replicas, edits, strict=True):
+                    replica.note_full(_input(edit), tf.cast(result, _input(edit).dtype))
+
+    def _gather(self, conversions: Sequence[Sequence[Edit]]) -> None:
+        tensors = self._needing(conversions, are_rows=True)
+        if not tensors:
+            return
+        sent = []
+        for edits in tensors:
+            pairs = zip(self._replicas, edits, strict=True)
+            each = [replica.rows_first(_input(edit), edit.value) for replica, edit in pairs]
+            rows = each[0] if len(each) == 1 else tf.concat(each, 0)
+            sent.append(tf.cast(rows, tf.uint8) if rows.dtype == tf.bool else rows)
+        gathered = self._exchanged(self._exchange.all_gather, "rows of all", sent)
+        for edits, all_rows in zip(tensors, gathered, strict=True):
+            for replica, edit in zip(self._replicas, edits, strict=True):
+                tensor = _input(edit)
+                replica.note_full(tensor, replica.rows_back(tf.cast(all_rows, tensor.dtype), tensor, edit.value))
+
+    def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
+        """Returns the results of an exchange, which comes behind those before it."""
+        self._rounds += 1
+        with tf.control_dependencies([*self._before, *self.last]):
+            results = exchange(*args, name=f"step, exchange {self._rounds}: {what}")
+        self.last = [result.op for result in results]
+        return results
+
+
+_REDUCTIONS = {"sum": tf.add, "max": tf.maximum, "min": tf.minimum}
+
+
+def _input(edit: Edit) -> tf.Tensor:
+    return edit.op.inputs[edit.position]
+
+
+class _Replica:
+    """Converts what one replica of this process has.
+
+    Args:
+      sources: see `Analysis`.
+      rows: see `Exchange`.
+      position: the replica's, in all of them.
+    """
+
+    def __init__(self, sources: dict[str, Source], rows: tf.Tensor, position: int) -> None:
+        self.sources = sources
+        self.position = position
+        self.active = rows[position] > 0
+        self.counts = {ROWS: Counts(rows[position], tf.reduce_sum(rows), tf.reduce_sum(rows[:position]))}
+        self._made: dict[tuple[str, Any], tf.Tensor] = {}  # by tensor and conversion
+
+    def has_full(self, tensor: tf.Tensor) -> bool:
+        """Returns True if a tensor is known in full."""
+        return (tensor.name, "full") in self._made
+
+    def note_full(self, tensor: tf.Tensor, full: tf.Tensor) -> None:
+        """Notes what a tensor is in full."""
+        self._made[tensor.name, "full"] = full
+
+    def convert(self, edit: Edit) -> None:
+        """Gives an operation the converted input."""
+        tensor = _input(edit)
+        key = tensor.name, _key(edit.value, edit.conversion)
+        if key not in self._made:
+            made = self._converted(tensor, edit.value, edit.conversion)
+            made.set_shape(tensor.shape)  # of rows the size is open
+            self._made[key] = made
+        _tf.update_input(edit.op, edit.position, self._made[key])
+
+    # -- numbers of rows -------------------------------------------------------------------------------------------
+
+    def size(self, name: str) -> tf.Tensor:
+        """Returns the size that a symbol is of, int64, of this replica's tensor."""
+        tensor, axis, _ = self.sources[name]
+        return tf.shape(tensor, tf.int64)[axis]
 
     def _number(self, size: Size, is_own: bool) -> tf.Tensor:
         """Returns a size, int64, of this replica's tensor or of that of the whole batch."""
@@ -149,11 +244,8 @@ class _Editor:
             return tf.constant(size, tf.int64)
         number = tf.constant(size.coefficient, tf.int64)
         for name, power in size.powers:
-            if name in self._counts and not is_own:
-                factor = self._counts[name].total
-            else:  # of a replica without rows that of the one it computes on
-                tensor, axis, _ = self._sources[name]
-                factor = tf.shape(tensor, tf.int64)[axis]
+            # This replica's, where it has no rows, is that of the one it computes on.
+            factor = self.counts[name].total if name in self.counts and not is_own else self.size(name)
             for _ in range(power):
                 number *= factor
         return number
@@ -163,7 +255,7 @@ class _Editor:
         factor = None
         for name, power in scale:
             # Where a mask keeps no row of the batch, a replica computes what one process does of none.
-            share = tf.where(self._counts[name].total > 0, self._share(name), 1.0)
+            share = tf.where(self.counts[name].total > 0, self._share(name), 1.0)
             if power < 0:
                 share = tf.math.reciprocal_no_nan(share)
             share = share if abs(power) == 1 else share ** float(abs(power))
@@ -172,29 +264,15 @@ class _Editor:
 
     def _share(self, name: str) -> tf.Tensor:
         """Returns this replica's share of rows, float64; 0 where there are none."""
-        counts = self._counts[name]
+        counts = self.counts[name]
         return tf.math.divide_no_nan(tf.cast(counts.own, tf.float64), tf.cast(counts.total, tf.float64))
 
     def _scaled(self, tensor: tf.Tensor, scale: Scale) -> tf.Tensor:
         return _times(tensor, self._factor(scale))
 
-    # -- exchanges ---------------------------------------------------------------------------------------------------
+    # -- what goes to other replicas -----------------------------------------------------------------------------------
 
-    def _reduce(self, edits: Sequence[Edit]) -> None:
-        groups: dict[tuple[str, tf.DType], dict[str, tuple[tf.Tensor, Value]]] = {}
-        for edit in edits:
-            tensor = edit.op.inputs[edit.position]
-            if needs_collective(edit.value, edit.conversion) and not is_sharded(edit.value):
-                op = edit.value.placement.op if isinstance(edit.value.placement, Partial) else "sum"
-                if (tensor.name, "full") not in self._made:
-                    groups.setdefault((op, _sent_as(tensor.dtype)), {})[tensor.name] = tensor, edit.value
-        for (op, dtype), tensors in groups.items():
-            parts = [self._part(tensor, value, op) for tensor, value in tensors.values()]
-            reduced = self._exchanged(self._exchange.all_reduce, op, [tf.cast(part, dtype) for part in parts], op)
-            for (tensor, _), result in zip(tensors.values(), reduced, strict=True):
-                self._made[tensor.name, "full"] = tf.cast(result, tensor.dtype)
-
-    def _part(self, tensor: tf.Tensor, value: Value, op: str) -> tf.Tensor:
+    def part(self, tensor: tf.Tensor, value: Value, op: str) -> tf.Tensor:
         """Returns what this replica adds to the reduction: of a replica without rows, nothing."""
         if value.is_held:
             return tensor
@@ -206,13 +284,13 @@ class _Editor:
             factor = weight if factor is None else factor * weight
         tensor = _times(tensor, factor)
         if op == "sum":
-            return tf.where(self._active, tensor, tf.zeros_like(tensor))
+            return tf.where(self.active, tensor, tf.zeros_like(tensor))
         if tensor.dtype == tf.bool:
             tensor = tf.cast(tensor, tf.int32)
         lowest = tensor.dtype.min if op == "max" else tensor.dtype.max
         if tensor.dtype.is_floating:
             lowest = -np.inf if op == "max" else np.inf
-        return tf.where(self._active, tensor, tf.cast(lowest, tensor.dtype))
+        return tf.where(self.active, tensor, tf.cast(lowest, tensor.dtype))
 
     def _weight(self, scale: Scale) -> tf.Tensor:
         """Returns how much of what all hold a replica adds, float64: by the rows that its scale is of.
@@ -221,25 +299,10 @@ class _Editor:
         """
         weight = self._share(ROWS)
         for name in (name for name, _ in scale if name != ROWS):
-            weight = tf.where(self._counts[name].total > 0, self._share(name), weight)
+            weight = tf.where(self.counts[name].total > 0, self._share(name), weight)
         return weight
 
-    def _gather(self, edits: Sequence[Edit]) -> None:
-        tensors: dict[str, tuple[tf.Tensor, Value]] = {}
-        for edit in edits:
-            tensor = edit.op.inputs[edit.position]
-            is_needed = needs_collective(edit.value, edit.conversion) and is_sharded(edit.value)
-            if is_needed and (tensor.name, "full") not in self._made:
-                tensors[tensor.name] = tensor, edit.value
-        if not tensors:
-            return
-        rows = [self._rows_first(tensor, value) for tensor, value in tensors.values()]
-        sent = [tf.cast(t, tf.uint8) if t.dtype == tf.bool else t for t in rows]
-        gathered = self._exchanged(self._exchange.all_gather, "rows of all", sent)
-        for (tensor, value), all_rows in zip(tensors.values(), gathered, strict=True):
-            self._made[tensor.name, "full"] = self._rows_back(tf.cast(all_rows, tensor.dtype), tensor, value)
-
-    def _rows_first(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
+    def rows_first(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
         """Returns rows along the first axis, those that lie in blocks side by side; none of a replica without."""
         assert isinstance(value.placement, Shard)
         axis, blocks = value.placement
@@ -251,9 +314,9 @@ class _Editor:
             outer = tf.reduce_prod(sizes[:axis]) * blocks
             tensor = tf.reshape(tensor, [outer, sizes[axis] // blocks, tf.reduce_prod(sizes[axis + 1 :])])
             tensor = tf.transpose(tensor, [1, 0, 2])
-        return tensor[: tf.where(self._active, tf.shape(tensor)[0], 0)]
+        return tensor[: tf.where(self.active, tf.shape(tensor)[0], 0)]
 
-    def _rows_back(self, rows: tf.Tensor, tensor: tf.Tensor, value: Value) -> tf.Tensor:
+    def rows_back(self, rows: tf.Tensor, tensor: tf.Tensor, value: Value) -> tf.Tensor:
         assert isinstance(value.placement, Shard)
         axis, blocks = value.placement
         if not axis and blocks == 1:
@@ -262,19 +325,11 @@ class _Editor:
         shape = tf.concat([sizes[:axis], [tf.shape(rows)[0] * blocks], sizes[axis + 1 :]], 0)
         return tf.reshape(tf.transpose(rows, [1, 0, 2]), shape)
 
-    def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
-        """Returns the results of an exchange, which comes behind those before it."""
-        self._rounds += 1
-        with tf.control_dependencies([*self._before, *self.last]):
-            results = exchange(*args, name=f"step, exchange {self._rounds}: {what}")
-        self.last = [result.op for result in results]
-        return results
-
     # -- conversions -------------------------------------------------------------------------------------------------
 
     def _is_first(self) -> tf.Tensor:
         """Returns whether this is the first replica that has rows."""
-        return self._active & (self._counts[ROWS].before == 0)
+        return self.active & (self.counts[ROWS].before == 0)
 
     def _converted(self, tensor: tf.Tensor, value: Value, conversion: Conversion) -> tf.Tensor:
         match conversion:
@@ -293,9 +348,9 @@ class _Editor:
         return tf.identity(self._made.get((tensor.name, "full"), tensor))
 
     def _offset(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
-        [rows] = [name for name in dims.symbols(value.points_into) if name in self._counts]
+        [rows] = [name for name in dims.symbols(value.points_into) if name in self.counts]
         rest = dims.divide(value.points_into, dims.symbol(rows))
-        offset = self._counts[rows].before * self._number(rest, is_own=False)
+        offset = self.counts[rows].before * self._number(rest, is_own=False)
         return tensor + tf.cast(offset, tensor.dtype)
 
     def _sizes(self, value: Value, dtype: tf.DType, own: Sequence[int]) -> tf.Tensor:
@@ -305,11 +360,10 @@ class _Editor:
     def _own_rows(self, tensor: tf.Tensor, value: Value, axis: int) -> tf.Tensor:
         assert value.shape is not None
         size = value.shape[axis]
-        [rows] = [name for name in dims.symbols(size) if name in self._counts]
+        [rows] = [name for name in dims.symbols(size) if name in self.counts]
         each = self._number(dims.divide(size, dims.symbol(rows)), is_own=False)
-        counts = self._counts[rows]
-        source, source_axis, _ = self._sources[rows]
-        count = tf.shape(source, tf.int64)[source_axis]  # of a replica without rows, the one it computes on
+        counts = self.counts[rows]
+        count = self.size(rows)  # of a replica without rows, the one it computes on
         begin = tf.minimum(counts.before, counts.total - tf.minimum(count, counts.total))
         sizes = tf.shape(tensor, tf.int64)
         begins = tf.one_hot(axis, tensor.shape.rank, begin * each, tf.constant(0, tf.int64))

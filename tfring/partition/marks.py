@@ -5,9 +5,7 @@ A mark is an attribute of an Identity, which goes along with the graph where Ten
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +13,6 @@ import tensorflow as tf
 from tfring import _tf
 
 _DECLARED, _EXPECTED, _NAME = "_tfring_declared", "_tfring_expected", "_tfring_name"
-_own: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by graph, where operations of `own` begin and end
 
 DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed", "drawn")
 _OF_ROWS = ("rows", "gradients of rows", "rows of gradients", "ids of gradients")
@@ -75,27 +72,6 @@ def expect_gradient(gradient: Any, name: str) -> Any:
         return expect(gradient, "mean", name)
     values = expect(gradient.values, "rows of gradients", name)
     return tf.IndexedSlices(values, expect(gradient.indices, "ids of gradients", name), gradient.dense_shape)
-
-
-@contextlib.contextmanager
-def own() -> Iterator[None]:
-    """Around operations of tfring's own, which exchange what replicas hold: they are not looked into, nor converted.
-
-    What comes in is marked by `expect`, what comes out by `declare`. The variables that are written stay as they were.
-    """
-    if tf.executing_eagerly():
-        yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    begin = len(graph.get_operations())
-    yield
-    _own.setdefault(graph, []).append((begin, len(graph.get_operations())))
-
-
-def names_of_own(graph: Any) -> set[str]:
-    """Returns the names of the operations of a graph that were made in `own`."""
-    operations = graph.get_operations()
-    return {op.name for begin, end in _own.get(graph, ()) for op in operations[begin:end]}
 
 
 def declare_batch(element: Any, has_open_rows: bool) -> Any:

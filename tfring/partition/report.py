@@ -93,7 +93,7 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
       analysis: of a step whose graph is edited.
       step: as of `text`.
     """
-    of_all_rows = [edit.op for edit in analysis.edits if edit.conversion == Full() and is_sharded(edit.value)]
+    of_all_rows = [edit.op for edit, *_ in analysis.edits if edit.conversion == Full() and is_sharded(edit.value)]
     gathered = [op for op in of_all_rows if op.type not in RULES]
     lines = list({_line(op): f"{_line(op)} (`{op.type}`)" for op in gathered}.values())
     if not lines:

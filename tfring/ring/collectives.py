@@ -301,6 +301,14 @@ class LocalCollectives(Collectives):
     def call_in_order(self, function: Callable, *args: Any) -> Any:
         return function(*args)
 
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """See `ops.apart`."""
+        return contextlib.nullcontext()
+
+    def in_one_order(self) -> list[tf.Operation]:
+        """See `ops.in_one_order`."""
+        return []
+
     def bytes_sent(self) -> int:
         return 0
 

@@ -420,7 +420,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         alone = self.is_alone
         written: list = []
 
-        def replica_fn(element: Any, share: tf.Tensor) -> Any:
+        def replica_fn(number: int, element: Any, share: tf.Tensor) -> Any:
+            with partition.replica(number):
+                return step_of_replica(element, share)
+
+        def step_of_replica(element: Any, share: tf.Tensor) -> Any:
             is_static = data.has_static_rows(element)
             if not alone:
                 element, _ = data.one_row_at_least(element)
@@ -438,7 +442,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         regroup = _tf.distribute_utils.regroup
         with strategy.scope():
             outputs = self._run_replicas(
-                replica_fn, (regroup(tuple(inputs)), regroup(tuple(shares))), {}
+                replica_fn, (regroup(tuple(range(len(inputs)))), regroup(tuple(inputs)), regroup(tuple(shares))), {}
             )
         return outputs, written
 

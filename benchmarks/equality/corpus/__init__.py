@@ -277,28 +277,29 @@ PLACES = {
 # -------------------------------------------------------------------------------------------- training
 
 
-def trained(names: list[str], progress: str | None = None) -> list[Trained]:
+def trained(names: list[str], devices: int = 1, progress: str | None = None) -> list[Trained]:
     """Trains programs one after another on a worker; for `harness.workers(n).run`.
 
     Args:
       names: of programs.
+      devices: logical CPU devices of this worker, with a replica on each.
       progress: a file in which the first rank keeps the number of programs begun.
     """
     results = []
     for number, name in enumerate(names):
         if progress is not None:
             pathlib.Path(progress).write_text(str(number))
-        results.append(_trained(PROGRAMS[name]))
+        results.append(_trained(PROGRAMS[name], devices))
         keras.backend.clear_session(free_memory=False)
     return results
 
 
-def _trained(program: Program) -> Trained:
+def _trained(program: Program, devices: int) -> Trained:
     begin = time.monotonic()
     keras.utils.set_random_seed(11)
     values: dict[str, Any] = {}
     error, is_refused = None, False
-    strategy = harness.strategy()
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
