@@ -3,6 +3,7 @@
 TensorFlow's gradient of a sum over replicas is the sum of their gradients. In a step each replica's gradient is weighed
 by its share only where the optimizer takes it, so on the way through such a sum it is weighed before, and what comes
 back is divided by the share of the replica it belongs to. Keras' `BatchNormalization(synchronized=True)` is one user.
+In a step whose graph is edited both return what they are given, as in one process.
 A replica without rows computes on a row that does not count, so what it hands in does not either.
 """
 
@@ -27,10 +28,15 @@ def install() -> None:
         value: Any,
         options: Any = None,
     ) -> Any:
+        if _is_of_all_rows(self):
+            return value
         return _weighed(self, value, step.Step.zero_if_empty, lambda value: original(self, reduce_op, value, options))
 
     @seam(tf.distribute.ReplicaContext, "all_gather")
     def all_gather(original: Callable[..., Any], self: Any, value: Any, axis: int, options: Any = None) -> Any:
+        if _is_of_all_rows(self):
+            return value
+
         def rows(running: step.Step, value: Any) -> Any:
             value = tf.convert_to_tensor(value)
             if value.dtype.is_integer and value.shape == [1]:  # a size: the gradient of all_gather gathers those
@@ -45,6 +51,12 @@ def install() -> None:
         if axis == 0 and step.weighing() is not None:
             value = tf.nest.map_structure(lambda each: partition.declare_gradient(tf.convert_to_tensor(each)), value)
         return _weighed(self, value, rows, gathered)
+
+
+def _is_of_all_rows(context: tf.distribute.ReplicaContext) -> bool:
+    """Returns True in a step that is edited, which is that of one replica with all rows."""
+    running = step.current()
+    return running is not None and running.is_edited and ring_of(context.strategy) is not None
 
 
 def _weighed(

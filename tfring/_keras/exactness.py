@@ -75,8 +75,8 @@ class NotEditedError(Exception):
 def is_editable(strategy: RingStrategy, model: Any, inputs: Sequence[Any]) -> bool:
     """Returns True for a step whose graph is edited once it is traced.
 
-    Not where a replica is several workers (a mesh), where workers train by themselves, where rows lie in ragged or
-    sparse tensors, or where the step builds layers or metrics.
+    Not where a replica is several workers (a mesh), where workers train by themselves, or where rows lie in ragged or
+    sparse tensors.
 
     Args:
       strategy: a RingStrategy.
@@ -85,26 +85,18 @@ def is_editable(strategy: RingStrategy, model: Any, inputs: Sequence[Any]) -> bo
     """
     if strategy.num_replicas_in_sync == 1 or not strategy.mesh.is_data_only:
         return False
-    if strategy.updater is not None or not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
+    if strategy.updater is not None and not strategy.updater.weighs:  # steps of each worker's own, on purpose
+        return False
+    if not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
         return False
     leaves = tf.nest.flatten(inputs)
-    # A graph that makes variables is not given up for another: it is what initializes them.
-    if not all(layer.built for layer in all_layers(model)) or not all(map(_is_built, model.metrics)):
-        return False
-    if any(getattr(layer, "synchronized", False) and _is_of_keras(layer) for layer in all_layers(model)):
-        return False  # Keras' exchanges between replicas would have it traced twice
-    return (
-        not model.run_eagerly
-        and not any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
-    )
+    return not model.run_eagerly and not any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
 
 
-def _is_built(metric: Any) -> bool:
-    return getattr(metric, "_built", getattr(metric, "built", True))
-
-
-def _is_of_keras(layer: Any) -> bool:
-    return type(layer).call is keras.layers.BatchNormalization.call
+def is_built(model: Any) -> bool:
+    """Returns True if all layers and metrics of a model have their variables."""
+    metrics_are = [getattr(metric, "_built", getattr(metric, "built", True)) for metric in model.metrics]
+    return all(metrics_are) and all(layer.built for layer in all_layers(model))
 
 
 def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]) -> list:

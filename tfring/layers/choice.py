@@ -33,10 +33,11 @@ def prepare(synchronization: str) -> None:
 def of_replica(synchronization: str, number: int) -> LocalStatistics:
     """Returns the exchange of the replica this code runs in."""
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    ring = None if context is None else ring_of(context.strategy)
+    if context is None or (ring.extended.num_replicas if ring else context.num_replicas_in_sync) == 1:
         return LocalStatistics()
     strategy = context.strategy
-    if not ring_of(strategy):
+    if not ring:
         return ReplicaStatistics(context)
     key = f"batch normalization {number}"
     if synchronization == "central":

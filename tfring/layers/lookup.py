@@ -74,10 +74,15 @@ class Exchange:
           variable: of TensorFlow, this worker's rows.
           lookups: pairs of which table, by its number, and int32 or int64 ids of any shape.
         """
-        ids, bad = self._ids_of_all(lookups)
-        rows = self._of(variable, ids, bad)
-        parts = tf.split(rows, [tf.size(ids) for _, ids in lookups]) if len(lookups) > 1 else [rows]
-        return [_shaped(part, ids) for part, (_, ids) in zip(parts, lookups, strict=True)]
+        if step.weighing() and self._collectives.world_size > 1:
+            name = "the ids of a lookup"
+            lookups = [(table, partition.expect(ids, "ids of gradients", name)) for table, ids in lookups]
+        with partition.own():
+            ids, bad = self._ids_of_all(lookups)
+            rows = self._of(variable, ids, bad)
+            parts = tf.split(rows, [tf.size(ids) for _, ids in lookups]) if len(lookups) > 1 else [rows]
+            shaped = [_shaped(part, ids) for part, (_, ids) in zip(parts, lookups, strict=True)]
+        return [_declared(rows, ids) for rows, (_, ids) in zip(shaped, lookups, strict=True)]
 
     # -- who owns what; `ColumnExchange` has others ------------------------------------------------------------------
 
@@ -233,7 +238,15 @@ def exchange(sharding: Sharding, tables: Sequence[tuple[str, int]], group: Shard
 def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
     result = tf.reshape(rows, tf.concat([tf.shape(ids), rows.shape[1:]], 0))
     result.set_shape([*ids.shape, *rows.shape[1:]])
-    return partition.declare(result, "rows") if step.weighing() and ids.shape.rank else result
+    return result
+
+
+def _declared(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    """Returns rows of which the analysis is told what they are, and what their gradients are to be."""
+    if not step.weighing():
+        return rows
+    rows = partition.expect_upstream(rows, "rows of gradients", "the gradient of rows that are looked up")
+    return partition.declare_looked_up(rows, ids)
 
 
 def _spread(rows: tf.Tensor, place: tf.Tensor, weigh: Callable[[tf.Tensor], tf.Tensor] = tf.identity) -> tf.Tensor:

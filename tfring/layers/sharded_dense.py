@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfring import _keras, partition
+from tfring import _keras, partition, step
 from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import ShardGroup, check_axis
 from tfring.errors import ConfigurationError
@@ -166,16 +166,29 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         kernel = tf.convert_to_tensor(keras.ops.convert_to_tensor(self._kernel))
         bias = None if self.bias is None else tf.convert_to_tensor(keras.ops.convert_to_tensor(self.bias))
         inputs = partition.declare_gradient(tf.cast(inputs, kernel.dtype))
+        if step.weighing():
+            inputs = partition.expect(inputs, "rows", "what a sharded layer is given")
+        with partition.own():
+            outputs = self._product(self._ranks, inputs, kernel, bias)
+        if step.weighing():
+            name = "the gradient of a sharded layer's outputs"
+            outputs = partition.expect_upstream(outputs, "gradients of rows", name)
+            outputs = partition.declare(outputs, "rows")
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def _product(
+        self, ranks: SameRows | OwnRows, inputs: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Returns `inputs @ kernel + bias` of the full kernel."""
         rows = tf.reshape(inputs, [-1, inputs.shape[-1]])
         if self.split == "columns":
-            outputs = self._ranks.columns(rows, kernel, bias, self.leaves_parts)
+            outputs = ranks.columns(rows, kernel, bias, self.leaves_parts)
         else:
-            outputs = self._ranks.rows(rows, kernel, self.takes_parts)
+            outputs = ranks.rows(rows, kernel, self.takes_parts)
             outputs = outputs if bias is None else outputs + bias
         outputs = tf.reshape(outputs, tf.concat([tf.shape(inputs)[:-1], [self._num_outputs()]], 0))
         outputs.set_shape([*inputs.shape[:-1], self._num_outputs()])
-        outputs = partition.declare(outputs, "rows")
-        return outputs if self.activation is None else self.activation(outputs)
+        return outputs
 
     def _num_outputs(self) -> int:
         """Units of what comes out on this worker."""

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfring import step
+from tfring import partition, step
 from tfring._keras.sharding import InitialShard, ShardGroup, sharding_of, slots, stores
 from tfring.errors import ConfigurationError
 from tfring.sharding import shard_along
@@ -99,7 +99,12 @@ class _FullRegularizer(keras.regularizers.Regularizer):
 
             return self._group.collectives.all_reduce([value], name=self._name)[0], gradient
 
-        return summed(self._regularizer(shard))
+        with partition.own():
+            penalty = summed(self._regularizer(shard))
+        if step.weighing():
+            penalty = partition.expect_upstream(penalty, "same", "the gradient of a regularizer")
+            penalty = partition.declare(penalty, "full")
+        return penalty
 
 
 def check_sharded_arguments(layer: keras.layers.Layer, **given: Any) -> None:

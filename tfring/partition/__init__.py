@@ -8,7 +8,15 @@ converted (`conversions`), and the graph is edited (`edit`). Knows no Keras.
 from tfring.partition.analysis import Analysis, Finding, analyze
 from tfring.partition.edit import Exchange
 from tfring.partition.edit import apply as apply_edits
-from tfring.partition.marks import declare, declare_batch, declare_gradient, expect, expect_gradient
+from tfring.partition.marks import (
+    declare,
+    declare_batch,
+    declare_gradient,
+    declare_looked_up,
+    expect,
+    expect_gradient,
+    expect_upstream,
+)
 from tfring.partition.replicas import own, replica
 from tfring.partition.report import is_known, text, text_of_gathered
 
@@ -21,8 +29,10 @@ __all__ = [
     "declare",
     "declare_batch",
     "declare_gradient",
+    "declare_looked_up",
     "expect",
     "expect_gradient",
+    "expect_upstream",
     "is_known",
     "own",
     "replica",

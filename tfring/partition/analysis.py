@@ -196,7 +196,7 @@ class Walk:
             if is_own:
                 self.contents = dict(contents)  # which stay as they were
             ins = [known[tensor.name] for tensor in op.inputs]
-            values = self._held(op, ins, self._operation(op, ins, is_own))
+            values = self._held(op, ins, self._operation(op, ins, is_own, known))
             if is_own:
                 self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
@@ -255,14 +255,17 @@ class Walk:
 
     # -- one operation ---------------------------------------------------------------------------------------------
 
-    def _operation(self, op: Any, ins: Sequence[Value], is_own: bool) -> list[Value]:
+    def _operation(self, op: Any, ins: Sequence[Value], is_own: bool, known: Mapping[str, Value]) -> list[Value]:
         declared = marks.declared(op)
+        if declared == "looked up":
+            return [self._looked_up(op, known.get(marks.like(op) or ""))]
         if declared is not None:
             return [self._declared(op, declared)]
         expected = marks.expected(op)
         if expected is not None:
             return [self._compared(op, ins[0], *expected)]
-        if is_own:  # and not declared
+        of_own = any(isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins)
+        if is_own or (of_own and op.type not in _WITH_BODIES):  # and not declared
             return [self._of_own(op, tensor) for tensor in op.outputs]
         if self.converts and op.type in _COLLECTIVES:
             self.findings.append(Finding("unknown", op, "what replicas exchange"))
@@ -326,7 +329,7 @@ class Walk:
     def _of_own(self, op: Any, tensor: Any) -> Value:
         if tensor.dtype.name == "resource":
             return self.input(tensor)
-        return self._unplaced(op, [], Unplaced("unknown", op))[tensor.value_index]
+        return self._unplaced(op, [], Unplaced("own", op))[tensor.value_index]
 
     def _of_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
         """Returns results for which it does not matter that replicas have drawn; None where all need the same numbers.
@@ -521,15 +524,23 @@ class Walk:
             return Value(self.shape(tensor), Partial() if is_mean else Replicate(), PER_MEAN if is_mean else UNSCALED)
         if what == "drawn":
             return Value(self.shape(tensor), Drawn() if self.converts else Replicate())
-        if what in ("parts", "fixed"):
+        if what in ("parts", "fixed", "own"):
             return self._unplaced(op, [], Unplaced(what, op))[0]
         shape = self.shape(tensor, {0: dims.symbol(ROWS)})
         return Value(shape, Shard(0), PER_MEAN if what == "gradients of rows" else UNSCALED)
 
+    def _looked_up(self, op: Any, ids: Value | None) -> Value:
+        """Returns rows of which there is one for each id."""
+        [tensor] = op.outputs
+        if ids is None or ids.shape is None or isinstance(ids.placement, Unplaced) or is_partial(ids):
+            return self._unplaced(op, [], Unplaced("unknown", op))[0]
+        return Value(self.shape(tensor, dict(enumerate(ids.shape))), ids.placement)
+
     def _compared(self, op: Any, value: Value, what: str, name: str) -> Value:
         """Returns a value that a mark is on, converted to what the mark expects where it can be."""
         if isinstance(value.placement, Unplaced):
-            self.findings.append(Finding(value.placement.reason, value.placement.op, name))
+            reason = "unknown" if value.placement.reason == "own" else value.placement.reason
+            self.findings.append(Finding(reason, value.placement.op, name))
             return value
         if value.is_zero and not (self.converts and what == "same"):
             return value

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfring import _tf
 
-_DECLARED, _EXPECTED, _NAME = "_tfring_declared", "_tfring_expected", "_tfring_name"
+_DECLARED, _EXPECTED, _NAME, _LIKE = "_tfring_declared", "_tfring_expected", "_tfring_name", "_tfring_like"
 
-DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed", "drawn")
+DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed", "drawn", "own")
 _OF_ROWS = ("rows", "gradients of rows", "rows of gradients", "ids of gradients")
 EXPECTATIONS = ("mean", "sum", "max", "min", "same", *_OF_ROWS)
 
@@ -27,10 +27,39 @@ def declare(tensor: Any, what: str) -> Any:
       what: "rows", a replica's rows along the first axis; "gradients of rows", of its own loss, a mean; "full", the
         same on all replicas; "mean", a replica's part of a mean over rows, weighted by them; "share", a replica's rows
         over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "fixed", rows of a
-        number that is known beforehand; "drawn", what random numbers come from, other on each replica.
+        number that is known beforehand; "drawn", what random numbers come from, other on each replica; "own", what
+        tfring computes with from here on, as in `replicas.own`.
     """
     assert what in DECLARATIONS, what
     return _marked(tensor, {_DECLARED: what})
+
+
+def declare_looked_up(rows: Any, ids: Any) -> Any:
+    """Returns rows of a table, of which the analysis is told that there is one for each id.
+
+    Args:
+      rows: `[*ids.shape, ...]`.
+      ids: a tensor of the same graph.
+    """
+    return rows if tf.executing_eagerly() else _marked(rows, {_DECLARED: "looked up", _LIKE: ids.name})
+
+
+def expect_upstream(tensor: Any, what: str, name: str) -> Any:
+    """Returns a tensor whose gradient, as it comes in, is expected to be something; tfring's own backward pass follows.
+
+    Args:
+      tensor: a dense tensor.
+      what: as of `expect`.
+      name: of the gradient, for the user.
+    """
+    if tf.executing_eagerly() or not tensor.dtype.is_floating:
+        return tensor
+
+    @tf.custom_gradient
+    def with_gradient(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+        return tf.identity(tensor), lambda gradient: declare(expect(gradient, what, name), "own")
+
+    return with_gradient(tensor)
 
 
 def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
@@ -107,6 +136,11 @@ def _marked(tensor: Any, attributes: dict[str, str]) -> Any:
 def declared(op: Any) -> str | None:
     """Returns what an operation declares."""
     return _attribute(op, _DECLARED)
+
+
+def like(op: Any) -> str | None:
+    """Returns the name of the ids that what an operation declares is looked up by."""
+    return _attribute(op, _LIKE)
 
 
 def expected(op: Any) -> tuple[str, str] | None:

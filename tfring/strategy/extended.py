@@ -98,6 +98,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     # -- workers ---------------------------------------------------------------------------------------------------
 
     @property
+    def num_replicas(self) -> int:
+        """Returns the number of replicas of all workers."""
+        return self._num_replicas_in_sync
+
+    @property
     def is_alone(self) -> bool:
         """Returns True for a single replica of a single worker: there is no other to exchange data with."""
         return self.cluster.world_size * len(self.worker_devices) == 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfring import _keras, equality
+from tfring import _keras, equality, step
 from tfring import config as settings
 from tfring._keras.optimizers.late_gradients import LateGradients
 from tfring._keras.optimizers.local_steps import LocalSteps
@@ -238,6 +238,14 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     def is_chief(self) -> bool:
         """True on rank 0, which prints, logs and writes what is wanted once."""
         return self.cluster.is_chief
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas; 1 in a step of Keras whose graph is edited, which is written for all rows."""
+        running = step.current()
+        if running is not None and running.is_edited and tf.distribute.get_replica_context() is not None:
+            return 1
+        return self.extended.num_replicas
 
     @property
     def mesh(self) -> Mesh:
