@@ -64,6 +64,63 @@ def _of_kept(function):
 
 
 # A function, and how many exchanges it takes.
+def _up_to_the_longest(p, y, ids):
+    return tf.reduce_mean((p - tf.range(4, dtype=p.dtype))[:, : tf.reduce_max(ids)] ** 2)
+
+
+_V = tf.range(12, dtype=tf.float64)
+
+
+def _by_a_count(x, y, ids):
+    """Numbers that depend on all rows, and say how much is taken, where, and how long results are."""
+    n = tf.reduce_sum(tf.cast(x[:, 0] > 0, tf.int32))
+    taken = (_V[:n], tf.slice(_V, [n], [2]), tf.sort(_V)[n], tf.split(_V, [n, 12 - n])[0], tf.math.top_k(_V, n)[0])
+    made = (tf.fill([n], 2.0), tf.eye(n), tf.range(n), tf.one_hot(2, n), tf.tile(_V, [n]), tf.repeat(_V, n))
+    moved = (tf.pad(_V, [[n, 0]]), tf.roll(_V, n, 0), tf.linalg.band_part(tf.ones([5, 5]), n, 0))
+    shaped = (tf.reshape(_V[: n * 2], [n, 2]), tf.scatter_nd([[n]], [1.0], [12]))
+    counted = (tf.math.bincount(ids, minlength=n), tf.math.unsorted_segment_mean(x, ids, n + 3))
+    drawn = (tf.random.stateless_uniform([3], [1, 2], 0, n + 1, tf.int32), tf.random.stateless_normal([3], [n, 2]))
+    return taken, made, moved, shaped, counted, drawn
+
+
+def _by_a_mean(x, y, ids):
+    """Numbers that stand beside rows or other tensors, and parameters of distributions."""
+    m = tf.reduce_mean(tf.abs(x))
+    beside = (
+        tf.one_hot(ids, 3, m, -m),
+        tf.pad(x, [[0, 0], [1, 0]], constant_values=m),
+        tf.linalg.diag(x, padding_value=m),
+    )
+    one = tf.cast(m, tf.float32)
+    drawn = (
+        tf.random.stateless_binomial([9], [1, 2], tf.round(99 * one), 0.5),
+        tf.random.stateless_poisson([9], [1, 2], 9 * one),
+    )
+    return beside, drawn, tf.clip_by_value(x, -m, m), tf.histogram_fixed_width(x, [-m, m], nbins=5)
+
+
+def _beside_parts(x, y, ids):
+    """Parts of a sum, and means over a replica's rows, beside constants."""
+    found = []
+    for p in (tf.reduce_sum(x, 0), tf.reduce_mean(x, 0)):
+        found += [tf.linalg.diag(p, padding_value=1.0), tf.linalg.set_diag(tf.eye(4, dtype=p.dtype), p)]
+        found += [tf.pad(p, [[1, 2]], constant_values=1.0), tf.concat([p, _V], 0), tf.stack([p, _V[:4]])]
+        found += [
+            tf.where([True, False] * 2, p, 1.0),
+            tf.tensor_scatter_nd_update(p, [[1]], [2.0]),
+            1.0 - p,
+            _V[:4] + 0.1 * p,
+        ]
+        found += [
+            tf.cast(10.0 * p, tf.int32),
+            tf.math.unsorted_segment_max(p, [0, 0, 1, 1], 2),
+            tf.reduce_prod(p),
+            p * x,
+        ]
+        found += [tf.while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, z + 1.0), (0, p))[1]]
+    return found
+
+
 PROGRAMS = {
     "rows": (lambda x, y, ids: 2.0 * x + y, 1),  # that all replicas have them is what is expected of a result
     "means": (lambda x, y, ids: _means(x), 2),
@@ -72,6 +129,10 @@ PROGRAMS = {
     "ratio": (_gradient(lambda p, y, ids: tf.reduce_sum(p * y) / tf.reduce_sum(p**2)), 2),
     "logarithm": (_gradient(lambda p, y, ids: tf.math.log(tf.reduce_mean((p - y) ** 2))), 2),
     "largest": (_gradient(lambda p, y, ids: tf.reduce_max(tf.abs(p - y))), 3),
+    "up to the longest": (_gradient(_up_to_the_longest), None),
+    "by a count": (_by_a_count, None),
+    "by a mean": (_by_a_mean, None),
+    "beside parts": (_beside_parts, None),
     "kept rows": (_gradient(_kept), None),
     "none are kept": (_gradient(_selection_or_nothing), None),
     "negatives": (_gradient(_negatives), None),

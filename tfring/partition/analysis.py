@@ -472,6 +472,11 @@ class Walk:
 
     def _by_rule(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         rule = RULES.get(op.type)
+        arguments = op.op_def.input_arg
+        if len(arguments) == len(ins):  # else there are lists of inputs
+            for value, argument in zip(ins, arguments, strict=True):
+                if argument.name in _NUMBERS and value.const is None and not _is_same(value):
+                    raise NoRule
         if rule is not None:
             try:
                 return rule(self, op, ins)
@@ -610,6 +615,23 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "UnsortedSegmentSum": (2,),
     "ResourceStridedSliceAssign": (1, 2, 3),
 }
+
+
+# The names, in definitions of operations, of inputs that say how much of another is taken, where, or how long results
+# are. What is computed with others than one process has is nothing of the whole batch.
+_NUMBERS = frozenset(
+    "axis begin block_shape crop_size delta depth dim dimension dims element_shape end fft_length filter_sizes "
+    "input_sizes k ksize limit max_num_elements maxval minval multiples n num num_cols num_elements num_lower num_rows "
+    "num_samples num_segments num_upper orig_input_shape output_shape paddings perm reduction_indices shape shift size "
+    "size_splits split_dim start strides".split()
+)
+
+
+def _is_same(value: Value) -> bool:
+    """Returns True if all replicas hold what one process does; of an unplaced value too, which says why it is not."""
+    if isinstance(value.placement, Unplaced):
+        return True
+    return is_replicated(value) and value.scale == UNSCALED and value.points_into is None
 
 
 def _needed(graph: Any) -> set[str]:

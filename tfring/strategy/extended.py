@@ -332,22 +332,35 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         of_worker = self._of_worker
 
+        def local_value() -> tf.Tensor:
+            value = kwargs["initial_value"]
+            if callable(value):
+                value = value()
+            value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
+            return tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+
         def initial_value_fn() -> tf.Tensor:
-            with tf.device(device):
-                value = kwargs["initial_value"]
-                if callable(value):
-                    value = value()
-                value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
-                value = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-                is_alone = self.cluster.world_size == 1 and not self.world.reaches_others
-                if value.dtype == tf.string or is_alone or of_worker:
-                    return value
-                # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
-                with partition.own():  # of a variable that a step makes
-                    value = self.world.broadcast([value], name="initial value of a variable")[0]
-                return partition.declare(value, "full")
+            # Of a variable that a step makes it is computed once, before the step runs: a graph that initializes
+            # variables as it runs is traced before they exist, and so before all is known of the step.
+            value = None
+            with contextlib.suppress(TypeError, ValueError), tf.init_scope(), tf.device(device):
+                value = local_value()
+                if tf.executing_eagerly() and tf.is_symbolic_tensor(value):
+                    value = None  # computed from tensors of the step
+            with contextlib.nullcontext() if value is None else tf.init_scope(), tf.device(device):
+                return self._initial_value(local_value() if value is None else value, of_worker)
 
         return initial_value_fn
+
+    def _initial_value(self, value: tf.Tensor, of_worker: bool) -> tf.Tensor:
+        """Returns the first rank's value; a worker's own where it has variables of its own."""
+        is_alone = self.cluster.world_size == 1 and not self.world.reaches_others
+        if value.dtype == tf.string or is_alone or of_worker:
+            return value
+        # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
+        with partition.own():
+            value = self.world.broadcast([value], name="initial value of a variable")[0]
+        return partition.declare(value, "full")
 
     def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         updater = self._container_strategy().updater

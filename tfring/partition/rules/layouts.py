@@ -466,6 +466,12 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if op.type == "MatrixSetDiagV3":
         placement, scale = _joined(walk, ins[:2])
         return [Value(value.shape, placement, scale)]
+    padding = ins[-1] if op.type in ("MatrixDiagV3", "MatrixDiagPartV3") else None
+    if padding is not None and not padding.is_zero:  # stands beside the values
+        replicated(walk, [padding])
+        unscaled(walk, [value, padding])
+        if is_partial(value):
+            raise NoRule
     known = dict(enumerate(value.shape[: value.rank - inner]))
     if op.type == "MatrixBandPart":
         known = dict(enumerate(value.shape))

@@ -77,10 +77,18 @@ DRAWS = (
 )
 
 
+_PARAMETERS = ("alpha", "rate", "counts", "probs")
+
+
 @rule(*DRAWS)
 def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Numbers of each replica's own, for its rows or for all of them; the same where a user gives the seed."""
     sizes = ins[0]
+    # The parameters of a distribution, of which there may be one for each row.
+    given = [v for v, each in zip(ins, op.op_def.input_arg, strict=True) if each.name in _PARAMETERS]
+    if not all(map(is_replicated, given)):
+        raise NoRule
+    unscaled(walk, given)
     is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
     of_all = Drawn() if walk.converts and is_own else Replicate()
     if sizes.const is None:
