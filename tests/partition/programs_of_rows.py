@@ -130,6 +130,9 @@ PROGRAMS = {
     "logarithm": (_gradient(lambda p, y, ids: tf.math.log(tf.reduce_mean((p - y) ** 2))), 2),
     "largest": (_gradient(lambda p, y, ids: tf.reduce_max(tf.abs(p - y))), 3),
     "up to the longest": (_gradient(_up_to_the_longest), None),
+    "gathered places": (
+        _gradient(lambda p, y, ids: tf.reduce_mean(tf.gather_nd(p * _V[:4] - y, tf.where(p * _V[:4] > 0.5)) ** 2)), None
+    ),
     "by a count": (_by_a_count, None),
     "by a mean": (_by_a_mean, None),
     "beside parts": (_beside_parts, None),

@@ -439,7 +439,14 @@ class Walk:
 
     def _fit_sizes(self, op: Any, ins: Sequence[Value], values: list[Value]) -> None:
         """Converts sizes that an operation is given to those it has to be given, as its results are placed."""
-        if not self.converts or op.type not in _SIZES or not values:
+        if not self.converts or not values:
+            return
+        if op.type == "Sum" and op.inputs[1].op.type == "BroadcastGradientArgs" and self._has_all_rows(ins[0]):
+            # On a replica with one row they are the axes along which that would be broadcast, too. Bodies that are
+            # given all rows have them as one process does.
+            if not self._depth and ins[1].const is not None:
+                self._edit(op, 1, ins[1], conversions.Numbers(()))
+        if op.type not in _SIZES:
             return
         [result, *_] = values
         for i in _SIZES[op.type]:

@@ -355,6 +355,8 @@ class _Replica:
 
     def _sizes(self, value: Value, dtype: tf.DType, own: Sequence[int]) -> tf.Tensor:
         numbers = [self._number(size, i in own) for i, size in enumerate(np.ravel(value.const).tolist())]
+        if not numbers:
+            return tf.zeros(np.shape(value.const), dtype)
         return tf.cast(tf.reshape(tf.stack(numbers), np.shape(value.const)), dtype)
 
     def _own_rows(self, tensor: tf.Tensor, value: Value, axis: int) -> tf.Tensor:
