@@ -28,6 +28,8 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     {
         "Start": [
             {"tfring": "README.md"},
+            {"Quick start": "docs/quickstart.md"},
+            {"Versions": "docs/compatibility.md"},
             {"Will it be faster?": "docs/speed.md"},
             {"What is equal": "docs/exactness.md"},
             {"Migration": "docs/migration.md"},
