@@ -55,7 +55,9 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"Sharded embeddings": "docs/sharded_embeddings.md"},
             {"Sharded dense layers": "docs/sharded_dense.md"},
             {"Pipelines": "docs/pipeline.md"},
-            {"Parameter servers": "docs/servers_and_delay.md"},
+            {"Parameter servers": "docs/parameter_servers.md"},
+            {"When a server is lost": "docs/server_failures.md"},
+            {"Delayed synchronization": "docs/delayed_synchronization.md"},
         ]
     },
     {
@@ -84,7 +86,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     {
         "Benchmarks": [
             f"benchmarks/{name}/README.md"
-            for name in ("training", "collectives", "delay", "servers", "equality", "kernels", "rows")
+            for name in ("training", "collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
         ]
     },
     {"Decisions": [f"docs/decisions/{path.name}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]},
