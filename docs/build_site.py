@@ -85,8 +85,12 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     },
     {
         "Benchmarks": [
-            f"benchmarks/{name}/README.md"
-            for name in ("training", "collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
+            "benchmarks/training/README.md",
+            "benchmarks/training/figures.md",
+            *(
+                f"benchmarks/{name}/README.md"
+                for name in ("collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
+            ),
         ]
     },
     {"Decisions": [f"docs/decisions/{path.name}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]},
