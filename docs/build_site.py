@@ -76,6 +76,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
         "Reference": [
             {"API": "docs/api.md"},
             {"Architecture": "docs/architecture.md"},
+            {"The engine": "docs/engine.md"},
             {"Glossary": "docs/glossary.md"},
             {"Changelog": "CHANGELOG.md"},
             {"Contributing": "CONTRIBUTING.md"},
