@@ -82,6 +82,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"Contributing": "CONTRIBUTING.md"},
             {"Building": "BUILD.md"},
             {"Old TensorFlow": "patches/README.md"},
+            {"Building for old TensorFlow": "patches/BUILD.md"},
         ]
     },
     {
