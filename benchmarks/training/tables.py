@@ -13,7 +13,7 @@ README = pathlib.Path(__file__).parent / "README.md"
 MARKS = re.compile(r"(<!-- run.py -->\n).*?(<!-- end of run.py -->)", re.S)
 HEAD = (
     "# Training: all figures\n\n"
-    "Written by `run.py`; [README.md](README.md) has the summary and says how it is measured. \"Nothing exchanged\" "
+    "Written by `run.py`; [the summary](README.md) says how it is measured. \"Nothing exchanged\" "
     "are workers that train Keras alone at the same time, each on its share of the rows: the most that more workers "
     "can bring on this machine."
 )
