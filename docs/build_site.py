@@ -67,7 +67,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"Start on a cluster": "docs/clusters.md"},
             "docs/gpus.md",
             {"Who waits for whom": "docs/report.md"},
-            {"Security": "docs/security.md"},
+            "docs/security.md",
             {"Variables": "docs/environment.md"},
         ]
     },
