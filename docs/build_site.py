@@ -23,66 +23,84 @@ import urllib.parse
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
-# The chapters, in the order of a reader's first hour.
+# The chapters by what a reader wants to do. A page without a title here has that of its first heading.
 NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
     {
         "Start": [
             {"tfring": "README.md"},
+            "docs/quickstart.md",
+            "docs/migration.md",
             {"Will it be faster?": "docs/speed.md"},
             {"What is equal": "docs/exactness.md"},
-            {"Migration": "docs/migration.md"},
-            {"Features": "docs/features.md"},
-            {"The Keras family": "docs/family.md"},
-            {"Examples": "examples/README.md"},
+            "docs/features.md",
+            "docs/compatibility.md",
+            "examples/README.md",
         ]
     },
     {
-        "Training": [
-            {"Input": "docs/data.md"},
+        "Train": [
+            "docs/data.md",
             {"Metrics, logs and state": "docs/metrics_and_state.md"},
-            {"Losses and steps of your own": "docs/custom_training.md"},
-            {"Functions for scripts": "docs/scripts.md"},
+            {"Custom training": "docs/custom_training.md"},
             {"Batch normalization": "docs/sync_batch_normalization.md"},
             {"Saving": "docs/saving.md"},
-            {"Restarts": "docs/restarts.md"},
+            {"Functions for scripts": "docs/scripts.md"},
+            {"The Keras family": "docs/family.md"},
+        ]
+    },
+    {
+        "Recommenders": [
+            {"Sharded embeddings": "docs/sharded_embeddings.md"},
+            "docs/parameter_servers.md",
+            "docs/delayed_synchronization.md",
         ]
     },
     {
         "Large models": [
             {"Which parallelism": "docs/parallelism.md"},
-            {"Sharded embeddings": "docs/sharded_embeddings.md"},
             {"Sharded dense layers": "docs/sharded_dense.md"},
             {"Pipelines": "docs/pipeline.md"},
-            {"Parameter servers": "docs/servers_and_delay.md"},
         ]
     },
     {
-        "Operation": [
-            {"Clusters": "docs/clusters.md"},
-            {"Environment": "docs/environment.md"},
-            {"GPUs": "docs/gpus.md"},
-            {"Errors": "docs/errors.md"},
-            {"Faults": "docs/faults.md"},
-            {"Security": "docs/security.md"},
-            {"Reports": "docs/report.md"},
-            {"Collectives": "docs/collectives.md"},
+        "Clusters": [
+            {"Start on a cluster": "docs/clusters.md"},
+            "docs/gpus.md",
+            {"Who waits for whom": "docs/report.md"},
+            "docs/security.md",
+            {"Variables": "docs/environment.md"},
+        ]
+    },
+    {
+        "When it fails": [
+            "docs/errors.md",
+            "docs/faults.md",
+            {"Restarts": "docs/restarts.md"},
+            "docs/server_failures.md",
         ]
     },
     {
         "Reference": [
             {"API": "docs/api.md"},
-            {"Architecture": "docs/architecture.md"},
-            {"Glossary": "docs/glossary.md"},
-            {"Changelog": "CHANGELOG.md"},
-            {"Contributing": "CONTRIBUTING.md"},
-            {"Building": "BUILD.md"},
+            "docs/collectives.md",
+            "docs/glossary.md",
+            "docs/architecture.md",
+            "docs/engine.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "BUILD.md",
             {"Old TensorFlow": "patches/README.md"},
+            {"Building for old TensorFlow": "patches/BUILD.md"},
         ]
     },
     {
         "Benchmarks": [
-            f"benchmarks/{name}/README.md"
-            for name in ("training", "collectives", "delay", "servers", "equality", "kernels", "rows")
+            "benchmarks/training/README.md",
+            "benchmarks/training/figures.md",
+            *(
+                f"benchmarks/{name}/README.md"
+                for name in ("collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
+            ),
         ]
     },
     {"Decisions": [f"docs/decisions/{path.name}" for path in sorted((ROOT / "docs" / "decisions").glob("*.md"))]},
@@ -149,8 +167,35 @@ API = {
 }
 
 
-# Drawings and output of a hundred columns fit a page on a screen of 1,280 points.
-STYLE = ".md-grid { max-width: 72rem; } .md-typeset pre > code { font-size: 0.6rem; }"
+# Drawings and output of a hundred columns fit a screen of 1,280 points. On one of 500 tables wrap and code scrolls.
+STYLE = """
+.md-grid { max-width: 72rem; }
+.md-typeset pre > code { font-size: 0.6rem; }
+.md-typeset .doc-signature pre > code { white-space: pre-wrap; }
+.md-typeset table:not([class]) td code { overflow-wrap: anywhere; }
+@media (max-width: 31.25em) {
+  .md-typeset table:not([class]) { font-size: 0.55rem; }
+  .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.5em; overflow-wrap: anywhere; }
+  .md-typeset pre > code { font-size: 0.5rem; }
+}
+"""
+# Light or dark as the system is, and a button to change it.
+PALETTE = [
+    {
+        "media": f"(prefers-color-scheme: {name})",
+        "scheme": scheme,
+        "primary": "indigo",
+        "toggle": {"icon": f"material/{icon}", "name": f"Switch to {other}"},
+    }
+    for name, scheme, icon, other in (
+        ("light", "default", "weather-night", "dark"),
+        ("dark", "slate", "weather-sunny", "light"),
+    )
+]
+FEATURES = [
+    *("navigation.tabs", "navigation.sections", "navigation.footer", "navigation.top", "toc.follow"),
+    *("content.code.copy", "search.highlight", "search.suggest"),
+]
 
 
 def main() -> int:
@@ -165,7 +210,7 @@ def main() -> int:
         (sources / "site.css").write_text(STYLE)
         configuration = pathlib.Path(name, "mkdocs.yml")  # JSON is YAML
         configuration.write_text(json.dumps(settings(sources, folder)))
-        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", str(configuration)]
+        command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file", str(configuration)]
         code = subprocess.run(command).returncode
     dead = dead_links(folder)
     print("".join(f"{page} links to {link}, which is not there\n" for page, link in dead), end="", file=sys.stderr)
@@ -250,6 +295,8 @@ def settings(sources: pathlib.Path, folder: pathlib.Path) -> dict:
         "filters": ["!^_"],
         "inherited_members": False,
         "show_if_no_docstring": False,
+        "show_bases": False,
+        "separate_signature": True,
     }
     return {
         "site_name": "tfring",
@@ -261,8 +308,8 @@ def settings(sources: pathlib.Path, folder: pathlib.Path) -> dict:
         "theme": {
             "name": "material",
             "font": False,  # no other host is asked for anything
-            "features": ["navigation.sections", "navigation.top", "content.code.copy", "search.highlight"],
-            "palette": {"primary": "indigo"},
+            "features": FEATURES,
+            "palette": PALETTE,
         },
         "extra_css": ["site.css"],
         "plugins": [

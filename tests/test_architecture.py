@@ -232,16 +232,16 @@ def classes_with_methods(text: str) -> set[str]:
 
 
 def unnamed_files(root: pathlib.Path = ROOT) -> list[str]:
-    """Files of the ring that its row of docs/architecture.md, or of world.h, does not name, or that are not there."""
+    """Files of the ring that their rows of docs/architecture.md, or world.h, do not name, or that are not there."""
     ring = root / "tfring" / "ring"
     document = (root / "docs" / "architecture.md").read_text()
-    [cell] = re.findall(r"^\| \d \| `ring/` \| (.*) \|$", document, re.MULTILINE)
+    cells = re.findall(r"^\| \d \| `ring/` \| (.*) \|$", document, re.MULTILINE)
     modules = {file.name for file in ring.glob("*.py")} - {"__init__.py"}
     head = (ring / "native" / "world.h").read_text().split("#pragma once")[0]
     named = set(re.findall(r"\b\w+\.cc\b", head))
     there = {file.name: file.read_text() for file in (ring / "native").glob("*.cc")}
     engine = {name for name, text in there.items() if classes_with_methods(text) & classes_of_engine(ring / "native")}
-    return sorted(set(re.findall(r"`(\w+\.py)`", cell)) ^ modules | engine - named | named - set(there))
+    return sorted(set(re.findall(r"`(\w+\.py)`", " ".join(cells))) ^ modules | engine - named | named - set(there))
 
 
 def test_every_file_has_a_row():

@@ -73,6 +73,12 @@ def test_examples_are_python(page):
 WITHOUT_AN_ENTRY = {"LayerCost", "PlannedStage", "PlannedTable", "Schedule", "StagePlan", "TablePlan", "RingAllReduce"}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_have_titles(page):
+    named = re.findall(r"\[([^\]\n]*\.md)\]\([^)]*\.md", FENCE.sub("", page.read_text()))
+    assert not named, "a reader sees a title, not the name of a file"
+
+
 def test_every_public_name_is_in_the_reference():
     listed = {name for names in build_site().API.values() for name in names}
     public = {
@@ -115,3 +121,6 @@ def test_the_site_builds(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     reference = (tmp_path / "site" / "docs" / "api.html").read_text()
     assert 'id="tfring.RingStrategy"' in reference and 'id="tfring.layers.ShardedEmbedding"' in reference
+    found = (tmp_path / "site" / "search" / "search_index.json").read_text().lower()
+    for words in ("quickstart", "early stopping", "uneven", "hangs"):
+        assert words in found, f"a search for {words!r} finds nothing"

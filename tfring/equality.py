@@ -57,7 +57,7 @@ def assert_equal(strategy: RingStrategy, variables: Sequence, names: Sequence[st
         raise ConfigurationError(
             "In a step, workers of asynchronous updates hold other weights: each has pulled at another time. Received: "
             "a call of `strategy.assert_equal` in a function. Call it between two `fit`, on all workers. "
-            "(docs/servers_and_delay.md)"
+            "(docs/parameter_servers.md)"
         )
     replicas = len(strategy.extended.worker_devices)
     mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, *_ in chosen]) for r in range(replicas)]

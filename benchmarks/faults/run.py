@@ -1,12 +1,12 @@
 """Makes the fault matrix: what the ranks of a job see of a fault, and how soon.
 
     python benchmarks/faults/run.py                 # all of it, some fifteen minutes; as root also between hosts
-    python benchmarks/faults/run.py --write         # the same, written into docs/faults.md
+    python benchmarks/faults/run.py --write         # the same, written into benchmarks/faults/README.md
     python benchmarks/faults/run.py --only SIGSTOP  # the rows that hold this
 
 A rank loops over all-reduces of 1 MB, or waits in Python between two; one rank is struck by a fault. Where an operation
 fails, it is one of a tf.function, beside a receive that waits for what would come of it. Hosts are network
-namespaces. "Knew after" is the time until the last survivor had its exception. While saving the ranks are in `fit` with
+namespaces. The time is that until the last survivor had its exception. While saving the ranks are in `fit` with
 a Backup of 32 MB: rank 0 is killed once half a file is there, or its disk has room for one file and no second; then the
 job is started again.
 """
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = HERE / "README.md"
 sys.path.insert(0, str(ROOT / "tests" / "cluster" / "engines"))
 
 import namespaces  # noqa: E402
@@ -368,7 +368,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows that hold this: a fault, a moment, a transport (shm, tcp)")
     parser.add_argument("--slow-seconds", type=float, default=120)
-    parser.add_argument("--write", action="store_true", help="write the matrix of all rows into docs/faults.md")
+    parser.add_argument("--write", action="store_true", help="write all rows into README.md of this folder")
     arguments = parser.parse_args()
     if arguments.write and arguments.only:
         parser.error("--write writes all rows: leave --only out")
@@ -383,8 +383,7 @@ def main() -> None:
         print(f"{number}/{len(wanted)} {rows[-1][1]}", file=sys.stderr, flush=True)
     table = "\n".join(
         [
-            "| fault at one rank | moment | transport | ranks | every survivor knew after | what it was told | "
-            "left behind |",
+            "| fault at one rank | moment | transport | ranks | last error after | what it says | left over |",
             "|---|---|---|---|---|---|---|",
             *(text for _, text in sorted(rows)),
         ]

@@ -1,7 +1,7 @@
 """Makes the rows of parameter servers: who is struck, and what the others do.
 
     python benchmarks/faults/servers.py                 # all of them, some fifteen minutes, as root
-    python benchmarks/faults/servers.py --write         # the same, written into docs/faults.md
+    python benchmarks/faults/servers.py --write         # the same, written into benchmarks/faults/README.md
     python benchmarks/faults/servers.py --only SIGSTOP  # the rows that hold this; with --write the others stay
 
 Two workers and a server, each on a host of its own, which are network namespaces, in one long epoch of batches of about
@@ -206,7 +206,7 @@ def row(scenario: Scenario, outcome: tuple[str, str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows that hold this")
-    parser.add_argument("--write", action="store_true", help="write the rows into docs/faults.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into benchmarks/faults/README.md")
     arguments = parser.parse_args()
     if problem := matrix.namespaces.why_not():
         parser.error(f"no hosts: {problem}")

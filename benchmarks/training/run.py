@@ -1,4 +1,4 @@
-"""Training with one worker and with several, beside the peers. Makes results.json, and from it README.md.
+"""Training with one worker and with several, beside the peers. Makes results.json, README.md and figures.md.
 
     python benchmarks/training/run.py                         # 1 and 2 workers, and 4; twenty minutes on two cores
     python benchmarks/training/run.py --workers 2 --rounds 5
@@ -6,7 +6,7 @@
     python benchmarks/training/run.py --workers "" --threads  # workers that are not bound, by their numbers of threads
     python benchmarks/training/run.py --workers "" --embeddings  # tables divided over the workers
     python benchmarks/training/run.py --workers "" --pipeline  # layers divided over the workers
-    python benchmarks/training/run.py --workers "" --write    # README.md anew, from results.json
+    python benchmarks/training/run.py --workers "" --write    # the pages again, from results.json
 
 Without --write all goes into a new folder. Every worker has one core, so that a second one could at most double the
 rows a second. The global batch is the same with any number. Each contestant has processes of its own that live through

@@ -1,15 +1,22 @@
-"""From results.json to README.md: everything behind the marker there is written here."""
+"""From results.json to the summary in README.md, and to all figures in figures.md."""
 
 from __future__ import annotations
 
 import pathlib
+import re
 import statistics
 
 import models
 import picture
 
 README = pathlib.Path(__file__).parent / "README.md"
-MARKER = "<!-- From here on written by run.py. -->\n"
+MARKS = re.compile(r"(<!-- run.py -->\n).*?(<!-- end of run.py -->)", re.S)
+HEAD = (
+    "# Training: all figures\n\n"
+    "Written by `run.py`; [the summary](README.md) says how it is measured. \"Nothing exchanged\" "
+    "are workers that train Keras alone at the same time, each on its share of the rows: the most that more workers "
+    "can bring on this machine."
+)
 HEADINGS = {
     "plain": "Keras alone",
     "apart": "Keras alone, nothing exchanged",
@@ -70,15 +77,15 @@ class Part:
 
 
 def write(results: dict, folder: pathlib.Path) -> None:
-    """Writes README.md and its picture into a folder."""
-    head = README.read_text().partition(MARKER)[0]
+    """Writes README.md with its picture, and figures.md, into a folder."""
     parts = {int(workers): Part(result) for workers, result in results.items() if workers.isdecimal()}
     sections = [
         targets(parts, results.get("network"), results.get("pipeline")),
         *(section(workers, part) for workers, part in parts.items()),
     ]
+    summaries = [summary(workers, part) for workers, part in parts.items()]
     if parts and picture.draw(parts, HEADINGS, OF_ONE, folder):
-        sections.insert(0, "![speed-ups of all models](training.png)")
+        summaries.insert(0, "![speed-ups of all models](training.png)")
     if results.get("network"):
         sections.append(network_section(results["network"]))
     if results.get("threads"):
@@ -87,7 +94,32 @@ def write(results: dict, folder: pathlib.Path) -> None:
         sections.append(embeddings_section(results["embeddings"]))
     if results.get("pipeline"):
         sections.append(pipeline_section(results["pipeline"]))
-    (folder / README.name).write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
+    (folder / "figures.md").write_text("\n\n".join([HEAD, *sections]) + "\n")
+    text = "\n\n".join(summaries)
+    page = MARKS.sub(lambda marks: f"{marks[1]}\n{text}\n\n{marks[2]}", README.read_text())
+    (folder / README.name).write_text(page)
+
+
+def summary(workers: int, part: Part) -> str:
+    """Returns one row a model: rows a second, and how many times those of others they are."""
+    lines = [
+        f"**{workers} workers.** {part.conditions}",
+        "",
+        f"| model | rows a second | over Keras alone, one process | over Horovod, {workers} workers "
+        f"| {workers} workers that exchange nothing, over Keras alone |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, task in models.TASKS.items():
+        ours = ("tfring", workers, name)
+        seconds = part.seconds(*ours)
+        if seconds is not None:
+            cells = [
+                part.ratio(("plain", 1, name), ours),
+                part.ratio(("horovod", workers, name), ours),
+                part.most(workers, name, "seconds"),
+            ]
+            lines.append(f"| {task.title} | {task.batch / seconds:,.0f} | {' | '.join(map(number, cells))} |")
+    return "\n".join(lines)
 
 
 def targets(parts: dict[int, Part], over_network: dict | None, of_pipelines: dict | None) -> str:

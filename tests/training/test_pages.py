@@ -118,3 +118,22 @@ def losses():
 
 def test_losses_that_compare_rows_equal_one_process():
     assert_equal(workers(2).run(losses))
+
+
+def quick_start(folder):
+    """Runs the program of the quick start, which saves a file, and returns the loss that it has then."""
+    import os
+
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return run_example("quickstart.md", "tfring.RingStrategy()", {})["loss"]
+    finally:
+        os.chdir(before)
+
+
+def test_quick_start_prints_what_the_page_shows(tmp_path):
+    printed = set(re.findall(r"rank \d of \d: loss (\S+)", (DOCS / "quickstart.md").read_text()))
+    losses = [f"{loss:.4f}" for n in (1, 2) for loss in workers(n).run(quick_start, str(tmp_path))]
+    assert set(losses) == printed and len(printed) == 1
+    assert (tmp_path / "model.keras").stat().st_size > 1000

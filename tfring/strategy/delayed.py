@@ -48,7 +48,7 @@ class Delayed:
 
     Sources: local SGD (Stich, https://arxiv.org/abs/1805.09767), SlowMo (https://arxiv.org/abs/1910.00643), DiLoCo
     (https://arxiv.org/abs/2311.08105), gradient diversity (Yin et al., https://arxiv.org/abs/1706.05699).
-    `docs/servers_and_delay.md` says when to use it.
+    `docs/delayed_synchronization.md` says when to use it.
 
     >>> Delayed(every=8, outer=keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))
     Delayed(every=8, outer=SGD, local_momentum='keep', tables='average')

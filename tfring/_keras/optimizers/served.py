@@ -383,7 +383,7 @@ class ServerUpdater(Updater):
             raise ConfigurationError(
                 "Workers that go on by themselves draw the same batches in the same order, and each batch is trained "
                 "by one of them. Received: a dataset with deterministic=False in `map` or `batch`. Leave it out. "
-                "(docs/servers_and_delay.md)"
+                "(docs/parameter_servers.md)"
             )
         left_out = reached_by_chance(dataset)
 
