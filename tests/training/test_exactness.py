@@ -93,6 +93,20 @@ LOSSES = {
     "no rule": lambda m, x, y: tf.reduce_mean(
         _error(m, x, y) ** 2 * tf.ensure_shape(tf.numpy_function(lambda v: v - v.max(), [y], tf.float32), [None, 1])
     ),
+    "reduced by itself": lambda m, x, y: (
+        lambda c: c.all_reduce("sum", tf.reduce_sum(_error(m, x, y) ** 2))
+        / c.all_reduce("sum", tf.cast(tf.size(y), tf.float32))
+    )(tf.distribute.get_replica_context()),
+    "by the number of replicas": lambda m, x, y: tf.reduce_mean(
+        tf.math.log(1.0 + tf.distribute.get_replica_context().all_reduce("mean", tf.reduce_mean(_error(m, x, y) ** 2)))
+        / tf.distribute.get_strategy().num_replicas_in_sync
+    ),
+    "gathered by itself": lambda m, x, y: tf.reduce_mean(
+        tf.abs(_error(m, x, y) - tf.transpose(tf.distribute.get_replica_context().all_gather(_error(m, x, y), 0)))
+    ),
+    "up to the largest": lambda m, x, y: tf.reduce_mean(
+        (x * tf.transpose(m.dense.kernel) - y)[:, : tf.reduce_max(tf.math.count_nonzero(x > 0, 1, dtype=tf.int32))] ** 2
+    ),
     "noise of a seed": lambda m, x, y: tf.reduce_mean(
         _error(m, x + tf.random.stateless_normal(tf.shape(x), [1, 2]), y) ** 2
     ),
@@ -130,9 +144,9 @@ STATES = {
 }
 
 
-def _fit(name, check_equal=False):
+def _fit(name, check_equal=False, devices=1):
     """Returns all weights after two epochs, the logs, and what was warned of."""
-    strategy = harness.strategy(check_equal=check_equal)
+    strategy = harness.strategy(check_equal=check_equal, devices=[f"CPU:{i}" for i in range(devices)])
     x, y = _data()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -149,16 +163,16 @@ def _fit(name, check_equal=False):
     return [v.numpy() for v in model.weights], logs, said
 
 
-def _all(names):
-    return {name: _fit(name) for name in names}
+def _all(names, devices=1):
+    return {name: _fit(name, devices=devices) for name in names}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_whatever_a_step_computes_equals_one_process(world_size):
-    """Batches of 8, 8 and 3 rows; with four workers one has no row of the last."""
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_whatever_a_step_computes_equals_one_process(world_size, devices):
+    """Batches of 8, 8 and 3 rows; of four replicas one has no row of the last."""
     names = [*LOSSES, *BETWEEN, *STATES]
     one = workers(1).run(_all, names)[0]
-    several = workers(world_size).run(_all, names)
+    several = workers(world_size, logical_cpus=devices).run(_all, names, devices)
     for name in names:
         weights, logs, said = several[0][name]
         assert one[name][2] == said == [], name
@@ -166,6 +180,61 @@ def test_whatever_a_step_computes_equals_one_process(world_size):
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
         for other in several[1:]:
             assert [w.tobytes() for w in other[name][0]] == [w.tobytes() for w in weights], name
+
+
+class BuiltByTheStep(OneLayer):
+    """A layer and a metric that have no variables before the first step."""
+
+    def __init__(self):
+        super().__init__(LOSSES["log"])
+        self.first, self.score = keras.layers.Dense(6, kernel_initializer="ones"), keras.metrics.R2Score()
+
+    def build(self, input_shape):
+        """Builds nothing."""
+
+    def call(self, x):
+        return self.dense(self.first(x))
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.score.update_state(data[1], self(data[0]))
+        return {**logs, "score": self.score.result()}
+
+
+class Sharded(OneLayer):
+    """Layers whose weights are sharded, which look up rows of ids and of the whole table."""
+
+    def __init__(self):
+        negatives = LOSSES["in-batch negatives"]
+        super().__init__(lambda m, x, y: negatives(m, x, y) + tf.reduce_mean(m.table(tf.range(9)) ** 2))
+        self.table = tfring.layers.ShardedEmbedding(9, 4, embeddings_initializer="glorot_uniform")
+        self.sharded = tfring.layers.ShardedDense(3, split="columns", kernel_regularizer="l2")
+
+    def call(self, x):
+        rows = self.sharded(self.table(tf.cast(tf.abs(x) * 7.0, tf.int32) % 9))
+        return self.dense(tf.math.l2_normalize(tf.reduce_sum(rows, 1), 1)) + tf.add_n(self.sharded.losses)
+
+
+def _other_models():
+    strategy = harness.strategy()
+    x, y = _data()
+    found = []
+    for kind in (BuiltByTheStep, Sharded):
+        keras.utils.set_random_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", errors.InexactWarning)
+            with strategy.scope():
+                model = kind()
+                model.compile(keras.optimizers.SGD(0.05))
+            history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        found += [*model.get_weights(), *(np.ravel(value) for values in history.values() for value in values)]
+    return found
+
+
+def test_layers_that_a_step_builds_and_sharded_ones():
+    one, several = workers(1).run(_other_models)[0], workers(2).run(_other_models)[0]
+    for got, wanted in zip(several, one, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
 def _fixed(names):

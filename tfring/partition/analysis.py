@@ -441,11 +441,11 @@ class Walk:
         """Converts sizes that an operation is given to those it has to be given, as its results are placed."""
         if not self.converts or not values:
             return
-        if op.type == "Sum" and op.inputs[1].op.type == "BroadcastGradientArgs" and self._has_all_rows(ins[0]):
-            # On a replica with one row they are the axes along which that would be broadcast, too. Bodies that are
-            # given all rows have them as one process does.
-            if not self._depth and ins[1].const is not None:
-                self._edit(op, 1, ins[1], conversions.Numbers(()))
+        # On a replica with one row the axes that a gradient is summed along are those of it, too. Bodies that are given
+        # all rows have them as one process does.
+        sums = op.type == "Sum" and op.inputs[1].op.type == "BroadcastGradientArgs" and not self._depth
+        if sums and ins[1].const is not None and self._has_all_rows(ins[0]):
+            self._edit(op, 1, ins[1], conversions.Numbers(()))
         if op.type not in _SIZES:
             return
         [result, *_] = values
@@ -627,10 +627,14 @@ _SIZES: dict[str, tuple[int, ...]] = {
 # The names, in definitions of operations, of inputs that say how much of another is taken, where, or how long results
 # are. What is computed with others than one process has is nothing of the whole batch.
 _NUMBERS = frozenset(
-    "axis begin block_shape crop_size delta depth dim dimension dims element_shape end fft_length filter_sizes "
-    "input_sizes k ksize limit max_num_elements maxval minval multiples n num num_cols num_elements num_lower num_rows "
-    "num_samples num_segments num_upper orig_input_shape output_shape paddings perm reduction_indices shape shift size "
-    "size_splits split_dim start strides".split()
+    (
+        *("axis", "dim", "dimension", "dims", "perm", "reduction_indices", "split_dim"),
+        *("begin", "end", "strides", "start", "limit", "delta", "shift", "n", "k"),
+        *("shape", "size", "size_splits", "multiples", "paddings", "block_shape", "crop_size", "depth"),
+        *("fft_length", "filter_sizes", "input_sizes", "ksize", "maxval", "minval", "orig_input_shape", "output_shape"),
+        *("num", "num_cols", "num_elements", "num_lower", "num_rows", "num_samples", "num_segments", "num_upper"),
+        *("element_shape", "max_num_elements"),
+    )
 )
 
 
