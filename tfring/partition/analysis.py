@@ -267,6 +267,9 @@ class Walk:
         of_own = any(isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins)
         if is_own or (of_own and op.type not in _WITH_BODIES):  # and not declared
             return [self._of_own(op, tensor) for tensor in op.outputs]
+        if self.converts and op.type not in ("Equal", "NotEqual") and any(map(_is_replica_id, op.inputs)):
+            # Written for one of several replicas, and not for all rows. A comparison tells who prints or writes.
+            return self._unplaced(op, ins, Unplaced("unknown", op))
         if self.converts and op.type in _COLLECTIVES:
             self.findings.append(Finding("unknown", op, "what replicas exchange"))
         of_shape = constants.of_shape(op, ins)
@@ -643,6 +646,11 @@ def _is_same(value: Value) -> bool:
     if isinstance(value.placement, Unplaced):
         return True
     return is_replicated(value) and value.scale == UNSCALED and value.points_into is None
+
+
+def _is_replica_id(tensor: Any) -> bool:
+    """Returns True for what TensorFlow gives as `replica_id_in_sync_group`."""
+    return tensor.op.type == "Const" and "replica_id_in_sync_group" in tensor.op.name.rpartition("/")[2]
 
 
 def _needed(graph: Any) -> set[str]:

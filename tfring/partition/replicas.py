@@ -1,4 +1,4 @@
-"""Which replica of this process made each operation of a graph, and which operations of the others are its twins.
+"""Finds which replica of this process made each operation of a graph, and its twins: those that the others made.
 
 `tf.distribute` traces the replicas of a process in turn into one graph, each in a scope named `replica_1`, `replica_2`
 and so on; the first has none. All run the same program, so the n-th operation of each is the same operation.
