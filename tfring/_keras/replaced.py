@@ -118,6 +118,11 @@ REPLACED = {
     "tensorflow.python.data.util.random_seed.get_seed": Function(
         "seed", "gives unseeded transformations of `tf.data` the seed that ranks share"
     ),
+    "tensorflow.python.ops.gen_dataset_ops.shuffle_dataset_v3": Function(
+        "input_dataset, buffer_size, seed, seed2, seed_generator, output_types, output_shapes, "
+        "reshuffle_each_iteration, metadata, name",
+        "makes a generator of seeds that the shuffle of this worker's rows finds again",
+    ),
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"
     ),

@@ -58,7 +58,8 @@ class Microbatch:
         self.share = tf.cast(self.rows, tf.float64) / tf.cast(all_rows, tf.float64)
         around = step.current() or step.Step()
         share = self.share if around.share is None else around.share * self.share
-        self.step = step.Step(share, share > 0, count, self.share)
+        is_static = tf.get_static_value(self.rows) is not None
+        self.step = step.Step(share, share > 0, count, self.share, is_static)
 
 
 class Held:
