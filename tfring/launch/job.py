@@ -23,7 +23,7 @@ from tfring.cluster import Address, Cluster, launch_variables, secret
 from tfring.launch import exit_codes, frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
-from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_graph
+from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_frames
 from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import start
 from tfring.transport import sockets
@@ -636,7 +636,7 @@ class Job:
     def _report_failure(self, first: Worker) -> None:
         words, others_since = first.err.last_words()
         if others_since and first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):  # it had no last words
-            for line in without_graph(words):
+            for line in without_frames(words):
                 self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
         which = "failed first" if len(self._workers) > 1 else "failed"
         if first.exit_code == launch_variables.PREEMPTED:
