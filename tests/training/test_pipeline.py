@@ -336,6 +336,33 @@ def test_logs_of_batches_whose_microbatches_differ():
     assert max(workers(2).run(on_batches)) < 1e-5
 
 
+def in_float16():
+    """Returns the scales of the loss after training, of a Pipeline and of its model in one process."""
+    import keras
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(40, 4)), np.tile([[2.9], [-2.9]], [20, 1])  # large, with a mean of 0
+
+    def scale_of(model):
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+        return float(model.optimizer.dynamic_scale.numpy())
+
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        with ring.scope():
+            pipeline = tfring.parallel.Pipeline(chain(), ["d2"], num_microbatches=4)
+        return scale_of(pipeline), scale_of(chain())
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def test_microbatches_of_float16_overflow_no_earlier_than_the_batch():
+    for of_pipeline, alone in workers(2).run(in_float16):
+        assert of_pipeline == alone == 2.0**15
+
+
 def with_dropout(recompute):
     """Weights after training with dropout in all stages, and what is predicted."""
     import keras

@@ -70,6 +70,10 @@ REPLACED = {
     ),
     "keras.src.random.seed_generator.SeedGenerator.next": Function("self, ordered", "draws otherwise on each replica"),
     # optimizers
+    "tensorflow.python.training.optimizer.Optimizer.apply_gradients": Function(
+        "self, grads_and_vars, global_step, name, skip_gradients_aggregation",
+        "weighs the gradients of an optimizer of TensorFlow 1",
+    ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
     f"{_SWAP}._tf_swap_variables": Function("self, optimizer", "swaps averages of shards"),
     f"{_SWAP}._tf_finalize_ema_values": Function("self, optimizer", "the same"),
