@@ -1052,6 +1052,18 @@ def stand_in_for_ssh(folder):
     return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
 
 
+def test_a_host_that_has_no_descriptors_for_its_workers(tmp_path):
+    environ = stand_in_for_ssh(tmp_path)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(ssh.read_text().replace("exec", "ulimit -n 30\nexec"))
+    done = subprocess.run(
+        [*LAUNCH, "--hosts", "node1:16", write(tmp_path, "")],
+        env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert "node1: no file descriptors left: the limit is 30, and 16 processes take up to" in done.stderr, done.stderr
+    assert done.returncode == 71 and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("options", [("-n", "2"), ("--hosts", "node1:1,node2:1")])
 def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monkeypatch, options):
     """Nor in the environment of what leads to other hosts."""
