@@ -3,8 +3,8 @@
     python benchmarks/equality/keras_tests.py                                  all of them: hours
     python benchmarks/equality/keras_tests.py --only losses/ metrics/iou       files whose path holds one of these
 
-The tests are those of the wheel (`keras/src/**/*_test.py`), which need pytest and absl-py. Each file runs in processes
-of its own, once a mode:
+The tests are those of the wheel (`keras/src/**/*_test.py`), which need pytest and absl-py, some of them jax.
+Each file runs in processes of its own, once a mode:
 
     plain      without tfring
     beside     a strategy of one worker was made before the tests
@@ -134,6 +134,8 @@ def main() -> None:
         module = "keras.src." + file.removesuffix(".py").replace("/", ".")
         plain = {t for t, o in all_outcomes_of(module, "plain", options.seconds).items() if o[0] == "passed"}
         counts["plain"] += len(plain)
+        if not plain:
+            print(f"plain: {file}: no test passed; a module that is missing?", flush=True)
         for mode in options.modes:
             found = all_outcomes_of(module, mode, options.seconds)
             for test in sorted(plain):
