@@ -60,6 +60,7 @@ from tensorflow.python.ops import (
     nn_impl_distribute,  # which defines what `tf.nn` divides losses by
 )
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
+from tensorflow.python.ops import gen_dataset_ops as dataset_kernels  # shuffles with a generator of seeds
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
 Dataset = dataset_ops.DatasetV2
@@ -71,6 +72,7 @@ mark_as_unsaveable = _values_util.mark_as_unsaveable
 simple_broadcast = _cross_device_ops.simple_broadcast
 devices_of = _cross_device_ops.get_devices_from
 aggregate_slices = _cross_device_utils.aggregate_tensors_or_indexed_slices
+_MAX_GRAPH_BYTES = 64 << 20  # of arrays, which the graph of a dataset is several times as large as
 
 
 class DatasetStep(NamedTuple):
@@ -211,19 +213,62 @@ def unpacked(spec: Any, variant: Any) -> Any:
 
 
 def shuffled_like(like: Any, dataset: tf.data.Dataset) -> Any:
-    """`dataset` in the order that the shuffle `like` gives to its input: its seeds cannot be handed to `shuffle`."""
-    variant = shuffle_op.gen_dataset_ops.shuffle_dataset_v3(
-        dataset._variant_tensor,
+    """`dataset` in the order that the shuffle `like` gives to its input: its seeds cannot be handed to `shuffle`.
+
+    Iterators over both take the seeds of their orders from one generator in turn, where it can be had.
+    """
+    generator = _seed_generator_of(like)
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=dataset._variant_tensor,
         buffer_size=like._buffer_size,
         seed=like._seed,
         seed2=like._seed2,
-        seed_generator=shuffle_op.gen_dataset_ops.dummy_seed_generator(),
+        seed_generator=tf.raw_ops.DummySeedGenerator() if generator is None else generator,
         reshuffle_each_iteration=like._reshuffle_each_iteration,
         **dataset._flat_structure,
     )
     result = dataset_ops._VariantDataset(variant, dataset.element_spec)
-    result._tfring_input = dataset  # which has to live as long
+    result._tfring_input, result._tfring_like = dataset, like  # which have to live as long
     return result
+
+
+def shuffled_with_generator(shuffle_dataset_v3: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the operation of `Dataset.shuffle` with a generator of seeds that `shuffled_like` finds again."""
+    if not tf.executing_eagerly() or not kwargs.get("reshuffle_each_iteration"):
+        return shuffle_dataset_v3(*args, **kwargs)
+    seeds = {name: kwargs[name] for name in ("seed", "seed2")}
+    generator = tf.raw_ops.AnonymousSeedGenerator(**seeds, reshuffle=True)
+    variant = shuffle_dataset_v3(*args, **{**kwargs, "seed_generator": generator.handle})
+    variant._tfring_generator = generator  # it lives as long as its deleter
+    return variant
+
+
+def _seed_generator_of(shuffle: Any) -> Any:
+    """Returns a handle to the generator of a shuffle's seeds, None where it cannot be had.
+
+    Without `shuffled_with_generator` its name is in the dataset's graph alone, which holds the arrays of the pipeline.
+    The kernel looks it up by container and name, whatever kind of resource a handle is of.
+    """
+    if (known := getattr(shuffle._variant_tensor, "_tfring_generator", None)) is not None:
+        return known.handle
+    if not shuffle._reshuffle_each_iteration or _bytes_of_slices(shuffle) > _MAX_GRAPH_BYTES:
+        return None
+    graph = tf.compat.v1.GraphDef()
+    ignore = tf.data.experimental.ExternalStatePolicy.IGNORE.value
+    variant = shuffle._variant_tensor
+    graph.ParseFromString(
+        tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=ignore).numpy()
+    )
+    nodes = {node.name: node for node in graph.node}
+    [result] = (node for node in graph.node if node.op == "_Retval")
+    [handle] = nodes[nodes[result.input[0]].input[4]].attr["value"].tensor.resource_handle_val
+    return tf.raw_ops.VarHandleOp(container=handle.container, shared_name=handle.name, dtype=tf.int64, shape=[])
+
+
+def _bytes_of_slices(dataset: tf.data.Dataset) -> int:
+    """Returns the bytes of the arrays that a pipeline begins with."""
+    mine = sum(tensor.dtype.size * int(tf.size(tensor)) for tensor in getattr(dataset, "_tensors", ()))
+    return mine + sum(map(_bytes_of_slices, datasets_before(dataset)))
 
 
 # -- distributed datasets; only a strategy of TensorFlow's own can make them -------------------------------------------
@@ -712,6 +757,7 @@ __all__ = [
     "collective_ops",
     "cross_replica_context",
     "data_random_seed",
+    "dataset_kernels",
     "dataset_step",
     "datasets_before",
     "device_util",
@@ -742,6 +788,7 @@ __all__ = [
     "set_aggregation",
     "set_cardinality",
     "shuffled_like",
+    "shuffled_with_generator",
     "simple_broadcast",
     "spec_of_a_replica",
     "static_batch_size",

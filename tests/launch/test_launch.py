@@ -463,6 +463,8 @@ def test_a_failure_stops_the_others_and_comes_last(launch):
     assert last == "tfring launch: rank 1 failed first: exit code 1. Stopped: ranks 0 and 2."
     words = done.stderr[done.stderr.rindex("[2] stopped" if "[2] stopped" in done.stderr else "stopped") :]
     assert words.index("KeyError: 'inner'") < words.index("[1] ValueError: boom")
+    assert words.count("[1] Traceback (most recent call last): above\n") == 2
+    assert done.stderr.count('raise KeyError("inner")') == 1
 
 
 def test_a_traceback_shown_last_is_not_repeated(launch):
@@ -983,9 +985,26 @@ call(f"Graph execution error:\\n\\n{where}\\nof rank {rank}: too large")
     for rank in (1, 2):
         assert f"[{rank}] of rank {rank}: too large\n" in shown
         assert f"[{rank}] ValueError: Graph execution error:\n" in shown
-    # What failed first is told at the end, without the graph.
+    # What failed first is told at the end, without frames.
     assert "[0] Detected at node add defined at (most recent call last): above\n" in shown
     assert shown.index("[2] of rank 2") < shown.index("[0] of rank 0: too large\ntfring launch: rank 0 failed first")
+
+
+def test_a_place_that_python_marks_without_an_indent_is_folded(launch):
+    """As of Python 3.11 under a `with` of several lines: "^^^^" begins its line."""
+    frames = ["Traceback (most recent call last):", "  File a.py", "^^^^", "  File b.py", "ValueError: of rank "]
+    done = launch(
+        2,
+        f"""
+        if rank:
+            wait_for("0")
+        sys.stderr.write("\\n".join({frames}) + str(rank) + "\\n")
+        sys.stderr.flush()
+        note(str(rank))
+        """,
+    )
+    assert done.stderr.count("^^^^") == 1 and done.stderr.count("File b.py") == 1
+    assert "[1] Traceback (most recent call last): as of rank 0, above\n[1] ValueError: of rank 1" in done.stderr
 
 
 def test_other_tracebacks_are_all_shown(launch):
@@ -1031,6 +1050,18 @@ def stand_in_for_ssh(folder):
     ssh.write_text(f'#!/bin/sh\n(echo "$@"; env) >> {folder}/ssh\nfor last; do :; done\nexec sh -c "$last"\n')
     ssh.chmod(0o755)
     return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+
+
+def test_a_host_that_has_no_descriptors_for_its_workers(tmp_path):
+    environ = stand_in_for_ssh(tmp_path)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(ssh.read_text().replace("exec", "ulimit -n 30\nexec"))
+    done = subprocess.run(
+        [*LAUNCH, "--hosts", "node1:16", write(tmp_path, "")],
+        env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert "node1: no file descriptors left: the limit is 30, and 16 processes take up to" in done.stderr, done.stderr
+    assert done.returncode == 71 and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("options", [("-n", "2"), ("--hosts", "node1:1,node2:1")])

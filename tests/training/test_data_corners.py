@@ -403,6 +403,62 @@ def test_shuffled_datasets_go_on_as_in_one_process():
     assert_equal(workers(2).run(one_after_another, list(names), timeout=400))
 
 
+def made_before_the_strategy(make):
+    """Returns what `make` returns of datasets whose shuffles TensorFlow makes by itself."""
+    from tensorflow.python.ops import gen_dataset_ops
+
+    from tfring._keras import seam
+
+    replaced = gen_dataset_ops.shuffle_dataset_v3
+    gen_dataset_ops.shuffle_dataset_v3 = seam.installed["tensorflow.python.ops.gen_dataset_ops.shuffle_dataset_v3"]
+    try:
+        return make()
+    finally:
+        gen_dataset_ops.shuffle_dataset_v3 = replaced
+
+
+def read_before_fit():
+    """Reads shuffled datasets before `fit` and between two: relative errors to one process."""
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    rows = tf.data.Dataset.from_tensor_slices(skewed_rows(ROWS))
+    pipelines = {
+        "rows": lambda: rows.shuffle(50, seed=1).batch(8),
+        "mapped": lambda: rows.map(lambda x, y: (2 * x, y)).shuffle(50, seed=1).batch(8),
+        "batches": lambda: rows.batch(8).shuffle(50, seed=1),
+    }
+
+    def trained(model, dataset):
+        keras.layers.Normalization().adapt(dataset.map(lambda x, y: x))
+        losses = model.fit(dataset, epochs=2, verbose=0).history["loss"]
+        for _ in dataset.take(1):
+            pass
+        losses += model.fit(dataset.map(lambda x, y: (x, 2 * y)), verbose=0).history["loss"]
+        losses += model.fit(dataset, verbose=0).history["loss"]
+        return [np.array(losses), *model.get_weights()]
+
+    results = {}
+    for name, make in pipelines.items():
+        for when, made in (("before", made_before_the_strategy), ("behind", lambda make: make())):
+            keras.utils.set_random_seed(1)
+            with ring.scope():
+                model = regression()
+            start = model.get_weights()
+            got = trained(model, made(make))
+            case = results[f"{name} {when}"] = {"bits": b"".join(w.tobytes() for w in got)}
+            if is_reference(ring):
+                alone = regression()
+                alone.set_weights(start)
+                case.update(weights=relative_error(got, trained(alone, made(make))))
+    return results
+
+
+def test_datasets_that_are_read_before_fit():
+    assert_equal(workers(2).run(read_before_fit))
+
+
 def random_pipelines(folder):
     """Returns by name rows 0 to 32, to which maps add random numbers below 0.5, and labels."""
     import tensorflow as tf

@@ -12,6 +12,7 @@ from harness import strategy, workers
 
 import tfring
 from tfring._keras.sharding import sharding_of
+from tfring.callbacks import variables
 from tfring.sharding import at_stage, shard_along, shard_table
 
 BATCH = 20
@@ -309,6 +310,59 @@ def test_equals_one_process(mesh, cases, floatx):
         assert max(found["held"] for found in of_case) < reference["all"]
 
 
+def on_batches():
+    """The largest difference of what `train_on_batch` and `test_on_batch` return from one process."""
+    import keras
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    x, y = inputs_of("chain")
+
+    def returned(model):
+        results = [model.train_on_batch(x[:rows], y[:rows]) for rows in (19, 11, 2)]
+        return [*results, model.test_on_batch(x[:7], y[:7])]
+
+    keras.utils.set_random_seed(3)
+    with ring.scope():
+        model = chain()
+        pipeline = tfring.parallel.Pipeline(model, ["d2"], num_microbatches=3)
+        compiled(pipeline, "chain")
+    keras.utils.set_random_seed(3)
+    alone = chain()
+    compiled(alone, "chain")
+    return relative_error(returned(pipeline), returned(alone))
+
+
+def test_logs_of_batches_whose_microbatches_differ():
+    assert max(workers(2).run(on_batches)) < 1e-5
+
+
+def in_float16():
+    """Returns the scales of the loss after training, of a Pipeline and of its model in one process."""
+    import keras
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(40, 4)), np.tile([[2.9], [-2.9]], [20, 1])  # large, with a mean of 0
+
+    def scale_of(model):
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.fit(x, y, batch_size=10, shuffle=False, verbose=0)
+        return float(model.optimizer.dynamic_scale.numpy())
+
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        with ring.scope():
+            pipeline = tfring.parallel.Pipeline(chain(), ["d2"], num_microbatches=4)
+        return scale_of(pipeline), scale_of(chain())
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+
+
+def test_microbatches_of_float16_overflow_no_earlier_than_the_batch():
+    for of_pipeline, alone in workers(2).run(in_float16):
+        assert of_pipeline == alone == 2.0**15
+
+
 def with_dropout(recompute):
     """Weights after training with dropout in all stages, and what is predicted."""
     import keras
@@ -324,7 +378,11 @@ def with_dropout(recompute):
         pipeline = tfring.parallel.Pipeline(model, ["d2"], num_microbatches=2, recompute=recompute)
         compiled(pipeline, "chain")
     history = pipeline.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
-    return pipeline.get_weights(), pipeline(x[:5]).numpy(), history["loss"]
+    of_model = variables.variables_of(pipeline)
+    taken = variables.take(ring, pipeline, of_model).arrays
+    pairs = zip(of_model, taken, strict=False)  # rank 0 has them
+    draws = [int(array.view("int64").ravel()[1]) for v, array in pairs if "seed_generator" in v.path]
+    return pipeline.get_weights(), pipeline(x[:5]).numpy(), history["loss"], draws
 
 
 def test_dropout_is_the_same_when_computed_again():
@@ -332,7 +390,9 @@ def test_dropout_is_the_same_when_computed_again():
     again = workers(2).run(with_dropout, True)
     assert relative_error(kept[0][0], kept[1][0]) == 0
     assert relative_error(again[0][0], kept[0][0]) < 1e-5
-    assert relative_error(again[1][1:], kept[0][1:]) < 1e-5
+    assert relative_error(again[1][1:3], kept[0][1:3]) < 1e-5
+    draws = 2 * 3 * 2  # epochs, steps and microbatches
+    assert kept[0][3] == again[0][3] == [draws] * 4  # a backup has those of all stages
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -291,3 +291,52 @@ def two():
 def test_two_strategies_and_none_in_one_process():
     for error, _ in workers(2).run(two):
         assert error < 1e-5
+
+
+def of_tensorflow_1():
+    """The largest difference of weights from one process, by the name of the optimizer."""
+    import keras
+    import tensorflow as tf
+
+    class Model(keras.Model):
+        def __init__(self, optimizer):
+            super().__init__()
+            self.layer, self.updates = keras.layers.Dense(1), optimizer
+
+        def call(self, x):
+            return self.layer(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            weights = [weight.value for weight in self.trainable_weights]
+            self.updates.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return {"mean": loss}
+
+    ring = strategy()
+    x, y = skewed_rows(19)
+
+    def trained(make):
+        keras.utils.set_random_seed(1)
+        model = Model(make())
+        model(x[:1])
+        model.compile()
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    makes = {
+        "momentum": lambda: tf.compat.v1.train.MomentumOptimizer(0.01, 0.9),
+        "adam": lambda: tf.compat.v1.train.AdamOptimizer(0.01),
+    }
+    differences = {}
+    for name, make in makes.items():
+        with ring.scope():
+            weights = trained(make)
+        differences[name] = relative_error(weights, trained(make))
+    return differences
+
+
+def test_optimizers_of_tensorflow_1():
+    for differences in workers(2).run(of_tensorflow_1):
+        assert max(differences.values()) < 1e-5, differences

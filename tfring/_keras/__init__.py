@@ -58,7 +58,7 @@ def install() -> None:
         state,
         trainer,
     )
-    from tfring._keras.optimizers import adoption, served
+    from tfring._keras.optimizers import adoption, served, tensorflow_1
     from tfring._keras.sharding import slots
 
     # Each function is replaced once, so that their order is of no importance.
@@ -76,6 +76,7 @@ def install() -> None:
         randomness,
         inputs,
         served,
+        tensorflow_1,
         batch_shapes,
         callbacks,
         outside,

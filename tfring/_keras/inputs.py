@@ -280,6 +280,8 @@ def install() -> None:
             return original(seed)
         return original(_shared.next_seed())
 
+    seam(_tf.dataset_kernels, "shuffle_dataset_v3")(_tf.shuffled_with_generator)
+
     @seam(_tf.Dataset, "cache")
     def cache(original: Callable[..., Any], self: Any, filename: Any = "", name: str | None = None) -> Any:
         return original(self, data.own_cache_file(filename), name)

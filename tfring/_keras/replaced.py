@@ -70,6 +70,10 @@ REPLACED = {
     ),
     "keras.src.random.seed_generator.SeedGenerator.next": Function("self, ordered", "draws otherwise on each replica"),
     # optimizers
+    "tensorflow.python.training.optimizer.Optimizer.apply_gradients": Function(
+        "self, grads_and_vars, global_step, name, skip_gradients_aggregation",
+        "weighs the gradients of an optimizer of TensorFlow 1",
+    ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
     f"{_SWAP}._tf_swap_variables": Function("self, optimizer", "swaps averages of shards"),
     f"{_SWAP}._tf_finalize_ema_values": Function("self, optimizer", "the same"),
@@ -117,6 +121,11 @@ REPLACED = {
     ),
     "tensorflow.python.data.util.random_seed.get_seed": Function(
         "seed", "gives unseeded transformations of `tf.data` the seed that ranks share"
+    ),
+    "tensorflow.python.ops.gen_dataset_ops.shuffle_dataset_v3": Function(
+        "input_dataset, buffer_size, seed, seed2, seed_generator, output_types, output_shapes, "
+        "reshuffle_each_iteration, metadata, name",
+        "makes a generator of seeds that the shuffle of this worker's rows finds again",
     ),
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"

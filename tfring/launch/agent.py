@@ -7,6 +7,7 @@ closes: so they end with the launcher, even if that is killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import queue
@@ -23,7 +24,7 @@ from tfring.cluster import Cluster, launch_variables, ports
 from tfring.errors import ConfigurationError
 from tfring.launch import exit_codes, frames, processes, worker
 from tfring.launch.guard import STOP_SIGNALS, run_guarded
-from tfring.transport import wire
+from tfring.transport import sockets, wire
 
 _STDIN, _STDOUT = 0, 1
 _TERMINATE_SECONDS = 5.0
@@ -89,6 +90,7 @@ class _Agent:
 
     def _prepare(self, setup: dict[str, Any]) -> None:
         self._setup = setup
+        self._limit = sockets.raise_descriptor_limit(len(setup["ranks"]) * worker.FDS_OF_A_WORKER)
         os.environ.update({name: text for name, text in setup["environ"].items() if name.startswith("TFRING_")})
         try:
             # "192.0.2.9 50000 192.0.2.1 22": by the address that the launcher took, the others get here too.
@@ -101,7 +103,7 @@ class _Agent:
             loopback = ports.is_loopback(address)
             self._listeners = [ports.open_listener(loopback=loopback) for _ in setup["ranks"]]
         except (OSError, ConfigurationError) as error:
-            _tell(wire.pack("problem", what=str(error)[:4000]))
+            self._tell_problem("", error)
             self._gone = True
             return
         _tell(wire.pack("listening", address=address, ports=[each.getsockname()[1] for each in self._listeners]))
@@ -136,7 +138,7 @@ class _Agent:
             try:
                 started = worker.start(command, cluster, environ, stdin=stdin, place=place)
             except OSError as error:
-                _tell(wire.pack("problem", what=f"could not start rank {rank}: {error}"[:4000]))
+                self._tell_problem(f"could not start rank {rank}: ", error)
                 self._stop()
                 return
             self._processes[rank] = started
@@ -147,6 +149,13 @@ class _Agent:
                 threading.Thread(target=self._feed, args=(started.process.stdin,), daemon=True).start()
         for listener in self._listeners:
             listener.close()
+
+    def _tell_problem(self, where: str, error: Exception) -> None:
+        assert self._setup is not None
+        why = str(error)
+        if getattr(error, "errno", None) == errno.EMFILE:
+            where, why = "", sockets.without_descriptors(len(self._setup["ranks"]), self._limit)
+        _tell(wire.pack("problem", what=f"{where}{why}"[:4000]))
 
     def _on_output(self, rank: int, name: str, fd: int) -> None:
         data = os.read(fd, 1 << 16)

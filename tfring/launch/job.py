@@ -9,7 +9,6 @@ import functools
 import os
 import pathlib
 import re
-import resource
 import selectors
 import signal
 import socket
@@ -23,9 +22,9 @@ from tfring.cluster import Address, Cluster, launch_variables, secret
 from tfring.launch import exit_codes, frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
-from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_graph
+from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_frames
 from tfring.launch.remote import RemoteHost, Way
-from tfring.launch.worker import start
+from tfring.launch.worker import FDS_OF_A_WORKER, start
 from tfring.transport import sockets
 
 # Ladders: signals to send, and the seconds each is given. Ctrl-C lets the scripts write a checkpoint.
@@ -47,7 +46,6 @@ _JOINED = b"j"  # what a worker of asynchronous servers has said once they have 
 
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
-_FDS_OF_A_PROCESS = 6  # its socket, the same for a restart, two pipes it prints to, one it reports by, its log
 _BACKLOG = 128  # connections that wait for a worker
 _MOST_PENDING_BYTES = 1 << 20  # no more is read from workers while as much is still to be shown
 
@@ -215,17 +213,13 @@ class Job:
 
     def _start(self) -> None:
         num_processes = self._num_workers + self._num_servers
-        limit = sockets.raise_descriptor_limit(num_processes * _FDS_OF_A_PROCESS)
+        limit = sockets.raise_descriptor_limit(num_processes * FDS_OF_A_WORKER)
         try:
             self._start_all(num_processes)
         except (OSError, _CannotStartError) as error:
             if getattr(error.__cause__ or error, "errno", None) != errno.EMFILE:
                 raise
-            raise _CannotStartError(
-                f"no file descriptors left: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and "
-                f"{num_processes} processes take up to {limit}. Raise it (`ulimit -n {limit}`, or LimitNOFILE of a "
-                "service), or start fewer"
-            ) from error
+            raise _CannotStartError(sockets.without_descriptors(num_processes, limit)) from error
 
     def _start_all(self, num_processes: int) -> None:
         # Bound here and handed down, so that no other program takes a port before its worker listens.
@@ -636,7 +630,7 @@ class Job:
     def _report_failure(self, first: Worker) -> None:
         words, others_since = first.err.last_words()
         if others_since and first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):  # it had no last words
-            for line in without_graph(words):
+            for line in without_frames(words):
                 self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
         which = "failed first" if len(self._workers) > 1 else "failed"
         if first.exit_code == launch_variables.PREEMPTED:

@@ -29,6 +29,7 @@ _KEPT_LINES = 400  # of a worker's standard error, to tell why it failed
 # "    | Traceback (most recent call last):" within a group, and what faulthandler writes of a crash.
 _TRACEBACK = re.compile(rb"(?<!\| )Traceback \(most recent call last\):|Fatal Python error: ")
 _FRAMES = re.compile(rb"\(most recent call last\):\r?$")  # of Python, and of the graph in TensorFlow's errors
+_OF_FRAMES = re.compile(rb"  |[\s^~]*$")  # Python marks a place in a line of many lines without an indent
 _FEWEST_FRAMES = 4  # lines of frames that are worth folding
 _MOST_FRAMES = 2000
 # A line of TensorFlow's log; what follows the time and the thread is the same on all ranks, if the line is.
@@ -240,7 +241,7 @@ class Stream:
 
     def _folded(self, line: bytes) -> list[bytes]:
         """The lines to show now that this one is there: it, it and those held back before, or none."""
-        if self._frames and (not line.strip() or line.startswith(b"  ")) and len(self._frames) < _MOST_FRAMES:
+        if self._frames and _OF_FRAMES.match(line) and len(self._frames) < _MOST_FRAMES:
             self._frames.append(line)
             return []
         lines = self._end_of_frames()
@@ -347,14 +348,14 @@ def _drawn_over(line: bytes) -> bool:
     return b"\r" in line or b"\b" in line
 
 
-def without_graph(lines: list[bytes]) -> list[bytes]:
-    """A traceback without the frames of TensorFlow's graph in its message, which were shown before."""
+def without_frames(lines: list[bytes]) -> list[bytes]:
+    """A traceback without its frames and those of TensorFlow's graph in its message, which were shown before."""
     result: list[bytes] = []
     skips = False
     for line in lines:
-        skips = skips and (not line.strip() or line.startswith(b"  "))
+        skips = skips and bool(_OF_FRAMES.match(line))
         if not skips:
-            skips = bool(_FRAMES.search(line)) and not _TRACEBACK.search(line)
+            skips = bool(_FRAMES.search(line))
             result.append(line.rstrip() + b" above" if skips else line)
     return result
 

@@ -21,11 +21,11 @@ output:
   rank 0: there input() and pdb work, others pass by a breakpoint.
 
 ends:
-  When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its traceback
-  comes last, and its exit code (128 + signal if it was killed) is the launcher's. Ctrl-C interrupts all
-  workers; a second one kills them. Nothing a worker has started outlives the job, here or elsewhere, even if the
-  launcher is killed. Where its child, which watches the workers, is killed at the same time, the workers end, but
-  not what they have started.
+  When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its error
+  comes last, with the frames above, and its exit code (128 + signal if it was killed) is the launcher's.
+  Ctrl-C interrupts all workers; a second one kills them. Nothing a worker has started outlives the job, here or
+  elsewhere, even if the launcher is killed. Where its child, which watches the workers, is killed at the same time,
+  the workers end, but not what they have started.
 
 servers:
   With --servers S, S more processes of the program serve parameters: tfring.ParameterServerStrategy() serves there, and

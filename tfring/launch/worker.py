@@ -14,6 +14,7 @@ from tfring.cpus import available_cpus, thread_variables
 from tfring.gpus import gpu_variables, shortage
 from tfring.launch import processes
 
+FDS_OF_A_WORKER = 6  # its socket, the same for a restart, two pipes it prints to, one it reports by, its log
 _HOOK = os.path.join(os.path.dirname(__file__), "hook")  # Python runs its sitecustomize.py before the program
 
 

@@ -44,6 +44,8 @@ class Microbatch:
       number: from 0.
       rows: how many, int or int64 scalar; where there are none it holds another's, which does not count.
       share: of the rows of the worker's batch, float64 scalar.
+      enlarged: a power of two by which gradients are divided on their way, for those of the mean over a microbatch
+        overflow float16 where those of the mean over the batch do not.
       step: what the losses and layers see while they compute it.
     """
 
@@ -56,9 +58,11 @@ class Microbatch:
             element = data.slice_rows(element, begin, tf.maximum(end, begin + 1))
         self.x, self.y, self.sample_weight = element
         self.share = tf.cast(self.rows, tf.float64) / tf.cast(all_rows, tf.float64)
+        self.enlarged = float(1 << (count - 1).bit_length())
         around = step.current() or step.Step()
         share = self.share if around.share is None else around.share * self.share
-        self.step = step.Step(share, share > 0, count, self.share)
+        is_static = tf.get_static_value(self.rows) is not None
+        self.step = step.Step(share, share > 0, count, self.share, is_static)
 
 
 class Held:
@@ -222,7 +226,7 @@ class Passes:
         gradients = [given[id(tensor)] for tensor in _tensors(self._out_of) if id(tensor) in given]
         if one.loss is not None:
             targets.append(one.loss)
-            gradients.append(tf.ones_like(one.loss))
+            gradients.append(tf.ones_like(one.loss) / one.microbatch.enlarged)
         inputs = self._differentiable(one.values)
         made = one.tape.gradient(targets, [*weights, *inputs], output_gradients=gradients) if targets else []
         made = made or [None] * (len(weights) + len(inputs))
@@ -363,8 +367,8 @@ class _Sum:
             return
         sparse = isinstance(gradient, tf.IndexedSlices)
         values = gradient.values if sparse else gradient
-        if self._weighs:
-            values = tf.math.multiply_no_nan(values, tf.cast(microbatch.share, values.dtype))
+        weight = microbatch.enlarged * (microbatch.share if self._weighs else tf.ones_like(microbatch.share))
+        values = tf.math.multiply_no_nan(values, tf.cast(weight, values.dtype))
         if not sparse:
             self._total = values if self._total is None else self._total + values
         elif self._total is None:

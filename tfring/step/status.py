@@ -22,7 +22,8 @@ _OTHER_BATCHES = (
     "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring cuts each "
     "rank's share from them. Give what chooses or orders rows a seed (`dataset.shuffle(n, seed=1)`, "
     "`keras.utils.set_random_seed(1)` before data is made), make unseeded datasets after the strategy; batches of a "
-    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Hand all rows to "
+    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Iterate over a "
+    "dataset before `fit` on every rank, or on none. Hand all rows to "
     "every rank, without `x[rank::n]` or `dataset.shard`. Where each rank has rows of its own, say so: "
     "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )

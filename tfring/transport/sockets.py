@@ -38,6 +38,15 @@ def raise_descriptor_limit(descriptors: int) -> int:
     return wanted
 
 
+def without_descriptors(num_processes: int, wanted: int) -> str:
+    """Says that processes cannot be started; `wanted` is the limit that they need."""
+    return (
+        f"no file descriptors left: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and "
+        f"{num_processes} processes take up to {wanted}. Raise it (`ulimit -n {wanted}`, or LimitNOFILE of a "
+        "service), or start fewer"
+    )
+
+
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Returns the process and the user at the other end of a Unix socket, from the kernel."""
     process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
