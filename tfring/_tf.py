@@ -28,6 +28,7 @@ from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: 
     shuffle_op,
     skip_op,
     take_op,
+    zip_op,
 )
 from tensorflow.python.data.util import random_seed as data_random_seed  # seeds of unseeded tf.data shuffles
 from tensorflow.python.data.util import structure as _structure  # arguments of a map as flat tensors
@@ -119,6 +120,8 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
             if all(isinstance(component, tf.TensorSpec) for component in tf.nest.flatten(spec)):
                 arrays = tf.nest.pack_sequence_as(spec, dataset._tensors)
             return DatasetStep("slices", None, {"arrays": arrays})
+        case zip_op._ZipDataset:
+            return DatasetStep("zip", None, {"datasets": dataset._datasets})
         case _:
             return DatasetStep("other", None, {})
     return DatasetStep(kind, dataset._input_dataset, arguments)
@@ -672,11 +675,13 @@ def unbatched(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset.unbatch()` of dense tensors, without the map by which that makes tensors dense.
 
     Args:
-      dataset: Of one tensor.
+      dataset: Of tensors, in any structure.
     """
-    spec = tf.TensorSpec(dataset.element_spec.shape[1:], dataset.element_spec.dtype)
+    spec = tf.nest.map_structure(lambda batch: tf.TensorSpec(batch.shape[1:], batch.dtype), dataset.element_spec)
     variant = tf.raw_ops.UnbatchDataset(
-        input_dataset=tf.data.experimental.to_variant(dataset), output_types=[spec.dtype], output_shapes=[spec.shape]
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        output_types=[row.dtype for row in tf.nest.flatten(spec)],
+        output_shapes=[row.shape for row in tf.nest.flatten(spec)],
     )
     result = tf.data.experimental.from_variant(variant, spec)
     result._tfring_dataset = dataset  # lives as long

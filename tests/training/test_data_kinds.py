@@ -136,6 +136,7 @@ def other_rows_in_the_middle(kind):
         "plain slices": rows.batch(BATCH),
         "slices, mapped batches": rows.batch(BATCH).map(lambda x, y: (2 * x, y)),
         "mapped slices": rows.shuffle(ROWS, seed=1).map(lambda x, y: (x, y)).batch(BATCH),
+        "zipped slices": tf.data.Dataset.zip((rows.map(lambda x, y: x), rows.map(lambda x, y: y))).batch(BATCH),
         "rows": rows.filter(lambda x, y: True).batch(BATCH),
         "mapped": rows.filter(lambda x, y: True).map(lambda x, y: (x, y)).batch(BATCH),
         "strings": rows.map(lambda x, y: (tf.strings.as_string(x), y)).filter(lambda x, y: True)
@@ -154,7 +155,7 @@ def test_one_other_row_is_found(kind):
         assert "The ranks drew different batches" in message
 
 
-@pytest.mark.parametrize("kind", ["plain slices", "slices, mapped batches", "mapped slices"])
+@pytest.mark.parametrize("kind", ["plain slices", "slices, mapped batches", "mapped slices", "zipped slices"])
 def test_one_other_row_of_slices_is_found(kind):
     for message in workers(2).run(other_rows_in_the_middle, kind):
         assert message.startswith("model.fit: `array 0 of x` is not the same on every rank"), message

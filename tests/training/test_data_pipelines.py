@@ -101,6 +101,12 @@ def pipelines(folder):
         x, y = skewed_rows(ROWS)
         return tf.data.Dataset.from_tensor_slices((x, (y > 0).astype("float32")))
 
+    def zipped():
+        x, y = map(tf.data.Dataset.from_tensor_slices, skewed_rows(ROWS))
+        y = y.map(lambda y: 2 * y)
+        x = x.map(lambda x: counted("zipped")(x, 0)[0], **auto)
+        return tf.data.Dataset.zip((x, y)).shuffle(30, seed=1).batch(BATCH)
+
     made = {
         "map": lambda: rows().map(counted("map"), **auto).batch(BATCH),
         "serial maps": lambda: rows().map(halve).map(counted("serial maps")).batch(BATCH).prefetch(2),
@@ -110,6 +116,10 @@ def pipelines(folder):
         "shuffle between": lambda: rows().map(counted("shuffle between"), **auto).shuffle(30, seed=1).batch(BATCH),
         "shuffle of batches": lambda: rows().map(counted("shuffle of batches")).batch(BATCH).shuffle(3, seed=1),
         "repeat before": lambda: rows().map(counted("repeat before")).repeat(2).batch(BATCH),
+        "zipped": zipped,
+        "zipped, no map": lambda: tf.data.Dataset.zip(
+            tuple(map(tf.data.Dataset.from_tensor_slices, skewed_rows(ROWS)))
+        ).shuffle(30, seed=1).batch(BATCH),
         "cache": lambda: rows().map(counted("cache")).batch(BATCH).cache().repeat(2).take(7),
         "order left open": lambda: rows().map(halve, **auto, deterministic=False).batch(BATCH),
         "map of batches": lambda: rows().map(halve).batch(BATCH).map(center),
@@ -151,7 +161,8 @@ def _share(*arguments):
 
 
 # Maps are called at most once more a batch than this rank's rows: by a rank that has none.
-COUNTED = ["map", "serial maps", "drop_remainder", "shuffle before", "shuffle between", "shuffle of batches", "share"]
+COUNTED = ["map", "serial maps", "drop_remainder", "shuffle before", "shuffle between", "shuffle of batches", "share",
+           "zipped"]
 
 
 def train_pipelines(names, options):

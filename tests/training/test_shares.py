@@ -1,6 +1,7 @@
 """Shares of datasets: cut from batches of any size, fingerprinted, and made once for all calls."""
 
 import contextlib
+import time
 
 import numpy as np
 import pytest
@@ -99,6 +100,12 @@ def made_of_rows():
     def slices(n):
         return tf.data.Dataset.from_tensor_slices(np.arange(n))
 
+    def texts(n):
+        return tf.data.Dataset.from_tensor_slices(["a" * i for i in range(n)])
+
+    def zipped(*datasets):
+        return tf.data.Dataset.zip(datasets).map(lambda a, b: 100 * tf.cast(a, tf.int32) + b)
+
     def shuffled(n):
         return rows(n).shuffle(5, seed=3).map(lambda x: -x).batch(4).shuffle(3, seed=2)
 
@@ -114,12 +121,21 @@ def made_of_rows():
         "slices": lambda n: slices(n).batch(4),
         "slices, repeated": lambda n: slices(n).repeat(2).batch(4, drop_remainder=True).prefetch(1),
         "slices, shuffled": lambda n: slices(n).shuffle(5, seed=3).skip(1).batch(4).shuffle(3, seed=2).take(2),
+        "mapped slices": lambda n: texts(n).map(tf.strings.length).batch(5).prefetch(2),
+        "mapped slices, shuffled": lambda n: texts(n).map(tf.strings.length).shuffle(5, 3).repeat(2).batch(4, True),
+        "mapped slices, batches": lambda n: texts(n).shuffle(4, seed=1).batch(8).map(tf.strings.length),
+        "mapped slices, all": lambda n: texts(n).map(tf.strings.length).batch(4).map(lambda b: b - tf.reduce_min(b)),
+        "zipped slices": lambda n: zipped(slices(n), texts(n).map(tf.strings.length, 2)).shuffle(5, seed=3).batch(4),
+        "zipped slices of a dict": lambda n: tf.data.Dataset.zip({"b": slices(n + 2), "a": (texts(n), slices(n))})
+        .map(lambda row: tf.cast(row["b"], tf.int32) - tf.strings.length(row["a"][0])).batch(4),
+        "enumerated": lambda n: texts(n).map(tf.strings.length).enumerate(7).map(
+            lambda i, x: tf.cast(i, tf.int32) * x).batch(5),
     }
 
 
 def cut(name, sizes, worlds):
     """Returns for each size and number of workers and replicas the batches, and what all shares of each hold."""
-    from tfring.data import shares
+    from tfring.data import pipeline, shares
 
     make, results = made_of_rows()[name], []
     for n in sizes:
@@ -127,9 +143,9 @@ def cut(name, sizes, worlds):
             batches = [np.array(batch).tolist() for batch in make(n).as_numpy_iterator()]
             rows, prints = [[] for _ in batches], [set() for _ in batches]
             for rank in range(world_size):
-                of_arrays = name.startswith("slices")
-                drawn = shares.draw(make(n), rank, replicas, world_size, compare=True, by_number=of_arrays)
-                assert isinstance(drawn.cut, shares.CutByNumber) == of_arrays, name
+                drawn = shares.draw(make(n), rank, replicas, world_size, compare=True, by_number="slices" in name)
+                assert bool(pipeline.arrays_of(make(n))) == ("slices" in name)
+                assert isinstance(drawn.cut, shares.CutByNumber) == name.startswith("slices"), name
                 drawn = list(drawn.shares())
                 assert len(drawn) == len(batches), (name, n, world_size, replicas)
                 for number, share in enumerate(drawn):
@@ -156,6 +172,13 @@ def cut(name, sizes, worlds):
         ("slices", [1, 11], [(2, 1), (3, 2)]),
         ("slices, repeated", [11], [(2, 1), (3, 1)]),
         ("slices, shuffled", [2, 13], [(3, 2)]),
+        ("mapped slices", [1, 13], [(2, 1), (7, 2)]),
+        ("mapped slices, shuffled", [11], [(2, 1), (3, 1)]),
+        ("mapped slices, batches", [15], [(5, 1)]),
+        ("mapped slices, all", [11], [(2, 1)]),
+        ("zipped slices", [2, 11], [(3, 1)]),
+        ("zipped slices of a dict", [11], [(2, 1)]),
+        ("enumerated", [13], [(2, 1)]),
     ],
 )
 def test_shares_of_all_workers_are_the_batch(name, sizes, worlds):
@@ -164,6 +187,45 @@ def test_shares_of_all_workers_are_the_batch(name, sizes, worlds):
         case = f"{n} rows, {world_size} workers of {replicas}"
         assert rows == batches, case
         assert all(len(of_batch) == 1 and 0 not in of_batch for of_batch in prints), case
+
+
+def rows_drawn(world_size):
+    """Returns for each worker and dataset which rows its maps see, and how many are drawn ahead of the first batch."""
+    import tensorflow as tf
+
+    from tfring.data import shares
+
+    def seeing(rows):
+        def see(x):
+            rows.append(int(x))
+            return x
+
+        return lambda x: tf.ensure_shape(tf.numpy_function(see, [x], tf.int64), [])
+
+    def drawn(dataset, rank):
+        return shares.draw(dataset, rank, 1, world_size, compare=True, by_number=True).dataset
+
+    found = []
+    for rank in range(world_size):
+        slices, (own, zipped, ahead) = tf.data.Dataset.from_tensor_slices(np.arange(60)), ([], [], [])
+        list(drawn(slices.map(seeing(own), 2).shuffle(60, seed=1).batch(12), rank))
+        list(drawn(tf.data.Dataset.zip((slices.map(seeing(zipped)), slices)).shuffle(60, seed=1).batch(12), rank))
+        iterator = iter(drawn(slices.repeat().map(seeing(ahead)).batch(12).prefetch(2), rank))
+        next(iterator)
+        until = time.monotonic() + 20
+        while len(ahead) < 12 // world_size * (1 + 2 * world_size) and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append((sorted(own), sorted(zipped), len(ahead)))
+    return found
+
+
+def test_a_worker_maps_its_own_rows_alone_and_runs_ahead_by_as_many_as_one_process():
+    [found] = workers(1).run(rows_drawn, 3)
+    for kind in range(2):
+        assert sorted(row for rank in found for row in rank[kind]) == list(range(60))
+        assert [len(rank[kind]) for rank in found] == [20, 20, 20]
+    for *_, ahead in found:
+        assert ahead >= 4 + 2 * 12  # its share of the first batch, and as many rows as two batches have
 
 
 def shares_of_zeros():

@@ -6,7 +6,8 @@ source ─► shuffle ─► batches ─► this worker's rows ─► map ─►
                         └─► fingerprint of all rows
 ```
 
-Where the source is slices of arrays that ranks have compared, their numbers stand for the rows until a batch is cut.
+Where the source is slices of arrays that ranks have compared, their numbers stand for the rows until a batch is cut;
+so too where it zips such slices. Maps of what is zipped are applied after the zip.
 
 Only steps whose effect on the order and number of rows is known are made again. All else, and what comes before it,
 is the source: every rank draws all of it.
@@ -85,11 +86,14 @@ def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline
         return None
     batch, source = dataset, step.before
     step = _tf.dataset_step(source)
-    while step.kind in _BETWEEN_ROWS and not (step.kind == "map" and _draws_in_order(step)):
+    while step.kind in _BETWEEN_ROWS and not _draws_in_order(step):
         rows.insert(0, source)
         source, step = step.before, _tf.dataset_step(step.before)
+    if step.kind == "zip":
+        source, maps = _zip_before_maps(source)
+        rows = maps + rows
     maps_of_batches = list(filter(_is_map, batches))
-    arrays = step.arguments.get("arrays") if by_number else None
+    arrays = _arrays(source) if by_number else None
     if arrays is None:
         while rows and not _is_map(rows[0]):  # nothing is gained above the first map
             source = rows.pop(0)
@@ -106,6 +110,47 @@ def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     """Returns the arrays whose numbers stand for the rows of a dataset, which ranks compare before; or none."""
     parts = take_apart(dataset, by_number=True)
     return [] if parts is None or parts.arrays is None else tf.nest.flatten(parts.arrays)
+
+
+def _arrays(dataset: tf.data.Dataset) -> Any:
+    """Returns the arrays of which a dataset is slices, in the structure of its rows; None if it is of none."""
+    step = _tf.dataset_step(dataset)
+    if step.kind != "zip":
+        return step.arguments.get("arrays")
+    datasets = step.arguments["datasets"]
+    arrays = list(map(_arrays, tf.nest.flatten(datasets)))
+    return None if any(of_one is None for of_one in arrays) else tf.nest.pack_sequence_as(datasets, arrays)
+
+
+def _zip_before_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, list]:
+    """Returns the zip of what `dataset` zips as it is before maps, and the datasets of these maps, applied after it."""
+    datasets = _tf.dataset_step(dataset).arguments["datasets"]
+    sources, maps = [], []
+    for number, zipped in enumerate(tf.nest.flatten(datasets)):
+        steps: list = []
+        step = _tf.dataset_step(zipped)
+        while step.kind in ("map", "prefetch", "nothing") and not _draws_in_order(step):
+            steps.insert(0, step)
+            zipped, step = step.before, _tf.dataset_step(step.before)
+        sources.append(zipped)
+        maps += [(number, step.arguments) for step in steps if step.kind == "map"]
+    if not maps:
+        return dataset, []
+    source = dataset = tf.data.Dataset.zip(datasets=tf.nest.pack_sequence_as(datasets, sources))
+    made = []
+    for number, arguments in maps:
+        function = functools.partial(_mapped_component, datasets, dataset.element_spec, number, arguments["function"])
+        function = tf.autograph.experimental.do_not_convert(function)
+        dataset = dataset.map(function, num_parallel_calls=arguments["num_parallel_calls"])
+        made.append(dataset)
+    return source, made
+
+
+def _mapped_component(datasets: Any, spec: Any, number: int, function: Any, *components: Any) -> Any:
+    """Returns the row of a zip, of which a map's function is applied to one component."""
+    rows = tf.__internal__.nest.flatten_up_to(datasets, as_element(components, spec))
+    rows[number] = _tf.call_map_function(function, rows[number])
+    return tf.nest.pack_sequence_as(datasets, rows)
 
 
 def share(batch_size: int, drop_remainder: bool = False) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
@@ -161,10 +206,12 @@ def _has_share(dataset: tf.data.Dataset) -> bool:
 def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     """Returns a dataset of `(about, batch)`: of every batch of the user's, this worker's rows or, if `whole`, all.
 
-    `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them.
+    `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them. For a
+    batch that the user prefetches, this worker's rows of as many batches as there are workers are drawn ahead.
     """
     key = (place, pipeline.whole, pipeline.arrays is not None)
     above, below = _maps_last(pipeline.rows)
+    ahead = 1 if pipeline.whole else place.num_replicas // place.replicas
     dataset, batched = pipeline.source, _batched
     if pipeline.arrays is not None:
         dataset, batched = tf.data.Dataset.range(int(dataset.cardinality())), _batched_by_number
@@ -172,7 +219,7 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
         dataset = _kept(like, key, functools.partial(_again, like, dataset))
     dataset = _kept(pipeline.batch, key, lambda: batched(dataset, below, pipeline, place))
     for like in pipeline.batches:
-        dataset = _kept(like, key, functools.partial(_again_beside, like, dataset))
+        dataset = _kept(like, key, functools.partial(_again_beside, like, dataset, ahead))
     return dataset
 
 
@@ -222,7 +269,7 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
 
         rows = rows.map(pack)
     batches = rows.batch(size, drop_remainder)
-    most = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
+    most, own_rows = _own_rows(rows, size, drop_remainder, pipeline.whole, place)
 
     @tf.autograph.experimental.do_not_convert
     def wanted(*components: Any) -> tuple[tf.Tensor, Any]:
@@ -230,21 +277,21 @@ def _batched(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, place: Place
         if packed and maps:
             variants, digests = batch
             total = tf.size(variants, tf.int64)
-            digest = fingerprint.of_digests(digests)
+            [digest] = tf.unstack(fingerprint.of_digests(digests))
         else:
             total = tf.cast(num_rows(batch), tf.int64)
             digest = fingerprint.of_batch(batch, left_out)
         about = tf.stack([total, digest])
-        begin, end = _drawn(total, size, most, pipeline.whole, place)
+        begin, count = tf.unstack(tf.gather(own_rows, total))
         if not maps:  # none is needed for every row
-            return about[None], batch if pipeline.whole else slice_rows(batch, begin, end)
-        own = tf.nest.map_structure(lambda component: component[begin:end], batch)
-        return tf.tile(about[None], [end - begin, 1]), own[0] if packed else own
+            return about[None], batch if pipeline.whole else slice_rows(batch, begin, begin + count)
+        own = tf.nest.map_structure(lambda component: component[begin : begin + count], batch)
+        return tf.tile(about[None], [count, 1]), own[0] if packed else own
 
     dataset = batches.map(wanted)
     if not maps:
         return dataset
-    dataset = dataset.unbatch()
+    dataset = _tf.unbatched(dataset)
     if packed:
 
         @tf.autograph.experimental.do_not_convert
@@ -261,56 +308,61 @@ def _batched_by_number(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, pl
     """Returns what `_batched` does, where `rows` are their numbers; the fingerprint is that of these."""
     arguments = _tf.dataset_step(pipeline.batch).arguments
     size, drop_remainder = arguments["batch_size"], arguments["drop_remainder"]
-    most = size if pipeline.whole else _most_drawn(place, size, drop_remainder)
+    most, own_rows = _own_rows(rows, size, drop_remainder, pipeline.whole, place)
 
     @tf.autograph.experimental.do_not_convert
     def wanted(numbers: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        total = tf.size(numbers, tf.int64)
-        about = tf.stack([total, fingerprint.of_digests(numbers)])
-        begin, end = _drawn(total, size, most, pipeline.whole, place)
-        own = tf.nest.map_structure(lambda array: tf.gather(array, numbers[begin:end]), pipeline.arrays)
-        return tf.tile(about[None], [end - begin, 1]), own
+        total = tf.shape(numbers, tf.int64)
+        about = tf.concat([total, fingerprint.of_digests(numbers)], 0)
+        begin, count = tf.split(tf.gather_nd(own_rows, total), 2)
+        own = tf.slice(numbers, begin, count)
+        own = tf.nest.map_structure(lambda array: tf.gather(array, own), pipeline.arrays)
+        return tf.broadcast_to(about, tf.concat([count, [2]], 0)), own
 
     dataset = rows.batch(size, drop_remainder).map(wanted)
     if not maps:
         return dataset
-    dataset = dataset.unbatch()
+    dataset = _tf.unbatched(dataset)
     for like in maps:
         dataset = _again_beside(like, dataset)
     return dataset.batch(most)
 
 
-def _drawn(total: tf.Tensor, size: int, most: int, whole: bool, place: Place) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the first row that is drawn here of a batch of `total` rows, and the one after the last.
+def _own_rows(
+    rows: tf.data.Dataset, size: int, drop_remainder: bool, whole: bool, place: Place
+) -> tuple[int, np.ndarray]:
+    """Returns the most rows that are drawn here of a batch; and by a batch's rows the first of them and their number.
 
-    One row where there is none for this worker, so that a batch is never missing; `Shares` leaves it out.
+    One row is drawn where there is none for this worker, so that a batch is never missing; `Shares` leaves it out. Of
+    every full batch the most are drawn, at most one in excess, so a batch with fewer can only be the last.
     """
+    count = int(rows.cardinality())
+    totals = np.arange((min(size, count) if count >= 0 else size) + 1, dtype=np.int64)
     if whole:
-        return tf.zeros_like(total), total
-    begin, end = place.bounds(total)
-    drawn = tf.where(total == size, tf.constant(most, tf.int64), tf.maximum(end - begin, 1))
-    begin = tf.minimum(begin, total - 1)
-    return begin, tf.minimum(begin + drawn, total)
-
-
-def _most_drawn(place: Place, size: int, drop_remainder: bool) -> int:
-    """Returns the most rows of this worker's in a batch of at most `size` rows, at least 1.
-
-    That many are drawn of every full batch, at most one in excess, so a batch with fewer can only be the last.
-    """
-    totals = np.arange(size if drop_remainder else 1, size + 1, dtype=np.int64)
+        return size, np.stack([0 * totals, totals], 1)
     begin, end = place.bounds(totals)
-    return max(int((end - begin).max()), 1)
+    own = np.maximum(end - begin, 1)
+    most = int(own[size if drop_remainder else 0 :].max(initial=1))
+    own[size:] = most
+    begin = np.maximum(np.minimum(begin, totals - 1), 0)
+    return most, np.stack([begin, np.minimum(own, totals - begin)], 1)
 
 
-def _again(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the last step of `like`, which is no map, on another dataset."""
+def _again(like: tf.data.Dataset, dataset: tf.data.Dataset, ahead: int = 1) -> tf.data.Dataset:
+    """Returns the last step of `like`, which is no map, on another dataset.
+
+    Args:
+      like: Of the user.
+      dataset: The other.
+      ahead: Elements that are drawn ahead for each that the user prefetches. Defaults to 1.
+    """
     kind, _, arguments = _tf.dataset_step(like)
     match kind:
         case "shuffle":
             return _tf.shuffled_like(arguments["like"], dataset)
         case "prefetch":
-            return dataset.prefetch(arguments["buffer_size"])
+            size = arguments["buffer_size"]
+            return dataset.prefetch(size if size == tf.data.AUTOTUNE else ahead * size)
         case "repeat":
             return dataset.repeat(arguments["count"])
         case "take":
@@ -322,11 +374,11 @@ def _again(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset
 
 
-def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the last step of `like` on a dataset of `(about, element)`."""
+def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset, ahead: int = 1) -> tf.data.Dataset:
+    """Returns the last step of `like` on a dataset of `(about, element)`; `ahead` as of `_again`."""
     kind, _, arguments = _tf.dataset_step(like)
     if kind != "map":
-        return _again(like, dataset)
+        return _again(like, dataset, ahead)
     function, parallel = arguments["function"], arguments["num_parallel_calls"]
 
     @tf.autograph.experimental.do_not_convert
@@ -351,7 +403,7 @@ def _draws_in_order(step: _tf.DatasetStep) -> bool:
 
     One process does. In a parallel map the rows take their numbers as threads come: nothing is there to keep.
     """
-    if step.arguments["num_parallel_calls"] is not None:
+    if step.kind != "map" or step.arguments["num_parallel_calls"] is not None:
         return False
     graph = step.arguments["function"].function.graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]

@@ -69,6 +69,7 @@ class Cut(NamedTuple):
         if self.is_beside:
             about, batch = element
             total, digest = tf.unstack(tf.reduce_sum(about[:1], 0))  # zeros where there is none
+            digest = fingerprint.above_zero(digest)
             if not self.is_full:
                 first, _ = self.place.bounds(total)
         else:
@@ -113,7 +114,7 @@ class CutByNumber(NamedTuple):
         parts, rows = [], []
         with tf.device("CPU:0"):  # where the arrays are
             total = tf.reduce_sum(tf.cast(indices >= 0, tf.int64))
-            digest = fingerprint.of_digests(indices)
+            digest = fingerprint.above_zero(tf.squeeze(fingerprint.of_digests(indices), 0))
             for replica in range(self.place.first, self.place.first + self.place.replicas):
                 begin, end = bounds(total, replica, self.place.num_replicas)
                 rows.append(end - begin)
