@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+from keras.src.models.functional import Functional
 from keras.src.utils import naming
 
 from tfring._keras.seam import seam
@@ -17,6 +18,11 @@ _saved_as: dict[str, str] = {}  # by the name of a class, that of the class whos
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """`layer` and the layers in it, at any depth, each once. Keras shows them of a model only."""
     return list(layer._flatten_layers(include_self=True, recursive=True))
+
+
+def is_functional(model: keras.Model) -> bool:
+    """Returns whether Keras knows a model's layers and what flows between them: it is functional, or sequential."""
+    return isinstance(model, (keras.Sequential, Functional))
 
 
 def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
