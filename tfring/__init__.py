@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from tfring import seeding
@@ -113,6 +111,8 @@ def _load(name: str) -> Any:
     if _EXPORTS[name] not in _WITHOUT_TENSORFLOW:
         check_tensorflow()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    if _EXPORTS[name] == "tfring.strategy":
+        importlib.import_module("tfring.layers")  # which a file may name: Keras finds what is registered
     globals()[name] = value
     return value
 
@@ -125,50 +125,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _load_layers_when_asked(registration: Any) -> None:
-    """Makes Keras find the layers that a file names, though this process has not used them yet."""
-    find = registration.get_registered_object
-
-    @functools.wraps(find)
-    def get_registered_object(name: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(name).startswith("tfring>"):
-            importlib.import_module("tfring.layers")
-        return find(name, *args, **kwargs)
-
-    registration.get_registered_object = get_registered_object
-
-
-def _share_downloads(file_utils: Any) -> None:
-    """Has workers that download the same file at once share it, also before a strategy is made."""
-    importlib.import_module("tfring.downloads").install(file_utils)
-
-
-def _wait_for_keras() -> None:
-    """Registers what Keras needs before a strategy is made; now if Keras is there, else when it comes."""
-    from wrapt import register_post_import_hook
-
-    register_post_import_hook(_load_layers_when_asked, "keras.src.saving.object_registration")
-    register_post_import_hook(_share_downloads, "keras.src.utils.file_utils")
-
-
-class _KerasWatcher:
-    """Calls `_wait_for_keras` when Keras is first imported. A launcher never does, and goes without wrapt's 50 ms.
-
-    It stays in `sys.meta_path`, which the import system is walking when it is called.
-    """
-
-    called = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "keras" and not self.called:
-            self.called = True
-            _wait_for_keras()
-
-
 if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its workers do it before the program begins
     with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
         seeding.apply_from_environment()
-if "keras" in sys.modules:
-    _wait_for_keras()
-else:
-    sys.meta_path.insert(0, _KerasWatcher())

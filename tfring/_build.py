@@ -27,6 +27,7 @@ CORE_SOURCES = (
     "kernels_plain.cc",
     "links.cc",
     "liveness.cc",
+    "peer.cc",
     "plan.cc",
     "process.cc",
     "reduce_rows.cc",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -686,6 +687,17 @@ def unbatched(dataset: tf.data.Dataset) -> tf.data.Dataset:
     result = tf.data.experimental.from_variant(variant, spec)
     result._tfring_dataset = dataset  # lives as long
     return result
+
+
+def has_run() -> bool:
+    """Returns whether TensorFlow has run something in this process, after which its runtime joins no cluster."""
+    return eager_context.context()._context_handle is not None
+
+
+def is_in_another_graph() -> bool:
+    """Returns whether a replica is about to merge from a graph within its own, such as that of a branch."""
+    graph = getattr(threading.current_thread(), "graph", None)  # of TensorFlow's thread of a replica
+    return graph is not None and graph is not tf.compat.v1.get_default_graph()
 
 
 def eager_context_address() -> int:

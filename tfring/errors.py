@@ -1,14 +1,56 @@
 """The exceptions tfring raises."""
 
+import enum
+from typing import Any
+
+
+class Reason(enum.IntEnum):
+    """Why ranks cannot go on together; programs read this and no message. Those up to SLOW are of native/core.h."""
+
+    DIED = 1  # `rank`: its process is gone
+    LEFT = 2  # its program ended, and left the ring
+    CLOSED = 3  # it closed the ring during a call
+    INTERRUPTED = 4  # Ctrl-C
+    STOPPED = 5  # its host answers, its process does not
+    CUT_OFF = 6  # `rank` and `other` do not reach each other
+    RAISED = 7  # its program raised an error
+    STEP_FAILED = 8  # another operation of its step failed
+    CALLS_DIFFER = 9
+    THREADS = 10  # two threads in one call, or all threads in calls of other rings
+    SLOW = 11  # it took no part in time
+    OTHER_BATCHES = 32
+    ENDED_EARLY = 33  # the data of one rank ended
+    OTHER_LENGTHS = 34  # ranks take different numbers of steps
+    OTHER_OUTPUTS = 35  # of `predict`
+
 
 class TfringError(RuntimeError):
     """Base of every error tfring raises on purpose.
+
+    Attributes:
+        reason: A `Reason`, where ranks cannot go on together; else None.
+        rank: The rank that the reason concerns; None where it concerns none, or all.
+        other: Of ranks that do not reach each other, or disagree, the other one; else None.
+        call: The name of the collective in which this rank was, empty outside of one.
 
     Example:
         >>> from tfring.errors import PeerLostError, TfringError
         >>> issubclass(PeerLostError, TfringError)
         True
+        >>> PeerLostError("rank 1 is gone", reason=Reason.DIED, rank=1).reason.name
+        'DIED'
     """
+
+    def __init__(
+        self,
+        *args: Any,
+        reason: Reason | None = None,
+        rank: int | None = None,
+        other: int | None = None,
+        call: str = "",
+    ) -> None:
+        super().__init__(*args)
+        self.reason, self.rank, self.other, self.call = reason, rank, other, call
 
 
 class ConfigurationError(TfringError, ValueError):

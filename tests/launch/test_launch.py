@@ -497,7 +497,9 @@ def test_the_cause_is_reported_not_the_peers_that_noticed(launch):
         3,
         """
         import atexit
+        from tfring.cluster import launch_variables
         from tfring.errors import PeerLostError
+        launch_variables.read(os.environ)
         note(f"w{rank}")
         wait_for("w0", "w1", "w2")
         if rank == 2:
@@ -537,7 +539,9 @@ def test_a_rank_killed_is_reported_not_the_peers_that_noticed(launch):
     done = launch(
         3,
         """
+        from tfring.cluster import launch_variables
         from tfring.errors import PeerLostError
+        launch_variables.read(os.environ)
         note(f"w{rank}")
         wait_for("w0", "w1", "w2")
         if rank == 1:
@@ -554,7 +558,9 @@ def test_a_rank_killed_is_reported_not_the_peers_that_noticed(launch):
 
 def test_a_rank_that_left_early_is_named_with_the_peer_it_cost(launch):
     script = """
+        from tfring.cluster import launch_variables
         from tfring.errors import PeerLostError
+        launch_variables.read(os.environ)
         note(f"w{rank}")
         if rank == 1:
             sys.exit(0)

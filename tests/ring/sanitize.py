@@ -26,7 +26,7 @@ THREADS = ("-fsanitize=thread",)
 def build(driver: str, flags: tuple[str, ...], program: pathlib.Path) -> None:
     sources = [str(_build.NATIVE / source) for source in _build.CORE_SOURCES]
     command = [*_build.compiler(), "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags]
-    command += ["-I", str(_build.NATIVE), "-o", str(program), str(HERE / driver), *sources, "-lpthread"]
+    command += ["-I", str(_build.NATIVE), "-o", str(program), str(HERE / driver), *sources, "-lpthread", "-ldl"]
     subprocess.run(command, check=True, timeout=600)
 
 
@@ -38,10 +38,11 @@ def main() -> int:
     runs = [
         ("address and undefined", "ring_driver.cc", MEMORY, ()),
         ("thread", "ring_driver.cc", THREADS, ()),
+        ("address and undefined", "border_driver.cc", MEMORY, ()),
         ("address and undefined", "frames_driver.cc", MEMORY, (str(arguments.frames or 200_000), str(arguments.seed))),
     ]
     with tempfile.TemporaryDirectory() as directory:
-        for name, driver, flags, words in runs[2:] if arguments.frames else runs:
+        for name, driver, flags, words in runs[3:] if arguments.frames else runs:
             program = pathlib.Path(directory) / "driver"
             build(driver, flags, program)
             print(f"sanitizer {name}: ", end="", flush=True)

@@ -1,4 +1,4 @@
-"""keras.utils.get_file, called by all workers at once before there is a strategy."""
+"""keras.utils.get_file, called by all workers at once."""
 
 import os
 import zipfile
@@ -13,8 +13,9 @@ def download(folder):
     """As Keras' datasets: the archive alone, then one that is extracted; each is read at once."""
     import keras
 
-    import tfring  # noqa: F401  which shares downloads
+    import tfring
 
+    tfring.RingStrategy()  # from the first on
     url = f"file://{folder}/data.zip"
     for _ in range(3):
         path = keras.utils.get_file("a.zip", url, cache_dir=folder)

@@ -19,10 +19,11 @@ _installed = False
 def install() -> None:
     """Puts the seams in place, once a process; called by the first RingStrategy or ShardedEmbedding.
 
-    Warns where Keras is newer than tested.
+    Warns where Keras is newer than tested. `seam.restore()` takes them out again.
 
     Raises:
-      ConfigurationError: where Keras is too old, or runs on another backend.
+      ConfigurationError: where Keras is too old, runs on another backend, or was changed by another library; then
+        all is as it was.
     """
     global _installed
     if _installed:
@@ -43,11 +44,13 @@ def install() -> None:
         batch_shapes,
         callbacks,
         collectives,
+        downloads,
         empty,
         epochs,
         inlining,
         input_gradients,
         inputs,
+        layers,
         losses,
         metrics,
         outside,
@@ -66,6 +69,7 @@ def install() -> None:
         metrics,
         losses,
         collectives,
+        downloads,
         empty,
         inlining,
         input_gradients,
@@ -75,6 +79,7 @@ def install() -> None:
         state,
         randomness,
         inputs,
+        layers,
         served,
         tensorflow_1,
         batch_shapes,
@@ -85,8 +90,13 @@ def install() -> None:
         trainer,
         epochs,
     ):
-        module.install()
+        try:
+            module.install()
+        except BaseException:
+            seam.restore()
+            raise
     _installed = True
+    seam.undo.append(_forget)
     changed = seam.changed()
     if changed:
         warnings.warn(
@@ -94,3 +104,8 @@ def install() -> None:
             f"keras=={keras.__version__}; {', '.join(changed)}. Compare a first run with one process, and report it.",
             stacklevel=3,
         )
+
+
+def _forget() -> None:
+    global _installed
+    _installed = False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, Reason
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -23,7 +23,8 @@ _RULE = (
     "All ranks make the same calls in the same order, none of them under `if rank == 0:`, and end together; what is to "
     "be printed or written once: docs/scripts.md."
 )
-_SHORT = ("ranks disagree", "The ranks drew", "The ranks take", "The data of one rank")  # where the call is not said
+_OF_DATA = (Reason.OTHER_BATCHES, Reason.ENDED_EARLY)
+_OF_CALLS = (Reason.CALLS_DIFFER, Reason.OTHER_LENGTHS, *_OF_DATA)  # whose errors do not tell the call
 _TOLD = "_tfring_told"
 
 
@@ -55,26 +56,26 @@ def told(strategy: RingStrategy, caller: str, arguments: dict) -> Iterator[None]
     try:
         yield
     except (MismatchError, PeerLostError, CollectiveTimeoutError) as error:
-        of_arguments = isinstance(error, MismatchError) and not str(error).startswith(_SHORT)  # alike on all ranks
+        of_arguments = isinstance(error, MismatchError) and error.reason not in _OF_CALLS  # alike on all ranks
         if not of_arguments and not hasattr(error, _TOLD):
-            _add(error, _sentences(strategy, caller, arguments, str(error)))
+            _add(error, _sentences(strategy, caller, arguments, error.reason))
         setattr(error, _TOLD, True)
         raise
 
 
-def _sentences(strategy: RingStrategy, caller: str, arguments: dict, message: str) -> Iterator[str]:
+def _sentences(strategy: RingStrategy, caller: str, arguments: dict, reason: Reason | None) -> Iterator[str]:
     yield f"Rank {strategy.cluster.rank} was in {described(caller)}"
-    if message.startswith(("The ranks drew", "The data of one rank")):
+    if reason in _OF_DATA:
         for name, value in arguments.items():
             if isinstance(value, tf.data.Dataset):
                 yield f", whose `{name}` is {_steps(value)}"
     yield "."
-    if message.startswith("ranks disagree") or "left the ring" in message:
+    if reason in (Reason.CALLS_DIFFER, Reason.LEFT):
         yield f" {_RULE}"
 
 
 def _add(error: Exception, sentences: Iterable[str]) -> None:
-    text = f"{error}{'' if str(error).endswith('.') else '.'} {''.join(sentences)}"
+    text = f"{str(error).rstrip('.')}. {''.join(sentences)}"
     error.args = (text,)
     if isinstance(error, tf.errors.OpError):
         error._message = text  # as its initialiser sets it; `message` reads it

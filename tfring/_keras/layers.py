@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+from keras.src.models.functional import Functional
 from keras.src.utils import naming
 
-from tfring._keras.seam import seam
+from tfring._keras.seam import seam, undo
 
 _saved_as: dict[str, str] = {}  # by the name of a class, that of the class whose files it shares
 
@@ -17,6 +19,11 @@ _saved_as: dict[str, str] = {}  # by the name of a class, that of the class whos
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """`layer` and the layers in it, at any depth, each once. Keras shows them of a model only."""
     return list(layer._flatten_layers(include_self=True, recursive=True))
+
+
+def is_functional(model: keras.Model) -> bool:
+    """Returns whether Keras knows a model's layers and what flows between them: it is functional, or sequential."""
+    return isinstance(model, (keras.Sequential, Functional))
 
 
 def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
@@ -37,16 +44,20 @@ def objects_in(values: Iterable[Any], kind: type) -> Iterator[Any]:
                     todo.append(value)
 
 
+@functools.cache
+def install() -> None:
+    """Has files name the layers of `save_under_name_of` as they say; called by the first of these layers, too."""
+    undo.append(install.cache_clear)
+
+    @seam(naming, "to_snake_case")
+    def to_snake_case(original: Callable[..., Any], name: str) -> str:
+        return original(_saved_as.get(name, name))
+
+
 def save_under_name_of(cls: type, other: type) -> None:
     """Files of weights and models hold layers of `cls` as if they were of class `other`, and either loads them.
 
     Keras addresses a layer's weights by the name of its class, so that a file of one kind would not fit a model
     with the other.
     """
-    if not _saved_as:
-
-        @seam(naming, "to_snake_case")
-        def to_snake_case(original: Callable[..., Any], name: str) -> str:
-            return original(_saved_as.get(name, name))
-
     _saved_as[cls.__name__] = other.__name__

@@ -16,8 +16,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from tfring import _tf
 from tfring._keras.seam import entry_under_way, ring_of_model
 from tfring.step import status
@@ -106,9 +104,7 @@ class Loop:
                 try:
                     with status.named():
                         yield
-                except tf.errors.InvalidArgumentError as error:
-                    if status.STOPPED not in error.message:
-                        raise
+                except status.StoppedElsewhere:
                     self.mark_stopped()
                 else:
                     self.on_exit()

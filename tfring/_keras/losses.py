@@ -28,7 +28,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfring import _tf, partition, step
-from tfring._keras.seam import seam, version_of_keras
+from tfring._keras.seam import put, seam, version_of_keras
 from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring, ring_in_scope
 
@@ -42,9 +42,9 @@ def install() -> None:
         losses = original(self)
         return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
 
-    Layer._losses = _AddedLosses()
+    put(Layer, "_losses", _AddedLosses())
     if version_of_keras() < (3, 14):
-        Layer.activity_regularizer = _SummedRegularizer()
+        put(Layer, "activity_regularizer", _SummedRegularizer())
 
 
 class RingCompileLoss(CompileLoss):

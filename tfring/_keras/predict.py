@@ -20,6 +20,7 @@ from tfring import _tf, data, partition
 from tfring._keras import batch_shapes, configuration, exactness
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
+from tfring.errors import Reason
 from tfring.step import status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
@@ -403,8 +404,7 @@ def _one_for_all(values: tf.Tensor) -> tf.Tensor:
     if values.dtype.is_floating:
         size = tf.reduce_max(tf.abs(values))
         same |= tf.reduce_max(tf.abs(values - values[:1])) <= tf.cast(1e-5, values.dtype) * size
-    check = tf.debugging.Assert(same, [status.OTHER_OUTPUTS])
-    with tf.control_dependencies([] if check is None else [check]):
+    with tf.control_dependencies(status.refuse({Reason.OTHER_OUTPUTS: ~same})):
         return tf.identity(values[0])
 
 

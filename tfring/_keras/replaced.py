@@ -142,6 +142,12 @@ REPLACED = {
     "keras.src.utils.summary_utils.count_params": Function("weights", "counts full weights"),
     "keras.src.utils.summary_utils.weight_memory_size": Function("weights", "the same"),
     # files
+    "keras.src.utils.file_utils.urlretrieve": Function(
+        "url, filename, reporthook, data", "downloads once a host what several workers ask for, whole"
+    ),
+    "keras.src.utils.file_utils.extract_archive": Function(
+        "file_path, path, archive_format", "puts files in place whole, where several workers extract them"
+    ),
     f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes aside, and then renames"),
     f"{_FILES}.save_weights_only": Function(
         "model, filepath, max_shard_size, objects_to_skip", "the same", formerly="model, filepath, objects_to_skip"

@@ -1,4 +1,4 @@
-"""Replaces functions of Keras for objects of a RingStrategy, and knows which entry runs."""
+"""Replaces functions of Keras for objects of a RingStrategy, takes that back, and knows which entry runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tfring._keras.replaced import REPLACED
+from tfring.errors import ConfigurationError
 from tfring.recognition import ring_of
 
 if TYPE_CHECKING:
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 
 installed: dict[str, Callable] = {}  # the originals, by their names in `REPLACED`
 extended: dict[type, type] = {}  # classes of ours that Keras' derive from, with Keras' classes in whose place they are
+undo: list[Callable[[], Any]] = []  # takes back what was changed, the last change first
 
 
 def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
     """Decorates `replacement(original, *args, **kwargs)` to stand in for `owner.name`, a function of `REPLACED`.
 
     A function is replaced in the module that defines it, and in all that hold it under its name: TensorFlow executes
-    modules of its API again under other names, before this or later.
+    modules of its API again under other names, before this or later. One of another library is replaced in `owner`.
     """
     path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
     key = f"{path}.{name}"
@@ -37,19 +39,55 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        others = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(name) is original]
+        is_its_own = (getattr(original, "__module__", None) or path).split(".")[0] == path.split(".")[0]
+        modules = list(sys.modules.values()) if is_its_own else []
+        others = [m for m in modules if getattr(m, "__dict__", {}).get(name) is original]
+        undo.append(functools.partial(installed.pop, key))
         for holder in [owner, *others]:
-            setattr(holder, name, replaced)
+            put(holder, name, replaced)
         return replacement
 
     return install
 
 
+def put(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute until `restore`."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    if name == "__new__" and not had:  # where it was and is deleted, Python rejects a constructor's arguments
+        had, before = True, lambda cls, *args, **kwargs: object.__new__(cls)
+    undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
+    setattr(owner, name, value)
+
+
 def extend(cls: type, base: type) -> None:
-    """Has a class of Keras derive from `base` in the place of the class that `base` derives from."""
+    """Has a class of Keras derive from `base` in the place of the class that `base` derives from.
+
+    Raises:
+      ConfigurationError: where another library has put a class of its own there.
+    """
     [replaced] = base.__bases__
-    cls.__bases__ = tuple(base if each is replaced else each for each in cls.__bases__)
+    if replaced not in cls.__bases__:
+        raise ConfigurationError(
+            f"Another library has changed what {cls.__module__}.{cls.__qualname__} derives from, and tfring would be "
+            f"left out of it. Received: {', '.join(f'{each.__module__}.{each.__qualname__}' for each in cls.__bases__)}"
+            f" without {replaced.__module__}.{replaced.__qualname__}. Make the strategy before that library is used, "
+            "or do without it."
+        )
+    exchange(cls, replaced, base)
     extended[base] = replaced
+    undo.append(lambda: extended.pop(base))
+    undo.append(lambda: exchange(cls, base, replaced))
+
+
+def exchange(cls: type, base: type, other: type) -> None:
+    """Has a class derive from `other` in the place of `base`."""
+    cls.__bases__ = tuple(other if each is base else each for each in cls.__bases__)
+
+
+def restore() -> None:
+    """Takes all changes back, so that Keras is as it was. What was made under a strategy is of no use afterwards."""
+    while undo:
+        undo.pop()()
 
 
 def parameters(function: Callable) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 
 from tfring import config
 from tfring.cluster import meeting
 from tfring.cluster.address import host_key, parse_address
 from tfring.cluster.cluster import Cluster
-from tfring.errors import ConfigurationError
+from tfring.errors import ConfigurationError, PeerLostError, RendezvousError
 from tfring.transport import listener
 
 # A worker started by `tfring launch -n 2` holds, say:
@@ -32,6 +35,8 @@ SERVER = "TFRING_SERVER"
 
 # A pipe, by descriptor and inode, into which a worker writes once it takes its place.
 TAKEN = "TFRING_TAKEN_FD"
+LOST = b"l"  # written there at its end: an error ends it because another rank has ended
+_said: set[tuple[str, bytes]] = set()
 
 # Not a place, but how often the job has been started before, and what shuffles that have no seed begin with.
 RESTART = "TFRING_RESTART"
@@ -118,23 +123,47 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     return cluster
 
 
-def say_taken(text: str, what: bytes = b"1", *, says_more: bool = False) -> None:
+def say_taken(text: str, what: bytes = b"1") -> None:
     """Lets the launcher know that its program takes its place: a program that never does trains alone.
+
+    At its end it says whether it ends because it has lost another rank.
 
     Args:
         text: Of the variable `TAKEN`.
-        what: What is said.
-        says_more: Whether it says something later, too.
+        what: What is said; once.
     """
+    if (text, what) not in _said:
+        _said.add((text, what))
+        _say(text, what)
+        _say_at_exit(text, os.getpid())
+
+
+@functools.cache
+def _say_at_exit(text: str, process: int) -> None:
+    def say() -> None:
+        if os.getpid() == process and _has_lost_another(getattr(sys, "last_value", None)):
+            _say(text, LOST)
+
+    atexit.register(say)
+
+
+def _has_lost_another(error: BaseException | None) -> bool:
+    """Returns whether the error that ends this program, or one that it comes from, is of another rank's end."""
+    kinds: list[type] = [PeerLostError, RendezvousError]
+    if (of_tensorflow := sys.modules.get("tensorflow.python.framework.errors_impl")) is not None:
+        kinds += [of_tensorflow.AbortedError, of_tensorflow.UnavailableError]
+    while error is not None and not isinstance(error, tuple(kinds)):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _say(text: str, what: bytes) -> None:
     fd, _, inode = text.partition(":")
     with contextlib.suppress(OSError, ValueError):
         about = os.fstat(int(fd))
         if stat.S_ISFIFO(about.st_mode) and about.st_ino == int(inode):  # in what a worker starts, another file's
             os.write(int(fd), what)
-            if says_more:
-                os.set_inheritable(int(fd), False)
-            else:
-                os.close(int(fd))
+            os.set_inheritable(int(fd), False)
 
 
 def release_listener(cluster: Cluster) -> Cluster:

@@ -8,7 +8,6 @@ import errno
 import functools
 import os
 import pathlib
-import re
 import selectors
 import signal
 import socket
@@ -33,8 +32,6 @@ _TERMINATE = ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 _PREEMPT = ((signal.SIGTERM, 25.0), (signal.SIGKILL, 5.0))  # lets tfring.callbacks.Backup save
 _KILL = ((signal.SIGKILL, 5.0),)
 
-# So begin the exceptions of a rank that lost another one; it is not the first to fail.
-_LOST_PEER = re.compile(rb"^[\w.]*\b(PeerLostError|AbortedError|UnavailableError|RendezvousError)\b")
 _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the others have noticed
 
 _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
@@ -67,16 +64,12 @@ class Worker:
     server: int | None = None  # its number, of a parameter server; its rank then comes after those of the workers
     exit_code: int | None = None  # negative for a signal
     failed_at: float = 0.0  # when its traceback began, or it ended without
+    lost_a_peer: bool = False  # it ended because another had, as it has said: it is not the first to fail
 
     @property
     def name(self) -> str:
         """The name of the process, for messages."""
         return f"rank {self.rank}" if self.server is None else f"server {self.server}"
-
-    @property
-    def lost_a_peer(self) -> bool:
-        """Returns True if it ended because another had, judged by its last lines."""
-        return any(_LOST_PEER.match(line) for line in self.err.last_words()[0])
 
     def close(self) -> None:
         self.out.close()
@@ -443,6 +436,7 @@ class Job:
 
     def _on_ended(self, worker: Worker, code: int) -> None:
         worker.exit_code = code
+        worker.lost_a_peer = launch_variables.LOST in self._hear(worker.rank)
         now = time.monotonic()
         worker.out.pump()
         worker.err.pump()

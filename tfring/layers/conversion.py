@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfring._keras.layers import all_layers
+from tfring._keras.layers import all_layers, is_functional
 
 
 def check_built(model: Any) -> None:
@@ -64,16 +64,13 @@ def converted(
         return layer(*args, **kwargs)
 
     def rebuild(model: keras.Model) -> keras.Model:
-        call_function = None if isinstance(model, keras.Sequential) else call
-        try:
-            return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)
-        except ValueError as error:
-            if "`clone_function`" not in str(error):
-                raise
+        if not is_functional(model):
             raise ValueError(
                 "Only functional and sequential models can be rebuilt layer by layer. Received: "
                 f"{model.name}, a {type(model).__name__}. Use the new layer in its source."
-            ) from error
+            )
+        call_function = None if isinstance(model, keras.Sequential) else call
+        return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)
 
     with _not_compiled(model):
         copy = rebuild(model)

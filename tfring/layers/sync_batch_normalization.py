@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfring import partition, step
-from tfring._keras.layers import save_under_name_of
+from tfring._keras import layers
 from tfring.layers import choice
 from tfring.layers.moments import along, channel_sums, local_moments, mean_and_variance
 
@@ -112,6 +112,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
+        layers.install()
         if synchronization not in _SYNCHRONIZATIONS:
             raise ValueError(
                 f"`synchronization` must be one of {_SYNCHRONIZATIONS}. Received: synchronization={synchronization!r}"
@@ -327,7 +328,7 @@ def _normalize(
     return exchange.call_in_order(normalized, x, scale, offset)
 
 
-save_under_name_of(SyncBatchNormalization, keras.layers.BatchNormalization)
+layers.save_under_name_of(SyncBatchNormalization, keras.layers.BatchNormalization)
 
 _NO_SECOND_DERIVATIVE = (
     "SyncBatchNormalization has no second derivative. Compute the penalty on the gradient without it, or use "

@@ -58,6 +58,7 @@ class Collectives(abc.ABC):
 
     rank: int
     world_size: int
+    identity = 0  # of its ring, which the status of a failed operation names
     reaches_others = False  # whether `broadcast` reaches others though `world_size` is 1
     marks_ready = False  # whether a trace is told when what is reduced is there, which may be before its turn comes
 
@@ -328,6 +329,7 @@ class RingCollectives(Collectives):
         self._ops = ops
         self.communicator = communicator
         self.rank = communicator.rank
+        self.identity = communicator.identity
         self.world_size = communicator.world_size
 
     def all_reduce(

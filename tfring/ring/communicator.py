@@ -81,6 +81,11 @@ class Communicator:
         self._world.order = number
 
     @property
+    def identity(self) -> int:
+        """Returns the number of the ring, the same on all ranks and in all groups."""
+        return self._world.identity
+
+    @property
     def transport(self) -> tuple[str, ...]:
         """Returns the transports to the next and previous rank, e.g. `("shm", "tcp")`; empty if alone.
         """
@@ -167,7 +172,9 @@ class Communicator:
         )
         places = [numbers[host] for host in hosts]
         world = _World(
-            cluster.rank, places, algorithm, Links(cluster, name, transport, connect_timeout_seconds, hosts)
+            *(cluster.rank, places, algorithm),
+            Links(cluster, name, transport, connect_timeout_seconds, hosts),
+            options.identity,
         )
         if cluster.world_size > 1:
             partners = schedule.Layout.of(places).partners(cluster.rank)
@@ -181,7 +188,7 @@ class Communicator:
         handle = core.tfring_open(options, error)
         if handle == 0:
             if error.code in (library.PEER_LOST, library.TIMEOUT):
-                raise RendezvousError(error.message.decode(errors="replace"))
+                raise RendezvousError(error.message.decode(errors="replace"), **library.about(error))
             library.raise_error(error)
         world.handle = handle
         world.links.opened(handle)
@@ -507,7 +514,7 @@ class Communicator:
 
     def abort(self, failure: BaseException) -> None:
         """Breaks this ring, on all ranks, because of a failure outside it; does nothing to one that is broken."""
-        self._core.tfring_abort(self.handle, library.code_of(failure), str(failure).encode())
+        self._core.tfring_abort(self.handle, library.describe(failure))
 
     def tell_raised(self, error: BaseException) -> None:
         """Tells the other ranks that the program raised an error on this one.
@@ -573,6 +580,7 @@ class _World:
     hosts: list[int]  # [rank]
     algorithm: str  # TFRING_ALGORITHM
     links: Links
+    identity: int  # the same on all ranks
     handle: int = 0
     order: int = dataclasses.field(default_factory=lambda: next(_numbers))
 

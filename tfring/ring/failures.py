@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TfringError
 
 if TYPE_CHECKING:
     from tfring.cluster.mesh import Mesh
     from tfring.ring.collectives import Collectives
+
+_PAYLOAD = "tfring"  # of the status of an operation whose ring is broken: the ring's identity; native/invocation.h
+_PLACED = "_tfring_placed"  # of an error that tells the places of its ranks
+
+
+def rings_of(error: tf.errors.OpError) -> set[int]:
+    """Returns the identities of the broken rings because of which TensorFlow's operations failed."""
+    return {int(value) for key, value in error.experimental_payloads.items() if _text(key) == _PAYLOAD}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 @contextlib.contextmanager
@@ -34,12 +45,13 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
         with _told_to_others(channels):
             yield
     except tf.errors.OpError as error:
-        failures = [failure for channel in channels if (failure := channel.failure()) is not None]
+        failures = {c.identity: failure for c in channels if (failure := c.failure()) is not None}
         if not failures:
             raise
-        told = [failure for failure in failures if str(failure) in error.message]
+        told = [failure for ring, failure in failures.items() if ring in rings_of(error)]
         # Where several channels broke, a disagreement is the cause and a lost rank may be its consequence.
-        cause = min(told or failures, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
+        found = told or failures.values()
+        cause = min(found, key=lambda f: (not isinstance(f, MismatchError), isinstance(f, PeerLostError)))
         for channel in channels:
             channel.abort(cause)
         if not told:  # another operation failed, and its step's collectives were given up
@@ -70,9 +82,13 @@ def _placed(failure: BaseException, mesh: Mesh) -> BaseException:
     """The failure, with the places of the ranks that it names."""
     if mesh.is_data_only:
         return failure
-    ranks = sorted({int(rank) for rank in re.findall(r"\brank (\d+)", str(failure))} & set(range(mesh.size)))
+    if not isinstance(failure, TfringError) or failure.rank is None or hasattr(failure, _PLACED):
+        return failure
+    ranks = sorted({rank for rank in (failure.rank, failure.other) if rank is not None})
     places = "; ".join(f"rank {rank} has {mesh.place(rank)}" for rank in ranks)
-    return type(failure)(f"{failure} ({places})") if places and places not in str(failure) else failure
+    placed = type(failure)(f"{failure} ({places})")
+    vars(placed).update(vars(failure), **{_PLACED: True})
+    return placed
 
 
 def raise_interrupt(error: RuntimeError) -> None:

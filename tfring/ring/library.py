@@ -8,11 +8,12 @@ import importlib.metadata
 import pathlib
 import signal
 import weakref
+from typing import Any
 
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 
 def _directory() -> pathlib.Path:
@@ -104,7 +105,15 @@ def row_sums_number(reduction: str) -> int:
 
 
 class Error(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 2044)]
+    _fields_ = [
+        ("code", ctypes.c_int32),
+        ("reason", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("other", ctypes.c_int32),
+        ("ring", ctypes.c_uint64),
+        ("call", ctypes.c_char * 104),
+        ("message", ctypes.c_char * 1920),
+    ]
 
 
 class Tensor(ctypes.Structure):
@@ -268,7 +277,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_open": (ctypes.c_int64, ctypes.POINTER(Options), error),
         "tfring_close": (None, handle),
         "tfring_end": (None,),
-        "tfring_abort": (None, handle, size, ctypes.c_char_p),
+        "tfring_abort": (None, handle, error),
         "tfring_tell_raised": (None, handle, ctypes.c_char_p),
         "tfring_failure": (ctypes.c_int, handle, error),
         "tfring_next_warning": (None, ctypes.c_char_p, size),
@@ -293,7 +302,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_all_reduce_rows": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
         "tfring_send": (ctypes.c_int, handle, call, tensors, error),
         "tfring_receive": (ctypes.c_int, handle, call, ctypes.c_int32, Shape, ctypes.c_void_p, error),
-        "tfring_send_abort": (None, size, size, size, ctypes.c_char_p),
+        "tfring_send_abort": (None, size, error),
         "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
         "tfring_use_instructions": (size, ctypes.c_char_p),
@@ -352,6 +361,8 @@ def raise_error(error: Error) -> None:
     raise error_of(error)
 
 
+_MOST_TEXT = Error.message.size - 1  # bytes
+
 _KINDS: dict[int, type[BaseException]] = {
     MISMATCH: errors.MismatchError,
     PEER_LOST: errors.PeerLostError,
@@ -363,11 +374,26 @@ _KINDS: dict[int, type[BaseException]] = {
 
 def error_of(error: Error) -> BaseException:
     """Returns the exception for what a failed call, or a broken ring, left in `error`."""
-    return _KINDS.get(error.code, errors.TfringError)(error.message.decode(errors="replace"))
+    message = error.message.decode(errors="replace")
+    kind = _KINDS.get(error.code, errors.TfringError)
+    if not issubclass(kind, errors.TfringError):
+        return kind(message)
+    return kind(message, **about(error))
 
 
-def code_of(failure: BaseException) -> int:
-    """Returns the code of an exception, as other ranks see it; the inverse of `error_of`."""
+def about(error: Error) -> dict[str, Any]:
+    """Returns the reason and what it concerns, as arguments of a TfringError."""
+    reason = errors.Reason(error.reason) if error.reason else None
+    rank, other = (None if number < 0 else number for number in (error.rank, error.other))
+    return {"reason": reason, "rank": rank, "other": other, "call": error.call.decode(errors="replace")}
+
+
+def describe(failure: BaseException, message: str | None = None) -> Error:
+    """Returns an exception as the core takes it, and other ranks see it; the inverse of `error_of`."""
+    code = next((code for code, kind in _KINDS.items() if type(failure) is kind), INTERNAL)
+    reason, rank, other = (getattr(failure, name, None) for name in ("reason", "rank", "other"))
     if isinstance(failure, KeyboardInterrupt):
-        return PEER_LOST
-    return next((code for code, kind in _KINDS.items() if type(failure) is kind), INTERNAL)
+        code, reason = PEER_LOST, errors.Reason.INTERRUPTED
+    text = (str(failure) if message is None else message).encode(errors="replace")
+    rank, other = (-1 if number is None else number for number in (rank, other))
+    return Error(code=code, reason=reason or 0, rank=rank, other=other, message=text[:_MOST_TEXT])

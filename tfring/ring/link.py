@@ -12,8 +12,8 @@ from tfring.errors import RendezvousError
 from tfring.ring import library
 from tfring.transport import mailbox, wire
 
-# A ControlFrame of native/frame.h: magic, version, type, code, rank, reserved, sequence, message.
-_CONTROL_FRAME = struct.Struct("<IHBBiiQ1000s")
+# A ControlFrame of native/frame.h: magic, version, type, code, rank, other, reason, padding, sequence, message.
+_CONTROL_FRAME = struct.Struct("<IHBBiiiiQ992s")
 _ABORT = 0
 _CONNECT_SECONDS = 5.0
 
@@ -59,9 +59,9 @@ class Link:
             self.rank, self.control.detach(), data_fd, *own, self.mailbox_fd, self.doorbell_fd, host
         )
 
-    def send_failure(self, rank: int, code: int, why: str) -> None:
-        """Tells the peer, which tells the others, why `rank` gives up, so that no rank waits in vain."""
-        library.core().tfring_send_abort(self.control.fileno(), rank, code, why.encode())
+    def send_failure(self, why: library.Error) -> None:
+        """Tells the peer, which tells the others, why this rank gives up, so that no rank waits in vain."""
+        library.core().tfring_send_abort(self.control.fileno(), why)
         self.close()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Link:
         except OSError:
             frame = b""
         if len(frame) == _CONTROL_FRAME.size:
-            _, _, kind, _, _, _, _, message = _CONTROL_FRAME.unpack(frame)
+            _, _, kind, *_, message = _CONTROL_FRAME.unpack(frame)
             if kind == _ABORT:
                 raise RendezvousError(message.partition(b"\0")[0].decode(errors="replace"))
         elif not frame:

@@ -107,7 +107,7 @@ class Links:
                     while (failure := broken()) is None and time.monotonic() < until:
                         time.sleep(_NEWS_SECONDS / 20)
                     failure = failure or gave_up  # a disagreement, or a lost rank, if there is one
-                    library.core().tfring_abort(self._handle, library.code_of(failure), str(failure).encode())
+                    library.core().tfring_abort(self._handle, library.describe(failure))
                     raise failure from (None if failure is gave_up else gave_up)
 
     def _connect_to(self, rank: int, broken: Callable[[], BaseException | None]) -> None:

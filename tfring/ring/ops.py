@@ -466,8 +466,8 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
             token = _token(communicator) if token is None else token
             return op(token=token, handle=communicator.handle, key=name, **inputs)
     except tf.errors.OpError as error:  # eagerly
-        failure = communicator.failure()
-        if failure is None or str(failure) not in error.message:
+        failure = communicator.failure() if failures.rings_of(error) else None
+        if failure is None:
             raise
         raise failure from error
     except RuntimeError as error:
@@ -620,10 +620,15 @@ def _ops() -> Any:
             f"The TensorFlow ops of the ring do not fit TensorFlow {tf.__version__}: {problem.decode()}. "
             'Use TensorFlow 2.18 to 2.21, or pass communication="tensorflow" to RingStrategy.'
         )
-    find_cancellation = getattr(native, "tfring_find_cancellation", lambda address: 0)  # libraries of an older build
-    if not find_cancellation(ctypes.c_void_p(_tf.eager_context_address())):
+    if not find_cancellation(tf.__version__):
         _log.info("Collectives of this TensorFlow are not cancelled when another operation of their step fails.")
     return loaded
+
+
+def find_cancellation(version: str) -> bool:
+    """Has collectives end with their step, where the place of TensorFlow's cancellation is known for its version."""
+    native = ctypes.CDLL(str(library.OPS))
+    return bool(native.tfring_find_cancellation(ctypes.c_void_p(_tf.eager_context_address()), version.encode()))
 
 
 # Gradients. A gradient is itself a collective: every rank differentiates what every rank computed.

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from tfring import config
 from tfring.cluster import ports, secret
 from tfring.cluster.address import parse_address
-from tfring.errors import PeerLostError, RendezvousError
+from tfring.errors import PeerLostError, Reason, RendezvousError
 from tfring.ring import library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
 from tfring.transport import handshake, mailbox, sockets, wire
@@ -167,7 +167,7 @@ class _Forming:
         self.kind = "ring"
         self.is_linked: Callable[[], bool] = lambda: False  # by the other rank's doing
         self.failure = ""  # why this rank gives up,
-        self.code = library.PEER_LOST  # in a number
+        self.cause: BaseException = PeerLostError(rank=cluster.rank)  # its kind
         self.cancelled = threading.Event()
         self.last_words_seconds = _LAST_WORDS_SECONDS
 
@@ -189,7 +189,7 @@ class _Forming:
                     raise self.connect_error
                 if self.broken is not None and (failure := self.broken()) is not None:
                     self.last_words_seconds = 0.0  # those on their way learn of it as this rank did
-                    self.code = library.code_of(failure)
+                    self.cause = failure
                     if self.kind == "link":
                         raise RendezvousError(str(failure))
                     raise RendezvousError(f'Ring "{self.ring}" cannot form, for the one beside it broke: {failure}')
@@ -203,7 +203,7 @@ class _Forming:
             self.cancelled.set()
             connecting.join()
             for link in self.links.values():
-                link.send_failure(self.cluster.rank, self.code, self.failure)
+                link.send_failure(library.describe(self.cause, self.failure))
             self._reject_pending()
             raise
 
@@ -273,7 +273,9 @@ class _Forming:
                 self._warn_about_secret(rank, error)
             except handshake.RefusedError as error:
                 if error.final:
-                    raise (PeerLostError if self.kind == "link" else RendezvousError)(str(error)) from None
+                    if self.kind == "link":
+                        raise PeerLostError(str(error), reason=Reason.LEFT, rank=rank) from None
+                    raise RendezvousError(str(error)) from None
                 self.reasons[rank] = str(error)
             except (OSError, wire.WireError) as error:
                 self._check_descriptors_left(error)
@@ -320,7 +322,7 @@ class _Forming:
                 raise
             # The other rank takes this one for connected, so this attempt was the only one.
             self.failure = self.failure or f"Rank {self.cluster.rank} lost rank {rank}: {error}"
-            link.send_failure(self.cluster.rank, self.code, self.failure)
+            link.send_failure(library.describe(self.cause, self.failure))
             if isinstance(error, RendezvousError):
                 raise
             raise RendezvousError(self.failure) from error

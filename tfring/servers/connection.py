@@ -101,4 +101,4 @@ class Connection:
             return function()
         except PeerLostError as error:
             why = f"in the ring of the two it is rank {self._other}: {error}"
-            raise PeerLostError(f"{self.name} is lost ({why})") from None
+            raise PeerLostError(f"{self.name} is lost ({why})", reason=error.reason) from None

@@ -20,7 +20,7 @@ import numpy as np
 
 from tfring import config
 from tfring.cluster.roles import Roles
-from tfring.errors import PeerLostError, RendezvousError
+from tfring.errors import PeerLostError, Reason, RendezvousError
 from tfring.servers.connection import Connection
 
 PRIMARY, SECONDARY = "primary", "secondary"
@@ -187,16 +187,16 @@ class Replica:
 def is_gone(error: BaseException) -> bool:
     """Returns whether a process was lost by its end, which its host tells, and not by its silence.
 
-    >>> is_gone(PeerLostError("rank 1 died: its process on 127.0.0.1 is gone, and its connection closed"))
-    True
+    >>> is_gone(PeerLostError("rank 1 died", reason=Reason.DIED)), is_gone(PeerLostError("rank 1 is stopped"))
+    (True, False)
     """
-    return " died: its process on " in str(error)
+    return getattr(error, "reason", None) is Reason.DIED
 
 
 def has_left(error: BaseException) -> bool:
     """Returns whether a process was lost because its program ended, by an error perhaps.
 
-    >>> has_left(PeerLostError("rank 1 closed the ring during receive")), has_left(PeerLostError("rank 1 is silent"))
+    >>> has_left(PeerLostError("rank 1 closed the ring", reason=Reason.CLOSED)), has_left(PeerLostError("it is silent"))
     (True, False)
     """
-    return " left the ring " in str(error) or " closed the ring " in str(error)
+    return getattr(error, "reason", None) in (Reason.LEFT, Reason.CLOSED)

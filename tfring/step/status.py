@@ -8,12 +8,13 @@ or because the epoch has had its steps: it meets the others wherever they are (`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfring.errors import MismatchError
+from tfring.errors import MismatchError, Reason
 
 _BEGINS, _STOPS, _ENDS = range(3)  # what a rank is about to do: a step, to leave the loop, to end its epoch
 _HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three
@@ -37,7 +38,19 @@ _ENDED_EARLY = (
     "`dataset.shard`. Where each rank has rows of its own, say so: "
     "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )
-STOPPED = "A callback has stopped the loop on another rank."
+OTHER_OUTPUTS = (
+    "An output of `predict` that has no dimension of rows has to be the same on every replica, which sees its share "
+    "of the batch alone. Received: other values on another replica, as of a statistic of the batch. Return a value for "
+    "each row, or compute it from the rows that `predict` returns. See docs/data.md."
+)
+_STOPPED = 1  # among the reasons: a callback has stopped the loop on another rank
+_SENTENCES = {
+    _STOPPED: "A callback has stopped the loop on another rank.",
+    Reason.ENDED_EARLY: _ENDED_EARLY,
+    Reason.OTHER_BATCHES: _OTHER_BATCHES,
+    Reason.OTHER_LENGTHS: _OTHER_LENGTHS,
+    Reason.OTHER_OUTPUTS: OTHER_OUTPUTS,
+}
 
 
 class Status(NamedTuple):
@@ -90,22 +103,49 @@ def why_not(status: Status) -> list:
     """Operations that raise InvalidArgumentError where a step is not taken, unless it is for the end of the data."""
     if status.flags is None:
         return []
-    wrong = tf.stack([
-        status.flags[_STOPS] > 0,
-        tf.convert_to_tensor(status.ended_early),
-        ~tf.convert_to_tensor(status.is_same),
-        status.flags[_ENDS] > 0,
-    ])  # fmt: skip
-    sentence = tf.gather([STOPPED, _ENDED_EARLY, _OTHER_BATCHES, _OTHER_LENGTHS], tf.argmax(tf.cast(wrong, tf.float32)))
-    check = tf.debugging.Assert(~tf.reduce_any(wrong), [sentence])
+    return refuse({
+        _STOPPED: status.flags[_STOPS] > 0,
+        Reason.ENDED_EARLY: status.ended_early,
+        Reason.OTHER_BATCHES: ~tf.convert_to_tensor(status.is_same),
+        Reason.OTHER_LENGTHS: status.flags[_ENDS] > 0,
+    })
+
+
+def refuse(wrong: Mapping[int, Any]) -> list:
+    """Operations that raise InvalidArgumentError where something is wrong, and note what, for `named`.
+
+    Args:
+      wrong: for reasons, whether they hold; the first that does counts.
+    """
+    reasons = tf.constant([int(reason) for reason in wrong], tf.int64)
+    holds = tf.stack([tf.convert_to_tensor(each) for each in wrong.values()])
+    first, any_holds = tf.argmax(tf.cast(holds, tf.float32)), tf.reduce_any(holds)
+    with tf.device("CPU:0"):
+        note = tf.where(any_holds, tf.gather(reasons, first), 0)
+        noted = tf.raw_ops.AssignVariableOp(resource=_note(), value=note)
+    with tf.control_dependencies([] if noted is None else [noted]):
+        check = tf.debugging.Assert(~any_holds, [tf.gather([_SENTENCES[reason] for reason in wrong], first)])
     return [] if check is None else [check]
 
 
-OTHER_OUTPUTS = (
-    "An output of `predict` that has no dimension of rows has to be the same on every replica, which sees its share "
-    "of the batch alone. Received: other values on another replica, as of a statistic of the batch. Return a value for "
-    "each row, or compute it from the rows that `predict` returns. See docs/data.md."
-)
+@functools.cache
+def _note() -> tf.Tensor:
+    """Returns a variable's handle: the reason why the last step was refused, for Python to read; 0 for none."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        note = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="tfring/refused")
+        tf.raw_ops.AssignVariableOp(resource=note, value=tf.constant(0, tf.int64))
+    return note
+
+
+def _take_note() -> int:
+    with tf.device("CPU:0"):
+        reason = int(tf.raw_ops.ReadVariableOp(resource=_note(), dtype=tf.int64))
+        tf.raw_ops.AssignVariableOp(resource=_note(), value=tf.constant(0, tf.int64))
+    return reason
+
+
+class StoppedElsewhere(Exception):
+    """A callback has stopped the loop on another rank."""
 
 
 class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
@@ -113,8 +153,9 @@ class DifferentDataError(MismatchError, tf.errors.InvalidArgumentError):
 
     __module__, __qualname__ = "tfring.errors", "MismatchError"  # as a traceback shows it: what programs catch it by
 
-    def __init__(self, message: str) -> None:
-        tf.errors.InvalidArgumentError.__init__(self, None, None, message)
+    def __init__(self, reason: Reason) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, _SENTENCES[reason])
+        self.reason, self.rank, self.other, self.call = reason, None, None, ""
 
 
 @contextlib.contextmanager
@@ -123,18 +164,19 @@ def named() -> Iterator[None]:
 
     Raises:
       MismatchError: On every rank. The ring may be used on.
+      StoppedElsewhere: A callback has stopped the loop on another rank.
     """
     try:
         yield
-    except tf.errors.InvalidArgumentError as error:
-        # TensorFlow escapes what it prints of a string.
-        sentences = (_ENDED_EARLY, _OTHER_BATCHES, _OTHER_LENGTHS, OTHER_OUTPUTS)
-        sentence = next((s for s in sentences if s.split(". ")[0] in error.message), None)
-        if sentence is None:
+    except tf.errors.InvalidArgumentError:
+        reason = _take_note()
+        if not reason:
             raise
     else:
         return
-    raise DifferentDataError(sentence)
+    if reason == _STOPPED:
+        raise StoppedElsewhere
+    raise DifferentDataError(Reason(reason))
 
 
 def behind_loop(strategy: Any, stop: bool) -> tuple[bool, bool]:
@@ -153,7 +195,7 @@ def behind_loop(strategy: Any, stop: bool) -> tuple[bool, bool]:
     mine = [tf.int64.min, tf.int64.min, 0, 0, int(stop), int(not stop), *[0] * strategy.num_replicas_in_sync]
     flags = strategy.extended.world.largest(mine, name="status")[3:_HEAD]
     if flags[_BEGINS] and not flags[_STOPS]:
-        raise MismatchError(_OTHER_LENGTHS)
+        raise MismatchError(_OTHER_LENGTHS, reason=Reason.OTHER_LENGTHS)
     return bool(flags[_STOPS]), bool(flags[_BEGINS])
 
 
@@ -171,9 +213,9 @@ def compare_passes(strategy: Any, num_batches: int, fingerprint: int) -> None:
     mine = [num_batches, -num_batches, fingerprint, -fingerprint]
     most, least, one, other = strategy.extended.world.largest(mine, name="batches of predictions")
     if most != -least:
-        raise DifferentDataError(_ENDED_EARLY)
+        raise DifferentDataError(Reason.ENDED_EARLY)
     if one != -other:
-        raise DifferentDataError(_OTHER_BATCHES)
+        raise DifferentDataError(Reason.OTHER_BATCHES)
 
 
 def _told(strategy: Any, prints: Any, has_batch: Any, rows: Any) -> Any:

@@ -168,15 +168,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             self._enable_check_health = False
             self._initialize_multi_worker(self._cluster_resolver)
             return
-        try:
-            self._initialize_multi_worker(self._cluster_resolver)
-        except RuntimeError as error:
-            if "program startup" not in str(error):
-                raise
+        if _tf.has_run():
             raise ConfigurationError(
                 'RingStrategy(communication="tensorflow") has to be made before TensorFlow runs anything. Received: a '
                 "process in which it has run. Make it the first TensorFlow call of the program."
-            ) from error
+            )
+        self._initialize_multi_worker(self._cluster_resolver)
         _tensorflow_runtime = (self.cluster.addresses, self._make_tensorflow_collectives())
 
     def _initialize_local_devices(
@@ -229,12 +226,9 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         """
         strategy = self._container_strategy()
         if len(self.worker_devices) > 1:
-            try:
-                return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
-            except RuntimeError as error:
-                if "`merge_call` called while defining a new graph" in str(error):
-                    raise ConfigurationError(_in_a_branch(len(self.worker_devices))) from error
-                raise
+            if _tf.is_in_another_graph():
+                raise ConfigurationError(_in_a_branch(len(self.worker_devices)))
+            return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
         with _tf.cross_replica_context(strategy):
             return fn(*args)
 

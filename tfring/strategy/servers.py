@@ -123,7 +123,7 @@ class ParameterServerStrategy(RingStrategy):
                 elif self.roles.is_server and (snapshot_dir is not None or replicas > 1):
                     says = _COMES_BACK if replicas == 1 else _IS_REPLICATED
                 place = os.environ.get(launch_variables.TAKEN, "")
-                launch_variables.say_taken(place, says, says_more=says == _GOES_ON)
+                launch_variables.say_taken(place, says)
             if self.roles.is_server:
                 _serve(self.roles, settings, is_star, trace)
             self._workers = self.roles.cluster_of_workers()

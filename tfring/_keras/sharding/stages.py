@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfring._keras.seam import seam
+from tfring._keras.seam import seam, undo
 from tfring._keras.sharding import full_shape, is_sharded_along, mark_shard, sharding_of
 from tfring._keras.sharding.tables import update_of
 from tfring.errors import ConfigurationError
@@ -41,6 +41,7 @@ def give(strategy: RingStrategy, variable: Any, stage: int) -> None:
 @functools.cache
 def refuse_new_weights() -> None:
     """From now on a layer whose weights were given to a stage makes no others."""
+    undo.append(refuse_new_weights.cache_clear)
 
     @seam(keras.layers.Layer, "add_weight")
     def add_weight(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

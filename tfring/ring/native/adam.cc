@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "border.h"
 #include "core.h"
 #include "dtype.h"
 #include "kernels.h"
@@ -69,12 +70,14 @@ void tfring_adam(int dtype, const void* scalars, const void* gradients, const vo
 int tfring_adam_rows(int dtype, const void* scalars, const void* gradients, int id_type, const void* ids,
                      int64_t count, int64_t num_rows, int64_t width, const void* const* from,
                      void* const* to) {
-  std::vector<int32_t> positions(static_cast<size_t>(num_rows));
-  const bool is_short = static_cast<tfring::DType>(id_type) == tfring::DType::kInt32;
-  const bool found = is_short ? tfring::find_rows<int32_t>(ids, count, &positions)
-                              : tfring::find_rows<int64_t>(ids, count, &positions);
-  if (!found) return 0;
-  tfring::update(static_cast<tfring::DType>(dtype), scalars, static_cast<const char*>(gradients), positions,
-                 width, from, to);
-  return 1;
+  return tfring::at_border(-1, [&] {
+    std::vector<int32_t> positions(static_cast<size_t>(num_rows));
+    const bool is_short = static_cast<tfring::DType>(id_type) == tfring::DType::kInt32;
+    const bool found = is_short ? tfring::find_rows<int32_t>(ids, count, &positions)
+                                : tfring::find_rows<int64_t>(ids, count, &positions);
+    if (!found) return 0;
+    tfring::update(static_cast<tfring::DType>(dtype), scalars, static_cast<const char*>(gradients), positions,
+                   width, from, to);
+    return 1;
+  });
 }

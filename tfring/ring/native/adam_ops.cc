@@ -70,8 +70,10 @@ void adam_rows(void* state, TF_OpKernelContext* context) {
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
   void* const to[] = {all[0].output, all[1].output, all[2].output};
   const int64_t item = size_of(static_cast<DType>(all[0].dtype));
-  if (tfring_adam_rows(all[0].dtype, tf.TF_TensorData(scalars), tf.TF_TensorData(gradient), id_type,
-                       tf.TF_TensorData(ids), count, num_rows, row / item, from, to) == 0) {
+  const int updated = tfring_adam_rows(all[0].dtype, tf.TF_TensorData(scalars), tf.TF_TensorData(gradient),
+                                       id_type, tf.TF_TensorData(ids), count, num_rows, row / item, from, to);
+  if (updated < 0) return invocation.fail(kTfInternal, "Adam has no memory for the ids of its rows");
+  if (updated == 0) {
     invocation.fail(kTfInvalidArgument, "Adam takes each id once, from 0 to the number of rows less one, " +
                                             std::to_string(num_rows - 1) +
                                             ". Received: ids that are there twice, or beyond");

@@ -1,16 +1,18 @@
 // Finds the cancellation manager of a kernel's step, which TensorFlow's C API shows to no kernel.
 //
 // TensorFlow cancels a step when one of its operations fails, and then waits for those that run. A kernel's
-// context points to its parameters, of which the first is the step's id and one the manager; where, releases
-// differ in. So an operation is run once under a manager made for it, and looks where the pointer to that
-// stands. Memory is read through a pipe, which tells what cannot be read, and unless there is one such place,
-// a kernel waits on.
+// context points to its parameters, of which the first is the step's id and one the manager; where, a table
+// says for the releases that are tested (offsetof in tensorflow/core/framework/op_kernel.h). It is checked:
+// an operation is run once under a manager made for it, and compares. Memory is read through a pipe, which
+// tells what cannot be read. With another release, or where the pointer is not there, a kernel waits on.
 #include "cancellation.h"
 
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
 
 #include "core.h"
 #include "invocation.h"
@@ -22,9 +24,6 @@ struct TFE_TensorHandle;
 
 namespace tfring {
 namespace {
-
-constexpr size_t kContextWords = 8;     // of a kernel's context, which has more, looked at,
-constexpr size_t kParameterWords = 48;  // and of what they point to
 
 // clang-format off
 #define TFRING_EAGER_SYMBOLS(X)                                                                     \
@@ -49,11 +48,15 @@ struct EagerApi {
 EagerApi eager{};
 
 struct Place {
-  size_t in_context = 0;
-  size_t in_parameters = 0;
-  bool is_known = false;
+  const char* release;
+  size_t in_context;     // in words: the pointer to the parameters,
+  size_t in_parameters;  // and in those the pointer to the manager
 };
-Place place;
+constexpr Place kPlaces[] = {{"2.18.", 2, 21}, {"2.19.", 2, 21}, {"2.20.", 3, 21}, {"2.21.", 3, 21}};
+constexpr size_t kParameterWords = 22;
+
+Place place{};
+bool is_known = false;  // and found to be right
 
 bool look_up_eager_api() {
 #define TFRING_LOOK_UP(result, name, arguments)                              \
@@ -82,7 +85,7 @@ int32_t is_cancelled(void* manager) {
 }  // namespace
 
 Cancellable::Cancellable(TF_OpKernelContext* context) {
-  if (!place.is_known) return;
+  if (!is_known) return;
   void** parameters = reinterpret_cast<void***>(context)[place.in_context];
   void* manager = parameters[place.in_parameters];
   if (manager != nullptr) tfring_set_cancellation(is_cancelled, manager);
@@ -94,24 +97,24 @@ void find_cancellation(void* state, TF_OpKernelContext* context) {
   const auto wanted = static_cast<uintptr_t>(static_cast<Attributes*>(state)->handle);
   const auto* in_context = reinterpret_cast<const uintptr_t*>(context);
   const auto step = static_cast<uintptr_t>(eager.TF_StepId(context));
-  for (size_t i = 0; i < kContextWords && !place.is_known; ++i) {
-    uintptr_t words[kParameterWords];
-    const size_t count =
-        in_context[i] % sizeof(void*) == 0 ? read_words(in_context[i], words, kParameterWords) : 0;
-    if (count == 0 || words[0] != step) continue;
-    const auto* found = std::find(words, words + count, wanted);
-    if (found != words + count) place = {i, static_cast<size_t>(found - words), true};
-  }
+  uintptr_t words[kParameterWords];
+  const size_t count = read_words(in_context[place.in_context], words, kParameterWords);
+  is_known = count == kParameterWords && words[0] == step && words[place.in_parameters] == wanted;
 }
 
 }  // namespace tfring
 
-// Learns how kernels find out that their step is cancelled, with the help of TensorFlow's eager context.
-// Returns 1 if they will, 0 if not: then a kernel waits on.
-extern "C" TFRING_API int tfring_find_cancellation(void* context) {
+// Learns how kernels find out that their step is cancelled, with the help of TensorFlow's eager context and
+// version. Returns 1 if they will, 0 if not: then a kernel waits on.
+extern "C" TFRING_API int tfring_find_cancellation(void* context, const char* version) {
   using tfring::eager;
+  tfring::is_known = false;
+  const auto* found = std::find_if(
+      std::begin(tfring::kPlaces), std::end(tfring::kPlaces),
+      [&](const auto& each) { return std::strncmp(each.release, version, std::strlen(each.release)) == 0; });
+  if (found == std::end(tfring::kPlaces) || !tfring::look_up_eager_api()) return 0;
+  tfring::place = *found;
   tfring::ScopedStatus status;
-  if (!tfring::look_up_eager_api()) return 0;
   TFE_CancellationManager* manager = eager.TFE_NewCancellationManager();
   TFE_Op* op = eager.TFE_NewOp(static_cast<TFE_Context*>(context), "TfringFindCancellation", status.get());
   if (status.ok()) eager.TFE_OpSetDevice(op, "/CPU:0", status.get());
@@ -124,5 +127,5 @@ extern "C" TFRING_API int tfring_find_cancellation(void* context) {
   }
   if (op != nullptr) eager.TFE_DeleteOp(op);
   eager.TFE_DeleteCancellationManager(manager);
-  return tfring::place.is_known ? 1 : 0;
+  return tfring::is_known ? 1 : 0;
 }

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <new>
 #include <unordered_map>
 #include <vector>
 
+#include "border.h"
 #include "fd.h"
 #include "process.h"
 #include "trace.h"
@@ -63,14 +63,6 @@ const char* why_unknown(int64_t handle) {
                                        : "this communicator is closed";
 }
 
-int report(const Status& status, tfring_error* error) {
-  error->code = static_cast<int32_t>(status.code);
-  const size_t length = std::min(status.message.size(), sizeof(error->message) - 1);
-  std::memcpy(error->message, status.message.data(), length);
-  error->message[length] = '\0';
-  return error->code;
-}
-
 int64_t keep(Handle kept, tfring_error* error) {
   std::lock_guard<std::mutex> lock(registry->mutex);
   if (registry->has_ended) {
@@ -83,10 +75,16 @@ int64_t keep(Handle kept, tfring_error* error) {
 }
 
 template <typename Body>
-int with(int64_t handle, tfring_error* error, Body body) {
-  const Handle found = find(handle);
-  if (found.world == nullptr) return report({Code::kInvalid, why_unknown(handle)}, error);
-  return report(body(*found.world, found.group.get()), error);
+int with(int64_t handle, const char* name, tfring_error* error, Body body) {
+  return at_border(error, [&] {
+    const Handle found = find(handle);
+    if (found.world == nullptr) return report({Code::kInvalid, why_unknown(handle)}, error);
+    const Status status = body(*found.world, found.group.get());
+    report(status, error);
+    fill_text(error->call, sizeof(error->call), name, std::strlen(name));
+    if (!status.ok() && status.code != Code::kInvalid) error->ring = found.world->identity();
+    return static_cast<int>(error->code);
+  });
 }
 
 }  // namespace
@@ -112,72 +110,90 @@ using tfring::World;
 int tfring_abi_version(void) { return TFRING_ABI_VERSION; }
 
 int64_t tfring_open(const tfring_options* options, tfring_error* error) {
-  tfring::prepare_for_fork();
-  tfring::Handle opened;
-  if (tfring::report(World::open(*options, &opened.world, &opened.group), error) != TFRING_OK) return 0;
-  return tfring::keep(std::move(opened), error);
+  return tfring::at_border(error, int64_t{0}, [&] {
+    tfring::prepare_for_fork();
+    tfring::Handle opened;
+    const Status status = World::open(*options, &opened.world, &opened.group);
+    return tfring::report(status, error) == TFRING_OK ? tfring::keep(std::move(opened), error) : 0;
+  });
 }
 
 int64_t tfring_group(int64_t handle, const int32_t* members, int num_members, const char* name,
                      tfring_error* error) {
-  tfring::Handle made;
-  const int code = tfring::with(handle, error, [&](World& world, Group* parent) {
-    made.group = world.make_group(*parent, members, num_members, name);
-    return Status();
+  return tfring::at_border(error, int64_t{0}, [&] {
+    tfring::Handle made = tfring::find(handle);
+    if (made.world == nullptr) {
+      tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
+      return int64_t{0};
+    }
+    made.group = made.world->make_group(*made.group, members, num_members, name);
+    return tfring::keep(std::move(made), error);
   });
-  if (code != TFRING_OK) return 0;
-  made.world = tfring::find(handle).world;
-  return tfring::keep(std::move(made), error);
 }
 
 int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error) {
-  const tfring::Handle found = tfring::find(handle);
-  if (found.world != nullptr) return tfring::report(found.world->adopt_link(*link), error);
-  const tfring::ControlFrame goodbye = tfring::make_control(tfring::ControlType::kGoodbye, -1, 0);
-  const ssize_t sent = send(link->control_fd, &goodbye, sizeof(goodbye), MSG_NOSIGNAL | MSG_DONTWAIT);
-  (void)sent;
-  for (int fd : {link->control_fd, link->data_fd, link->own_mailbox_fd, link->own_doorbell_fd,
-                 link->mailbox_fd, link->doorbell_fd}) {
-    tfring::Fd closed(fd);
-  }
-  return tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
+  return tfring::at_border(error, [&] {
+    const tfring::Handle found = tfring::find(handle);
+    if (found.world != nullptr) return tfring::report(found.world->adopt_link(*link), error);
+    const tfring::ControlFrame goodbye = tfring::make_control(tfring::ControlType::kGoodbye, -1, 0);
+    const ssize_t sent = send(link->control_fd, &goodbye, sizeof(goodbye), MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)sent;
+    for (int fd : {link->control_fd, link->data_fd, link->own_mailbox_fd, link->own_doorbell_fd,
+                   link->mailbox_fd, link->doorbell_fd}) {
+      tfring::Fd closed(fd);
+    }
+    return tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
+  });
 }
 
 void tfring_close(int64_t handle) {
-  const tfring::Handle found = tfring::find(handle);
-  if (found.world == nullptr) return;
-  if (found.group->is_world) found.world->close();
-  std::lock_guard<std::mutex> lock(tfring::registry->mutex);
-  tfring::registry->handles.erase(handle);
+  tfring::at_border([&] {
+    const tfring::Handle found = tfring::find(handle);
+    if (found.world == nullptr) return;
+    if (found.group->is_world) found.world->close();
+    std::lock_guard<std::mutex> lock(tfring::registry->mutex);
+    tfring::registry->handles.erase(handle);
+  });
 }
 
 void tfring_end(void) {
-  std::unordered_map<int64_t, tfring::Handle> left;
-  {
-    std::lock_guard<std::mutex> lock(tfring::registry->mutex);
-    tfring::registry->has_ended = true;
-    left.swap(tfring::registry->handles);
-  }
-  for (const auto& [handle, kept] : left) kept.world->close();
+  tfring::at_border([&] {
+    std::unordered_map<int64_t, tfring::Handle> left;
+    {
+      std::lock_guard<std::mutex> lock(tfring::registry->mutex);
+      tfring::registry->has_ended = true;
+      left.swap(tfring::registry->handles);
+    }
+    for (const auto& [handle, kept] : left) kept.world->close();
+  });
 }
 
 int tfring_failure(int64_t handle, tfring_error* error) {
-  const tfring::Handle found = tfring::find(handle);
-  return tfring::report(found.world == nullptr ? Status() : found.world->failure(), error);
+  return tfring::at_border(error, [&] {
+    const tfring::Handle found = tfring::find(handle);
+    const int code = tfring::report(found.world == nullptr ? Status() : found.world->failure(), error);
+    if (code != TFRING_OK) error->ring = found.world->identity();
+    return code;
+  });
 }
 
-void tfring_abort(int64_t handle, int code, const char* message) {
-  const tfring::Handle found = tfring::find(handle);
-  if (found.world != nullptr) found.world->abort({static_cast<tfring::Code>(code), message});
+void tfring_abort(int64_t handle, const tfring_error* why) {
+  tfring::at_border([&] {
+    const tfring::Handle found = tfring::find(handle);
+    if (found.world != nullptr) found.world->abort(tfring::status_of(*why));
+  });
 }
 
 void tfring_tell_raised(int64_t handle, const char* error) {
-  const tfring::Handle found = tfring::find(handle);
-  if (found.world != nullptr) found.world->tell_raised(error);
+  tfring::at_border([&] {
+    const tfring::Handle found = tfring::find(handle);
+    if (found.world != nullptr) found.world->tell_raised(error);
+  });
 }
 
 void tfring_next_warning(char* line, int size) {
-  tfring::copy_text(line, static_cast<size_t>(size), tfring::next_warning().c_str());
+  tfring::at_border(
+      [&] { tfring::copy_text(line, static_cast<size_t>(size), tfring::next_warning().c_str()); });
 }
 
 int tfring_get_statistics(int64_t handle, tfring_statistics* statistics) {
@@ -199,98 +215,97 @@ int tfring_world_size(int64_t handle) {
 
 int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                       tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.all_reduce(group, *call, tensors, num_tensors);
   });
 }
 
 int tfring_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                   tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.reduce(group, *call, tensors, num_tensors);
   });
 }
 
 int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                           int num_tensors, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.reduce_scatter(group, *call, tensors, num_tensors);
   });
 }
 
 int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                      tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.broadcast(group, *call, tensors, num_tensors);
   });
 }
 
 int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) { return world.barrier(group, *call); });
+  return tfring::with(handle, call->name, error,
+                      [&](World& world, Group* group) { return world.barrier(group, *call); });
 }
 
 int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                       tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.exchange(group, Kind::kAllGather, *call, tensors, num_tensors, nullptr, place, context);
   });
 }
 
 int tfring_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                   tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.exchange(group, Kind::kGather, *call, tensors, num_tensors, nullptr, place, context);
   });
 }
 
 int tfring_all_to_all(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                       const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.exchange(group, Kind::kAllToAll, *call, tensors, num_tensors, counts, place, context);
   });
 }
 
 int tfring_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                    const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.exchange(group, Kind::kScatter, *call, tensors, num_tensors, counts, place, context);
   });
 }
 
 int tfring_all_reduce_rows(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
                            int num_tensors, tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.all_reduce_rows(group, *call, tensors, num_tensors, place, context);
   });
 }
 
 int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                     tfring_place place, void* context, tfring_error* error) {
-  try {
+  return tfring::at_border(error, [&] {
     return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
-  } catch (const std::bad_alloc&) {
-    return tfring::report(
-        {tfring::Code::kInternal, std::string("no memory for the rows of \"") + call->name + "\""}, error);
-  }
+  });
 }
 
 int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor, tfring_error* error) {
-  return tfring::with(handle, error,
+  return tfring::with(handle, call->name, error,
                       [&](World& world, Group* group) { return world.send(group, *call, *tensor); });
 }
 
 int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place, void* context,
                    tfring_error* error) {
-  return tfring::with(handle, error, [&](World& world, Group* group) {
+  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
     return world.receive(group, *call, {nullptr, nullptr, nullptr, 0, dtype}, place, context);
   });
 }
 
-void tfring_send_abort(int control_fd, int rank, int code, const char* message) {
-  const tfring::ControlFrame frame =
-      tfring::make_control(tfring::ControlType::kAbort, rank, 0, static_cast<tfring::Code>(code), message);
-  const ssize_t sent = send(control_fd, &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
-  (void)sent;
+void tfring_send_abort(int control_fd, const tfring_error* why) {
+  tfring::at_border([&] {
+    const tfring::ControlFrame frame = tfring::make_abort(0, tfring::status_of(*why));
+    const ssize_t sent = send(control_fd, &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
+    (void)sent;  // into a connection that nothing was written to
+  });
 }
 
 void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end) {
@@ -314,28 +329,32 @@ int tfring_choose_row_sums(int wanted, int64_t sent, int64_t summed, int size) {
 }
 
 int tfring_schedule(const char* which, int position, int size, int more, int32_t (*table)[5], int max_steps) {
-  const std::string name = which;
-  tfring::Schedule steps;
-  if (name == "ring_all_reduce") tfring::ring_all_reduce(position, size, &steps);
-  if (name == "ring_all_gather") tfring::ring_all_gather(position, size, &steps);
-  if (name == "ring_reduce_scatter") tfring::ring_reduce_scatter(position, size, &steps);
-  if (name == "ring_broadcast") tfring::ring_broadcast(position, size, more, &steps);
-  if (name == "ring_reduce") tfring::ring_reduce(position, size, more, &steps);
-  if (name == "flat_all_gather") tfring::flat_all_gather(position, size, &steps);
-  if (name == "flat_broadcast") tfring::flat_broadcast(position, size, more, &steps);
-  if (name == "bruck_all_gather") tfring::bruck_all_gather(position, size, &steps);
-  if (name == "two_level_all_reduce") tfring::two_level_all_reduce(position, size, more, &steps);
-  const int num_steps = static_cast<int>(steps.size());
-  for (int s = 0; s < std::min(num_steps, max_steps); ++s) {
-    const tfring::ScheduleStep& step = steps[static_cast<size_t>(s)];
-    const int32_t row[5] = {step.to, step.send, step.from, step.recv, step.reduce ? 1 : 0};
-    std::copy(row, row + 5, table[s]);
-  }
-  return num_steps;
+  return tfring::at_border(-1, [&] {
+    const std::string name = which;
+    tfring::Schedule steps;
+    if (name == "ring_all_reduce") tfring::ring_all_reduce(position, size, &steps);
+    if (name == "ring_all_gather") tfring::ring_all_gather(position, size, &steps);
+    if (name == "ring_reduce_scatter") tfring::ring_reduce_scatter(position, size, &steps);
+    if (name == "ring_broadcast") tfring::ring_broadcast(position, size, more, &steps);
+    if (name == "ring_reduce") tfring::ring_reduce(position, size, more, &steps);
+    if (name == "flat_all_gather") tfring::flat_all_gather(position, size, &steps);
+    if (name == "flat_broadcast") tfring::flat_broadcast(position, size, more, &steps);
+    if (name == "bruck_all_gather") tfring::bruck_all_gather(position, size, &steps);
+    if (name == "two_level_all_reduce") tfring::two_level_all_reduce(position, size, more, &steps);
+    const int num_steps = static_cast<int>(steps.size());
+    for (int s = 0; s < std::min(num_steps, max_steps); ++s) {
+      const tfring::ScheduleStep& step = steps[static_cast<size_t>(s)];
+      const int32_t row[5] = {step.to, step.send, step.from, step.recv, step.reduce ? 1 : 0};
+      std::copy(row, row + 5, table[s]);
+    }
+    return num_steps;
+  });
 }
 
 int tfring_partners(int position, int size, int local_size, int32_t* positions) {
-  const std::vector<int> found = tfring::partners(position, size, local_size);
-  std::copy(found.begin(), found.end(), positions);
-  return static_cast<int>(found.size());
+  return tfring::at_border(-1, [&] {
+    const std::vector<int> found = tfring::partners(position, size, local_size);
+    std::copy(found.begin(), found.end(), positions);
+    return static_cast<int>(found.size());
+  });
 }

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 12
+#define TFRING_ABI_VERSION 13
 #define TFRING_NUM_KINDS 12
 
 // Codes of tfring_error; 0 is success.
@@ -23,6 +23,22 @@ enum {
   TFRING_INTERNAL = 6,
 };
 
+// Values of tfring_error.reason; those of errors that Python makes follow (errors.py).
+enum {
+  TFRING_NO_REASON = 0,
+  TFRING_DIED = 1,         // `rank`: its process is gone
+  TFRING_LEFT = 2,         // its program ended, and left the ring
+  TFRING_CLOSED = 3,       // it closed the ring during a call
+  TFRING_CTRL_C = 4,       // it was interrupted
+  TFRING_STOPPED = 5,      // its host answers, its process does not
+  TFRING_CUT_OFF = 6,      // it and `other` do not reach each other
+  TFRING_RAISED = 7,       // its program raised an error
+  TFRING_STEP_FAILED = 8,  // another operation of its step failed
+  TFRING_CALLS_DIFFER = 9,
+  TFRING_THREADS = 10,  // two threads in one call, or all threads in calls of other rings
+  TFRING_SLOW = 11,     // it took no part in time
+};
+
 // Values of tfring_call.caller.
 enum {
   TFRING_ANY_THREAD = 0,
@@ -32,7 +48,12 @@ enum {
 
 typedef struct tfring_error {
   int32_t code;
-  char message[2044];
+  int32_t reason;
+  int32_t rank;    // which it concerns, -1 for none
+  int32_t other;   // of a cut link, the other; else -1
+  uint64_t ring;   // its identity, where it is broken; else 0
+  char call[104];  // the name of this rank's call, cut where longer
+  char message[1920];
 } tfring_error;
 
 // One tensor of a collective. `input` and `output` may be the same memory.
@@ -164,7 +185,7 @@ TFRING_API void tfring_close(int64_t handle);
 // Closes all worlds, and none opens any more: no call asks for a place of a caller that is about to go.
 TFRING_API void tfring_end(void);
 // Breaks a world on all ranks for a reason outside it, such as the failure of another.
-TFRING_API void tfring_abort(int64_t handle, int code, const char* message);
+TFRING_API void tfring_abort(int64_t handle, const tfring_error* why);
 // Tells the peers of an error of the program. Those that wait for this rank, and have none, give up.
 TFRING_API void tfring_tell_raised(int64_t handle, const char* error);
 // Returns the code of the first failure, after which nothing works; 0 if there was none.
@@ -229,7 +250,7 @@ TFRING_API int tfring_receive(int64_t handle, const tfring_call* call, int32_t d
                               void* context, tfring_error* error);
 
 // Tells a peer, over a control connection no world owns yet, that this rank gives up.
-TFRING_API void tfring_send_abort(int control_fd, int rank, int code, const char* message);
+TFRING_API void tfring_send_abort(int control_fd, const tfring_error* why);
 
 // The native code's schedules, which the tests compare with schedule.py.
 TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
@@ -250,7 +271,7 @@ TFRING_API void tfring_adam(int dtype, const void* scalars, const void* gradient
                             void* const* to, int64_t count);
 // As tfring_adam, of a table of `num_rows` rows of `width` elements, of which `count` have a gradient, each
 // once, and the others one of zero. `id_type` is int32 or int64. Returns 0 where an id is there twice or is
-// none of the table's; nothing is written then.
+// none of the table's, -1 without memory; nothing is written then.
 TFRING_API int tfring_adam_rows(int dtype, const void* scalars, const void* gradients, int id_type,
                                 const void* ids, int64_t count, int64_t num_rows, int64_t width,
                                 const void* const* from, void* const* to);

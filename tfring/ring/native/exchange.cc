@@ -244,9 +244,11 @@ Status Exchange::receive(const tfring_call& call, tfring_shape place, void* cont
   int32_t placed = 0;
   place(context, tensor.dims, tensor.num_dims, &tensor.output, &placed);
   if (placed == TFRING_UNWANTED) {
-    return execution_.fail(Code::kMismatch, "ranks disagree: " + who + " called " + describe(theirs) +
-                                                ", rank " + std::to_string(execution_.settings().rank) +
-                                                " called " + execution_.here() + " and wants another shape");
+    return execution_.fail(Code::kMismatch,
+                           "ranks disagree: " + who + " called " + describe(theirs) + ", rank " +
+                               std::to_string(execution_.settings().rank) + " called " + execution_.here() +
+                               " and wants another shape",
+                           Reason::kCallsDiffer, rank);
   }
   if (placed == 0) return execution_.waiting().interrupt();
   plan.spans.add(tensor.output, tensor.output, num_bytes(tensor));

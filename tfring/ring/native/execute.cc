@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "clock.h"
 #include "kernels.h"
@@ -150,9 +151,11 @@ Status Execution::receive_header(Queue* queue, bool* moved) {
     return fail(Code::kInternal, who + " sent " + me + " bytes that are no frame at " + here());
   }
   if (theirs.algorithm != call_.header.algorithm) {
-    return fail(Code::kMismatch, "ranks disagree: " + who + " and " + me +
-                                     " were told to use different algorithms. Set TFRING_ALGORITHM alike on "
-                                     "all ranks");
+    return fail(Code::kMismatch,
+                "ranks disagree: " + who + " and " + me +
+                    " were told to use different algorithms. Set TFRING_ALGORITHM alike on "
+                    "all ranks",
+                Reason::kCallsDiffer, link->rank);
   }
   return liveness_.lock()->report_disagreement(link->rank, theirs, now_nanoseconds());
 }
@@ -200,12 +203,16 @@ Status Execution::receive_bytes(const Transfer& transfer, Link* link, int64_t* g
   return *got == kGone ? waiting_.peer_gone(link->rank) : Status();
 }
 
-Status Execution::fail(Code code, const std::string& message) {
-  return liveness_.lock()->break_up({code, message});
+Status Execution::fail(Code code, const std::string& message, Reason reason, int rank) {
+  return liveness_.lock()->break_up({code, message, reason, rank});
 }
 
 Status Execution::fail_without_memory() {
-  return fail(Code::kInternal, "rank " + std::to_string(settings_.rank) + " has no memory for " + here());
+  try {
+    return fail(Code::kInternal, "rank " + std::to_string(settings_.rank) + " has no memory for " + here());
+  } catch (const std::bad_alloc&) {  // not even for that
+    return liveness_.lock()->break_up({Code::kInternal, "no memory"});
+  }
 }
 
 }  // namespace tfring

@@ -37,7 +37,7 @@ class Execution {
   // Moves bytes until the plan is that far. A plan may then grow, and be executed further.
   Status execute(Until until);
   // Breaks the ring.
-  Status fail(Code code, const std::string& message);
+  Status fail(Code code, const std::string& message, Reason reason = Reason::kNone, int rank = -1);
   Status fail_without_memory();
   std::string here() const { return describe_in(call_.header, settings_.name); }
 

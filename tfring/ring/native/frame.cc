@@ -173,16 +173,22 @@ std::string describe_in(const CallHeader& header, const std::string& ring) {
   return describe(header) + ", " + describe_place(header) + " of ring \"" + ring + "\"";
 }
 
-ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code,
-                          const std::string& message) {
+ControlFrame make_control(ControlType type, int rank, uint64_t sequence, const std::string& message) {
   ControlFrame frame{};
   frame.magic = kControlMagic;
   frame.version = kProtocolVersion;
   frame.type = static_cast<uint8_t>(type);
-  frame.code = static_cast<uint8_t>(code);
   frame.rank = rank;
   frame.sequence = sequence;
   copy_text(frame.message, sizeof(frame.message), message.c_str());
+  return frame;
+}
+
+ControlFrame make_abort(uint64_t sequence, const Status& why) {
+  ControlFrame frame = make_control(ControlType::kAbort, why.rank, sequence, why.message);
+  frame.code = static_cast<uint8_t>(why.code);
+  frame.reason = static_cast<int32_t>(why.reason);
+  frame.other = why.other;
   return frame;
 }
 

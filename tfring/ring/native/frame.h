@@ -19,7 +19,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 7;
+constexpr uint16_t kProtocolVersion = 8;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 enum class Kind : uint8_t {
@@ -77,14 +77,16 @@ struct ControlFrame {
   uint32_t magic;
   uint16_t version;
   uint8_t type;
-  uint8_t code;  // of an abort: tfring::Code
-  int32_t rank;  // who wrote it first
-  int32_t reserved;
+  uint8_t code;    // of an abort: tfring::Code
+  int32_t rank;    // who wrote it; of an abort, the rank that it concerns, or -1,
+  int32_t other;   // and of a cut link the other
+  int32_t reason;  // of an abort: tfring::Reason
+  int32_t padding;
   // Counts the calls of the two ranks. Of an abort: the first that fails. Of a goodbye: how many the rank has
   // finished. Of a raised: after how many its program raised an error. Of a pong: how many it has begun. Of a
   // ping: the number of the collective that the rank is in, of those with the rank it asks; 0 for none.
   uint64_t sequence;
-  char message[1000];  // of an abort: why; of a raised: the error; of a pong: a Pong
+  char message[992];  // of an abort: why; of a raised: the error; of a pong: a Pong
 };
 static_assert(sizeof(ControlFrame) == 1024, "the frame format is fixed");
 
@@ -130,7 +132,7 @@ std::string describe_in(const CallHeader& header, const std::string& ring);
 // Copies what fits, never half a UTF-8 character, and ends with a zero.
 void copy_text(char* to, size_t size, const char* from);
 
-ControlFrame make_control(ControlType type, int rank, uint64_t sequence, Code code = Code::kOk,
-                          const std::string& message = {});
+ControlFrame make_control(ControlType type, int rank, uint64_t sequence, const std::string& message = {});
+ControlFrame make_abort(uint64_t sequence, const Status& why);
 
 }  // namespace tfring

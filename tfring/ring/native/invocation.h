@@ -32,6 +32,9 @@ constexpr int kNumOrdering = 2;
 // exactly.
 constexpr uint64_t kNumNames = (1 << 24) - 1;
 
+// The payload of a status that a broken ring has set; its value is the ring's identity (failures.py).
+constexpr char kPayload[] = "tfring";
+
 // The attributes of a node.
 struct Attributes {
   int64_t handle = 0;
@@ -127,27 +130,31 @@ class Invocation {
 
   // Turns the core's answer into a status.
   void check(int code) {
-    switch (code) {
-      case TFRING_OK:
-        return;
-      case TFRING_MISMATCH:
-      case TFRING_INVALID:
-        return fail(kTfInvalidArgument, error_.message);
-      case TFRING_PEER_LOST:
-        return fail(kTfAborted, error_.message);
-      case TFRING_TIMEOUT:
-        return fail(kTfDeadlineExceeded, error_.message);
-      case TFRING_INTERRUPTED:  // KeyboardInterrupt follows as soon as Python goes on
-        return fail(kTfCancelled, error_.message);
-      default:
-        return fail(kTfInternal, error_.message);
-    }
+    if (code == TFRING_OK) return;
+    fail(code_of(code), error_.message);
+    if (error_.ring != 0) tf.TF_SetPayload(status_.get(), kPayload, std::to_string(error_.ring).c_str());
   }
 
   int64_t handle() const { return attributes_.handle; }
   TF_OpKernelContext* context() { return context_; }
 
  private:
+  static int code_of(int code) {
+    switch (code) {
+      case TFRING_MISMATCH:
+      case TFRING_INVALID:
+        return kTfInvalidArgument;
+      case TFRING_PEER_LOST:
+        return kTfAborted;
+      case TFRING_TIMEOUT:
+        return kTfDeadlineExceeded;
+      case TFRING_INTERRUPTED:  // KeyboardInterrupt follows as soon as Python goes on
+        return kTfCancelled;
+      default:
+        return kTfInternal;
+    }
+  }
+
   TF_Tensor* hold(TF_Tensor* tensor) {
     if (tensor != nullptr) held_.push_back(tensor);
     return tensor;

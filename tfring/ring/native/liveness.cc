@@ -11,13 +11,7 @@
 #include "liveness.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <linux/sockios.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -32,35 +26,8 @@ namespace {
 
 constexpr int kPingsPerLimit = 5;         // in lost_seconds
 constexpr double kMostPingSeconds = 3.0;  // between two of them
-constexpr int kMostUnanswered = 16;       // more would only fill the connection
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
-
-// Returns whether the kernel at the other end of a connection acknowledged all that was written to it, sent
-// or not.
-bool is_acknowledged(int fd) {
-  tcp_info facts{};
-  socklen_t size = sizeof(facts);
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &facts, &size) != 0) return true;  // not a network's
-  int left = 0;
-  return ioctl(fd, SIOCOUTQ, &left) == 0 ? left == 0 : facts.tcpi_unacked == 0;
-}
-
-// The kernel gives a control connection up when what it sent stays unacknowledged, and probes it while it is
-// silent, before the watcher's pings begin. Not so a data connection: a slow rank that takes no data for
-// minutes would look to TCP_USER_TIMEOUT as one that is lost.
-void prepare_control(int fd, double lost_seconds) {
-  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-  const int on = 1;
-  const unsigned int milliseconds = static_cast<unsigned int>(std::min(lost_seconds * 1e3, 1e9));
-  const int probe_seconds = static_cast<int>(std::min(std::max(lost_seconds / 3, 1.0), 3600.0));
-  const int num_probes = 3;
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &probe_seconds, sizeof(probe_seconds));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_seconds, sizeof(probe_seconds));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &num_probes, sizeof(num_probes));
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
-}
 
 }  // namespace
 
@@ -70,25 +37,19 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-Peer::Peer(const tfring_link& link, double lost_seconds)
-    : rank(link.rank), host(link.host), control_fd(link.control_fd) {
-  prepare_control(link.control_fd, lost_seconds);
-}
-
 Liveness::Liveness(const Settings& settings, News* news)
     : settings_(settings),
       news_(*news),
       calls_(settings.rank, settings.world_size),
       peers_(static_cast<size_t>(settings.world_size)) {}
 
-Status Liveness::greet(const Peer& peer) const {
+Status Liveness::greet(Peer* peer) {
   if (!failure_.ok()) pass_on(peer);
   if (closed_) {
-    send_control(peer, make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer.rank)));
+    peer->send(make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer->rank)));
     return {Code::kInvalid, "this communicator is closed"};
   }
-  send_control(peer,
-               make_control(ControlType::kPing, settings_.rank, 0));  // who has spoken is asked from then on
+  peer->send(make_control(ControlType::kPing, settings_.rank, 0));  // who has spoken is asked from then on
   return {};
 }
 
@@ -103,7 +64,7 @@ bool Liveness::close() {
   closed_ = true;
   for (auto& peer : peers_) {
     if (peer == nullptr) continue;
-    send_control(*peer, make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer->rank)));
+    peer->send(make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer->rank)));
     peer.reset();
   }
   return true;
@@ -117,12 +78,14 @@ int Liveness::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
     if (peer == nullptr) continue;
     read_control(peer, now);
     if (peer->left || peer->closed) continue;
-    fds->push_back({peer->control_fd.get(), POLLIN, 0});
+    peer->send_unsent();
+    fds->push_back(
+        {peer->control_fd.get(), static_cast<short>(peer->unsent.empty() ? POLLIN : POLLIN | POLLOUT), 0});
     if (peer->heard == 0 || !failure_.ok()) continue;
     if (late * 1e-9 > settings_.lost_seconds / 4) {  // this process was stopped itself: it can blame no peer
       peer->heard = now;
     }
-    if (seconds_between(peer->heard, now) > settings_.lost_seconds) lose(silent(*peer, now));
+    if (seconds_between(peer->heard, now) > settings_.lost_seconds) (void)lose(silent(*peer, now));
     ask(peer, now, period);
     const double until_lost = std::max(settings_.lost_seconds - seconds_between(peer->heard, now), 0.0);
     wait_seconds = std::min({wait_seconds, period / 2, until_lost});
@@ -138,7 +101,7 @@ void Liveness::read_control(Peer* peer, int64_t now) {
     if (got <= 0) {
       const bool unreachable = got < 0 && errno != ECONNRESET;  // ETIMEDOUT, EHOSTUNREACH
       peer->closed = true;
-      lose(unreachable ? cut_off(*peer, seconds_between(peer->heard, now)) : died(*peer));
+      (void)lose(unreachable ? cut_off(*peer, seconds_between(peer->heard, now)) : died(*peer));
       return;
     }
     peer->heard = now;
@@ -154,7 +117,9 @@ void Liveness::take_control(Peer* peer) {
   frame.message[sizeof(frame.message) - 1] = '\0';
   if (frame.magic != kControlMagic || frame.version != kProtocolVersion) {
     peer->closed = true;
-    break_up({Code::kInternal, "rank " + std::to_string(peer->rank) + " sent a control frame that is none"});
+    (void)break_up({Code::kInternal,
+                    "rank " + std::to_string(peer->rank) + " sent a control frame that is none",
+                    Reason::kNone, peer->rank});
     return;
   }
   switch (static_cast<ControlType>(frame.type)) {
@@ -162,9 +127,12 @@ void Liveness::take_control(Peer* peer) {
       if (frame.sequence >= peer->fails_from) return;
       const bool known =
           frame.code > static_cast<int>(Code::kOk) && frame.code <= static_cast<int>(Code::kInternal);
-      peer->failure = Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message);
+      const bool has_reason = frame.reason >= 0 && frame.reason <= kLastReason;
+      peer->failure =
+          Status(known ? static_cast<Code>(frame.code) : Code::kInternal, frame.message,
+                 has_reason ? static_cast<Reason>(frame.reason) : Reason::kNone, frame.rank, frame.other);
       if (peer->failure.message.empty())
-        peer->failure.message = "rank " + std::to_string(frame.rank) + " gave up without a word";
+        peer->failure.message = "rank " + std::to_string(peer->rank) + " gave up without a word";
       peer->fails_from = frame.sequence;
       adopt_due_failures();
       return;
@@ -179,7 +147,7 @@ void Liveness::take_control(Peer* peer) {
       peer->raised = frame.message;
       return;
     case ControlType::kPing:
-      answer(*peer);
+      answer(peer);
       return;
     case ControlType::kPong:
       peer->unanswered = 0;
@@ -203,16 +171,9 @@ bool Liveness::adopt_due_failures() {
     const bool goes_on = calls_.is_running() && calls_.takes_part(peer->rank)
                              ? common < peer->fails_from
                              : !calls_.is_running() && common + 1 < peer->fails_from;
-    if (!goes_on) break_up(peer->failure);
+    if (!goes_on) (void)break_up(peer->failure);
   }
   return !failure_.ok();
-}
-
-// There is room: few frames are ever on their way.
-void Liveness::send_control(const Peer& peer, const ControlFrame& frame) const {
-  if (peer.control_fd.get() < 0) return;
-  const ssize_t sent = ::send(peer.control_fd.get(), &frame, sizeof(frame), MSG_NOSIGNAL | MSG_DONTWAIT);
-  (void)sent;  // a peer that is gone needs no telling
 }
 
 void Liveness::ask(Peer* peer, int64_t now, double period) {
@@ -220,26 +181,26 @@ void Liveness::ask(Peer* peer, int64_t now, double period) {
   if (seconds_between(peer->asked, now) < period || peer->unanswered >= kMostUnanswered) return;
   peer->asked = now;
   ++peer->unanswered;
-  send_control(*peer, make_control(ControlType::kPing, settings_.rank, calls_.asked_number(peer->rank)));
+  peer->send(make_control(ControlType::kPing, settings_.rank, calls_.asked_number(peer->rank)));
 }
 
-void Liveness::answer(const Peer& peer) const {
-  ControlFrame frame = make_control(ControlType::kPong, settings_.rank, calls_.common(peer.rank));
+void Liveness::answer(Peer* peer) {
+  ControlFrame frame = make_control(ControlType::kPong, settings_.rank, calls_.common(peer->rank));
   Pong pong{};
-  calls_.tell(peer.rank, peer.frame.sequence, &pong);
+  calls_.tell(peer->rank, peer->frame.sequence, &pong);
   pong.stands_still = stands_still_ ? 1 : 0;
   pong.cpu_nanoseconds = cpu_nanoseconds();
   tell_waiting(&pong);
   std::memcpy(frame.message, &pong, sizeof(pong));
-  send_control(peer, frame);
+  peer->send(frame);
 }
 
 // A peer is lost. Where another has told of a failure in a call still to come, that is why.
-Status Liveness::lose(const std::string& message) {
+Status Liveness::lose(const Status& why) {
   for (const auto& peer : peers_) {
     if (failure_.ok() && peer != nullptr && !peer->failure.ok()) return break_up(peer->failure);
   }
-  return break_up({Code::kPeerLost, message});
+  return break_up(why);
 }
 
 // Breaks the world here and, through the peers, everywhere. Returns why calls fail from now on.
@@ -247,8 +208,9 @@ Status Liveness::break_up(const Status& status) {
   if (!failure_.ok()) return failure_;
   failure_ = status;
   broke_in_call_ = calls_.is_running();
+  if (broke_in_call_) std::memcpy(failed_in_, calls_.header().name, sizeof(failed_in_));
   for (const auto& peer : peers_) {
-    if (peer != nullptr) pass_on(*peer);
+    if (peer != nullptr) pass_on(peer.get());
   }
   news_.announce();
   return failure_;
@@ -258,8 +220,7 @@ void Liveness::tell_raised(const std::string& error) {
   for (const auto& peer : peers_) {
     if (peer == nullptr) continue;
     peer->told_after = calls_.common(peer->rank);
-    send_control(*peer,
-                 make_control(ControlType::kRaised, settings_.rank, peer->told_after, Code::kOk, error));
+    peer->send(make_control(ControlType::kRaised, settings_.rank, peer->told_after, error));
   }
 }
 
@@ -268,33 +229,36 @@ bool Liveness::has_raised(const Peer& peer) const {
 }
 
 // Tells a peer why, and from which of the calls with it on.
-void Liveness::pass_on(const Peer& peer) const {
-  const bool current = broke_in_call_ && calls_.takes_part(peer.rank);
-  const uint64_t first = calls_.common(peer.rank) + (current ? 0 : 1);
-  send_control(peer,
-               make_control(ControlType::kAbort, settings_.rank, first, failure_.code, failure_.message));
+void Liveness::pass_on(Peer* peer) {
+  const bool current = broke_in_call_ && calls_.takes_part(peer->rank);
+  peer->send(make_abort(calls_.common(peer->rank) + (current ? 0 : 1), failure_));
 }
 
 Status Liveness::interrupt(const Status& status) {
-  const Status failure = break_up(status);
+  Status failure = break_up(status);
   interrupted_ = true;
-  return {Code::kInterrupted, failure.message};
+  failure.code = Code::kInterrupted;
+  return failure;
 }
 
 Status Liveness::lose_dead(int rank) { return lose(died(*peer(rank))); }
 
 Status Liveness::failure() const {
-  if (interrupted_) return {Code::kInterrupted, failure_.message};
   for (const auto& peer : peers_) {
     if (failure_.ok() && peer != nullptr && !peer->failure.ok()) return peer->failure;
   }
-  return failure_;
+  Status failure = failure_;
+  if (interrupted_) failure.code = Code::kInterrupted;
+  failure.call = failed_in_;
+  return failure;
 }
 
 // Returns the failure to a caller: in full to the first that meets it.
 Status Liveness::refusal() {
   if (told_) {
-    return {failure_.code, "ring \"" + settings_.name + "\" can no longer be used: " + failure_.message};
+    Status again = failure_;
+    again.message = "ring \"" + settings_.name + "\" can no longer be used: " + failure_.message;
+    return again;
   }
   told_ = true;
   return failure_;
@@ -320,9 +284,10 @@ Status Liveness::check_left() {
   for (const auto& peer : peers_) {
     if (peer == nullptr || !peer->left || !calls_.takes_part(peer->rank)) continue;
     if (peer->left_finished >= calls_.common(peer->rank)) continue;
-    return break_up({Code::kPeerLost, "rank " + std::to_string(peer->rank) +
-                                          " left the ring (its script ended?) while rank " +
-                                          std::to_string(settings_.rank) + " called " + here()});
+    return break_up({Code::kPeerLost,
+                     "rank " + std::to_string(peer->rank) + " left the ring (its script ended?) while rank " +
+                         std::to_string(settings_.rank) + " called " + here(),
+                     Reason::kLeft, peer->rank});
   }
   return {};
 }
@@ -340,14 +305,16 @@ Status Liveness::adopt_peer_failure() {
 // waits for this rank as this rank waits for it.
 Status Liveness::compare_calls(const Peer& peer) {
   if (const CallHeader* theirs = calls_.contradiction(peer.rank, peer.report)) {
-    return break_up({Code::kMismatch, disagreement(peer.rank, *theirs)});
+    return break_up(
+        {Code::kMismatch, disagreement(peer.rank, *theirs), Reason::kCallsDiffer, peer.rank, settings_.rank});
   }
   const std::string circle = calls_.follow(peer.rank, peer.report);
   if (circle.empty()) return {};
   return break_up({Code::kMismatch,
                    "ranks disagree: they wait for each other in a circle, each in a call that the "
                    "next has not begun: " +
-                       circle + ". " + disagreement(peer.rank, peer.report.pong.header)});
+                       circle + ". " + disagreement(peer.rank, peer.report.pong.header),
+                   Reason::kCallsDiffer, peer.rank, settings_.rank});
 }
 
 // Fails with what the peer's header says, unless its control connection says more: a peer that gave up in
@@ -355,7 +322,7 @@ Status Liveness::compare_calls(const Peer& peer) {
 Status Liveness::report_disagreement(int rank, const CallHeader& theirs, int64_t now) {
   read_control(peer(rank), now);
   if (!failure_.ok()) return failure_;
-  return break_up({Code::kMismatch, disagreement(rank, theirs)});
+  return break_up({Code::kMismatch, disagreement(rank, theirs), Reason::kCallsDiffer, rank, settings_.rank});
 }
 
 // In words.
@@ -365,28 +332,35 @@ std::string Liveness::during() const {
   return (calls_.is_running() ? "during " : "after ") + here();
 }
 
-std::string Liveness::died(const Peer& peer) const {
-  return "rank " + std::to_string(peer.rank) + " died: its process on " + peer.host +
-         " is gone, and its connection to rank " + std::to_string(settings_.rank) + " closed " + during();
+Status Liveness::died(const Peer& peer) const {
+  return {Code::kPeerLost,
+          "rank " + std::to_string(peer.rank) + " died: its process on " + peer.host +
+              " is gone, and its connection to rank " + std::to_string(settings_.rank) + " closed " +
+              during(),
+          Reason::kDied, peer.rank};
 }
 
-std::string Liveness::cut_off(const Peer& peer, double seconds) const {
+Status Liveness::cut_off(const Peer& peer, double seconds) const {
   const bool smaller = settings_.rank < peer.rank;
   const std::string mine = "rank " + std::to_string(settings_.rank) + " on " + settings_.host;
   const std::string theirs = peer.name();
-  return (smaller ? mine : theirs) + " and " + (smaller ? theirs : mine) + " cannot reach each other since " +
-         seconds_text(seconds) +
-         ": the link between them is cut, or one of the two hosts is down; seen by rank " +
-         std::to_string(settings_.rank) + " " + during();
+  return {Code::kPeerLost,
+          (smaller ? mine : theirs) + " and " + (smaller ? theirs : mine) +
+              " cannot reach each other since " + seconds_text(seconds) +
+              ": the link between them is cut, or one of the two hosts is down; seen by rank " +
+              std::to_string(settings_.rank) + " " + during(),
+          Reason::kCutOff, peer.rank, settings_.rank};
 }
 
-std::string Liveness::silent(const Peer& peer, int64_t now) const {
+Status Liveness::silent(const Peer& peer, int64_t now) const {
   const double seconds = seconds_between(peer.heard, now);
-  if (!is_acknowledged(peer.control_fd.get())) return cut_off(peer, seconds);
-  return peer.name() +
-         " is stopped (by a signal, a debugger, or its machine): its host answers, but its process "
-         "has not for " +
-         seconds_text(seconds) + "; seen by rank " + std::to_string(settings_.rank) + " " + during();
+  if (!peer.is_acknowledged()) return cut_off(peer, seconds);
+  return {Code::kPeerLost,
+          peer.name() +
+              " is stopped (by a signal, a debugger, or its machine): its host answers, but its process "
+              "has not for " +
+              seconds_text(seconds) + "; seen by rank " + std::to_string(settings_.rank) + " " + during(),
+          Reason::kStopped, peer.rank};
 }
 
 std::string Liveness::disagreement(int rank, const CallHeader& theirs) const {

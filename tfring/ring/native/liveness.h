@@ -10,40 +10,13 @@
 
 #include "calls.h"
 #include "core.h"
-#include "fd.h"
 #include "frame.h"
 #include "news.h"
+#include "peer.h"
 #include "settings.h"
 #include "status.h"
 
 namespace tfring {
-
-// The control connection to one other rank, and what has come over it.
-struct Peer {
-  // Takes over the control descriptor.
-  Peer(const tfring_link& link, double lost_seconds);
-
-  const int rank;
-  const std::string host;
-  Fd control_fd;
-  bool left = false;           // it said goodbye,
-  uint64_t left_finished = 0;  // having finished this many calls with this rank
-  bool closed = false;         // nothing more comes
-  size_t fill = 0;             // bytes of `frame` read so far
-  ControlFrame frame{};
-  int64_t heard = 0;  // nanoseconds: its last sign of life; 0: none yet, and the world is not open
-  int64_t asked = 0;  // the last ping
-  int unanswered = 0;
-  int64_t answered = 0;  // the last pong, which told
-  Report report;
-  uint64_t fails_from = UINT64_MAX;    // it gave up in this one of the calls with this rank,
-  Status failure;                      // for this reason
-  uint64_t raised_after = UINT64_MAX;  // its program raised an error after this many calls with this rank,
-  std::string raised;                  // this one
-  uint64_t told_after = UINT64_MAX;    // this rank's program did, after this many with the peer
-
-  std::string name() const { return "rank " + std::to_string(rank) + " on " + host; }
-};
 
 // Control connections, and the first failure, after which no call works. The call under way and the watcher's
 // thread share it, so it is reached through Guarded only.
@@ -54,7 +27,7 @@ class Liveness {
   // Connections.
   void add(std::unique_ptr<Peer> peer) { peers_[static_cast<size_t>(peer->rank)] = std::move(peer); }
   // Tells a peer that comes to an open world what it has missed. Fails once the world is closed.
-  Status greet(const Peer& peer) const;
+  Status greet(Peer* peer);
   // Once the world is open: before, a peer may still be in Python, forming it.
   void start_asking(int64_t now);
   // As Watched::watch.
@@ -90,18 +63,17 @@ class Liveness {
  private:
   void read_control(Peer* peer, int64_t now);
   void take_control(Peer* peer);
-  void send_control(const Peer& peer, const ControlFrame& frame) const;
-  void answer(const Peer& peer) const;
+  void answer(Peer* peer);
   bool adopt_due_failures();
-  Status lose(const std::string& message);
-  void pass_on(const Peer& peer) const;
+  Status lose(const Status& why);
+  void pass_on(Peer* peer);
   Status refusal();
 
   std::string here() const { return describe_in(calls_.header(), settings_.name); }
   std::string during() const;
-  std::string died(const Peer& peer) const;
-  std::string cut_off(const Peer& peer, double seconds) const;
-  std::string silent(const Peer& peer, int64_t now) const;
+  Status died(const Peer& peer) const;
+  Status cut_off(const Peer& peer, double seconds) const;
+  Status silent(const Peer& peer, int64_t now) const;
   std::string disagreement(int rank, const CallHeader& theirs) const;
 
   const Settings& settings_;
@@ -109,11 +81,12 @@ class Liveness {
   Calls calls_;
   std::vector<std::unique_ptr<Peer>> peers_;  // [rank]; null where there is none
   bool closed_ = false;
-  Status failure_;              // calls fail with it, once it is set
-  bool broke_in_call_ = false;  // it came while a call was under way
-  bool interrupted_ = false;    // this rank's doing
-  bool told_ = false;           // the caller knows failure_
-  bool stands_still_ = false;   // the call under way
+  Status failure_;                                 // calls fail with it, once it is set
+  bool broke_in_call_ = false;                     // it came while a call was under way,
+  char failed_in_[sizeof(CallHeader::name)] = {};  // of this name
+  bool interrupted_ = false;                       // this rank's doing
+  bool told_ = false;                              // the caller knows failure_
+  bool stands_still_ = false;                      // the call under way
 };
 
 std::string seconds_text(double seconds);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "adam_ops.h"
+#include "border.h"
 #include "exchange_ops.h"
 #include "invocation.h"
 #include "tensor.h"
@@ -214,6 +215,17 @@ void unknown_shapes(TF_ShapeInferenceContext* context, TF_Status* status) {
   tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
+// The border of a kernel: no exception leaves it.
+template <void (*kCompute)(void*, TF_OpKernelContext*)>
+void at_kernel(void* state, TF_OpKernelContext* context) {
+  guard([&] { kCompute(state, context); },
+        [&](const char* what) {
+          ScopedStatus status;
+          tf.TF_SetStatus(status.get(), kTfInternal, what);
+          tf.TF_OpKernelContext_Failure(context, status.get());
+        });
+}
+
 struct OpSpec {
   const char* name;
   std::vector<std::string> inputs;
@@ -269,68 +281,74 @@ __attribute__((constructor)) void register_ops() {
        {"results: N * T"},
        {one_type, "N: int >= 1"},
        same_shapes<2>,
-       all_reduce},
+       at_kernel<all_reduce>},
       {"TfringAllGatherRows",
        {"num_rows: int64", "tensors: T"},
        {"results: T", "rows: int64"},
        {types},
        unknown_shapes,
-       all_gather_rows},
+       at_kernel<all_gather_rows>},
       {"TfringAllReduceRows",
        {"active: bool", "values: T", "indices: I"},
        {"sums: T", "ids: I", "rows: int64"},
        {types, "I: list({int32, int64}) >= 1"},
        unknown_shapes,
-       all_reduce_rows,
+       at_kernel<all_reduce_rows>,
        false},
       {"TfringExchange",
        {"counts: int64", "tensors: T"},
        {"results: T", "rows: int64"},
        {types},
        unknown_shapes,
-       exchange_rows},
+       at_kernel<exchange_rows>},
       {"TfringReduceScatter",
        {"tensors: N * T"},
        {"results: N * T"},
        {one_type, "N: int >= 1"},
        unknown_shapes,
-       reduce_scatter},
+       at_kernel<reduce_scatter>},
       {"TfringReduce",
        {"tensors: N * T"},
        {"results: N * T"},
        {one_type, "N: int >= 1"},
        same_shapes<1>,
-       reduce},
-      {"TfringSend", {"tensor: T"}, {"receipt: float"}, {one_type}, unknown_shapes, send},
-      {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, receive},
-      {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, broadcast},
-      {"TfringBarrier", {}, {}, {}, unknown_shapes, barrier, false},
+       at_kernel<reduce>},
+      {"TfringSend", {"tensor: T"}, {"receipt: float"}, {one_type}, unknown_shapes, at_kernel<send>},
+      {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, at_kernel<receive>},
+      {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, at_kernel<broadcast>},
+      {"TfringBarrier", {}, {}, {}, unknown_shapes, at_kernel<barrier>, false},
       {"TfringAdam",
        {"scalars: T", "gradient: T", "momentum: T", "velocity: T", "weight: T"},
        {"new_momentum: T", "new_velocity: T", "new_weight: T"},
        {"T: {float, double}"},
        same_shapes<3, 0>,
-       adam,
+       at_kernel<adam>,
        false},
       {"TfringAdamRows",
        {"scalars: T", "rows: T", "ids: I", "momentum: T", "velocity: T", "weight: T"},
        {"new_momentum: T", "new_velocity: T", "new_weight: T"},
        {"T: {float, double}", "I: {int32, int64}"},
        same_shapes<4, 0>,
-       adam_rows,
+       at_kernel<adam_rows>,
        false},
       {"TfringGatherRows",
        {"head: T", "body: T", "like: T", "indices: int64"},
        {"rows: T"},
        {one_type},
        unknown_shapes,
-       gather_rows,
+       at_kernel<gather_rows>,
        false,
        false,
        false},
-      {"TfringMark", {}, {}, {}, unknown_shapes, mark, false},
-      {"TfringPlace", {"tensor: T"}, {"done: float"}, {one_type}, unknown_shapes, place_after, false},
-      {"TfringFindCancellation", {}, {}, {}, unknown_shapes, find_cancellation, false, false},
+      {"TfringMark", {}, {}, {}, unknown_shapes, at_kernel<mark>, false},
+      {"TfringPlace",
+       {"tensor: T"},
+       {"done: float"},
+       {one_type},
+       unknown_shapes,
+       at_kernel<place_after>,
+       false},
+      {"TfringFindCancellation", {}, {}, {}, unknown_shapes, at_kernel<find_cancellation>, false, false},
   };
   for (const OpSpec& spec : specs) {
     if (problem().empty()) problem() = register_op(spec);

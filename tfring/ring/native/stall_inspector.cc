@@ -110,11 +110,14 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
              " in others (" + last_call +
              " is its last call of this ring). Run the rings' collectives in one order: from one "
              "tf.function, or from one Python thread; or give TensorFlow a thread for each: "
-             "tf.config.threading.set_inter_op_parallelism_threads(n)"});
+             "tf.config.threading.set_inter_op_parallelism_threads(n)",
+         Reason::kThreads, rank, settings_.rank});
   }
   if (absent && idle_seconds > kRaisedSeconds && liveness->has_raised(*peer)) {
-    return liveness->break_up({Code::kPeerLost, who + " failed while rank " + std::to_string(settings_.rank) +
-                                                    " waited for it in " + here() + ": " + peer->raised});
+    return liveness->break_up({Code::kPeerLost,
+                               who + " failed while rank " + std::to_string(settings_.rank) +
+                                   " waited for it in " + here() + ": " + peer->raised,
+                               Reason::kRaised, rank});
   }
   if (absent) TFRING_TRY(wait_crosswise(liveness, *peer, now, idle_since));
   const bool is_crosswise = absent && seconds_between(elsewhere_since_, now) > idle_seconds / 4 &&
@@ -134,9 +137,10 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
       : absent  ? who + " takes no part: its process on " + peer->host +
                      " is alive but busy elsewhere; the last it called in this ring is " + last_call
                : who + " takes no part: its process on " + peer->host + " answers nothing";
-  return liveness->break_up({Code::kTimeout, "nothing moved for " + seconds_text(timeout_seconds) +
-                                                 " at rank " + std::to_string(settings_.rank) + " in " +
-                                                 here() + ": " + why});
+  return liveness->break_up({Code::kTimeout,
+                             "nothing moved for " + seconds_text(timeout_seconds) + " at rank " +
+                                 std::to_string(settings_.rank) + " in " + here() + ": " + why,
+                             Reason::kSlow, rank});
 }
 
 // The peer has not begun this rank's collective, and its process waits in another ring, in one that this
@@ -165,14 +169,15 @@ Status StallInspector::wait_crosswise(const Guarded<Liveness>::Locked& liveness,
   const std::string who = "rank " + std::to_string(peer.rank);
   const std::string me = "rank " + std::to_string(settings_.rank);
   return liveness->break_up(
-      {Code::kMismatch, "ranks disagree: " + who + " and " + me +
-                            " wait for each other in different rings, and neither computes: " + me + " in " +
-                            here() + ", " + who + " in ring \"" + name_of_ring(elsewhere_) +
-                            "\"; the last it called in ring \"" + settings_.name + "\" is " +
-                            describe(peer.report.pong.header) +
-                            ". All ranks call the collectives of all rings in one order. They do not where a "
-                            "condition around an update (tf.cond) is of a replica's own value, or where one "
-                            "catches an error that the others do not get"});
+      {Code::kMismatch,
+       "ranks disagree: " + who + " and " + me +
+           " wait for each other in different rings, and neither computes: " + me + " in " + here() + ", " +
+           who + " in ring \"" + name_of_ring(elsewhere_) + "\"; the last it called in ring \"" +
+           settings_.name + "\" is " + describe(peer.report.pong.header) +
+           ". All ranks call the collectives of all rings in one order. They do not where a "
+           "condition around an update (tf.cond) is of a replica's own value, or where one "
+           "catches an error that the others do not get",
+       Reason::kCallsDiffer, peer.rank, settings_.rank});
 }
 
 }  // namespace tfring

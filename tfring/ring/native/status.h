@@ -1,9 +1,11 @@
-// Outcomes as values: nothing here throws but std::bad_alloc, and nothing is thrown across the library's
-// border.
+// Outcomes as values: nothing here throws but std::bad_alloc, which no entry point of the library lets out
+// (core.cc).
 #pragma once
 
 #include <string>
 #include <utility>
+
+#include "core.h"
 
 namespace tfring {
 
@@ -18,12 +20,35 @@ enum class Code : int {
   kInternal = 6,
 };
 
-struct Status {
+// Why it failed. The numbers are part of the C interface, and travel.
+enum class Reason : int {
+  kNone = TFRING_NO_REASON,
+  kDied = TFRING_DIED,
+  kLeft = TFRING_LEFT,
+  kClosed = TFRING_CLOSED,
+  kInterrupted = TFRING_CTRL_C,
+  kStopped = TFRING_STOPPED,
+  kCutOff = TFRING_CUT_OFF,
+  kRaised = TFRING_RAISED,
+  kStepFailed = TFRING_STEP_FAILED,
+  kCallsDiffer = TFRING_CALLS_DIFFER,
+  kThreads = TFRING_THREADS,
+  kSlow = TFRING_SLOW,
+};
+constexpr int kLastReason = TFRING_SLOW;
+
+struct [[nodiscard]] Status {
   Code code = Code::kOk;
   std::string message;
+  Reason reason = Reason::kNone;
+  int rank = -1;     // which it concerns, -1 for none,
+  int other = -1;    // and of a cut link the other
+  std::string call;  // in which this rank was: its name
 
   Status() = default;
-  Status(Code code_in, std::string message_in) : code(code_in), message(std::move(message_in)) {}
+  Status(Code code_in, std::string message_in, Reason reason_in = Reason::kNone, int rank_in = -1,
+         int other_in = -1)
+      : code(code_in), message(std::move(message_in)), reason(reason_in), rank(rank_in), other(other_in) {}
   bool ok() const { return code == Code::kOk; }
 };
 

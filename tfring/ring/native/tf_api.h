@@ -40,6 +40,7 @@ using TfDataType = int;
   X(void, TF_SetStatus, (TF_Status*, int code, const char* message))                                                 \
   X(int, TF_GetCode, (const TF_Status*))                                                                             \
   X(const char*, TF_Message, (const TF_Status*))                                                                     \
+  X(void, TF_SetPayload, (TF_Status*, const char* key, const char* value))                                           \
   X(void, TF_DeleteTensor, (TF_Tensor*))                                                                             \
   X(TfDataType, TF_TensorType, (const TF_Tensor*))                                                                   \
   X(int, TF_NumDims, (const TF_Tensor*))                                                                             \

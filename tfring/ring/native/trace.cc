@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "border.h"
 #include "tensor.h"
 
 namespace tfring {
@@ -91,14 +92,14 @@ using tfring::records;
 
 void tfring_trace(int64_t capacity) {
   tfring::trace_wanted = false;
-  {
+  tfring::at_border([&] {  // without the memory, nothing is recorded
     std::lock_guard<std::mutex> lock(records->mutex);
     records->kept.reset(capacity > 0 ? new tfring_record[static_cast<size_t>(capacity)] : nullptr);
     records->capacity = static_cast<uint64_t>(std::max<int64_t>(capacity, 0));
     records->added = records->taken = 0;
     records->lost = 0;
-  }
-  tfring::trace_wanted = capacity > 0;
+    tfring::trace_wanted = capacity > 0;
+  });
 }
 
 int64_t tfring_take_records(tfring_record* to, int64_t most, int64_t* lost) {

@@ -26,11 +26,8 @@ Status Turn::take(Claim* claim) {
   Status status = contended(*claim);
   if (status.ok()) status = wait_for_turn(claim->call, &lock);
   if (status.ok()) status = contended(*claim);
-  if (!status.ok()) {
-    remove(claim);
-    return status;
-  }
-  is_taken_ = true;
+  if (!status.ok()) return status;
+  is_taken_ = claim->has_turn_ = true;
   owner_ = std::this_thread::get_id();
   return {};
 }
@@ -44,7 +41,8 @@ Status Turn::wait_for_turn(const tfring_call& call, std::unique_lock<std::mutex>
         call.caller == TFRING_PYTHON_MAIN_THREAD ? python_interrupted() : op_interrupted();
     lock->lock();
     if (interrupted)
-      return {Code::kInterrupted, "interrupted while another thread used ring \"" + settings_.name + "\""};
+      return {Code::kInterrupted, "interrupted while another thread used ring \"" + settings_.name + "\"",
+              Reason::kInterrupted, settings_.rank};
   }
   if (news_.is_closing()) return {Code::kInvalid, "this communicator is closed"};
   return {};
@@ -56,38 +54,44 @@ Status Turn::settle(Claim* claim) {
   return contended(*claim);
 }
 
-void Turn::leave() {
-  owner_ = std::thread::id();
+void Turn::leave(Claim* claim) {
+  if (claim->has_turn_) owner_ = std::thread::id();
   std::lock_guard<std::mutex> lock(mutex_);
+  remove(claim);
+  if (!claim->has_turn_) return;
   is_taken_ = false;
   changed_.notify_all();
 }
 
 // Adds a claim, and marks it and every other of the same call.
 void Turn::add(Claim* claim) {
-  for (Claim* other = claims_; other != nullptr; other = other->next) {
+  for (Claim* other = claims_; other != nullptr; other = other->next_) {
     if (claim->group == nullptr || claim->group->size() == 1 || claim->group != other->group) continue;
     if (std::strcmp(claim->call.name, other->call.name) != 0) continue;
-    claim->is_contended = other->is_contended = true;
+    claim->is_contended_ = other->is_contended_ = true;
   }
-  claim->next = claims_;
+  claim->next_ = claims_;
   claims_ = claim;
+  claim->is_listed_ = true;
 }
 
-void Turn::remove(const Claim* claim) {
+void Turn::remove(Claim* claim) {
+  if (!claim->is_listed_) return;
   Claim** place = &claims_;
-  while (*place != claim) place = &(*place)->next;
-  *place = claim->next;
+  while (*place != claim) place = &(*place)->next_;
+  *place = claim->next_;
+  claim->is_listed_ = false;
 }
 
 Status Turn::contended(const Claim& claim) const {
-  if (!claim.is_contended) return {};
+  if (!claim.is_contended_) return {};
   return {Code::kMismatch,
           "two threads of rank " + std::to_string(settings_.rank) + " called \"" + claim.call.name +
               "\" of ring \"" + claim.group->name +
               "\" at the same time, and ranks cannot know whose call belongs to whose. " +
               "Call it from one thread (of a Dataset.map without num_parallel_calls), or give each " +
-              "thread a communicator of its own"};
+              "thread a communicator of its own",
+          Reason::kThreads, settings_.rank};
 }
 
 std::unique_lock<std::mutex> Turn::wait() {

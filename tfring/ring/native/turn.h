@@ -17,31 +17,49 @@ namespace tfring {
 // One call at a time, of any group of a world.
 class Turn {
  public:
-  // A call that has the turn or waits for it; on the stack of its thread.
-  struct Claim {
+  // A call that has the turn or waits for it; on the stack of its thread. It ends, and leaves the turn, with
+  // its scope.
+  class Claim {
+   public:
+    // `group`: null where it does not matter which call comes first.
+    Claim(Turn* turn, const tfring_call& call_in, const Group* group_in)
+        : call(call_in), group(group_in), turn_(*turn) {}
+    ~Claim() { turn_.leave(this); }
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+    // Waits until no other thread has the turn. Fails with kMismatch where another has claimed the same call
+    // of the same group, for two threads have no order that other ranks could know.
+    Status take() { return turn_.take(this); }
+    // Ends the claim of the thread that has the turn, and fails with kMismatch where another thread claimed
+    // the same call meanwhile: the result may be of either.
+    Status settle() { return turn_.settle(this); }
+
     const tfring_call& call;
-    const Group* group;  // null where it does not matter which call comes first
-    bool is_contended = false;
-    Claim* next = nullptr;
+    const Group* const group;
+
+   private:
+    friend class Turn;
+    Turn& turn_;
+    bool is_listed_ = false;
+    bool has_turn_ = false;
+    bool is_contended_ = false;
+    Claim* next_ = nullptr;
   };
 
   Turn(const Settings& settings, const News& news) : settings_(settings), news_(news) {}
 
-  // Waits until no other thread has it. Fails with kMismatch where another has claimed the same call of the
-  // same group, for two threads have no order that other ranks could know.
-  Status take(Claim* claim);
-  // Ends the claim of the thread that has the turn, and fails with kMismatch where another thread claimed the
-  // same call meanwhile: the result may be of either.
-  Status settle(Claim* claim);
-  void leave();
   bool is_this_threads() const { return owner_ == std::this_thread::get_id(); }
   // Returns once no thread has it; none takes it as long as the lock is held.
   std::unique_lock<std::mutex> wait();
 
  private:
+  Status take(Claim* claim);
+  Status settle(Claim* claim);
+  void leave(Claim* claim);
   Status wait_for_turn(const tfring_call& call, std::unique_lock<std::mutex>* lock);
   void add(Claim* claim);
-  void remove(const Claim* claim);
+  void remove(Claim* claim);
   Status contended(const Claim& claim) const;
 
   const Settings& settings_;

@@ -98,7 +98,8 @@ Status Waiting::look_up(int64_t now) {
   looked_up_ = now;
   if (news_.is_closing()) {
     return liveness_.lock()->break_up(
-        {Code::kPeerLost, "rank " + std::to_string(settings_.rank) + " closed the ring during " + here()});
+        {Code::kPeerLost, "rank " + std::to_string(settings_.rank) + " closed the ring during " + here(),
+         Reason::kClosed, settings_.rank});
   }
   if (call_.caller == TFRING_PYTHON_MAIN_THREAD && python_interrupted()) return interrupt();
   if (call_.caller == TFRING_TENSORFLOW_OP && op_interrupted()) return interrupt();
@@ -112,7 +113,8 @@ Status Waiting::look_up_at_once() {
 
 Status Waiting::interrupt() {
   return liveness_.lock()->interrupt(
-      {Code::kPeerLost, "rank " + std::to_string(settings_.rank) + " was interrupted during " + here()});
+      {Code::kPeerLost, "rank " + std::to_string(settings_.rank) + " was interrupted during " + here(),
+       Reason::kInterrupted, settings_.rank});
 }
 
 // Breaks the ring once the step of this call is cancelled: TensorFlow waits for the call before it reports
@@ -120,9 +122,10 @@ Status Waiting::interrupt() {
 // stall of theirs passes.
 Status Waiting::check_step() {
   if (call_.caller != TFRING_TENSORFLOW_OP || !op_cancelled()) return {};
-  return liveness_.lock()->break_up(
-      {Code::kPeerLost, "rank " + std::to_string(settings_.rank) + " gave up in " + here() +
-                            ": another operation of its step failed, as its own error tells"});
+  return liveness_.lock()->break_up({Code::kPeerLost,
+                                     "rank " + std::to_string(settings_.rank) + " gave up in " + here() +
+                                         ": another operation of its step failed, as its own error tells",
+                                     Reason::kStepFailed, settings_.rank});
 }
 
 // Why the data connection closed, the control connection tells; if it tells nothing, the peer died.

@@ -8,8 +8,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <cstring>
 #include <mutex>
+#include <string>
 
 #include "clock.h"
 #include "fd.h"
@@ -19,13 +20,18 @@ namespace {
 
 class Watcher {
  public:
-  void add(Watched* watched) {
+  Status add(Watched* watched) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      const int error = running_ ? 0 : start();
+      if (error != 0) {
+        return {Code::kInternal,
+                std::string("the thread that watches over the ring cannot start: ") + std::strerror(error)};
+      }
       watched_.push_back(watched);
-      if (!running_) start();
     }
     wake();
+    return {};
   }
 
   void remove(Watched* watched) {
@@ -40,8 +46,10 @@ class Watcher {
   }
 
  private:
-  void start() {
-    wake_fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  int start() {
+    const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_fd < 0) return errno;
+    wake_fd_ = Fd(wake_fd);
     // Signals are for the program's threads, and Ctrl-C for Python's first.
     sigset_t all;
     sigset_t before;
@@ -51,10 +59,12 @@ class Watcher {
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_t thread;
-    running_ = pthread_create(&thread, &attributes, &Watcher::run_thread, this) == 0;
+    const int error = pthread_create(&thread, &attributes, &Watcher::run_thread, this);
+    running_ = error == 0;
     if (running_) pthread_setname_np(thread, "tfring-watcher");
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return error;
   }
 
   static void* run_thread(void* self) {
@@ -95,7 +105,7 @@ Watcher* watcher = new Watcher;
 
 }  // namespace
 
-void watch_over(Watched* watched) { watcher->add(watched); }
+Status watch_over(Watched* watched) { return watcher->add(watched); }
 void unwatch(Watched* watched) { watcher->remove(watched); }
 void wake_watcher() { watcher->wake(); }
 void forget_watcher_in_child() { watcher = new Watcher; }

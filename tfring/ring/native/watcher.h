@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "status.h"
+
 namespace tfring {
 
 // An object that the watcher polls; see liveness.cc.
@@ -19,8 +21,9 @@ class Watched {
   virtual int watch(int64_t now, int64_t late, std::vector<pollfd>* fds) = 0;
 };
 
-// Neither may be called while holding a lock `watch` takes. After unwatch, `watched` is called no more.
-void watch_over(Watched* watched);
+// Neither may be called while holding a lock `watch` takes. After unwatch, `watched` is called no more. Fails
+// where the thread cannot start.
+Status watch_over(Watched* watched);
 void unwatch(Watched* watched);
 void wake_watcher();
 void forget_watcher_in_child();

@@ -96,7 +96,8 @@ Status World::connect(const tfring_options& options, Group* all) {
   if (settings_.world_size > 1) {
     news_.open();
     join_ring(settings_.identity, &state_);
-    watch_over(this);
+    const Status watched = watch_over(this);
+    if (!watched.ok()) return liveness_.lock()->break_up(watched);
   }
   TFRING_TRY(status);
   execution_.waiting().set_timeout(options.opening_timeout_seconds);
@@ -116,7 +117,7 @@ Status World::add_link(const tfring_link& from, bool is_open) {
   std::unique_ptr<Link> link;
   TFRING_TRY(Link::open(from, settings_.rank, &link));
   const auto liveness = liveness_.lock();
-  if (is_open) TFRING_TRY(liveness->greet(*peer));
+  if (is_open) TFRING_TRY(liveness->greet(peer.get()));
   liveness->add(std::move(peer));
   execution_.links().add(std::move(link));
   return {};
@@ -154,7 +155,7 @@ tfring_statistics World::statistics() {
   return statistics;
 }
 
-void World::abort(const Status& why) { liveness_.lock()->break_up(why); }
+void World::abort(const Status& why) { (void)liveness_.lock()->break_up(why); }
 
 void World::tell_raised(const std::string& error) { liveness_.lock()->tell_raised(error); }
 
@@ -167,22 +168,21 @@ int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
 template <typename Body>
 Status World::run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
                   int num_tensors, Body body) {
-  Turn::Claim claim{call, kind == Kind::kBarrier ? nullptr : group};
-  const Status taken = turn_.take(&claim);
+  Turn::Claim claim(&turn_, call, kind == Kind::kBarrier ? nullptr : group);
+  const Status taken = claim.take();
   if (!taken.ok()) return taken.code == Code::kMismatch ? liveness_.lock()->break_up(taken) : taken;
-  Status status = begin(group, kind, call, tensors, num_tensors);
-  const bool has_begun = status.ok();
-  if (has_begun) {
-    try {
-      status = body();
-    } catch (const std::bad_alloc&) {
-      status = execution_.fail_without_memory();
-    }
+  Status status;
+  bool has_begun = true;
+  try {
+    status = begin(group, kind, call, tensors, num_tensors);
+    has_begun = status.ok();
+    if (has_begun) status = body();
+  } catch (const std::bad_alloc&) {  // perhaps after the call was counted, so the ring is of no more use
+    status = execution_.fail_without_memory();
   }
-  const Status settled = turn_.settle(&claim);
+  const Status settled = claim.settle();
   if (status.ok() && !settled.ok()) status = liveness_.lock()->break_up(settled);
   if (has_begun) end(status);
-  turn_.leave();
   return status;
 }
 

@@ -20,8 +20,8 @@
 //       │
 //       ▼
 //   shared with the watcher's thread, and with threads that close or abort the world, behind a lock:
-//     Guarded<Liveness> (liveness.cc)        control connections: who left, died, stopped, is cut off, and
-//                                            why the world broke
+//     Guarded<Liveness> (liveness.cc)        control connections (peer.cc): who left, died, stopped, is cut
+//                                            off, and why the world broke
 //     Calls (calls.cc)                       what each pair of ranks has begun together
 //
 //   Settings never change; Group (group.cc): some of the ranks; Call: the one under way, which News wakes;

@@ -3,47 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras.src.utils import file_utils
+
+from tfring._keras.seam import seam
 from tfring.cluster import detection
 from tfring.errors import ConfigurationError
 
 
-def install(file_utils: Any) -> None:
-    """Replaces what `get_file` downloads and extracts by: itself is known under many names when this is called."""
-    retrieve, extract = file_utils.urlretrieve, file_utils.extract_archive
-
-    @functools.wraps(retrieve)
-    def urlretrieve(url: str, filename: str, *args: Any, **kwargs: Any) -> Any:
+def install() -> None:
+    @seam(file_utils, "urlretrieve")
+    def urlretrieve(original: Callable[..., Any], url: str, filename: str, *args: Any, **kwargs: Any) -> Any:
         if not _has_others():
-            return retrieve(url, filename, *args, **kwargs)
+            return original(url, filename, *args, **kwargs)
         before = _identity(filename)
         with _locked(filename):
             if _identity(filename) != before:  # while this worker waited
                 return filename, None
             with tempfile.TemporaryDirectory(prefix=".download-", dir=os.path.dirname(filename)) as folder:
                 made = os.path.join(folder, "file")
-                result = retrieve(url, made, *args, **kwargs)
+                result = original(url, made, *args, **kwargs)
                 os.replace(made, filename)
                 return result
 
-    @functools.wraps(extract)
-    def extract_archive(file_path: Any, path: Any = ".", archive_format: Any = "auto") -> bool:
+    @seam(file_utils, "extract_archive")
+    def extract_archive(
+        original: Callable[..., Any], file_path: Any, path: Any = ".", archive_format: Any = "auto"
+    ) -> bool:
         if not _has_others():
-            return extract(file_path, path, archive_format)
+            return original(file_path, path, archive_format)
         path = os.path.abspath(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with _locked(path), tempfile.TemporaryDirectory(prefix=".extract-", dir=os.path.dirname(path)) as folder:
-            is_archive = extract(file_path, folder, archive_format)
+            is_archive = original(file_path, folder, archive_format)
             if is_archive:
                 _move(folder, path)
             return is_archive
-
-    file_utils.urlretrieve, file_utils.extract_archive = urlretrieve, extract_archive
 
 
 def _has_others() -> bool:
