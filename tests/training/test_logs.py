@@ -407,7 +407,7 @@ def refused():
     def several_values():
         with ring.scope():
             model = keras.Sequential([keras.layers.Input((4,)), state_layer("early", undecided=True)])
-            model.compile("sgd", "mse")
+            model.compile("sgd", "mse", run_eagerly=True)  # else its graph is edited
         model.fit(x, y, verbose=0)
 
     for program in (layer, statistics, compiled_in_scope, fit_in_scope, optimizer):

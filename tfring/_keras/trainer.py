@@ -400,8 +400,9 @@ class StepFunction:
             if not self._is_opened:
                 raise
             self._is_edited, self._is_given_up = False, True
+        self._is_built = True
         if self._is_unbuilt:
-            self._is_unbuilt, self._is_built = False, True
+            self._is_unbuilt = False
             self._make()
             return self._traced(name, *args)
         if not self._is_given_up:

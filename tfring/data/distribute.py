@@ -67,8 +67,7 @@ def distribute_for_keras(
     Args:
       strategy: A RingStrategy.
       dataset: Of global batches; with policy OFF of this worker's own rows.
-      ahead: Batches drawn before they are asked for; of its own rows, a worker draws those of as many more batches as
-        there are workers. Defaults to 2.
+      ahead: Batches drawn before they are asked for. Defaults to 2.
     """
     if not strategy.extended.is_alone and not is_sliced(dataset) and _policy(dataset) != _Policy.OFF:
         distributed = strategy.experimental_distribute_dataset(dataset)
@@ -101,7 +100,6 @@ class _Kept:
             several = strategy.cluster.world_size > 1
             drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
             if ahead and isinstance(drawn.cut, Cut):  # numbers drawn ahead of the rest save nothing
-                ahead *= 1 if drawn.cut.is_full else world_size  # an element is a batch, or a worker's rows of it
                 drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
         else:
             drawn, self._cardinality = pieces(dataset, replicas, world_size)

@@ -206,12 +206,10 @@ def _has_share(dataset: tf.data.Dataset) -> bool:
 def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     """Returns a dataset of `(about, batch)`: of every batch of the user's, this worker's rows or, if `whole`, all.
 
-    `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them. For a
-    batch that the user prefetches, this worker's rows of as many batches as there are workers are drawn ahead.
+    `about` is int64 `[rows, 2]`, each row the same: how many rows all workers have, and a fingerprint of them.
     """
     key = (place, pipeline.whole, pipeline.arrays is not None)
     above, below = _maps_last(pipeline.rows)
-    ahead = 1 if pipeline.whole else place.num_replicas // place.replicas
     dataset, batched = pipeline.source, _batched
     if pipeline.arrays is not None:
         dataset, batched = tf.data.Dataset.range(int(dataset.cardinality())), _batched_by_number
@@ -219,7 +217,7 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
         dataset = _kept(like, key, functools.partial(_again, like, dataset))
     dataset = _kept(pipeline.batch, key, lambda: batched(dataset, below, pipeline, place))
     for like in pipeline.batches:
-        dataset = _kept(like, key, functools.partial(_again_beside, like, dataset, ahead))
+        dataset = _kept(like, key, functools.partial(_again_beside, like, dataset))
     return dataset
 
 
@@ -348,21 +346,14 @@ def _own_rows(
     return most, np.stack([begin, np.minimum(own, totals - begin)], 1)
 
 
-def _again(like: tf.data.Dataset, dataset: tf.data.Dataset, ahead: int = 1) -> tf.data.Dataset:
-    """Returns the last step of `like`, which is no map, on another dataset.
-
-    Args:
-      like: Of the user.
-      dataset: The other.
-      ahead: Elements that are drawn ahead for each that the user prefetches. Defaults to 1.
-    """
+def _again(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the last step of `like`, which is no map, on another dataset."""
     kind, _, arguments = _tf.dataset_step(like)
     match kind:
         case "shuffle":
             return _tf.shuffled_like(arguments["like"], dataset)
         case "prefetch":
-            size = arguments["buffer_size"]
-            return dataset.prefetch(size if size == tf.data.AUTOTUNE else ahead * size)
+            return dataset.prefetch(arguments["buffer_size"])
         case "repeat":
             return dataset.repeat(arguments["count"])
         case "take":
@@ -374,11 +365,11 @@ def _again(like: tf.data.Dataset, dataset: tf.data.Dataset, ahead: int = 1) -> t
     return dataset
 
 
-def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset, ahead: int = 1) -> tf.data.Dataset:
-    """Returns the last step of `like` on a dataset of `(about, element)`; `ahead` as of `_again`."""
+def _again_beside(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the last step of `like` on a dataset of `(about, element)`."""
     kind, _, arguments = _tf.dataset_step(like)
     if kind != "map":
-        return _again(like, dataset, ahead)
+        return _again(like, dataset)
     function, parallel = arguments["function"], arguments["num_parallel_calls"]
 
     @tf.autograph.experimental.do_not_convert
