@@ -54,7 +54,7 @@ def test_programs_with_two_replicas_a_worker():
     assert all("gradient_accumulation_steps" in text for text in group.run(in_a_branch))
 
 
-# -- what is refused, and what is said, of steps that are not edited: with several replicas a worker -----------------
+# -- what is refused, and what is said, of steps that are not edited: by the runtime of TensorFlow -----------------
 
 
 def said():
@@ -96,7 +96,7 @@ def said():
 
 
 def test_what_cannot_be_one_value_is_named():
-    for rank, found in enumerate(workers(2, logical_cpus=2).run(said)):
+    for rank, found in enumerate(workers(2, "tensorflow").run(said)):
         assert "'welford/mean'" in found["welford"] and "gather_for_loss" in found["welford"], found["welford"]
         assert "ConfigurationError" in found["welford"]
         for name, variable in {"queue": "/memory'", "scatter": "/memory'", "scatter_update": "'other:0'"}.items():
@@ -123,7 +123,7 @@ def formulas():
 
 
 def test_what_follows_from_no_mean_is_warned_of_once():
-    first, *others = workers(2, logical_cpus=2).run(formulas)
+    first, *others = workers(2, "tensorflow").run(formulas)
     for name, (_, text) in warned().items():
         assert not any(other[name] for other in others), (name, others)
         assert len(first[name]) == (text is not None), (name, first[name])
