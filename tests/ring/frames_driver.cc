@@ -165,8 +165,7 @@ class Mirror {
 
   void make_up_control(int to) {
     const auto type = static_cast<tfring::ControlType>(below(&random_, 6));
-    tfring::ControlFrame frame =
-        tfring::make_control(type, 1, odd_number(&random_), tfring::Code::kPeerLost, "made up");
+    tfring::ControlFrame frame = tfring::make_control(type, 1, odd_number(&random_), "made up");
     char* bytes = reinterpret_cast<char*>(&frame);
     if (below(&random_, 2) == 0) {
       std::memset(frame.message, 'x', sizeof(frame.message));
