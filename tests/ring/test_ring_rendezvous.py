@@ -181,7 +181,7 @@ def die_while_forming(cluster):
     if cluster.rank == 2:
         print("about to die", flush=True)
         time.sleep(1000)
-    ranks.join(cluster, connect_timeout_seconds=3)
+    ranks.join(cluster, connect_timeout_seconds=10)  # who has ended is looked at after three seconds
 
 
 def test_a_rank_that_dies_before_joining():

@@ -460,11 +460,9 @@ class _Forming:
     # Giving up.
 
     def _timeout_error(self) -> RendezvousError:
-        missing = _missing_ranks(self.cluster)
-        self._check_none_has_ended(missing)
         return RendezvousError(
             f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "
-            f'ring "{self.ring}" to form; {self._who_is_missing(missing)}. Are all ranks started '
+            f'ring "{self.ring}" to form; {self._who_is_missing(_missing_ranks(self.cluster))}. Are all ranks started '
             "with the same list of addresses, and are the ports open between the hosts?"
         )
 
