@@ -431,7 +431,8 @@ def synchronized_normalization():
     import tfring
 
     inputs = keras.Input((4,))
-    hidden = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(6)(inputs))
+    # No bias, which the normalization takes out: its gradient is rounding alone.
+    hidden = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(6, use_bias=False)(inputs))
     hidden = tfring.SyncBatchNormalization()(keras.layers.Dense(6, activation="tanh")(hidden))
     model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile(keras.optimizers.SGD(0.05), "mse")

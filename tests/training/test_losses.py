@@ -56,7 +56,7 @@ def test_other_programs():
     assert len(names) > 12
     # Batches of 19: shares of 10 and 9 rows, and of 1 and 0 in the last.
     assert_equal(workers(2).run(train, names, 19, timeout=400))
-    assert_equal(workers(3).run(train, three), tolerance=2e-5)
+    assert_equal(workers(3).run(train, three))
 
 
 @pytest.mark.long

@@ -42,7 +42,6 @@ def install() -> None:
     from tfring._keras import (
         bases,
         batch_shapes,
-        callbacks,
         collectives,
         downloads,
         empty,
@@ -83,7 +82,6 @@ def install() -> None:
         served,
         tensorflow_1,
         batch_shapes,
-        callbacks,
         outside,
         saving,
         printing,

@@ -29,13 +29,14 @@ def install() -> None:
         options: Any = None,
     ) -> Any:
         if _is_of_all_rows(self):
-            return value
+            tf.distribute.ReduceOp(reduce_op.upper() if isinstance(reduce_op, str) else reduce_op)  # or it raises
+            return tf.nest.map_structure(_as_tensor, value)
         return _weighed(self, value, step.Step.zero_if_empty, lambda value: original(self, reduce_op, value, options))
 
     @seam(tf.distribute.ReplicaContext, "all_gather")
     def all_gather(original: Callable[..., Any], self: Any, value: Any, axis: int, options: Any = None) -> Any:
         if _is_of_all_rows(self):
-            return value
+            return tf.nest.map_structure(_as_tensor, value)
 
         def rows(running: step.Step, value: Any) -> Any:
             value = tf.convert_to_tensor(value)
@@ -51,6 +52,10 @@ def install() -> None:
         if axis == 0 and step.weighing() is not None:
             value = tf.nest.map_structure(lambda each: partition.declare_gradient(tf.convert_to_tensor(each)), value)
         return _weighed(self, value, rows, gathered)
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
 def _is_of_all_rows(context: tf.distribute.ReplicaContext) -> bool:

@@ -33,7 +33,6 @@ _LAYER = "keras.src.layers.layer.Layer"
 _LOSS = "keras.src.losses.loss"
 _FILES = "keras.src.saving.saving_lib"
 _HDF5 = "keras.src.legacy.saving.legacy_h5_format"
-_SWAP = "keras.src.callbacks.swap_ema_weights.SwapEMAWeights"
 _CONTEXT = "tensorflow.python.distribute.distribute_lib.ReplicaContext"
 
 REPLACED = {
@@ -75,8 +74,6 @@ REPLACED = {
         "weighs the gradients of an optimizer of TensorFlow 1",
     ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
-    f"{_SWAP}._tf_swap_variables": Function("self, optimizer", "swaps averages of shards"),
-    f"{_SWAP}._tf_finalize_ema_values": Function("self, optimizer", "the same"),
     # losses
     f"{_LOSS}.scale_loss_for_distribution": Function("value", "leaves out the division by the number of replicas"),
     f"{_LOSS}.unscale_loss_for_distribution": Function("value", "the same"),
@@ -130,10 +127,7 @@ REPLACED = {
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"
     ),
-    # callbacks and what is printed
-    "keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model": Function(
-        "self, epoch, batch, logs", "has all ranks take part where state is sharded"
-    ),
+    # what is printed
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
     "keras.src.models.model.Model.summary": Function(
         "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",

@@ -174,24 +174,28 @@ def install() -> None:
             optimizer = _Weights([v if sharding_of(v) is None else _Whole(v) for v in variables])
         return original(group, optimizer)
 
-    @seam(keras.callbacks.SwapEMAWeights, "_tf_swap_variables")
-    def swap_variables(original: Callable[..., Any], self: Any, optimizer: Any) -> Any:
-        shards = shards_of(optimizer)
-        if shards is None:
-            return original(self, optimizer)
-        for variable, average in _averaged(optimizer):
-            value = held_of(average)
-            if sharding_of(variable) is None:  # and of a table the average is as large a shard
-                [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
-            average.assign(variable)
-            variable.assign(value)
 
-    @seam(keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values")
-    def finalize_ema_values(original: Callable[..., Any], self: Any, optimizer: Any) -> Any:
-        if shards_of(optimizer) is None:
-            return original(self, optimizer)
-        for variable, average in _averaged(optimizer):
-            average.assign(variable)
+def swap_averages(original: Callable[..., Any], callback: Any, optimizer: Any) -> Any:
+    """Swaps weights and their moving averages for SwapEMAWeights, also of an optimizer that is sharded."""
+    shards = shards_of(optimizer)
+    if shards is None:
+        return original(optimizer)
+    for variable, average in _averaged(optimizer):
+        value = held_of(average)
+        if sharding_of(variable) is None:  # and of a table the average is as large a shard
+            [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
+        average.assign(variable)
+        variable.assign(value)
+    return None
+
+
+def keep_averages(original: Callable[..., Any], callback: Any, optimizer: Any) -> Any:
+    """Makes weights the moving averages for SwapEMAWeights, also of an optimizer that is sharded."""
+    if shards_of(optimizer) is None:
+        return original(optimizer)
+    for variable, average in _averaged(optimizer):
+        average.assign(variable)
+    return None
 
 
 def _averaged(optimizer: Any) -> list[tuple[Any, Any]]:
