@@ -183,11 +183,12 @@ def test_whatever_a_step_computes_equals_one_process(world_size, devices):
 
 
 class BuiltByTheStep(OneLayer):
-    """A layer and a metric that have no variables before the first step."""
+    """A layer and a metric that have no variables before the first step, and a variable that begins with its rows."""
 
     def __init__(self):
         super().__init__(LOSSES["log"])
         self.first, self.score = keras.layers.Dense(6, kernel_initializer="ones"), keras.metrics.R2Score()
+        self.begun = None
 
     def build(self, input_shape):
         """Builds nothing."""
@@ -196,9 +197,12 @@ class BuiltByTheStep(OneLayer):
         return self.dense(self.first(x))
 
     def train_step(self, data):
+        if self.begun is None:
+            mean = tf.VariableAggregation.MEAN
+            self.begun = tf.Variable(lambda: tf.reduce_mean(tf.abs(data[0])), trainable=False, aggregation=mean)
         logs = super().train_step(data)
         self.score.update_state(data[1], self(data[0]))
-        return {**logs, "score": self.score.result()}
+        return {**logs, "score": self.score.result(), "begun": tf.identity(self.begun)}
 
 
 class Sharded(OneLayer):

@@ -93,12 +93,6 @@ def is_editable(strategy: RingStrategy, model: Any, inputs: Sequence[Any]) -> bo
     return not model.run_eagerly and not any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
 
 
-def is_built(model: Any) -> bool:
-    """Returns True if all layers and metrics of a model have their variables."""
-    metrics_are = [getattr(metric, "_built", getattr(metric, "built", True)) for metric in model.metrics]
-    return all(metrics_are) and all(layer.built for layer in all_layers(model))
-
-
 def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]) -> list:
     """Edits the graph of a step that is being traced.
 

@@ -333,8 +333,6 @@ class StepFunction:
         self._logs = Logs(model, strategy)
         self._is_edited, self._is_given_up = True, False  # as far as a step can be
         self._is_opened = False  # whether the rows of a batch of a fixed size are
-        self._is_unbuilt = False  # whether the last trace made layers or metrics
-        self._is_built = False  # whether a trace has made what it can
         self._is_compared = False
         self._make()
         self.begin_anew()
@@ -400,11 +398,6 @@ class StepFunction:
             if not self._is_opened:
                 raise
             self._is_edited, self._is_given_up = False, True
-        self._is_built = True
-        if self._is_unbuilt:
-            self._is_unbuilt = False
-            self._make()
-            return self._traced(name, *args)
         if not self._is_given_up:
             return traced
         self._is_given_up = False
@@ -422,9 +415,7 @@ class StepFunction:
         """Returns the outputs of each replica, or the logs."""
         before = state.values_before(self._model)
         self._is_edited = self._is_edited and exactness.is_editable(self._strategy, self._model, inputs)
-        # A graph that makes variables is not given up for another: it is what initializes them.
-        self._is_unbuilt = self._is_edited and not self._is_built and not exactness.is_built(self._model)
-        is_edited = self._is_edited and not self._is_unbuilt
+        is_edited = self._is_edited
         self._is_opened = is_edited and all(map(data.has_static_rows, inputs))
         outputs, written = self._logs.of_step(
             lambda step: self._strategy.extended.run_step(step, inputs, told.shares, is_edited),
@@ -445,7 +436,7 @@ class StepFunction:
                 if self._is_compared:
                     raise
                 self._is_edited, self._is_given_up, written = False, True, []
-        elif not self._is_unbuilt:
+        else:
             exactness.check_step(self._strategy, self._model, name)
         with tf.control_dependencies(exchanges):
             if is_edited:

@@ -351,6 +351,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         is_alone = self.cluster.world_size == 1 and not self.world.reaches_others
         if value.dtype == tf.string or is_alone or of_worker:
             return value
+        value = partition.expect(value, "same", "the initial value of a variable")
         # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
         with partition.own():
             value = self.world.broadcast([value], name="initial value of a variable")[0]
