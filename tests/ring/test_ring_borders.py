@@ -2,6 +2,7 @@
 
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import ranks
 
-from tfring.transport import listener
+from tfring.transport import listener, wire
 
 
 def one_leaves(cluster):
@@ -61,6 +62,25 @@ def test_a_limit_of_descriptors_is_raised_or_named():
         failed = group.outcomes()
     assert all(one.kind == "RendezvousError" for one in failed), failed
     assert "Rank 1 has no file descriptors left" in failed[1].message, failed[1]
+
+
+def receive_where_nothing_may_be_opened(cluster):
+    """Is handed three descriptors, where there is room for one."""
+    ours, theirs = (wire.Channel(end, time.monotonic() + 20, connects=True) for end in socket.socketpair())
+    with ours, theirs:
+        ours.send("challenge", [0, 1, 2], data=bytes(wire.CHALLENGE_BYTES))
+        spare = os.dup(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 1, spare + 1))
+        os.close(spare)
+        fds = []
+        with pytest.raises(OSError, match="Too many open files"):
+            theirs.receive(wire.Channel.CHALLENGES, fds, max_fds=3)
+        return len(fds)
+
+
+def test_descriptors_that_do_not_fit_are_no_fault_of_the_other_side():
+    """The kernel hands over those that fit and says that there were more, as where too many are sent."""
+    assert ranks.run(1, receive_where_nothing_may_be_opened) == [1]
 
 
 def ring_at_the_dead():

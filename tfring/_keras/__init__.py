@@ -42,6 +42,7 @@ def install() -> None:
     from tfring._keras import (
         bases,
         batch_shapes,
+        callbacks,
         collectives,
         downloads,
         empty,
@@ -82,6 +83,7 @@ def install() -> None:
         served,
         tensorflow_1,
         batch_shapes,
+        callbacks,
         outside,
         saving,
         printing,

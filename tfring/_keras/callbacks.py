@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
@@ -20,7 +20,7 @@ from keras.src import utils
 
 from tfring._keras import configuration, loop, place
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.seam import ring_of_model
+from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
 
@@ -65,21 +65,22 @@ class _SaveNothing:
         return getattr(self._model, name)
 
 
-_INSTEAD: dict[type, dict[str, Callable[..., Any]]] = {}  # of callbacks of Keras', what methods do under a strategy
-
-
 @contextlib.contextmanager
-def _instead(callback: Any) -> Iterator[None]:
-    """While it lasts, a callback of Keras' has methods of this module's in place of some of its own."""
-    found = {name: fn for kind, own in _INSTEAD.items() if isinstance(callback, kind) for name, fn in own.items()}
-    found = {name: fn for name, fn in found.items() if name not in vars(callback)}  # else a call around this one did
-    for name, fn in found.items():
-        vars(callback)[name] = functools.partial(fn, getattr(callback, name), callback)
+def _swapping_shards(callback: Any) -> Iterator[None]:
+    """While it lasts, a SwapEMAWeights swaps the averages of an optimizer that is sharded, too."""
+    ours = {"_tf_swap_variables": slots.swap_averages, "_tf_finalize_ema_values": slots.keep_averages}
+    found = [name for name in ours if name not in vars(callback)]  # else a call around this one did
+    for name in found:
+        vars(callback)[name] = functools.partial(ours[name], getattr(callback, name))
     try:
         yield
     finally:
         for name in found:
             del vars(callback)[name]
+
+
+def install() -> None:
+    seam(keras.callbacks.ModelCheckpoint, "_save_model")(_save_model)
 
 
 def _save_model(original: Any, self: Any, epoch: int, batch: int | None, logs: Any) -> None:
@@ -91,21 +92,14 @@ def _save_model(original: Any, self: Any, epoch: int, batch: int | None, logs: A
         # Keras makes the folder where it sees none, though another rank may have made it since.
         tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(self._get_file_path(epoch, batch, logs))))
     if strategy is None or strategy.cluster.is_chief or not is_keras_own:
-        original(epoch, batch, logs)
+        original(self, epoch, batch, logs)
         return
     model, path = self._model, self.filepath
     self._model, self.filepath = _SaveNothing(model), os.path.basename(path)  # so no folder is made either
     try:
-        original(epoch, batch, logs)
+        original(self, epoch, batch, logs)
     finally:
         self._model, self.filepath = model, path
-
-
-_INSTEAD[keras.callbacks.ModelCheckpoint] = {"_save_model": _save_model}
-_INSTEAD[keras.callbacks.SwapEMAWeights] = {
-    "_tf_swap_variables": slots.swap_averages,
-    "_tf_finalize_ema_values": slots.keep_averages,
-}
 
 
 def for_rank(callbacks: Sequence[Any], model: Any, strategy: RingStrategy) -> list:
@@ -224,7 +218,8 @@ def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
                 if isinstance(callback, RunsLast):
                     stack.enter_context(callback.around_fit(model))
         for callback in getattr(callbacks, "callbacks", callbacks) or ():  # also of a CallbackList
-            stack.enter_context(_instead(callback))
+            if isinstance(callback, keras.callbacks.SwapEMAWeights):
+                stack.enter_context(_swapping_shards(callback))
         yield
 
 

@@ -127,7 +127,10 @@ REPLACED = {
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"
     ),
-    # what is printed
+    # callbacks and what is printed
+    "keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model": Function(
+        "self, epoch, batch, logs", "has all ranks take part where state is sharded"
+    ),
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
     "keras.src.models.model.Model.summary": Function(
         "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",
@@ -160,7 +163,6 @@ REPLACED = {
     f"{_FILES}.H5Entry.__setitem__": Function("self, key, value", "the same", before=(3, 9)),
     f"{_LAYER}.get_weights": Function("self", "gives full weights"),
     f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
-    f"{_HDF5}._legacy_weights": Function("layer", "rejects sharded weights, which files of that format do not take"),
     f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
         "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
     ),

@@ -113,7 +113,16 @@ def install() -> None:
             return write(beside)
 
     seam(saving_lib, "save_weights_only")(whole_and_aside)
-    seam(legacy_h5_format, "save_model_to_hdf5")(whole_and_aside)
+
+    @seam(legacy_h5_format, "save_model_to_hdf5")
+    def save_model_to_hdf5(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = [v for v in model.weights if sharding_of(v) is not None]
+        if sharded:
+            raise ConfigurationError(
+                "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
+                f"{sharded[0].path!r}. Save a .keras or a .weights.h5 file."
+            )
+        return whole_and_aside(original, model, *args, **kwargs)
 
     @seam(Model, "export")
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:

@@ -370,6 +370,8 @@ class Channel:
             return self.socket.recv(size)  # the kernel closes descriptors that were not asked for
         data, found, flags, _ = socket.recv_fds(self.socket, size, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         fds += found
+        if flags & socket.MSG_CTRUNC and len(found) < _MAX_FDS:  # there was space: this process may open no more
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if flags & socket.MSG_CTRUNC or len(fds) > max_fds:
             raise WireError("too many descriptors")
         return data

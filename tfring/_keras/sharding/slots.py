@@ -157,16 +157,6 @@ def install() -> None:
         held = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
         return original(self, [*held, *weights[len(held) :]])
 
-    @seam(legacy_h5_format, "_legacy_weights")
-    def legacy_weights(original: Callable[..., Any], layer: Any) -> list:
-        sharded = [v for v in layer.weights if sharding_of(v) is not None]
-        if sharded:
-            raise ConfigurationError(
-                "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
-                f"{sharded[0].path!r}. Save a .keras or a .weights.h5 file."
-            )
-        return original(layer)
-
     @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
     def save_optimizer_weights_to_hdf5_group(original: Callable[..., Any], group: Any, optimizer: Any) -> Any:
         variables = getattr(optimizer, "variables", ())
@@ -175,7 +165,7 @@ def install() -> None:
         return original(group, optimizer)
 
 
-def swap_averages(original: Callable[..., Any], callback: Any, optimizer: Any) -> Any:
+def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:
     """Swaps weights and their moving averages for SwapEMAWeights, also of an optimizer that is sharded."""
     shards = shards_of(optimizer)
     if shards is None:
@@ -189,7 +179,7 @@ def swap_averages(original: Callable[..., Any], callback: Any, optimizer: Any) -
     return None
 
 
-def keep_averages(original: Callable[..., Any], callback: Any, optimizer: Any) -> Any:
+def keep_averages(original: Callable[..., Any], optimizer: Any) -> Any:
     """Makes weights the moving averages for SwapEMAWeights, also of an optimizer that is sharded."""
     if shards_of(optimizer) is None:
         return original(optimizer)
