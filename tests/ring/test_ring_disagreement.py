@@ -50,18 +50,22 @@ def disagree(cluster, transport, which):
                 ODD_ONE[which][0](ring)
             else:
                 ring.all_reduce(np.ones(1024, np.float32), name="gradients/0")
-            return "no error", ""
+            return "no error", "", ()
         except Exception as error:
             first = error
         with pytest.raises(type(first)) as again:
             ring.barrier()
-        return f"{type(first).__name__}: {first}", str(again.value)
+        concerned = {first.rank, first.other} == {again.value.rank, again.value.other}
+        told = first.reason.name, again.value.reason.name, concerned and 1 in (first.rank, first.other), first.call
+        return f"{type(first).__name__}: {first}", str(again.value), told
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("which", list(ODD_ONE))
 def test_both_sides_are_named_on_every_rank(which, transport):
-    for first, again in ranks.run(3, disagree, transport, which):
+    for rank, (first, again, told) in enumerate(ranks.run(3, disagree, transport, which)):
+        assert told[:3] == ("CALLS_DIFFER", "CALLS_DIFFER", True), told
+        assert rank == 1 or told[3] == "gradients/0", told
         assert first.startswith("MismatchError: ranks disagree:"), first
         assert f"rank 1 called {ODD_ONE[which][1]} as collective 2" in first
         assert 'called all_reduce "gradients/0" sum float32[1024] as collective 2' in first

@@ -255,6 +255,22 @@ def fail_alike(cluster):
         return step(tf.zeros(3)).numpy().tolist()
 
 
+def test_cancellation_is_known_for_the_versions_of_the_table():
+    import tensorflow as tf
+
+    from tfring.ring import ops
+
+    ops._ops()
+    of_table = any(tf.__version__.startswith(f"2.{minor}.") for minor in (18, 19, 20, 21))
+    moved = "2.20.0" if tf.__version__.startswith(("2.18.", "2.19.")) else "2.18.0"  # whose place is another
+    try:
+        assert ops.find_cancellation(tf.__version__) == of_table
+        assert not ops.find_cancellation("2.17.1") and not ops.find_cancellation("3.0.0")
+        assert not ops.find_cancellation(moved)
+    finally:
+        ops.find_cancellation(tf.__version__)
+
+
 def test_ranks_that_fail_alike_may_go_on():
     with ranks.Group(2) as group:
         group.start(2, fail_alike)

@@ -15,7 +15,11 @@ namespace tfring {
 // A descriptor that wakes the call under way, which then looks what is new. A world of one rank needs none.
 class News {
  public:
-  void open() { fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)); }
+  // Returns whether there is a descriptor for it.
+  bool open() {
+    fd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    return fd_.get() >= 0;
+  }
   int fd() const { return fd_.get(); }
 
   void announce() {

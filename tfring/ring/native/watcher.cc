@@ -12,11 +12,14 @@
 #include <mutex>
 #include <string>
 
+#include "border.h"
 #include "clock.h"
 #include "fd.h"
 
 namespace tfring {
 namespace {
+
+constexpr int kPauseMilliseconds = 100;  // before it looks again, where it had no memory
 
 class Watcher {
  public:
@@ -79,13 +82,15 @@ class Watcher {
       const int64_t now = now_nanoseconds();
       int milliseconds = Watched::kNoHurryMilliseconds;
       fds.assign(1, {wake_fd_.get(), POLLIN, 0});
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (Watched* watched : watched_) {
-          milliseconds =
-              std::min(milliseconds, watched->watch(now, std::max<int64_t>(now - expected, 0), &fds));
-        }
-      }
+      guard(
+          [&] {
+            std::lock_guard<std::mutex> lock(mutex_);
+            for (Watched* watched : watched_) {
+              milliseconds =
+                  std::min(milliseconds, watched->watch(now, std::max<int64_t>(now - expected, 0), &fds));
+            }
+          },
+          [&](const char*) { milliseconds = kPauseMilliseconds; });
       expected = now + milliseconds * int64_t{1000000};
       poll(fds.data(), fds.size(), milliseconds);
       uint64_t count;

@@ -94,10 +94,11 @@ Status World::connect(const tfring_options& options, Group* all) {
     if (status.ok()) status = added;
   }
   if (settings_.world_size > 1) {
-    news_.open();
+    Status ready;
+    if (!news_.open()) ready = {Code::kInternal, "no descriptor is left for the ring"};
     join_ring(settings_.identity, &state_);
-    const Status watched = watch_over(this);
-    if (!watched.ok()) return liveness_.lock()->break_up(watched);
+    if (ready.ok()) ready = watch_over(this);
+    if (!ready.ok()) return liveness_.lock()->break_up(ready);
   }
   TFRING_TRY(status);
   execution_.waiting().set_timeout(options.opening_timeout_seconds);
