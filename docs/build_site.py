@@ -111,7 +111,6 @@ API = {
     "Strategy and cluster": (
         "RingStrategy",
         "Delayed",
-        "OneStepLate",
         "ParameterServerStrategy",
         "SparseOptions",
         "Mesh",
@@ -155,6 +154,7 @@ API = {
     "Data": ("data.share",),
     "Errors": (
         "errors.TfringError",
+        "errors.Reason",
         "errors.ConfigurationError",
         "errors.UnsupportedTensorFlowError",
         "errors.NativeLibraryError",

@@ -18,7 +18,6 @@ _EXPORTS = {
     "Communicator": "tfring.ring.communicator",
     "Delayed": "tfring.strategy",
     "Mesh": "tfring.cluster",
-    "OneStepLate": "tfring.strategy",
     "ParameterServerStrategy": "tfring.strategy",
     "RingAllReduce": "tfring.cross_device_ops",
     "RingStrategy": "tfring.strategy",
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
     from tfring.losses import gather_for_loss
     from tfring.reduction.sparse import SparseOptions
     from tfring.ring.communicator import Communicator
-    from tfring.strategy import Delayed, OneStepLate, ParameterServerStrategy, RingStrategy
+    from tfring.strategy import Delayed, ParameterServerStrategy, RingStrategy
 
 __all__ = [
     "Cluster",
@@ -74,7 +73,6 @@ __all__ = [
     "Communicator",
     "Delayed",
     "Mesh",
-    "OneStepLate",
     "ParameterServerStrategy",
     "RingAllReduce",
     "RingStrategy",

@@ -72,7 +72,6 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         value_names: Sequence[str] | None = None,
         active: tf.Tensor | None = None,
         keep_sparse: bool = False,
-        residuals: Sequence[Sequence[tf.Variable]] | None = None,
     ) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums a worker's values over all workers; sparse ones come back with each id once, or dense.
 
@@ -82,7 +81,6 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
           value_names: a name for each value (the variable of a gradient), for errors.
           active: bool scalar; where False this worker contributes nothing, whatever its values hold.
           keep_sparse: whether IndexedSlices stay what they are, whatever `SparseOptions.dense` says.
-          residuals: for each value the variables that take the rounding errors of compression into the next call.
         """
         world_size = self._collectives.world_size
 
@@ -97,7 +95,6 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
                 active=active,
                 buckets=self._buckets,
                 compression=self._compression,
-                residuals=None if residuals is None else [residuals[i] for i in positions],
             )
 
         value_names = value_names or [f"{name}/{i}" for i in range(len(values))]

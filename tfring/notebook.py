@@ -22,6 +22,8 @@ from tfring.cluster import detection
 from tfring.errors import ConfigurationError, TfringError
 from tfring.functions import not_plain
 
+__all__ = ["run"]
+
 _FAILED = re.compile(r"tfring launch: (.*)")
 _RULE = "A function that `run` starts on workers is made by `def`, at the top level of a notebook or a module"
 _LAST_LINES = """\

@@ -10,6 +10,8 @@ from keras import ops
 
 from tfring.errors import ConfigurationError
 
+__all__ = ["Scaled"]
+
 RULES = ("linear", "sqrt")
 
 

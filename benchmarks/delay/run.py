@@ -1,10 +1,10 @@
 """Quality of ring, servers and delayed synchronization after as many epochs: MovieLens-100K and digits.
 
-    python benchmarks/delay/run.py [quality] [links] [overlap] [--only WORDS] [--write]
+    python benchmarks/delay/run.py [quality] [links] [--only WORDS] [--write]
 
 `--write` puts the curves into curves.json and *.png, and the tables into README.md. `--only` trains the ways whose name
 begins so, and takes the others from curves.json. `links` is MovieLens on links of 100 Mbit/s between network
-namespaces, as root, and `overlap` the time of a step there that computes for longer and longer.
+namespaces, as root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import namespaces  # noqa: E402
 
 WORKERS = 4
 EPOCHS = {"movielens": 6, "digits": 12}
-WARMUP_STEPS = 50
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}  # of DiLoCo
 CLIPPED = {**NESTEROV, "global_clipnorm": 0.5}
 OUTER = {
@@ -41,10 +40,6 @@ def delayed_ways() -> dict[str, dict]:
     ways: dict[str, dict] = {"ring": {}}
     for compression in ("bfloat16", "float16"):
         ways[f"ring, {compression}"] = {"compression": compression}
-        ways[f"ring, {compression}, error feedback"] = {"compression": compression, "error_feedback": True}
-    ways["one step late"] = {"late": {}}
-    ways["one step late, warm-up"] = {"late": {"warmup_steps": WARMUP_STEPS}}
-    ways["one step late, warm-up, clipped"] = {"late": {"warmup_steps": WARMUP_STEPS, "clip_local_norm": 1.0}}
     for every in (1, 4, 16):
         ways[f"k={every}, averaging"] = {"every": every}
         ways[f"k={every}, Nesterov 0.9"] = {"every": every, "outer": NESTEROV}
@@ -118,37 +113,6 @@ def over_links(rate: int, command, threads: int) -> list[dict]:
         outputs = [process.communicate(timeout=900) for process in processes]
         assert all(process.returncode == 0 for process in processes), outputs
     return results_in(outputs[0][0])
-
-
-def overlap() -> list[str]:
-    """Milliseconds of a step beside those of its computation, on two hosts."""
-    compressed = {"compression": "bfloat16"}
-    ways = {
-        "ring": {},
-        "one step late": {"late": {}},
-        "ring, bfloat16": compressed,
-        "one step late, bfloat16": {"late": {}, **compressed},
-    }
-    seconds = [0.0, 0.05, 0.1, 0.2, 0.4]
-    wanted = json.dumps({"ways": ways, "seconds": seconds, "steps": 24})
-    found = over_links(100_000_000, lambda rank: [str(HERE / "overlap.py"), wanted, str(rank)], 4)
-    took = {(told["way"], told["seconds"]): 1000 * told["took"] for told in found}
-    sent = {told["way"]: told["sent"] for told in found}
-    lines = [
-        "2 workers on links of 100 Mbit/s: milliseconds a step (median), beside those for which it computes, by "
-        "sleeping: a third in the forward pass and two thirds in the backward pass, between two kernels of 1 MB each.",
-        "",
-        f"| | MB a step | {' | '.join(f'computes {1000 * s:.0f}' for s in seconds)} |",
-        f"|---|{'---:|' * (1 + len(seconds))}",
-    ]
-    for way in ways:
-        cells = [f"{sent[way] / 1e6:.2f}", *(f"{took[way, s]:.0f}" for s in seconds)]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
-        if way.startswith("one step late"):  # beside the formula
-            alone = took[way, 0.0]
-            cells = ["", *(f"{max(alone, 1000 * s):.0f}" for s in seconds)]
-            lines.append(f"| max(computation, {alone:.0f}) | {' | '.join(cells)} |")
-    return lines
 
 
 def links() -> list[str]:
@@ -238,7 +202,7 @@ def plot(results: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["quality", "links", "overlap"])
+    parser.add_argument("parts", nargs="*", default=["quality", "links"])
     parser.add_argument("--only", default="")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
@@ -249,10 +213,7 @@ def main() -> None:
             print(f"{part}: left out, {why_not}", file=sys.stderr)
             continue
         conditions = contest.conditions(False)
-        if part == "quality":
-            lines = quality(arguments.write, arguments.only)
-        else:
-            lines = links() if part == "links" else overlap()
+        lines = quality(arguments.write, arguments.only) if part == "quality" else links()
         text = "\n".join([*lines, "", conditions])
         print(text)
         if arguments.write and lines:

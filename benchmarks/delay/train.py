@@ -88,8 +88,6 @@ class EpochSeconds(keras.callbacks.Callback):
 def strategy_of(way: dict):
     if "servers" in way:
         return tfring.ParameterServerStrategy(**way["servers"])
-    if "late" in way:
-        return tfring.RingStrategy(synchronization=tfring.OneStepLate(**way["late"]))
     if "every" not in way:
         return tfring.RingStrategy(**way)
     outer = keras.optimizers.SGD(**way["outer"]) if "outer" in way else None

@@ -7,9 +7,11 @@ import math
 import random
 
 import pytest
+import schedule_tables
+from schedule_tables import Step
 
 from tfring.ring import library, schedule
-from tfring.ring.schedule import Layout, Step
+from tfring.ring.schedule import Layout
 
 SIZES = (*range(1, 21), 33)
 MAX_STEPS = 256
@@ -33,21 +35,21 @@ def native_table(which, position, size, more=0):
 @pytest.mark.parametrize("size", SIZES)
 def test_native_code_follows_the_table(which, size):
     for position in range(size):
-        assert native_table(which, position, size) == getattr(schedule, which)(position, size)
+        assert native_table(which, position, size) == getattr(schedule_tables, which)(position, size)
 
 
 @pytest.mark.parametrize("which", ROOTED)
 @pytest.mark.parametrize("size", SIZES)
 def test_native_code_follows_the_table_of_each_root(which, size):
     for position, root in itertools.product(range(size), range(size)):
-        assert native_table(which, position, size, root) == getattr(schedule, which)(position, size, root)
+        assert native_table(which, position, size, root) == getattr(schedule_tables, which)(position, size, root)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_native_code_follows_the_table_of_two_levels(size):
     for local in local_sizes(size):
         for position in range(size):
-            expected = schedule.two_level_all_reduce(position, size, local)
+            expected = schedule_tables.two_level_all_reduce(position, size, local)
             assert native_table("two_level_all_reduce", position, size, local) == expected
 
 
@@ -206,7 +208,7 @@ def blocks(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_adds_every_contribution_once(size, seed):
     held, delays = play(
-        [schedule.ring_all_reduce(p, size) for p in range(size)], contributions(size, size), seed=seed
+        [schedule_tables.ring_all_reduce(p, size) for p in range(size)], contributions(size, size), seed=seed
     )
     assert all(chunk == set(range(size)) for row in held for chunk in row)
     assert delays == 2 * (size - 1)
@@ -216,7 +218,7 @@ def test_all_reduce_adds_every_contribution_once(size, seed):
 @pytest.mark.parametrize("size", SIZES)
 def test_two_levels_add_every_contribution_once(size, seed):
     for local in local_sizes(size):
-        tables = [schedule.two_level_all_reduce(p, size, local) for p in range(size)]
+        tables = [schedule_tables.two_level_all_reduce(p, size, local) for p in range(size)]
         network = play(
             tables,
             contributions(size, size),
@@ -231,7 +233,7 @@ def test_two_levels_add_every_contribution_once(size, seed):
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter_leaves_position_p_with_chunk_p(size, seed):
-    tables = [schedule.ring_reduce_scatter(p, size) for p in range(size)]
+    tables = [schedule_tables.ring_reduce_scatter(p, size) for p in range(size)]
     held, _ = play(tables, contributions(size, size), seed=seed)
     assert all(held[p][p] == set(range(size)) for p in range(size))
 
@@ -240,7 +242,7 @@ def test_reduce_scatter_leaves_position_p_with_chunk_p(size, seed):
 @pytest.mark.parametrize("which", ["ring_all_gather", "flat_all_gather", "bruck_all_gather"])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather_brings_every_chunk_everywhere(which, size, seed):
-    tables = [getattr(schedule, which)(p, size) for p in range(size)]
+    tables = [getattr(schedule_tables, which)(p, size) for p in range(size)]
     held, delays = play(tables, blocks(size), seed=seed)
     assert all(held[p][c] == {c} for p in range(size) for c in range(size))
     rounds = math.ceil(math.log2(size))
@@ -256,7 +258,7 @@ def test_all_gather_brings_every_chunk_everywhere(which, size, seed):
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_brings_the_roots_everywhere_and_word_back(which, size):
     for root in range(size):
-        tables = [getattr(schedule, which)(p, size, root) for p in range(size)]
+        tables = [getattr(schedule_tables, which)(p, size, root) for p in range(size)]
         held = [[frozenset({"value"}) if p == root else frozenset(), frozenset({p})] for p in range(size)]
         held, _ = play(tables, held)
         assert all(chunk == {"value"} for chunk, _ in held)
@@ -272,7 +274,7 @@ def test_broadcast_brings_the_roots_everywhere_and_word_back(which, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_brings_every_contribution_to_each_root_once(size, seed):
     for root in range(size):
-        tables = [schedule.ring_reduce(p, size, root) for p in range(size)]
+        tables = [schedule_tables.ring_reduce(p, size, root) for p in range(size)]
         held, _ = play(tables, contributions(size, 1), seed=seed)
         assert held[root][0] == set(range(size))
         assert sum(step.to is not None for steps in tables for step in steps) == size - 1
@@ -285,12 +287,12 @@ def test_partners_name_all_that_a_collective_needs(size):
         named = [set(schedule.partners(p, size, local)) for p in range(size)]
         for p in range(size):
             assert p not in named[p] and all(p in named[other] for other in named[p])
-            tables = [getattr(schedule, which)(p, size) for which in EACH if "flat" not in which]
-            tables += [getattr(schedule, which)(p, size, root) for which in ROOTED[:2] for root in range(size)]
-            tables += [schedule.two_level_all_reduce(p, size, local)] if local > 1 else []
+            tables = [getattr(schedule_tables, which)(p, size) for which in EACH if "flat" not in which]
+            tables += [getattr(schedule_tables, which)(p, size, root) for which in ROOTED[:2] for root in range(size)]
+            tables += [schedule_tables.two_level_all_reduce(p, size, local)] if local > 1 else []
             if size <= schedule.FLAT_MEMBERS:  # the engine takes no flat table among more
-                tables += [schedule.flat_all_gather(p, size)]
-                tables += [schedule.flat_broadcast(p, size, root) for root in range(size)]
+                tables += [schedule_tables.flat_all_gather(p, size)]
+                tables += [schedule_tables.flat_broadcast(p, size, root) for root in range(size)]
             needed = {peer for steps in tables for step in steps for peer in (step.to, step.from_)} - {None}
             assert needed <= named[p]
     if size > 16:
@@ -310,8 +312,8 @@ def through_interfaces(tables, host_of):
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 8), (3, 5), (4, 2), (4, 4), (8, 2)])
 def test_two_levels_send_less_through_each_interface(hosts, local):
     size = hosts * local
-    ring = [schedule.ring_all_reduce(p, size) for p in range(size)]
-    two_level = [schedule.two_level_all_reduce(p, size, local) for p in range(size)]
+    ring = [schedule_tables.ring_all_reduce(p, size) for p in range(size)]
+    two_level = [schedule_tables.two_level_all_reduce(p, size, local) for p in range(size)]
     expected = dict.fromkeys(range(hosts), 2 * (hosts - 1) / hosts)
     assert through_interfaces(two_level, lambda p: p // local) == pytest.approx(expected)
     expected = dict.fromkeys(range(hosts), 2 * (size - 1) / size)

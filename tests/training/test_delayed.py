@@ -713,7 +713,7 @@ REFUSED = {
     "mesh": "with mesh=",
     "shard_optimizer": "with shard_optimizer=True",
     "check_equal": "with check_equal=True",
-    "tensorflow": 'with communication="tensorflow"',
+    "tensorflow": "with communication='tensorflow'",
     "jit_compile": "Received: jit_compile=True",
     "SyncBatchNormalization": "Received: SyncBatchNormalization",
     "synchronized": "Received: BatchNormalization",

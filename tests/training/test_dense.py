@@ -196,7 +196,7 @@ def test_compressions_that_there_are_not():
         ({"bucket_bytes": "4 MB"}, r"`bucket_bytes` is a whole number.* Received: bucket_bytes='4 MB'"),
         (
             {"communication": "tensorflow", "trace": "some/folder"},
-            r"collectives of communication=\"ring\". Received: trace='some/folder', communication='tensorflow'",
+            r"collectives of communication=\"ring\". Received: trace='some/folder' with communication='tensorflow'",
         ),
         ({"devices": ["GPU:99"]}, r"`devices` must be devices of this .* Received: devices=\['GPU:99'\]; .*CPU:0"),
     ],

@@ -18,7 +18,6 @@ from tfring import blocks, equality
 from tfring._keras.callbacks import all_variables
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.optimizers.local_steps import norms_of
-from tfring._keras.optimizers.residuals import residuals_of
 from tfring._keras.sharding import full_shape, gradient_is_complete, large, mark_of, sharding_of, slots
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 def variables_of(model: Any) -> list[keras.Variable]:
     """All there are, in the order in which the program made them: those of metrics come last."""
-    found = [*all_variables(model), *residuals_of(model), *norms_of(model), *metrics_variables_of(model)]
+    found = [*all_variables(model), *norms_of(model), *metrics_variables_of(model)]
     each_once = {id(v): v for v in found}.values()
     return [v for v in each_once if v.value.dtype != tf.string]
 
@@ -60,8 +59,7 @@ def build_optimizers(strategy: RingStrategy, model: Any, descriptions: Sequence[
 
 
 def _accumulators_of(model: Any) -> set[int]:
-    accumulated = [v for o in optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])]
-    return {id(v) for v in [*accumulated, *residuals_of(model)]}
+    return {id(v) for o in optimizers_of(model) for v in getattr(o, "_accumulated_gradients", [])}
 
 
 def _is_read_as_sum(variable: keras.Variable) -> bool:

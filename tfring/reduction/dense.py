@@ -8,7 +8,6 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfring.reduction.buckets import plan_buckets
-from tfring.reduction.feedback import all_reduce_with_feedback
 from tfring.ring.collectives import Collectives, zeros_unless
 from tfring.sharding import Sharding
 
@@ -42,7 +41,6 @@ def reduce_dense(
     active: tf.Tensor | None = None,
     buckets: BucketSizes,
     compression: str | None = None,
-    residuals: Sequence[Sequence[tf.Variable]] | None = None,
 ) -> list[tf.Tensor]:
     """Sums each tensor over all ranks.
 
@@ -53,23 +51,14 @@ def reduce_dense(
       active: bool scalar; where False this rank adds zeros, whatever its tensors hold (NaN included).
       buckets: how large they get.
       compression: what float32 travels as, see `Communicator.all_reduce`.
-      residuals: for each tensor the variables that take its rounding errors into the next call, see
-        `all_reduce_with_feedback`. Default: errors are dropped.
 
     Returns:
       The sums, in the order and with the shapes of `tensors`.
     """
 
     def reduce(indices: Sequence[int], name: str, dtype: tf.DType) -> list[tf.Tensor]:
-        of_bucket = [tensors[i] for i in indices]
-        if compression is None or dtype != "float32":
-            return collectives.all_reduce(of_bucket, name=name, active=active)
-        if residuals is None:
-            return collectives.all_reduce(of_bucket, name=name, active=active, compression=compression)
-        kept = [residuals[i] for i in indices]
-        return all_reduce_with_feedback(
-            collectives, of_bucket, kept, name=name, active=active, compression=compression
-        )
+        travels_as = compression if dtype == "float32" else None
+        return collectives.all_reduce([tensors[i] for i in indices], name=name, active=active, compression=travels_as)
 
     return _in_buckets(reduce, tensors, [t.shape for t in tensors], name, buckets)
 

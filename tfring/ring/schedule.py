@@ -1,8 +1,8 @@
-"""Schedules of the collectives, as pure tables: which chunk each member sends to and receives from whom in each step.
+"""Schedules of the collectives: which chunk each member sends to and receives from whom in each step.
 
 The members of a group stand in an order, those of one host side by side (`Layout`), so that as few edges of a ring
-as possible cross the network. A table says, for one position, what it does in each step: which chunk it sends to which
-position, which chunk it receives from which, and whether it adds or copies it. A step that
+as possible cross the network. The steps themselves are in `native/schedule.cc`, and once more as tables in
+`tests/ring/schedule_tables.py`, which the tests play. A step that
 sends on what an earlier one receives follows it byte by byte, so nothing waits for a whole step.
 
 **Ring**, all_reduce of a large buffer, cut into N chunks (`chunk_bounds`), N = 3 (`+` adds what came, `=` copies it):
@@ -37,8 +37,7 @@ of the members: one delay, N - 1 messages.
     0 sends         0 to 1        0, 4 to 2        0 to 4      (then it has all five)
       gets          4 from 4      3, 2 from 3      1 from 1
 
-Whichever it is, all members hold the same bits. The native code computes the same tables (`native/schedule.cc`); the
-tests compare the two.
+Whichever it is, all members hold the same bits. The native code makes the same choices; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -46,20 +45,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 SMALL_BYTES = 64 * 1024
 FLAT_MEMBERS = 16
-
-
-class Step(NamedTuple):
-    """One step of one member. `None` where it does nothing."""
-
-    to: int | None
-    send: int | None
-    from_: int | None
-    recv: int | None
-    reduce: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,108 +140,6 @@ def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list
     limit = SMALL_BYTES // size
     small, large = (choose_all_reduce(num_bytes, size, local_size, wanted) for num_bytes in (limit, limit + 1))
     return [(None, large)] if small == large else [(limit, small), (None, large)]
-
-
-def ring_all_reduce(position: int, size: int) -> list[Step]:
-    """Returns the steps of a reduce-scatter, then an all-gather.
-
-    >>> [tuple(step) for step in ring_all_reduce(0, 2)]
-    [(1, 0, 1, 1, True), (1, 1, 1, 0, False)]
-    """
-    following, previous = (position + 1) % size, (position - 1) % size
-    return [
-        Step(following, (position - s) % size, previous, (position - s - 1) % size, s < size - 1)
-        for s in range(2 * (size - 1))
-    ]
-
-
-def ring_all_gather(position: int, size: int) -> list[Step]:
-    """Returns the steps of an all-gather; position p contributes chunk p."""
-    following, previous = (position + 1) % size, (position - 1) % size
-    return [Step(following, (position - s) % size, previous, (position - s - 1) % size) for s in range(size - 1)]
-
-
-def ring_reduce_scatter(position: int, size: int) -> list[Step]:
-    """Returns the steps of a reduce-scatter; position p ends with the sum of chunk p."""
-    following, previous = (position + 1) % size, (position - 1) % size
-    return [
-        Step(following, (position - s - 1) % size, previous, (position - s - 2) % size, True) for s in range(size - 1)
-    ]
-
-
-def ring_broadcast(position: int, size: int, root: int) -> list[Step]:
-    """Returns the steps of a broadcast from the root round to the last.
-
-    Chunk 0 is the full buffer; chunk 1 is the last one's acknowledgement to the root.
-
-    N = 3, root 0:  0 ──0──► 1 ──0──► 2 ──1──► 0
-    """
-    following, previous = (position + 1) % size, (position - 1) % size
-    if size == 1:
-        return []
-    if position == root:
-        return [Step(following, 0, None, None), Step(None, None, previous, 1)]
-    return [Step(None, None, previous, 0), Step(following, 1 if following == root else 0, None, None)]
-
-
-def ring_reduce(position: int, size: int, root: int) -> list[Step]:
-    """Returns the steps of a reduction to the root, which ends with the sum of the one chunk.
-
-    N = 3, root 0:  1 ──► 2 (adds) ──► 0 (adds)
-    """
-    following, previous = (position + 1) % size, (position - 1) % size
-    steps = []
-    if size > 1 and previous != root:
-        steps.append(Step(None, None, previous, 0, True))
-    if size > 1 and position != root:
-        steps.append(Step(following, 0, None, None))
-    return steps
-
-
-def flat_all_gather(position: int, size: int) -> list[Step]:
-    """Returns the steps of a flat all-gather; each begins with another peer, so that not all send to one at once."""
-    return [
-        Step((position + s) % size, position, (position - s) % size, (position - s) % size) for s in range(1, size)
-    ]
-
-
-def flat_broadcast(position: int, size: int, root: int) -> list[Step]:
-    """Returns the steps of a flat broadcast; chunk 1 is each one's acknowledgement."""
-    if position == root:
-        return [Step((position + s) % size, 0, (position + s) % size, 1) for s in range(1, size)]
-    return [Step(None, None, root, 0), Step(root, 1, None, None)]
-
-
-def bruck_all_gather(position: int, size: int) -> list[Step]:
-    """Returns the steps of Bruck's all-gather, whose distance doubles from round to round."""
-    steps = []
-    distance = 1
-    while distance < size:
-        to, source = (position + distance) % size, (position - distance) % size
-        for j in range(min(distance, size - distance)):
-            steps.append(Step(to, (position - j) % size, source, (position - distance - j) % size))
-        distance *= 2
-    return steps
-
-
-def two_level_all_reduce(position: int, size: int, local_size: int) -> list[Step]:
-    """Returns the steps on both levels; chunk l * H + h is part h of the sum of local members l of the H hosts."""
-    hosts = size // local_size
-    host, local = divmod(position, local_size)
-    inside = [host * local_size + (local + step) % local_size for step in (1, -1)]
-    across = [(host + step) % hosts * local_size + local for step in (1, -1)]
-    steps = []
-    # Parts in the order in which the rings across hosts need and return them.
-    for s, h in itertools.product(range(local_size - 1), ((host - k) % hosts for k in range(hosts))):
-        send, recv = ((local - s - k) % local_size * hosts + h for k in (1, 2))
-        steps.append(Step(inside[0], send, inside[1], recv, True))
-    for s in range(2 * (hosts - 1)):
-        send, recv = (local * hosts + (host - s - k) % hosts for k in (0, 1))
-        steps.append(Step(across[0], send, across[1], recv, s < hosts - 1))
-    for s, h in itertools.product(range(local_size - 1), ((host + 1 - k) % hosts for k in range(hosts))):
-        send, recv = ((local - s - k) % local_size * hosts + h for k in (0, 1))
-        steps.append(Step(inside[0], send, inside[1], recv))
-    return steps
 
 
 def partners(position: int, size: int, local_size: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Strategies of `tf.distribute` over the workers of a cluster."""
 
 from tfring.strategy.delayed import Delayed
-from tfring.strategy.late import OneStepLate
 from tfring.strategy.ring import RingStrategy
 from tfring.strategy.servers import ParameterServerStrategy
 
-__all__ = ["Delayed", "OneStepLate", "ParameterServerStrategy", "RingStrategy"]
+__all__ = ["Delayed", "ParameterServerStrategy", "RingStrategy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfring import _keras, equality, step
 from tfring import config as settings
-from tfring._keras.optimizers.late_gradients import LateGradients
 from tfring._keras.optimizers.local_steps import LocalSteps
 from tfring._keras.sharding import gradient_is_complete, sharding_of
 from tfring.cluster import Cluster, Mesh, detect, detection
@@ -26,10 +25,30 @@ from tfring.ring.library import COMPRESSIONS
 from tfring.ring.trace import Recorder
 from tfring.strategy.delayed import Delayed
 from tfring.strategy.extended import RingExtended
-from tfring.strategy.late import OneStepLate
 from tfring.strategy.lines import RunLines
 
 _COMMUNICATIONS = ("ring", "tensorflow")
+_OF_MESHES = (
+    "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one device, and its "
+    "optimizer all that its weights need."
+)
+_OF_DELAYED = (
+    "With synchronization=Delayed(...) each worker is a replica that holds all weights and slots, which differ in "
+    "windows, and the ring averages them."
+)
+_EXCLUSIONS = {  # of two options, why one excludes the other
+    ("cluster", "cluster_resolver"): "`cluster` and `cluster_resolver` say the same thing: pass one of them.",
+    ("compression", "communication"): "TensorFlow's collectives send float32 as it is.",
+    ("compression", "shard_optimizer"): "Gradients travel as they are where they are reduced and scattered.",
+    ("mesh", "communication"): _OF_MESHES,
+    ("mesh", "shard_optimizer"): _OF_MESHES,
+    ("mesh", "devices"): _OF_MESHES,
+    ("synchronization", "mesh"): _OF_DELAYED,
+    ("synchronization", "communication"): _OF_DELAYED,
+    ("synchronization", "shard_optimizer"): _OF_DELAYED,
+    ("synchronization", "check_equal"): _OF_DELAYED,
+    ("trace", "communication"): '`trace`, or TFRING_TRACE, tells of the collectives of communication="ring".',
+}
 
 
 class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
@@ -58,10 +77,6 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Their sums are made in float32 and each number is rounded twice (see `Communicator.all_reduce`), so the result
         no longer equals one process to float32's accuracy; all replicas still hold the same bits. Where float16 is too
         narrow (above 65504), gradients become infinite. It pays on slow networks. Default: None, float32.
-      error_feedback: whether what the rounding of compression cuts off is added to the gradients of the next step, so
-        that no gradient is lost, only late (https://arxiv.org/abs/1901.09847, for the rounding of sums
-        https://arxiv.org/abs/1905.05957). Each worker keeps float32 residuals of the size of the weights. Default:
-        False.
       communication_options: `tf.distribute.experimental.CommunicationOptions`, for communication="tensorflow".
       shard_optimizer: whether each worker updates its share of every weight and keeps the optimizer's slots of that
         share alone (ZeRO stage 1, https://arxiv.org/abs/1910.02054): gradients are reduced and scattered, weights
@@ -69,8 +84,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Lamb, Muon), and for classes of your own that say so by the attribute `element_wise = True`. All workers
         take part in saving; see `docs/saving.md`. Default: False.
       synchronization: a `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
-        averaged; or a `tfring.OneStepLate`: gradients are exchanged behind the computation of the next step. For slow
-        networks, and not equal to one process. Default: None, gradients are reduced in every step.
+        averaged. For slow networks, and not equal to one process. Default: None, gradients are reduced in every step.
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
         `assert_equal`), and raises InexactError where a step is known not to give the result of one process; for
         debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
@@ -105,10 +119,9 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         sparse: SparseOptions | None = None,
         bucket_bytes: int | None = None,
         compression: str | None = None,
-        error_feedback: bool = False,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         shard_optimizer: bool = False,
-        synchronization: Delayed | OneStepLate | None = None,
+        synchronization: Delayed | None = None,
         check_equal: bool | None = None,
         trace: str | os.PathLike | None = None,
     ) -> None:
@@ -120,32 +133,24 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             raise ConfigurationError(
                 f"`bucket_bytes` is a whole number, 1 or more, or None. Received: bucket_bytes={bucket_bytes!r}"
             )
-        if compression is not None:
-            if compression not in COMPRESSIONS:
-                raise ConfigurationError(
-                    f"`compression` is one of {COMPRESSIONS} or None. Received: compression={compression!r}"
-                )
-            if communication == "tensorflow":
-                raise ConfigurationError(
-                    "TensorFlow's collectives send float32 as it is. Received: "
-                    f'compression={compression!r} with communication="tensorflow". Leave out one of them.'
-                )
-        if compression is not None and shard_optimizer:
+        if compression is not None and compression not in COMPRESSIONS:
             raise ConfigurationError(
-                "Gradients travel as they are where they are reduced and scattered. Received: "
-                f"shard_optimizer={shard_optimizer!r} with compression={compression!r}. Leave out one of them."
+                f"`compression` is one of {COMPRESSIONS} or None. Received: compression={compression!r}"
             )
-        if error_feedback and (compression is None or synchronization is not None):
+        if synchronization is not None and not isinstance(synchronization, Delayed):
             raise ConfigurationError(
-                "`error_feedback` carries the rounding of compressed gradients into the next step. Received: "
-                f"error_feedback={error_feedback!r} with compression={compression!r}, "
-                f"synchronization={synchronization!r}. Set `compression`, and leave `synchronization` out."
+                "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), or None. "
+                f"Received: synchronization={synchronization!r}"
             )
-        if cluster is not None and cluster_resolver is not None:
-            raise ConfigurationError(
-                "`cluster` and `cluster_resolver` say the same thing: pass one of them. Received: "
-                f"cluster={cluster!r}, cluster_resolver={cluster_resolver!r}"
-            )
+        given = {
+            "cluster": cluster,
+            "cluster_resolver": cluster_resolver,
+            "communication": communication if communication == "tensorflow" else None,
+            "compression": compression,
+            "shard_optimizer": shard_optimizer or None,
+            "synchronization": synchronization,
+        }
+        _check_exclusions(given)
         if cluster_resolver is not None:
             cluster = _cluster_of(cluster_resolver)
         self._found = detection.Outlook(os.environ) if cluster is None else None
@@ -155,17 +160,16 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                 f"`mesh` is a tfring.Mesh, such as tfring.Mesh(model=2), or None. Received: mesh={mesh!r}"
             )
         mesh = (mesh or Mesh()).of(cluster.world_size)
-        _check_mesh(mesh, communication, shard_optimizer, error_feedback, devices)
         check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
-        if synchronization is not None:
-            _check_delayed(synchronization, mesh, communication, shard_optimizer, check_equal)
         settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
         trace = settings.read("TFRING_TRACE") if trace is None else trace
-        if trace is not None and communication != "ring":
-            raise ConfigurationError(
-                f'`trace` tells of the collectives of communication="ring". Received: trace={str(trace)!r}, '
-                f"communication={communication!r}. Leave `trace` and TFRING_TRACE out."
-            )
+        given |= {
+            "mesh": None if mesh.is_data_only else mesh,
+            "devices": devices if devices is not None and len(devices) > 1 else None,
+            "check_equal": check_equal or None,
+            "trace": None if trace is None else str(trace),
+        }
+        _check_exclusions(given)
         extended = self._extended_class(
             self,
             cluster,
@@ -181,7 +185,6 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
         self.shard_optimizer = bool(shard_optimizer)
-        self.error_feedback = bool(error_feedback)
         self.check_equal = check_equal
         if synchronization is not None:
             if len(extended.worker_devices) > 1:
@@ -189,8 +192,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
                     f"With synchronization={type(synchronization).__name__}(...) a worker is one replica. Received: "
                     f"devices={extended.worker_devices}. Start a worker for each, as `tfring launch` does."
                 )
-            is_late = isinstance(synchronization, OneStepLate)
-            self.updater = LateGradients(self, synchronization) if is_late else LocalSteps(self, synchronization)
+            self.updater = LocalSteps(self, synchronization)
         _keras.install()
         if cluster.world_size > 1:
             _keras.share_seeds(self)
@@ -317,8 +319,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         """Exchanges and applies what workers hold back with `synchronization=...`; every rank calls it.
 
         For reading weights between two batches (`get_weights`, a call of the model, a checkpoint of TensorFlow's) with
-        `synchronization=Delayed(...)` or `OneStepLate(...)`. At the end of an epoch, and in `evaluate`, `predict` and
-        saving, it is done. Without them, and where nothing is held back, it does nothing.
+        `synchronization=Delayed(...)`. At the end of an epoch, and in `evaluate`, `predict` and saving, it is done.
+        Without it, and where nothing is held back, it does nothing.
 
         Args:
           model: a Keras model of this strategy.
@@ -362,44 +364,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             channel.close()
 
 
-def _check_mesh(
-    mesh: Mesh, communication: str, shard_optimizer: bool, error_feedback: bool, devices: Sequence[str] | None
-) -> None:
-    if mesh.is_data_only:
-        return
-    others = {
-        'communication="tensorflow"': communication == "tensorflow",
-        "shard_optimizer=True": bool(shard_optimizer),
-        "error_feedback=True": bool(error_feedback),
-        f"devices={devices}": devices is not None and len(devices) > 1,
-    }
-    for given, is_given in others.items():
-        if is_given:
-            raise ConfigurationError(
-                "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one "
-                f"device, and its optimizer all that its weights need. Received: {mesh} with {given}. Leave out one."
-            )
-
-
-def _check_delayed(delayed: Any, mesh: Mesh, communication: str, shard_optimizer: bool, check_equal: Any) -> None:
-    if not isinstance(delayed, (Delayed, OneStepLate)):
-        raise ConfigurationError(
-            "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), a tfring.OneStepLate, or None. "
-            f"Received: synchronization={delayed!r}"
-        )
-    others = {
-        f"mesh={mesh}": not mesh.is_data_only,
-        'communication="tensorflow"': communication == "tensorflow",
-        "shard_optimizer=True": bool(shard_optimizer),
-        "check_equal=True": bool(check_equal) and isinstance(delayed, Delayed),
-    }
-    for given, is_given in others.items():
-        if is_given:
-            raise ConfigurationError(
-                f"With synchronization={type(delayed).__name__}(...) each worker is a replica that holds all weights "
-                "and slots, which differ in windows of Delayed, and the ring exchanges what it holds back. Received: "
-                f"{delayed} with {given}. Leave out one."
-            )
+def _check_exclusions(given: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError where two options are given, not None, of which one excludes the other."""
+    for (one, other), why in _EXCLUSIONS.items():
+        if given.get(one) is not None and given.get(other) is not None:
+            received = f"{one}={given[one]!r} with {other}={given[other]!r}"
+            raise ConfigurationError(f"{why} Received: {received}. Leave out one of them.")
 
 
 def _cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:

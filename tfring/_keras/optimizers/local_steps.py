@@ -17,17 +17,22 @@ Of a table (a variable whose gradient is sparse) the rows that differ from the a
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
+from tfring import step
 from tfring._keras.layers import all_layers
 from tfring._keras.optimizers import optimizers_of, row_diversity
-from tfring._keras.optimizers.outstanding import Outstanding, assign, read, zeros
 from tfring._keras.optimizers.ring_optimizer import Update
+from tfring._keras.optimizers.updater import Updater
+from tfring._keras.sharding import mark_of
+from tfring._keras.sharding.shards import is_value
+from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
 
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
 NORM = "difference_norm"  # in the logs of an epoch
+_NOT_WITH = ("use_ema", "gradient_accumulation_steps")
 _WEIGHTS_IN_SLOTS = ("Ftrl", "ScheduleFreeAdamW")  # from which an update computes weights again
 
 
@@ -116,7 +122,7 @@ class Window:
         assign(self.rows, tf.zeros([1], tf.float64))
 
 
-class LocalSteps(Outstanding):
+class LocalSteps(Updater):
     """Updates each worker's weights by its own gradients, and synchronizes them at the end of a window.
 
     Args:
@@ -127,7 +133,8 @@ class LocalSteps(Outstanding):
     weighs = False
 
     def __init__(self, strategy: RingStrategy, delayed: Any) -> None:
-        super().__init__(strategy, delayed)
+        self.strategy = strategy
+        self._asked = delayed
         self._outers: weakref.WeakSet = weakref.WeakSet()
         ops = strategy.extended.gradient_ops
         self._on_worker = ops.over(LocalCollectives())
@@ -161,17 +168,44 @@ class LocalSteps(Outstanding):
         object.__setattr__(optimizer, "_tfring_window", window)
 
     def _problem_of(self, optimizer: Any, variables: Sequence[Any]) -> str | None:
+        """Returns what an optimizer has that does not go with it; None where it has nothing of it."""
         if any(base.__name__ in _WEIGHTS_IN_SLOTS for base in type(optimizer).__mro__):
             return "slots from which weights are computed again"
         if self._asked.local_momentum == "reset" and not isinstance(optimizer, keras.optimizers.SGD):
             return "local_momentum='reset', which is for SGD alone"
-        return super()._problem_of(optimizer, variables)
+        problem = next((f"{n}={getattr(optimizer, n)!r}" for n in _NOT_WITH if getattr(optimizer, n, None)), None)
+        if optimizer._delegates:
+            problem = "an optimizer around others"
+        for variable in variables:
+            if mark_of(variable).sharding or mark_of(variable).update or is_value(variable):
+                problem = f"the variable {variable.path!r}, which is sharded or no plain weight"
+        return problem
+
+    def _check_optimizer(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        problem = self._problem_of(optimizer, variables)
+        if problem:
+            raise ConfigurationError(
+                "With synchronization=Delayed(...) each worker holds full weights, and its own optimizer updates them. "
+                f"Received: {type(optimizer).__name__} {optimizer.name!r} with {problem}. Leave it out, or train "
+                "without Delayed."
+            )
 
     def is_at_rest(self, model: Any) -> bool:
         windows = [getattr(optimizer, "_tfring_window", None) for optimizer in optimizers_of(model)]
         return all(window is None or int(read(window.num_steps)) == 0 for window in windows)
 
     # -- in a step -------------------------------------------------------------------------------------------------
+
+    def _running_step(self, optimizer: Any) -> step.Step:
+        """Returns the step under way, in which the rows of each worker are known."""
+        running = step.current()
+        if running is None or (self.strategy.num_replicas_in_sync > 1 and running.share is None):
+            raise ConfigurationError(
+                "With synchronization=Delayed(...) models are trained by Keras' steps, which know the rows of each "
+                f"worker. Received: apply of {type(optimizer).__name__} {optimizer.name!r} in a loop of your own. Use "
+                "`fit` or `train_on_batch`, or train without Delayed."
+            )
+        return running
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
@@ -228,6 +262,25 @@ class LocalSteps(Outstanding):
             outer.apply(averages, window.anchors)
         window.end(tf.sqrt(tf.add_n(squares)))
 
+    # -- where weights are read ------------------------------------------------------------------------------------
+
+    def before_evaluation(self, model: Any) -> None:
+        for optimizer in optimizers_of(model):
+            window = getattr(optimizer, "_tfring_window", None)
+            if window is not None and int(read(window.num_steps)) > 0:
+                with self.strategy.scope():
+                    self._synchronize(optimizer)
+
+    def before_saving(self, model: Any, keep: bool = True) -> None:
+        self.before_evaluation(model)
+
+    @contextlib.contextmanager
+    def around_pass(self, epoch_iterator: Any, loop: Any, inside: Any) -> Iterator[None]:
+        with inside:
+            yield
+        if loop is not None and loop.kind == "train":
+            self.before_evaluation(loop.model)
+
     def callbacks(self, callbacks: list) -> list:
         """Returns the callbacks of `fit`, before them one that adds the norm of averaged differences to the logs."""
         return [_NormLogs(), *callbacks]
@@ -266,3 +319,19 @@ def _slots_of(optimizer: Any) -> list[Any]:
     """Returns the float variables of an optimizer but the learning rate."""
     rate = getattr(optimizer, "_learning_rate", None)
     return [v for v in optimizer.variables if v is not rate and read(v).dtype.is_floating]
+
+
+def zeros(shape: Any, dtype: Any, name: str) -> Any:
+    """Returns a variable of this worker's own, in `variables_of_worker`."""
+    return keras.Variable("zeros", shape=shape, dtype=dtype, trainable=False, name=name)
+
+
+def read(variable: Any) -> Any:
+    """Returns the value of a Keras variable on this worker, outside of a replica."""
+    return values_of(variable.value)[0]
+
+
+def assign(variable: Any, value: Any) -> None:
+    """Writes a Keras variable on this worker, outside of a replica."""
+    for component in values_of(variable.value):
+        component.assign(value)

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from tfring._keras.optimizers.residuals import Residuals
 from tfring._keras.sharding import mark, mark_of, shard_of, sharding_of, slots, stores, tables
 from tfring._keras.sharding.shards import Shards, refuse_unless_element_wise, shards_of
 from tfring.recognition import ring_of
@@ -22,7 +21,6 @@ class OptimizerSlots(keras.optimizers.Optimizer):
     _delegates = False  # to other optimizers, which have the slots
     _tfring_shards: Shards | None = None
     _tfring_window: Any = None  # since the last synchronization, of `local_steps.py`
-    _tfring_residuals: Residuals | None = None
 
     @property
     def _ring(self) -> Any:
@@ -47,9 +45,6 @@ class OptimizerSlots(keras.optimizers.Optimizer):
                     "layers that are not divided",
                 )
         super().build(variables)
-        rounds = self._ring is not None and self._ring.error_feedback and not self._delegates
-        if rounds and self._tfring_residuals is None:
-            object.__setattr__(self, "_tfring_residuals", Residuals(self._ring, self, variables))
         if self._ring is not None and self._ring.updater is not None:
             self._ring.updater.on_build(self, variables)
 

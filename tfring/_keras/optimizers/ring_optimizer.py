@@ -40,7 +40,6 @@ from tfring._keras.optimizers import optimizers_of
 from tfring._keras.optimizers.optimizer_class import join_ring
 from tfring._keras.optimizers.optimizer_slots import OptimizerSlots
 from tfring._keras.optimizers.overrides import ReducedForOverrides
-from tfring._keras.optimizers.residuals import refuse
 from tfring._keras.sharding import gradient_is_complete, mark_of, shard_of, sharding_of, tables
 from tfring._keras.sharding.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
@@ -246,9 +245,7 @@ class RingOptimizer(OptimizerSlots):
         sharded = [i for i in chosen if held[i] is not variables[i]]
         by_rows = [i for i in chosen if tables.update_of(variables[i]) == "rows"]
         others = [i for i in chosen if i not in sharded and i not in by_rows]
-        residuals = self._tfring_residuals
-        kept = None if residuals is None else residuals.of([variables[i] for i in others])
-        reduce(others, ops.sum_over_workers, residuals=kept)
+        reduce(others, ops.sum_over_workers)
         reduce(by_rows, ops.sum_over_workers, keep_sparse=True)
         shardings = [sharding_of(held[i]) for i in sharded]
         reduce(sharded, ops.reduce_scatter_over_workers, shardings, is_zero_unless_active=update.is_weighed)
@@ -309,8 +306,6 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
     _delegates = True
 
     def build(self, variables: Sequence[Any]) -> None:
-        if self._ring is not None and self._ring.error_feedback:
-            refuse(self, "a scale that changes from step to step")
         self._take_along()
         super().build(variables)
 
