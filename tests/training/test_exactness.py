@@ -1,5 +1,6 @@
-"""Steps of any kind have the result of one process; those that are not edited are named where they differ."""
+"""Steps of any kind have the result of one process, whether their rows can be divided or not."""
 
+import logging
 import pathlib
 import warnings
 
@@ -144,7 +145,7 @@ STATES = {
 }
 
 
-def _fit(name, check_equal=False, devices=1):
+def _fit(name, check_equal=False, devices=1, run_eagerly=False):
     """Returns all weights after two epochs, the logs, and what was warned of."""
     strategy = harness.strategy(check_equal=check_equal, devices=[f"CPU:{i}" for i in range(devices)])
     x, y = _data()
@@ -153,7 +154,7 @@ def _fit(name, check_equal=False, devices=1):
         with strategy.scope():
             loss = LOSSES.get(name, LOSSES["mean"])
             model = OneLayer(OTHERS.get(name, loss), BETWEEN.get(name), STATES.get(name))
-            model.compile(keras.optimizers.SGD(0.05))
+            model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
         try:
             history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         except errors.InexactError as error:
@@ -163,16 +164,17 @@ def _fit(name, check_equal=False, devices=1):
     return [v.numpy() for v in model.weights], logs, said
 
 
-def _all(names, devices=1):
-    return {name: _fit(name, devices=devices) for name in names}
+def _all(names, devices=1, run_eagerly=False):
+    return {name: _fit(name, devices=devices, run_eagerly=run_eagerly) for name in names}
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
-def test_whatever_a_step_computes_equals_one_process(world_size, devices):
+def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_eagerly):
     """Batches of 8, 8 and 3 rows; of four replicas one has no row of the last."""
     names = [*LOSSES, *BETWEEN, *STATES]
     one = workers(1).run(_all, names)[0]
-    several = workers(world_size, logical_cpus=devices).run(_all, names, devices)
+    several = workers(world_size, logical_cpus=devices).run(_all, names, devices, run_eagerly)
     for name in names:
         weights, logs, said = several[0][name]
         assert one[name][2] == said == [], name
@@ -300,17 +302,100 @@ def test_a_step_that_numbers_rows_by_replica_equals_one_process():
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
 
-def test_what_is_not_edited_is_named():
-    [(weights, _, [text]), (_, _, said)] = workers(2).run(_fit, "metric")
-    assert "a function of a sum" in text and "`Log`" in text and pathlib.Path(__file__).name in text
-    assert said == []  # once, on the first rank
-    wanted = workers(1).run(_fit, "metric")[0][0]
-    assert not all(np.allclose(got, one, rtol=1e-5) for got, one in zip(weights, wanted, strict=True))
+def _of_whole_batches():
+    """Returns weights and logs of steps whose rows cannot be divided, and what was logged of them."""
+    records = logging.getLogger("tfring")
+    noted = []
+    handler = logging.Handler()
+    handler.emit = lambda record: noted.append(record.getMessage())
+    records.addHandler(handler)
+    weights, logs, said = _fit("metric")
+    assert said == []
+    return weights, logs, noted[:], *_parts("ragged"), *_parts("sparse"), _several_steps()
 
 
-def test_with_check_equal_it_is_an_error():
-    for _, _, [text] in workers(2).run(_fit, "metric", True):
-        assert "a function of a sum" in text and "`Log`" in text
+def _parts(kind):
+    """Returns weights and logs where components are ragged or sparse, strings and constants beside the rows."""
+    strategy = harness.strategy()
+    x, y = _data()
+    dense = np.where(np.abs(x) > 0.7, x, 0)
+    words = np.array([f"{'word' * (i % 3)}\xe9{i}" for i in range(ROWS)])
+    ragged = tf.RaggedTensor.from_tensor(x).with_row_splits_dtype(tf.int64)
+    ragged = tf.ragged.boolean_mask(ragged, np.abs(x) > 0.7)
+    part = ragged if kind == "ragged" else tf.sparse.from_dense(dense)
+    data = tf.data.Dataset.from_tensor_slices((part, words, y)).batch(BATCH)
+    data = data.map(lambda part, words, y: ({"part": part, "words": words, "scale": tf.constant([2.0, 3.0, 4.0])}, y))
+    with strategy.scope():
+        model = OfParts()
+        model.compile(keras.optimizers.SGD(0.05))
+    history = model.fit(data, epochs=2, verbose=0).history
+    return [v.numpy() for v in model.weights], [np.ravel(value) for values in history.values() for value in values]
+
+
+class OfParts(OneLayer):
+    """A loss over parts and strings of rows, which is a function of a mean."""
+
+    def __init__(self):
+        super().__init__(self.of_parts)
+        self.dense.build((None, 6))
+
+    def of_parts(self, _, x, y):
+        dense = x["part"].to_tensor() if isinstance(x["part"], tf.RaggedTensor) else tf.sparse.to_dense(x["part"])
+        lengths = tf.cast(tf.strings.length(x["words"], unit="UTF8_CHAR"), tf.float32)
+        rows = tf.reduce_sum(dense, 1, keepdims=True) * x["scale"][1] + lengths[:, None]
+        return tf.math.log(tf.reduce_mean((self.dense(tf.tile(rows, [1, 6])) - y) ** 2)) ** 2
+
+
+def _several_steps():
+    """Returns weights and metrics after steps that are executed together."""
+    strategy = harness.strategy()
+    x, y = _data()
+    with strategy.scope():
+        model = OneLayer(_beside_a_metric, None, lambda m, x, y: m.state.assign(tf.math.reduce_std(y)))
+        model.compile(keras.optimizers.Adam(0.05), steps_per_execution=2)
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_a_step_whose_rows_cannot_be_divided_is_that_of_the_whole_batch(world_size, devices):
+    one = workers(1).run(_of_whole_batches)[0]
+    several = workers(world_size, logical_cpus=devices).run(_of_whole_batches)
+    found, wanted = (tf.nest.flatten([*each[:2], *each[3:]]) for each in (several[0], one))
+    for got, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+    for other in several[1:]:
+        assert [w.tobytes() for w in tf.nest.flatten([other[0], other[-1]])] == [
+            w.tobytes() for w in tf.nest.flatten([several[0][0], several[0][-1]])
+        ]
+        assert other[2] == []  # what is logged is logged on the first rank
+    [text] = several[0][2]
+    assert "each worker computes the whole batch" in text
+    assert "It reaches the gradient of" in text and pathlib.Path(__file__).name in text
+    assert one[2] == []
+
+
+def _predicts(check_equal):
+    """Returns what is said of a model whose outputs are no rows of its inputs' rows alone."""
+    strategy = harness.strategy(check_equal=check_equal)
+    x, _ = _data()
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Lambda(lambda x: x / tf.reduce_max(x))(inputs))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model.predict(x, batch_size=BATCH, verbose=0)
+        except errors.InexactError as error:
+            return ["error", str(error)]
+    return [str(w.message) for w in caught if issubclass(w.category, errors.InexactWarning)]
+
+
+def test_what_differs_is_named_and_with_check_equal_an_error():
+    [text], none = workers(2).run(_predicts, False)
+    assert "It reaches an output" in text and pathlib.Path(__file__).name in text and none == []
+    for kind, text in workers(2).run(_predicts, True):
+        assert kind == "error" and "It reaches an output" in text
     weights, _, said = workers(2).run(_fit, "log", True)[0]
     assert weights is not None and said == []
 

@@ -61,7 +61,7 @@ def _as_tensor(value: Any) -> Any:
 def _is_of_all_rows(context: tf.distribute.ReplicaContext) -> bool:
     """Returns True in a step that is edited, which is that of one replica with all rows."""
     running = step.current()
-    return running is not None and running.is_edited and ring_of(context.strategy) is not None
+    return running is not None and running.is_plain and ring_of(context.strategy) is not None
 
 
 def _weighed(

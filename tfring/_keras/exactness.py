@@ -2,8 +2,8 @@
 
 Keras' step runs on each replica with its own rows. `partition.expect` marks what tfring takes for a mean or a sum over
 rows (gradients, state, logs); `partition.declare` marks what it has made one of the whole batch. A step in which
-something cannot be converted is traced again, as one that tfring repairs while it is traced (`losses`, `metrics`,
-`state`), and is analyzed only.
+something cannot be converted is traced again, from the rows of all replicas (`whole.py`). Steps that are not edited
+are repaired while they are traced (`losses`, `metrics`, `state`) and analyzed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfring import _tf, partition
 from tfring import step as steps
 from tfring._keras.layers import all_layers
+from tfring._keras.metrics import metrics_of
 from tfring.errors import InexactError, InexactWarning
 from tfring.ring.collectives import LocalCollectives, RingCollectives
 from tfring.step import graphs
@@ -29,25 +30,75 @@ if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
 _log = logging.getLogger("tfring")
+_METHODS = ("train_step", "test_step", "compute_loss", "compute_metrics")
+_BY_ELEMENT = ("Add", "Subtract", "Multiply", "Divide", "TrueDivide")
+_LIBRARIES = ("keras", "keras_rs", "tfring")
 _told: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has told
 
 
-def check_step(strategy: RingStrategy, model: Any, step: str) -> None:
-    """Warns of what the step whose graph was just traced does not compute as one process would.
+class NotThisWay(Exception):
+    """A step cannot become that of one process in the way in which it was traced; it is traced again.
+
+    Attributes:
+      way: in which it is.
+      reason: findings, or a sentence, for a step whose rows cannot be divided.
+    """
+
+    def __init__(self, way: steps.Way, reason: Sequence[partition.Finding] | str = ()) -> None:
+        super().__init__(way)
+        self.way, self.reason = way, reason
+
+
+def way_of(strategy: RingStrategy, model: Any, inputs: Sequence[Any], rows: Sequence[Any]) -> steps.Way:
+    """Returns the way in which a step begins to be traced.
+
+    It is not edited where a replica is several workers (a mesh), where workers train by themselves, where rows are in
+    ragged or sparse tensors, and on the runtime of TensorFlow. A step that runs eagerly has no graph.
+
+    Args:
+      strategy: a RingStrategy.
+      model: whose step it is.
+      inputs: one element of the dataset for each replica of this worker.
+      rows: the rows of each, None where they are not counted.
+    """
+    if not _becomes_that_of_one_process(strategy):
+        return steps.Way.REPAIRED
+    if model.run_eagerly:
+        return without_division(rows)
+    leaves = tf.nest.flatten(inputs)
+    if not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
+        return steps.Way.REPAIRED
+    has_parts = any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
+    return steps.Way.REPAIRED if has_parts else steps.Way.EDITED
+
+
+def without_division(rows: Sequence[Any]) -> steps.Way:
+    """Returns the way of a step whose rows cannot be divided among replicas, where they are counted."""
+    return steps.Way.REPAIRED if any(n is None for n in rows) else steps.Way.WHOLE
+
+
+def _becomes_that_of_one_process(strategy: RingStrategy) -> bool:
+    if strategy.num_replicas_in_sync == 1 or not strategy.mesh.is_data_only:
+        return False
+    return strategy.updater is None or strategy.updater.weighs  # else steps are each worker's own, on purpose
+
+
+def check_step(strategy: RingStrategy, model: Any, step: str, rows: Sequence[Any] = (None,)) -> None:
+    """Warns of what the step whose graph was just traced may not compute as one process would.
 
     Args:
       strategy: a RingStrategy.
       model: whose step it is.
       step: the name of Keras' method, such as "train_step".
+      rows: as of `way_of`.
 
     Raises:
+      NotThisWay: where something is known to differ, and rows are counted.
       InexactError: with `check_equal`, where something is known to differ.
     """
-    if strategy.num_replicas_in_sync == 1 or not strategy.mesh.is_data_only:
+    if not _becomes_that_of_one_process(strategy):
         return
-    if strategy.updater is not None and not strategy.updater.weighs:  # steps of each worker's own, on purpose
-        return
-    name = f"{step} of {type(model).__name__} {model.name!r}"
+    name = _name(model, step)
     if tf.executing_eagerly():
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for it runs eagerly.")
         return
@@ -56,7 +107,41 @@ def check_step(strategy: RingStrategy, model: Any, step: str) -> None:
     except Exception as error:  # a graph of a kind that was never seen: training does not need the analysis
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for {error!r}.")
         return
+    if _is_made_by_keras(model):  # which treats each ragged or sparse row by itself
+        findings = [finding for finding in findings if finding.reason != "parts"]
+    differing = [finding for finding in findings if partition.is_known(finding) or finding.reason == "parts"]
+    if differing and without_division(rows) is steps.Way.WHOLE:
+        raise NotThisWay(steps.Way.WHOLE, differing)
     _tell(strategy, findings, name)
+
+
+def _is_made_by_keras(model: Any) -> bool:
+    """Returns True if the layers, losses and metrics of a model, and its steps, are Keras' and not the user's."""
+    steps_of_model = [getattr(type(model), name) for name in _METHODS]
+    metrics = [metric for each in metrics_of(model) for metric in (type(each), getattr(each, "_fn", None)) if metric]
+    losses = tf.nest.flatten(getattr(model._compile_loss, "_user_loss", None))
+    made = [*steps_of_model, *map(type, all_layers(model)), *metrics, *filter(callable, losses)]
+    if any(isinstance(layer, keras.layers.Lambda) for layer in all_layers(model)):
+        return False
+    between = [op for layer in all_layers(model) for op in getattr(layer, "operations", ())]
+    if any(not isinstance(op, keras.layers.Layer) and type(op).__name__ not in _BY_ELEMENT for op in between):
+        return False
+    return all(_module(each).partition(".")[0] in _LIBRARIES for each in made)
+
+
+def _module(made: Any) -> str:
+    return getattr(made, "__module__", None) or type(made).__module__
+
+
+def tell_whole(strategy: RingStrategy, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:
+    """Logs once, on the first rank, that each worker computes the whole batch, and why."""
+    text = partition.text_of_whole(reason, _name(model, step))
+    if _is_new(strategy, text) and strategy.cluster.is_chief:
+        _log.warning(text)
+
+
+def _name(model: Any, step: str) -> str:
+    return f"{step} of {type(model).__name__} {model.name!r}"
 
 
 def _tell(strategy: RingStrategy, findings: Sequence[partition.Finding], name: str) -> None:
@@ -68,58 +153,38 @@ def _tell(strategy: RingStrategy, findings: Sequence[partition.Finding], name: s
     _warn(strategy, text)
 
 
-class NotEditedError(Exception):
-    """A step holds what cannot be converted; it is traced again, and is not edited."""
-
-
-def is_editable(strategy: RingStrategy, model: Any, inputs: Sequence[Any]) -> bool:
-    """Returns True for a step whose graph is edited once it is traced.
-
-    Not where a replica is several workers (a mesh), where workers train by themselves, or where rows lie in ragged or
-    sparse tensors.
-
-    Args:
-      strategy: a RingStrategy.
-      model: whose step it is.
-      inputs: one element of the dataset for each replica of this worker.
-    """
-    if strategy.num_replicas_in_sync == 1 or not strategy.mesh.is_data_only:
-        return False
-    if strategy.updater is not None and not strategy.updater.weighs:  # steps of each worker's own, on purpose
-        return False
-    if not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
-        return False
-    leaves = tf.nest.flatten(inputs)
-    return not model.run_eagerly and not any(isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves)
-
-
-def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]) -> list:
+def edit_step(
+    strategy: RingStrategy, model: Any, step: str, rows: Sequence[Any], rows_of_all: tf.Tensor, logs: Collection[str]
+) -> list:
     """Edits the graph of a step that is being traced.
 
     Args:
       strategy: a RingStrategy.
       model: whose step it is.
       step: the name of Keras' method, such as "train_step".
-      rows: int64 `[num_replicas]`, each replica's rows of the batch.
+      rows: as of `way_of`.
+      rows_of_all: int64 `[num_replicas]`, each replica's rows of the batch.
       logs: names of what is not looked at again where it cannot be converted: it is named.
 
     Returns:
       Operations behind which replicas have exchanged what they need.
 
     Raises:
-      NotEditedError: where something else cannot be converted.
+      NotThisWay: where something else cannot be converted.
     """
     try:
         analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
-        if any(finding.name not in logs for finding in analysis.findings):
-            raise NotEditedError
-        made = partition.apply_edits(analysis, _Exchange(strategy, rows))
-    except NotEditedError:
-        raise
+        left = [finding for finding in analysis.findings if finding.name not in logs]
+        if not left:
+            made = partition.apply_edits(analysis, _Exchange(strategy, rows_of_all))
     except Exception as error:  # a graph of a kind that was never seen
         _log.debug("A step is not edited.", exc_info=True)
-        raise NotEditedError from error
-    name = f"{step} of {type(model).__name__} {model.name!r}"
+        raise NotThisWay(without_division(rows), f"Its graph is of an unknown kind: {error!r}.") from error
+    if any(finding.reason == "replicas" for finding in left):
+        raise NotThisWay(steps.Way.REPAIRED)
+    if left:
+        raise NotThisWay(without_division(rows), left)
+    name = _name(model, step)
     _tell(strategy, analysis.findings, name)
     gathered = partition.text_of_gathered(analysis, name)
     if gathered is not None and _is_new(strategy, gathered) and strategy.cluster.is_chief:

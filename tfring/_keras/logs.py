@@ -26,7 +26,7 @@ from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
 from tfring._keras.state import Written, held_by
 from tfring.cross_device_ops import values_of
-from tfring.step import graphs
+from tfring.step import Way, graphs
 from tfring.step import weighing as step_under_way
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Logs:
         step: Callable[[Any], Any],
         rows: Sequence[Any],
         static: bool,
-        is_edited: bool = False,
+        way: Way = Way.REPAIRED,
     ) -> tuple[Any, list[Written]]:
         """Runs a step on each replica; in what it returned, values for each row are those of all rows.
 
@@ -73,7 +73,7 @@ class Logs:
           step: Keras' step, one batch in, logs out.
           rows: number of rows of each replica of this worker, None where it is unknown.
           static: whether each element's number of rows is static, as in eager steps.
-          is_edited: whether the graph is edited; then `with_all_rows` follows.
+          way: in which the steps of replicas become that of one process; where edited, `with_all_rows` follows.
         """
         results = Results(self._model)
 
@@ -86,11 +86,11 @@ class Logs:
         with results.noted(), own_statistics(self._model):
             outputs, written = run(noting)
         self._note_variables(outputs, written)
-        if not is_edited:
+        if way is Way.REPAIRED:
             outputs = self.with_all_rows(outputs, rows, static)
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
-        return self._marked(outputs, is_edited), written
+        return self._marked(outputs, way is Way.EDITED), written
 
     def _marked(self, outputs: Any, is_edited: bool) -> Any:
         """Returns outputs in which the numbers of replicas are marked, for they become their mean; and their rows."""
@@ -321,7 +321,7 @@ def _may_be_rows(value: Any, static: bool) -> bool:
 def _counted(value: Any, static: bool) -> Any:
     """A value for each row without the row that does not count."""
     running = step_under_way()
-    if running is None or running.is_edited or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
+    if running is None or running.is_plain or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
         return value
     return running.drop_if_empty(value)
 

@@ -74,7 +74,7 @@ def _replace_scaling() -> None:
         if running is None:
             return value if _runs_in_no_step() else original(value)
         value = tf.convert_to_tensor(before_division(value))
-        if running.is_edited:
+        if running.is_plain:
             return value
         return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
 
@@ -87,7 +87,7 @@ def _replace_scaling() -> None:
         if running is None:
             return loss
         if global_batch_size is not None:
-            return loss if running.is_edited else running.unweigh(loss)
+            return loss if running.is_plain else running.unweigh(loss)
         return loss * ring_in_scope().num_replicas_in_sync
 
     @seam(_tf.nn_impl_distribute, "scale_regularization_loss")
@@ -186,7 +186,7 @@ def _replace_reductions() -> None:
         reduction: str | None = "sum_over_batch_size",
     ) -> Any:
         running = step.current()
-        if running is None or running.is_edited or reduction in (None, "none"):
+        if running is None or running.is_plain or reduction in (None, "none"):
             return original(values, sample_weight, reduction)
         if not len(values.shape):
             return original(values, sample_weight, reduction)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
 _EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited
+_WRITTEN_TWICE = "The state of a metric is written as a sum, and as something else."
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
 
@@ -72,7 +73,7 @@ def install() -> None:
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(variable)
         if running is None or by_tensorflow or ring_of(variable.distribute_strategy) is None:
             return original(variable, update, value, **kwargs)
-        if running.is_edited or variable.aggregation == tf.VariableAggregation.NONE:
+        if running.is_plain or variable.aggregation == tf.VariableAggregation.NONE:
             return update(_Copy(running, variable), value, **kwargs)
         if isinstance(value, tf.IndexedSlices):
             return original(variable, update, value, **kwargs)
@@ -104,7 +105,7 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
             _local.is_by_tensorflow = False
     else:
         _refuse_outside(variable)
-        if running.is_edited:
+        if running.is_plain:
             _write_plainly(running, variable, value, assign)
         elif not _write_own(running, variable, value, getattr(_local, "adding", None) is variable):
             # The row that a replica without rows was given does not count.
@@ -169,8 +170,9 @@ class _Copy:
 
     def __getattr__(self, name: str) -> Any:
         """A `scatter_...`: of rows, by ids that differ from replica to replica."""
-        if self._step.is_edited:
-            self._step.written.append(Written(self._variable, _EDITED))
+        if self._step.is_plain:
+            rule = "values" if self._step.is_whole else _EDITED
+            self._step.written.append(Written(self._variable, rule))
             return getattr(self._own, name)
         if not self._step.gathered:
             raise _rows_put_in(self._variable)
@@ -183,9 +185,16 @@ def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callab
     held = held_by(variable)
     own = own_copy(held)
     value = tf.cast(value, own.dtype)
-    if exactness.is_own_statistic(variable):
+    is_summed = held.aggregation not in (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    is_part = held.synchronization == tf.VariableSynchronization.ON_READ and is_summed
+    if running.is_whole and is_part:  # which the first replica holds
+        (assign or own.assign)(tf.where(running.active, value, own))
+    elif running.is_whole:
+        own.assign(value)
+        running.written.append(Written(variable, "values"))
+    elif exactness.is_own_statistic(variable):
         running.written.append(Written(variable, "mean", own.assign(value).op))
-    elif held.synchronization == tf.VariableSynchronization.ON_READ and _stays_a_sum(running, held, value):
+    elif is_part and _stays_a_sum(running, held, value):
         running.written.append(Written(variable, _SUMMED))
         value = partition.expect(value, "sum", f"the state {_name(variable)}")
         (assign or own.assign)(tf.where(running.active, value, own))
@@ -195,8 +204,6 @@ def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callab
 
 def _stays_a_sum(running: step.Step, variable: Any, value: Any) -> bool:
     """Returns True if a metric's state, written like this, stays a sum over replicas; else all will hold the same."""
-    if variable.aggregation in (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA):
-        return False
     if graphs.is_symbolic(value):
         running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
         kind = running.reads.kind(variable, value)
@@ -209,24 +216,25 @@ def _stays_a_sum(running: step.Step, variable: Any, value: Any) -> bool:
 
 
 def edited_together(
-    strategy: RingStrategy, written: Sequence[Written], edit: Callable[[], list]
+    strategy: RingStrategy, written: Sequence[Written], rows: Sequence[Any], edit: Callable[[], list]
 ) -> tuple[list, list[Written]]:
     """Has the graph of a step edited, and what it wrote be the same on all replicas.
 
     Args:
       strategy: the RingStrategy.
       written: what the step wrote.
+      rows: the rows of each replica of this worker, None where they are not counted.
       edit: edits the graph; returns operations behind which exchanges have been made.
 
     Returns:
       What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
 
     Raises:
-      NotEditedError: as `edit` does; or where a metric's state is written as a sum, and as something else.
+      NotThisWay: as `edit` does; or where a metric's state is written as a sum, and as something else.
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     if any(w.rule == _SUMMED and not _is_each_replicas_own_part(held_by(w.variable)) for w in written):
-        raise exactness.NotEditedError
+        raise exactness.NotThisWay(exactness.without_division(rows), _WRITTEN_TWICE)
     marks = []  # of the first replica's copies, and what they mark
     for replica in range(len(strategy.extended.worker_devices)):
         with partition.replica(replica, is_scoped=True):
@@ -249,7 +257,7 @@ def _is_each_replicas_own_part(variable: Any) -> bool:
 
 def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> bool:
     """Writes a replica's copy and notes the rule; False where there is none, for a metric's state that is summed."""
-    if running.is_edited:
+    if running.is_plain:
         _write_plainly(running, variable, value)
         return True
     held = held_by(variable)
@@ -505,7 +513,7 @@ def written_together(strategy: RingStrategy, written: Sequence[Written], shares:
 def _part(
     strategy: RingStrategy, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor, before: dict
 ) -> tf.Tensor:
-    if copies[0].dtype.is_integer:
+    if copies[0].dtype.is_integer or copies[0].dtype.is_bool:
         copies = [tf.cast(copy, tf.int64) for copy in copies]
     if rule == "mean":
         return tf.add_n([tf.math.multiply_no_nan(c, tf.cast(shares[i], c.dtype)) for i, c in enumerate(copies)])

@@ -28,7 +28,7 @@ from keras.src.models.functional import Functional
 from keras.src.trainers import trainer as base_trainer
 
 from tfring import _tf, data, step
-from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state
+from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state, whole
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.batch import own_share
 from tfring._keras.logs import Logs
@@ -40,7 +40,7 @@ from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, extend, ring_of_model, seam
 from tfring.ring import failures
-from tfring.step import status, trace
+from tfring.step import Way, status, trace
 from tfring.step.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
 
 if TYPE_CHECKING:
@@ -331,7 +331,9 @@ class StepFunction:
         self._step = between_collectives(model, kind, strategy)
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
-        self._is_edited, self._is_given_up = True, False  # as far as a step can be
+        self._way = Way.EDITED  # as far as a step can be
+        self._other_way: exactness.NotThisWay | None = None  # in which it is to be traced again
+        self._may_be_whole = True
         self._is_opened = False  # whether the rows of a batch of a fixed size are
         self._is_compared = False
         self._make()
@@ -380,29 +382,35 @@ class StepFunction:
             self._is_compared = True
             if self._kind == "train" and self._strategy.updater is not None:
                 self._strategy.updater.before_first_step(graph is not None)
-        if self._is_edited:
-            with contextlib.suppress(exactness.NotEditedError):  # of a batch of another kind
-                return getattr(self, name)(*args)
-            self._is_edited = False
-            self._make()
+        try:
+            return getattr(self, name)(*args)
+        except exactness.NotThisWay as other:  # of a batch of another kind
+            self._give_up(other)
         return getattr(self, name)(*args)
 
+    def _give_up(self, other: exactness.NotThisWay) -> None:
+        """Goes another way from now on; what was traced is traced again."""
+        self._way, self._other_way, self._is_opened = other.way, None, False
+        self._may_be_whole = other.way is Way.WHOLE
+        if other.reason:
+            exactness.tell_whole(self._strategy, self._model, f"{self._kind}_step", other.reason)
+        self._make()
+
     def _traced(self, name: str, *args: Any) -> Any:
-        """Returns a function of this, traced; where it cannot be edited, it is traced once more.
+        """Returns a function of this, traced; it is traced again where another way has to be gone.
 
         The first is not given up midway, for TensorFlow initializes variables that a step makes behind its trace.
         """
-        try:
-            traced = getattr(self, name).get_concrete_function(*args)
-        except Exception:  # of any kind, where a program takes a dimension for static that is opened
-            if not self._is_opened:
-                raise
-            self._is_edited, self._is_given_up = False, True
-        if not self._is_given_up:
-            return traced
-        self._is_given_up = False
-        self._make()
-        return getattr(self, name).get_concrete_function(*args)
+        while True:
+            try:
+                traced = getattr(self, name).get_concrete_function(*args)
+            except Exception:  # of any kind, where a program takes a dimension for static that is opened
+                if not self._is_opened:
+                    raise
+                self._other_way = exactness.NotThisWay(Way.REPAIRED)
+            if self._other_way is None:
+                return traced
+            self._give_up(self._other_way)
 
     def bring_logs_together(self) -> None:
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
@@ -413,35 +421,46 @@ class StepFunction:
 
     def _one_step_body(self, inputs: Sequence[Any], rows: Sequence[Any], told: status.Status, with_logs: bool) -> Any:
         """Returns the outputs of each replica, or the logs."""
+        name = f"{self._kind}_step"
+        if self._way is Way.EDITED:
+            self._way = exactness.way_of(self._strategy, self._model, inputs, rows)
+            if self._way is Way.WHOLE:
+                exactness.tell_whole(self._strategy, self._model, name, "It runs eagerly.")
+        way, shares = self._way, self._shares(told)
+        has_static_rows = all(map(data.has_static_rows, inputs))
+        self._is_opened = way is not Way.REPAIRED and has_static_rows
+        if way is Way.WHOLE:
+            inputs = whole.batch(self._strategy, inputs, rows, told.rows)
+            whole.give_state_to_first(self._strategy, self._model)
         before = state.values_before(self._model)
-        self._is_edited = self._is_edited and exactness.is_editable(self._strategy, self._model, inputs)
-        is_edited = self._is_edited
-        self._is_opened = is_edited and all(map(data.has_static_rows, inputs))
         outputs, written = self._logs.of_step(
-            lambda step: self._strategy.extended.run_step(step, inputs, told.shares, is_edited),
+            lambda step: self._strategy.extended.run_step(step, inputs, shares, way),
             lambda element: self._step(without_optionals(element)),
             rows,
-            tf.executing_eagerly() or (not is_edited and all(map(data.has_static_rows, inputs))),
-            is_edited,
+            tf.executing_eagerly() or (way is Way.REPAIRED and has_static_rows),
+            way,
         )
-        name = f"{self._kind}_step"
         exchanges: list = []
-        if is_edited:
-            edit = functools.partial(
-                exactness.edit_step, self._strategy, self._model, name, told.rows, self._logs.names
-            )
-            try:
-                exchanges, written = state.edited_together(self._strategy, written, edit)
-            except exactness.NotEditedError:
-                if self._is_compared:
-                    raise
-                self._is_edited, self._is_given_up, written = False, True, []
-        else:
-            exactness.check_step(self._strategy, self._model, name)
+        try:
+            if way is Way.EDITED:
+                edit = functools.partial(
+                    exactness.edit_step, self._strategy, self._model, name, rows, told.rows, self._logs.names
+                )
+                exchanges, written = state.edited_together(self._strategy, written, rows, edit)
+            elif way is Way.REPAIRED:
+                exactness.check_step(self._strategy, self._model, name, rows if self._may_be_whole else [None])
+        except exactness.NotThisWay as other:
+            if self._is_compared:
+                raise
+            self._other_way, written = other, []
         with tf.control_dependencies(exchanges):
-            if is_edited:
-                outputs = self._logs.with_all_rows(outputs, rows, shares=told.shares)
-            return self._with_state_and_logs(outputs, written, told.shares, before, with_logs)
+            if way is Way.EDITED:
+                outputs = self._logs.with_all_rows(outputs, rows, shares=shares)
+            return self._with_state_and_logs(outputs, written, shares, before, with_logs)
+
+    def _shares(self, told: status.Status) -> tf.Tensor:
+        """Returns the shares by which the replicas of this worker count."""
+        return whole.shares(self._strategy) if self._way is Way.WHOLE else told.shares
 
     def _with_state_and_logs(
         self, outputs: Any, written: Sequence[state.Written], shares: tf.Tensor, before: dict, with_logs: bool
@@ -484,7 +503,7 @@ class StepFunction:
             # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
             outputs = tf.cond(told.goes_on, take, lambda: self._refuse(told, iterator, *taken))
             if steps == 1:
-                return outputs if with_logs else (outputs, told.shares)
+                return outputs if with_logs else (outputs, self._shares(told))
 
             def more(i: tf.Tensor, has_batch: tf.Tensor, outputs: Any, shares: tf.Tensor) -> tf.Tensor:
                 return tf.logical_and(i < steps, has_batch)
@@ -493,12 +512,13 @@ class StepFunction:
                 told, inputs, rows = self._next_batch(iterator)
                 outputs, shares = tf.cond(
                     told.goes_on,
-                    lambda: (self._one_step(inputs, rows, told, False), told.shares),
+                    lambda: (self._one_step(inputs, rows, told, False), self._shares(told)),
                     lambda: self._unless_wrong(told, (outputs, shares)),
                 )
                 return i + 1, told.has_batch, outputs, shares
 
-            _, _, outputs, shares = tf.while_loop(more, another, (1, True, outputs, told.shares), parallel_iterations=1)
+            first = 1, True, outputs, self._shares(told)
+            _, _, outputs, shares = tf.while_loop(more, another, first, parallel_iterations=1)
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
     def _on_batch_body(self, batch: Any) -> Any:

@@ -13,6 +13,7 @@ from tfring.data.rows import (
     slice_rows,
     split_rows,
     static_rows,
+    with_inner_shape,
     with_open_rows,
 )
 from tfring.data.shares import Shares
@@ -39,6 +40,7 @@ __all__ = [
     "split_rows",
     "static_rows",
     "undistributed",
+    "with_inner_shape",
     "with_open_rows",
     "yields_alike",
 ]

@@ -71,7 +71,7 @@ def slice_rows(element: Any, begin: tf.Tensor | int, end: tf.Tensor | int) -> An
             begins = tf.concat([[begin], tf.zeros_like(component.dense_shape[1:])], 0)
             sizes = tf.concat([[end - begin], component.dense_shape[1:]], 0)
             part = tf.sparse.slice(component, tf.cast(begins, tf.int64), tf.cast(sizes, tf.int64))
-            return _with_inner_shape(part, component.shape)
+            return with_inner_shape(part, component.shape)
         if component is None or isinstance(component, tf.experimental.Optional):
             return component
         if limits is not None and isinstance(component, tf.Tensor):
@@ -139,8 +139,8 @@ def forget_rows(element: Any, constants: Sequence[bool]) -> Any:
     return tf.nest.pack_sequence_as(element, list(map(forget, tf.nest.flatten(element), constants)))
 
 
-def _with_inner_shape(sparse: tf.SparseTensor, shape: tf.TensorShape) -> tf.SparseTensor:
-    """A sparse tensor whose dimensions after the first are as static as those of `shape`."""
+def with_inner_shape(sparse: tf.SparseTensor, shape: tf.TensorShape) -> tf.SparseTensor:
+    """Returns a sparse tensor whose dimensions after the first are as static as those of `shape`."""
     if shape.rank is None:
         return sparse
     inner = [sparse.dense_shape[i] if shape[i] is None else shape[i] for i in range(1, shape.rank)]
@@ -217,7 +217,7 @@ def one_row_at_least(element: Any) -> tuple[Any, tf.Tensor | None]:
     )
     for i, component in zip(places, filled, strict=True):
         is_sparse = isinstance(component, tf.SparseTensor)  # of which a branch forgets the static shape
-        components[i] = _with_inner_shape(component, components[i].shape) if is_sparse else component
+        components[i] = with_inner_shape(component, components[i].shape) if is_sparse else component
     return tf.nest.pack_sequence_as(element, components), has_rows
 
 

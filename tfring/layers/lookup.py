@@ -161,7 +161,7 @@ class Exchange:
         with tf.control_dependencies(self._check(asked, asked_of_each)):
             mine = tf.gather(variable, self._row_of_owner(asked))  # (2)
         back = self._back(mine, asked_of_each)  # (3)
-        if running.active is not None:  # ids of a padding row get the zeros behind all others
+        if running.active is not None and not running.is_whole:  # ids of a padding row get the zeros behind all others
             back = tf.concat([back, tf.zeros([1, *back.shape[1:]], back.dtype)], 0)
             places = tf.concat([places, [0]], 0)
             position = tf.where(running.active, position, 0)

@@ -18,7 +18,7 @@ from tfring.partition.marks import (
     expect_upstream,
 )
 from tfring.partition.replicas import own, replica
-from tfring.partition.report import is_known, text, text_of_gathered
+from tfring.partition.report import is_known, text, text_of_gathered, text_of_whole
 
 __all__ = [
     "Analysis",
@@ -38,4 +38,5 @@ __all__ = [
     "replica",
     "text",
     "text_of_gathered",
+    "text_of_whole",
 ]

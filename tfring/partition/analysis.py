@@ -269,9 +269,9 @@ class Walk:
             return [self._of_own(op, tensor) for tensor in op.outputs]
         if self.converts and op.type not in ("Equal", "NotEqual") and any(map(_is_replica_id, op.inputs)):
             # Written for one of several replicas, and not for all rows. A comparison tells who prints or writes.
-            return self._unplaced(op, ins, Unplaced("unknown", op))
+            return self._unplaced(op, ins, Unplaced("replicas", op))
         if self.converts and op.type in _COLLECTIVES:
-            self.findings.append(Finding("unknown", op, "what replicas exchange"))
+            self.findings.append(Finding("replicas", op, "what replicas exchange"))
         of_shape = constants.of_shape(op, ins)
         if of_shape is not None and not (self.converts and any(map(self._has_all_rows, ins))):
             return [Value(numbers.shape, const=numbers) for numbers in of_shape]

@@ -46,8 +46,15 @@ REASONS = {
     ),
     "vector": ("a value for each row, where one number is expected", "Reduce it by `tf.reduce_mean`."),
     "condition": ("replicas may decide differently here, by what they compute from their own rows", _GATHER),
-    "parts": ("ragged and sparse rows are not looked into", "Compare with one process."),
+    "parts": (
+        "rows in ragged and sparse tensors are divided in steps of Keras' own layers and losses alone",
+        "Make them dense before the step, such as by `ragged.to_tensor(shape=...)`.",
+    ),
     "fixed": ("batches of a fixed size are not looked into", "Leave the first dimension of batches open."),
+    "replicas": (
+        "written for one of several replicas, by its number or by what it exchanges with others",
+        "Write the step for all rows of the batch, as for one process.",
+    ),
     "unknown": (
         "whether this is computed for each row by itself is not known",
         "If it combines rows, compute it from `tfring.gather_for_loss(rows)`.",
@@ -62,19 +69,37 @@ _BELOW = ("/src/backend/", "/src/ops/", "/src/utils/")  # of a library: what los
 _STEP = "replica_fn"  # in which a replica's step is traced
 
 
-def text(findings: Sequence[Finding], step: str) -> str:
+_DIFFERS = "several replicas may not give the result of one process."
+_WHOLE = (
+    "each worker computes the whole batch, for its rows cannot be divided. That gives the result of one process, and "
+    "takes as long."
+)
+
+
+def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
+    """Returns the message of a step that each worker computes from the whole batch.
+
+    Args:
+      reason: what cannot be divided; a sentence where no operations are known.
+      step: as of `text`.
+    """
+    return f"{step}: {_WHOLE} {reason}" if isinstance(reason, str) else text(reason, step, _WHOLE)
+
+
+def text(findings: Sequence[Finding], step: str, head: str = _DIFFERS) -> str:
     """Returns the message of a step's findings.
 
     Args:
       findings: at least one.
       step: such as "train_step of Functional 'model'".
+      head: what they mean for the step.
     """
     causes: dict[tuple[str, str], tuple[Any, list[str]]] = {}
     for finding in findings:
         _, names = causes.setdefault((finding.reason, _line(finding.op)), (finding.op, []))
         if finding.name not in names:
             names.append(finding.name)
-    lines = [f"{step}: several replicas may not give the result of one process."]
+    lines = [f"{step}: {head}"]
     for (reason, line), (op, names) in list(causes.items())[:_SHOWN]:
         what, advice = REASONS[reason]
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""

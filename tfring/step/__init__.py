@@ -6,6 +6,7 @@ Kept for each thread, because `tf.distribute` traces each replica in a thread of
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,20 @@ import tensorflow as tf
 from tfring.errors import ConfigurationError
 
 _local = threading.local()
+
+
+class Way(enum.Enum):
+    """The way in which the steps of replicas become the step of one process.
+
+    Attributes:
+      EDITED: The graph is edited, once it is traced.
+      WHOLE: Each replica computes the step from the rows of all replicas, and what the first one computes counts.
+      REPAIRED: Losses, metrics and state become means and sums over replicas while the step is traced, or runs.
+    """
+
+    EDITED = "edited"
+    WHOLE = "whole"
+    REPAIRED = "repaired"
 
 
 class Step:
@@ -33,7 +48,8 @@ class Step:
       microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
       is_static: whether this replica's number of rows is known before the step runs, and looks like any constant.
-      is_edited: whether what replicas compute is made that of one process in the graph, once it is traced.
+      is_plain: whether the step is traced as that of one process: it is edited, or computed from the rows of all.
+      is_whole: whether it is computed from the rows of all replicas.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
       added: what layers have added by `add_loss` in this replica, by the identity of the layer.
       reads: what is known of this graph's operations on metrics' state.
@@ -47,7 +63,7 @@ class Step:
         microbatches: int = 1,
         part: tf.Tensor | None = None,
         is_static: bool = False,
-        is_edited: bool = False,
+        way: Way = Way.REPAIRED,
     ) -> None:
         self.share = share
         self.active = active
@@ -57,7 +73,7 @@ class Step:
         self.microbatches = microbatches
         self.part = part
         self.is_static = is_static
-        self.is_edited = is_edited
+        self.is_plain, self.is_whole = way is not Way.REPAIRED, way is Way.WHOLE
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.added: dict[int, list] = {}
         self.reads: Any = None
@@ -81,7 +97,7 @@ class Step:
 
     def drop_if_empty(self, value: Any, axis: int = 0) -> Any:
         """Returns `value`, or none of its entries along `axis` in a replica without rows."""
-        if self.active is None:
+        if self.active is None or self.is_whole:
             return value
         sizes = tf.shape(value)
         size = tf.where(self.active, sizes[axis], 0)
@@ -121,7 +137,7 @@ def weighing() -> Step | None:
 def repairing() -> Step | None:
     """Returns the step this thread runs, if losses and states are made means and sums over replicas as it is traced."""
     running = weighing()
-    return running if running is not None and not running.is_edited else None
+    return running if running is not None and not running.is_plain else None
 
 
 @contextlib.contextmanager

@@ -415,7 +415,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             _running.replicas = before
 
     def run_step(
-        self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor, is_edited: bool = False
+        self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor, way: step.Way = step.Way.REPAIRED
     ) -> tuple[Any, list]:
         """Runs `fn(inputs)` on each replica with its share of the batch.
 
@@ -423,7 +423,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
           fn: a step of a model, such as Keras' `train_step`.
           inputs: a list of one element a replica of this worker.
           shares: float64 `[replicas_per_worker]`, each replica's rows over those of the global batch.
-          is_edited: whether the graph is edited, once the step is traced.
+          way: in which the steps of replicas become that of one process.
 
         Returns:
           `(outputs, written)`: the outputs of each replica, regrouped, and the Keras variables the step wrote, each
@@ -439,12 +439,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         def step_of_replica(element: Any, share: tf.Tensor) -> Any:
             is_static = data.has_static_rows(element)
-            if not alone:
+            if not alone and way is not step.Way.WHOLE:
                 element, _ = data.one_row_at_least(element)
-                if is_edited and is_static:  # so that it is no constant like any other
+                if way is step.Way.EDITED and is_static:  # so that it is no constant like any other
                     element, is_static = data.with_open_rows(element), False
                 element, share = partition.declare_batch(element, not is_static), partition.declare(share, "share")
-            mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static, is_edited=is_edited)
+            mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static, way=way)
             with step.running(mine) as running:
                 running.num_rows = data.num_rows(element)
                 outputs = fn(element)

@@ -245,7 +245,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas; 1 in a step of Keras whose graph is edited, which is written for all rows."""
         running = step.current()
-        if running is not None and running.is_edited and tf.distribute.get_replica_context() is not None:
+        if running is not None and running.is_plain and tf.distribute.get_replica_context() is not None:
             return 1
         return self.extended.num_replicas
 
