@@ -375,27 +375,80 @@ def test_a_step_whose_rows_cannot_be_divided_is_that_of_the_whole_batch(world_si
     assert one[2] == []
 
 
-def _predicts(check_equal):
-    """Returns what is said of a model whose outputs are no rows of its inputs' rows alone."""
-    strategy = harness.strategy(check_equal=check_equal)
+# What `predict` returns of inputs `[rows, 6]`.
+PREDICTIONS = {
+    "of each row": lambda x: 2.0 * x,
+    "scaled": lambda x: x / tf.reduce_max(x),
+    "standardized": lambda x: (x - tf.reduce_mean(x, 0)) / (tf.math.reduce_std(x, 0) + 0.1),
+    "products": lambda x: tf.reduce_sum(tf.matmul(x, x, transpose_b=True) ** 2, 1, keepdims=True),
+    "softmax over rows": lambda x: tf.nn.softmax(x, axis=0),
+    "ranks": lambda x: tf.argsort(tf.argsort(x[:, 0])),
+    "sums": lambda x: {"a": tf.cumsum(x, 0), "b": x[:, :2]},
+    "best rows": lambda x: tf.boolean_mask(x, x[:, 0] >= tf.reduce_mean(x[:, 0])),
+    "means": lambda x: (x, tf.reduce_mean(x, 0)),
+    "no rule": lambda x: tf.ensure_shape(tf.numpy_function(lambda v: v - v.max(), [x], tf.float32), [None, 6]),
+    "a table": lambda x: tf.gather(tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0] > 0.0, tf.int32), 2), [1, 0, 1]),
+}
+
+
+class Returns(keras.Model):
+    """Returns a function of its inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def _predictions(names, options, devices=1):
+    """Returns what `predict` returns, and what was warned of; of an error its text."""
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)], **options.get("strategy", {}))
     x, _ = _data()
-    with strategy.scope():
-        inputs = keras.Input((6,))
-        model = keras.Model(inputs, keras.layers.Lambda(lambda x: x / tf.reduce_max(x))(inputs))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            model.predict(x, batch_size=BATCH, verbose=0)
-        except errors.InexactError as error:
-            return ["error", str(error)]
-    return [str(w.message) for w in caught if issubclass(w.category, errors.InexactWarning)]
+    callbacks = [keras.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: None)]
+    found = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with strategy.scope():
+                model = Returns(PREDICTIONS[name])
+                model.compile(**options.get("compile", {}))
+            given = {"callbacks": callbacks} if options.get("callbacks") else {}
+            try:
+                outputs = model.predict(x, batch_size=BATCH, verbose=0, **given)
+            except errors.InexactError as error:
+                outputs = str(error)
+        said = [str(w.message) for w in caught if issubclass(w.category, errors.InexactWarning)]
+        found[name] = tf.nest.flatten(outputs), said
+    return found
 
 
-def test_what_differs_is_named_and_with_check_equal_an_error():
-    [text], none = workers(2).run(_predicts, False)
-    assert "It reaches an output" in text and pathlib.Path(__file__).name in text and none == []
-    for kind, text in workers(2).run(_predicts, True):
-        assert kind == "error" and "It reaches an output" in text
+@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize("callbacks", [False, True])
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_predictions_that_combine_rows_equal_one_process(world_size, devices, callbacks, compiled):
+    options = {"callbacks": callbacks, "compile": compiled}
+    one = workers(1).run(_predictions, [*PREDICTIONS], {})[0]
+    several = workers(world_size, logical_cpus=devices).run(_predictions, [*PREDICTIONS], options, devices)
+    for name in PREDICTIONS:
+        outputs, said = several[0][name]
+        assert said == [], name
+        for got, wanted in zip(outputs, one[name][0], strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+        for other in several[1:]:
+            for got, wanted in zip(other[name][0], outputs, strict=True):
+                np.testing.assert_array_equal(got, wanted, err_msg=name)
+
+
+def test_predictions_that_differ_are_named_and_with_check_equal_an_error():
+    """On the runtime of TensorFlow, where they are not edited."""
+    [found, other] = workers(2, communication="tensorflow").run(_predictions, ["scaled"], {})
+    [text] = found["scaled"][1]
+    assert "It reaches an output" in text and pathlib.Path(__file__).name in text and other["scaled"][1] == []
+    options = {"strategy": {"check_equal": True}}
+    for found in workers(2, communication="tensorflow").run(_predictions, ["scaled"], options):
+        assert "It reaches an output" in found["scaled"][0][0]
     weights, _, said = workers(2).run(_fit, "log", True)[0]
     assert weights is not None and said == []
 

@@ -49,7 +49,7 @@ class NotThisWay(Exception):
         self.way, self.reason = way, reason
 
 
-def way_of(strategy: RingStrategy, model: Any, inputs: Sequence[Any], rows: Sequence[Any]) -> steps.Way:
+def way_of(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) -> steps.Way:
     """Returns the way in which a step begins to be traced.
 
     It is not edited where a replica is several workers (a mesh), where workers train by themselves, where rows are in
@@ -57,13 +57,12 @@ def way_of(strategy: RingStrategy, model: Any, inputs: Sequence[Any], rows: Sequ
 
     Args:
       strategy: a RingStrategy.
-      model: whose step it is.
       inputs: one element of the dataset for each replica of this worker.
       rows: the rows of each, None where they are not counted.
     """
     if not _becomes_that_of_one_process(strategy):
         return steps.Way.REPAIRED
-    if model.run_eagerly:
+    if tf.executing_eagerly():
         return without_division(rows)
     leaves = tf.nest.flatten(inputs)
     if not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
@@ -212,12 +211,51 @@ class _Exchange:
             return self._control.all_gather(tensors, name=name)
 
 
-def check_outputs(strategy: RingStrategy, model: Any, outputs: Any) -> None:
-    """Warns where rows of what `predict` returns are not computed from the same rows alone; as `check_step`."""
-    for value in tf.nest.flatten(outputs):
-        if isinstance(value, tf.Tensor) and value.shape.rank and value.shape[0] is None:
-            partition.expect(value, "rows", "an output")
+def expect_outputs(outputs: Any) -> Any:
+    """Returns the outputs of a replica's `predict_step`, marked as rows, or as one value that all replicas compute."""
+
+    def marked(value: Any) -> Any:
+        if not isinstance(value, tf.Tensor) or value.shape.rank is None:
+            return value
+        if value.shape.is_fully_defined():
+            return partition.expect(value, "same", "an output")
+        return partition.expect(value, "concatenated", "an output") if value.shape[0] is None else value
+
+    return tf.nest.map_structure(marked, outputs, expand_composites=False)
+
+
+def edit_predictions(
+    strategy: RingStrategy, model: Any, rows: Sequence[tf.Tensor], rows_of_all: tf.Tensor | None
+) -> list:
+    """Edits the graph of a `predict_step` that is being traced; where it cannot be, what differs is named.
+
+    Args:
+      strategy: a RingStrategy.
+      model: whose step it is.
+      rows: int64 scalars, the rows of each replica of this worker.
+      rows_of_all: int64 `[num_replicas]`, those of all replicas; None where they were not exchanged.
+
+    Returns:
+      Operations behind which replicas have exchanged what they need.
+
+    Raises:
+      InexactError: with `check_equal`, where something is known to differ.
+    """
+    control: Any = strategy.extended.control
+    if isinstance(control, (RingCollectives, LocalCollectives)) and _becomes_that_of_one_process(strategy):
+        try:
+            analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
+            if not analysis.findings and not analysis.edits:
+                return []
+            # What is exchanged to count rows comes behind what the model exchanges, which may need what is edited.
+            if not analysis.findings and (rows_of_all is not None or not control.in_one_order()):
+                if rows_of_all is None:
+                    rows_of_all = control.gather_equal(tf.stack(rows), name="rows of the batch")
+                return partition.apply_edits(analysis, _Exchange(strategy, rows_of_all))
+        except Exception:  # a graph of a kind that was never seen
+            _log.debug("A step is not edited.", exc_info=True)
     check_step(strategy, model, "predict_step")
+    return []
 
 
 def _warn(strategy: RingStrategy, text: str) -> None:

@@ -98,8 +98,8 @@ class Logs:
         keys = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
         expected = dict.fromkeys(self._numbers, "mean")
         if is_edited:
-            each = enumerate(zip(leaves, self._sources, strict=True))
-            expected.update((i, "rows") for i, (leaf, source) in each if source is None and _may_be_rows(leaf, False))
+            of_rows = [i for i, leaf in enumerate(leaves) if self._sources[i] is None and _may_be_rows(leaf, False)]
+            expected.update(dict.fromkeys(of_rows, "concatenated"))
         self.names = set()
         for i, what in expected.items():
             name = f"the log {keys[i]!r}" if keys else "what the step returns"

@@ -17,11 +17,11 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
 from tfring import _tf, data, partition
-from tfring._keras import batch_shapes, configuration, exactness
+from tfring._keras import batch_shapes, configuration, exactness, whole
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
 from tfring.errors import Reason
-from tfring.step import status, trace
+from tfring.step import Way, status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
 _under_way: list[PredictFunction] = []  # of loops of `predict` on several workers, innermost last
@@ -82,6 +82,7 @@ class PredictFunction:
         self._model = model
         self._strategy = strategy
         self._replicas = len(strategy.extended.worker_devices)
+        self._is_open = False  # whether the number of rows is, in the graph that is made
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
         self.is_alone = strategy.extended.is_alone
         self._can_wait = strategy.extended.control.world_size > 1
@@ -89,6 +90,7 @@ class PredictFunction:
         made = (lambda body: body) if model.run_eagerly else graph_function
         self._of_all = made(self._of_all_body)
         self._of_worker = made(self._of_worker_body)
+        self._of_told_shares = made(self._of_shares)  # a graph for each batch, which is edited
         self._of_batch = made(self._of_batch_body)
         self._of_uncut: dict = {}  # functions, by how they cut and what
         self._concrete: dict = {}  # of these, as they are called
@@ -219,19 +221,30 @@ class PredictFunction:
 
     # -- one replica -----------------------------------------------------------------------------------------------
 
-    def _run(self, inputs: Any, rows: Any = None) -> Any:
-        return self._strategy.run(self._on_replica, args=(inputs, rows))
+    def _run(self, inputs: Any, rows: Any = None, rows_of_all: tf.Tensor | None = None) -> Any:
+        numbers = _tf.distribute_utils.regroup(tuple(range(self._replicas)))
+
+        def on_replica(number: int, element: Any, rows: Any) -> Any:
+            with partition.replica(number):
+                return self._on_replica(element, rows)
+
+        outputs = self._strategy.run(on_replica, args=(numbers, inputs, rows))
+        if self._is_open and rows is None:
+            exactness.check_step(self._strategy, self._model, "predict_step")
+        elif self._is_open:
+            exactness.edit_predictions(self._strategy, self._model, values_of(rows), rows_of_all)
+        return outputs
 
     def _on_replica(self, element: Any, rows: Any) -> Any:
         element, has_rows = data.one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
-        is_open = not self.is_alone and not tf.executing_eagerly() and not data.has_static_rows(element)
-        if is_open:
+        self._is_open = not self.is_alone and not tf.executing_eagerly() and not data.has_static_rows(element)
+        if self._is_open:
             element = partition.declare_batch(element, has_open_rows=True)
         outputs = between_collectives(self._model, "predict", self._strategy)(element)
-        if is_open:
-            exactness.check_outputs(self._strategy, self._model, outputs)
+        if self._is_open:
+            outputs = exactness.expect_outputs(outputs)
         if has_rows is None:
             return outputs
         return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)
@@ -253,13 +266,17 @@ class PredictFunction:
 
         return _map(joined, outputs)
 
-    def _of_shares(self, batch: data.Shares, constants: tuple | None) -> Any:
+    def _of_shares(self, batch: data.Shares, constants: tuple | None, rows_of_all: tf.Tensor | None = None) -> Any:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
+        if exactness.way_of(self._strategy, parts, rows) is Way.WHOLE:  # what the first replica returns counts
+            told = self._strategy.extended.control.gather_equal(tf.stack(rows), name="rows of the batch")
+            parts = tuple(whole.batch(self._strategy, parts, rows, told))
+            rows = tuple(tf.unstack(tf.cast(whole.shares(self._strategy), tf.int64)))
         if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
             parts = tuple(data.forget_rows(part, constants) for part in parts)
         regroup = _tf.distribute_utils.regroup
-        return self._on_worker(self._run(regroup(parts), regroup(rows)))
+        return self._on_worker(self._run(regroup(parts), regroup(rows), rows_of_all))
 
     def _of_worker_body(self, batch: data.Shares, constants: tuple | None) -> tuple[Any, tf.Tensor]:
         """Returns the outputs of this worker's rows of a batch, and what is known of them."""
@@ -297,7 +314,7 @@ class PredictFunction:
                 checks = status.why_not(told)
             with tf.control_dependencies(checks):
                 if isinstance(batch, data.Shares):
-                    outputs = self._of_shares(batch, constants)
+                    outputs = self._of_told_shares(batch, constants, told.rows)
                 else:
                     outputs = self._on_worker(self._run(batch))
                 if self._strategy.extended.control.world_size > 1:  # nothing is sent where there is no step

@@ -423,7 +423,7 @@ class StepFunction:
         """Returns the outputs of each replica, or the logs."""
         name = f"{self._kind}_step"
         if self._way is Way.EDITED:
-            self._way = exactness.way_of(self._strategy, self._model, inputs, rows)
+            self._way = exactness.way_of(self._strategy, inputs, rows)
             if self._way is Way.WHOLE:
                 exactness.tell_whole(self._strategy, self._model, name, "It runs eagerly.")
         way, shares = self._way, self._shares(told)

@@ -711,13 +711,13 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
     """Returns True if a value is what is expected."""
     if what == "ids of gradients":
         return not is_partial(value)
-    if what in ("rows", "gradients of rows", "rows of gradients"):
+    if what in ("rows", "concatenated", "gradients of rows", "rows of gradients"):
         if is_replicated(value):
             return scale == UNSCALED and what == "rows of gradients"
         if is_partial(value):
             return value.placement == Partial() and scale == PER_MEAN and what == "rows of gradients"
         is_first = isinstance(value.placement, Shard) and value.placement.axis == 0
-        return is_first and scale == (UNSCALED if what == "rows" else PER_MEAN)
+        return is_first and scale == (UNSCALED if what in ("rows", "concatenated") else PER_MEAN)
     if what == "same":
         return is_replicated(value) and scale == UNSCALED
     if what == "mean":
@@ -729,7 +729,7 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
 
 def _why_not(value: Value, scale: Any, what: str) -> str:
     if is_sharded(value):
-        return "rows" if what in ("rows", "max", "min") else "vector"
+        return "rows" if what in ("rows", "concatenated", "max", "min") else "vector"
     if any(name != ROWS for name, _ in scale):
         return "kept"
     if isinstance(value.placement, Partial) and value.placement.op in ("max", "min"):

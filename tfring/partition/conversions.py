@@ -4,6 +4,7 @@
 |---|---|---|---|
 | Unscaled | the rows, or its part, of scale 1 | rows, a part | a product |
 | First | a part: the tensor on the first replica, zeros on others | the same on all replicas | nothing |
+| FirstRows | the tensor on the first replica, none of its rows on others | the same on all replicas | nothing |
 | Offset | numbers of rows of the whole batch | numbers of its own rows | a sum |
 | Numbers | sizes of which the whole batch's are wanted | sizes | nothing |
 | Own(axis) | its rows | the same on all replicas; a part | a slice; an all_reduce before |
@@ -53,6 +54,11 @@ class First:
 
 
 @dataclasses.dataclass(frozen=True)
+class FirstRows:
+    """On the first replica the tensor that all hold, on others none of its rows; concatenated they are the tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Offset:
     """Numbers of rows, counted from the first of the whole batch."""
 
@@ -84,7 +90,7 @@ class Full:
     """The tensor of one process."""
 
 
-Conversion = Unscaled | First | Offset | Numbers | Own | Full
+Conversion = Unscaled | First | FirstRows | Offset | Numbers | Own | Full
 
 _FULL = Full()
 
@@ -125,6 +131,8 @@ def converted(value: Value, conversion: Conversion) -> Value:
             return dataclasses.replace(value, scale=scale)
         case First():
             return dataclasses.replace(value, placement=Partial(), const=None, is_guard=False)
+        case FirstRows():
+            return dataclasses.replace(value, shape=None, placement=Shard(0), const=None)
         case Offset():
             return dataclasses.replace(value, points_into=None, is_uniform=False)
         case Numbers(own):
@@ -249,6 +257,9 @@ def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[C
         if value.points_into is not None:
             return [Offset()]
         return [Own(0)] if axis is not None and not is_sharded(value) else [_FULL]
+    if what == "concatenated":
+        rows_of_own = towards(value, "rows", rows, is_integer)
+        return rows_of_own or ([FirstRows()] if _is_whole(value) else [_FULL, FirstRows()])
     if what in ("rows", "gradients of rows", "rows of gradients"):
         scale = UNSCALED if what == "rows" else PER_MEAN
         if is_sharded(value):

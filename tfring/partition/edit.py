@@ -20,6 +20,7 @@ from tfring.partition.analysis import Analysis, Edit, Source
 from tfring.partition.conversions import (
     Conversion,
     First,
+    FirstRows,
     Full,
     Numbers,
     Offset,
@@ -337,6 +338,8 @@ class _Replica:
                 return self._scaled(tensor, times(value.scale, scale, -1))
             case First():
                 return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
+            case FirstRows():
+                return tensor[: tf.where(self._is_first(), tf.shape(tensor)[0], 0)]
             case Offset():
                 return self._offset(tensor, value)
             case Numbers(own):
