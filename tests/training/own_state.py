@@ -578,8 +578,7 @@ def programs():
         "queue": (with_memory(queue, gathered), rows),
         "scatter_update": (with_memory(scatter_update, gathered), rows),
         "counting": (counting, rows),
-        **{name: (make, rows) for name, (make, _) in warned().items()},
-        **{name: (make, rows) for name, make in refused().items()},
+        **{name: (make, rows) for name, make in combining().items()},
         **{
             f"by inputs, {kind}": (lambda kind=kind: penalized(kind), rows)
             for kind in ("mean", "compiled", "sum")
@@ -591,8 +590,8 @@ def programs():
     }
 
 
-def warned():
-    """Returns by name the maker of a model that trains on, and what is said of it."""
+def combining():
+    """Returns by name the makers of models whose state and losses combine rows in other ways than sums and means."""
     import keras
     import tensorflow as tf
     from keras import ops
@@ -648,7 +647,7 @@ def warned():
         def call(self, x):
             shares, means = ops.softmax(x), ops.mean(ops.softmax(2 * x), 0)
             balance = 4.0 * ops.sum(ops.mean(shares, 0) * means)  # of a Switch layer
-            self.add_loss({"balance": balance, "summed": ops.sum(shares), "plain": ops.mean(shares)}[self.name])
+            self.add_loss({"balance": balance, "summed": ops.sum(shares)}[self.name])
             return x
 
     def make(layer=None, metrics=()):
@@ -660,18 +659,23 @@ def warned():
 
         return made
 
-    return {
-        "root": (make(metrics=[lambda: Root(name="root")]), "the state root/total"),
-        "own root": (make(metrics=[OwnRoot]), "the state own_root/total"),
-        "codes": (make(Codes), "/sums"),
-        "moments": (make(Moments), "the state moments/squares"),
-        "balance": (make(lambda: Adds("balance")), "a function of a sum or mean"),
-        "summed": (make(lambda: Adds("summed")), "sums and means over this replica's rows are added"),
-        "plain": (make(lambda: Adds("plain"), metrics=[keras.metrics.MeanAbsoluteError]), None),
-    }
+    class Last(keras.layers.Layer):
+        def build(self, shape):
+            self.last = self.add_weight((), "zeros", "int32", trainable=False, name="last")
 
+        def call(self, x):
+            self.last.assign(ops.cast(ops.max(x) * 1000, "int32"))
+            return x
 
-def refused():
-    """Returns by name the maker of a model whose step is refused."""
     writes = (queue, scatter, scatter_update)
-    return {"welford": welford, **{f"rows, {write.__name__}": with_memory(write) for write in writes}}
+    return {
+        "root": make(metrics=[lambda: Root(name="root")]),
+        "own root": make(metrics=[OwnRoot]),
+        "codes": make(Codes),
+        "moments": make(Moments),
+        "balance": make(lambda: Adds("balance")),
+        "summed": make(lambda: Adds("summed")),
+        "last": make(Last),
+        "welford": welford,
+        **{f"rows, {write.__name__}": with_memory(write) for write in writes},
+    }

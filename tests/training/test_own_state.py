@@ -1,11 +1,9 @@
 """State, metrics, functions and optimizers that programs write themselves: as in one process, or refused by name."""
 
-import warnings
-
 import pytest
 from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
-from own_state import net, programs, refused, warned
+from own_state import combining, programs
 
 from tfring.errors import ConfigurationError
 
@@ -54,77 +52,15 @@ def test_programs_with_two_replicas_a_worker():
     assert all("gradient_accumulation_steps" in text for text in group.run(in_a_branch))
 
 
-# -- what is refused, and what is said, of steps that are not edited: by the runtime of TensorFlow -----------------
+# -- steps that are not edited: by the runtime of TensorFlow -----------------------------------------------------------
 
 
-def said():
-    """Returns what each program is told."""
-    import keras
-    import tensorflow as tf
-
-    x, y = skewed_rows(23)
+def train_combining():
+    """As `train`, of programs that are not edited there and whose rows cannot be divided."""
+    x, y = skewed_rows(43)
     ring = strategy(**devices())
-    found = {}
-
-    def attempt(name, make):
-        with ring.scope():
-            model = make()
-        try:
-            model.fit(x, y, batch_size=20, verbose=0)
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
-    for name, make in refused().items():
-        attempt(name, make)
-
-    class Summing(keras.Model):
-        def train_step(self, data):
-            self.total.assign_add(tf.reduce_sum(data[0]))
-            return super().train_step(data)
-
-    def summing():
-        model = Summing(*net())
-        model.compile(keras.optimizers.SGD(0.05), "mse")
-        model.total = model.add_weight(shape=(), initializer="zeros", trainable=False, name="total")
-        return model
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        attempt("sum", summing)
-    found["warned"] = [str(w.message) for w in caught if "several replicas" in str(w.message)]
-    return found
+    return {name: train_both(ring, make, x, y, evaluate=(x, y)) for name, make in combining().items()}
 
 
-def test_what_cannot_be_one_value_is_named():
-    for rank, found in enumerate(workers(2, "tensorflow").run(said)):
-        assert "'welford/mean'" in found["welford"] and "gather_for_loss" in found["welford"], found["welford"]
-        assert "ConfigurationError" in found["welford"]
-        for name, variable in {"queue": "/memory'", "scatter": "/memory'", "scatter_update": "'other:0'"}.items():
-            text = found[f"rows, {name}"]
-            assert "ConfigurationError" in text and variable in text and "gather_for_loss(rows)" in text, text
-        assert "sum" not in found, found["sum"]
-        assert len(found["warned"]) == (rank == 0), found["warned"]
-        assert all("total" in text and "a part of the batch" in text for text in found["warned"])
-
-
-def formulas():
-    """Returns what is said of each program that trains on: of those that are not one process', and of one that is."""
-    x, y = skewed_rows(23)
-    ring = strategy(**devices())
-    found = {}
-    for name, (make, _) in warned().items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with ring.scope():
-                model = make()
-            model.fit(x, y, batch_size=20, verbose=0)
-        found[name] = [str(w.message) for w in caught if "replica" in str(w.message)]
-    return found
-
-
-def test_what_follows_from_no_mean_is_warned_of_once():
-    first, *others = workers(2, "tensorflow").run(formulas)
-    for name, (_, text) in warned().items():
-        assert not any(other[name] for other in others), (name, others)
-        assert len(first[name]) == (text is not None), (name, first[name])
-        assert text is None or text in first[name][0], first[name]
+def test_programs_that_combine_rows():
+    assert_equal(workers(2, "tensorflow").run(train_combining, timeout=500))

@@ -602,11 +602,11 @@ def bad_id():
 def test_ids_without_a_row(n, communication):
     for messages in workers(n, communication).run(bad_id):
         assert len(messages) == 2
-        for message in messages:
+        for eager, message in enumerate(messages):  # eagerly each rank has the ids of the whole batch
             assert f"run from 0 to {VOCABULARY - 1}, for it has {VOCABULARY} rows" in message
             assert f"Received: id {VOCABULARY + 5}" in message
             assert "'embedding" in message
-            assert n == 1 or f"of rank {n - 1}" in message
+            assert n == 1 or ("of rank" if eager else f"of rank {n - 1}") in message
 
 
 def refused(folder):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tfring")
 _METHODS = ("train_step", "test_step", "compute_loss", "compute_metrics")
-_BY_ELEMENT = ("Add", "Subtract", "Multiply", "Divide", "TrueDivide")
+_BY_ROW = ("Add", "Subtract", "Multiply", "Divide", "TrueDivide")
 _LIBRARIES = ("keras", "keras_rs", "tfring")
 _told: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has told
 
@@ -42,14 +42,17 @@ class NotThisWay(Exception):
     Attributes:
       way: in which it is.
       reason: findings, or a sentence, for a step whose rows cannot be divided.
+      may_be_whole: whether the step gives the result of one process if it is that of the whole batch.
     """
 
-    def __init__(self, way: steps.Way, reason: Sequence[partition.Finding] | str = ()) -> None:
+    def __init__(
+        self, way: steps.Way, reason: Sequence[partition.Finding] | str = (), may_be_whole: bool = True
+    ) -> None:
         super().__init__(way)
-        self.way, self.reason = way, reason
+        self.way, self.reason, self.may_be_whole = way, reason, may_be_whole
 
 
-def way_of(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) -> steps.Way:
+def way_of(strategy: RingStrategy, model: Any, inputs: Sequence[Any], rows: Sequence[Any]) -> steps.Way:
     """Returns the way in which a step begins to be traced.
 
     It is not edited where a replica is several workers (a mesh), where workers train by themselves, where rows are in
@@ -57,13 +60,14 @@ def way_of(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) -
 
     Args:
       strategy: a RingStrategy.
+      model: whose step it is.
       inputs: one element of the dataset for each replica of this worker.
       rows: the rows of each, None where they are not counted.
     """
-    if not _becomes_that_of_one_process(strategy):
+    if not _becomes_that_of_one_process(strategy) or _has_rows_of_its_own(model):
         return steps.Way.REPAIRED
     if tf.executing_eagerly():
-        return without_division(rows)
+        return without_division(strategy, model, rows)
     leaves = tf.nest.flatten(inputs)
     if not isinstance(strategy.extended.control, (RingCollectives, LocalCollectives)):
         return steps.Way.REPAIRED
@@ -71,9 +75,16 @@ def way_of(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) -
     return steps.Way.REPAIRED if has_parts else steps.Way.EDITED
 
 
-def without_division(rows: Sequence[Any]) -> steps.Way:
-    """Returns the way of a step whose rows cannot be divided among replicas, where they are counted."""
-    return steps.Way.REPAIRED if any(n is None for n in rows) else steps.Way.WHOLE
+def without_division(strategy: RingStrategy, model: Any, rows: Sequence[Any]) -> steps.Way:
+    """Returns the way of a step whose rows cannot be divided among replicas: where they are counted, of all rows."""
+    are_counted = all(n is not None for n in rows)
+    is_whole = are_counted and _becomes_that_of_one_process(strategy) and not _has_rows_of_its_own(model)
+    return steps.Way.WHOLE if is_whole else steps.Way.REPAIRED
+
+
+def _has_rows_of_its_own(model: Any) -> bool:
+    """Returns True for a model whose layers hold a state for each row of a replica, as stateful RNNs do."""
+    return any(getattr(layer, "stateful", False) and hasattr(layer, "states") for layer in all_layers(model))
 
 
 def _becomes_that_of_one_process(strategy: RingStrategy) -> bool:
@@ -82,17 +93,19 @@ def _becomes_that_of_one_process(strategy: RingStrategy) -> bool:
     return strategy.updater is None or strategy.updater.weighs  # else steps are each worker's own, on purpose
 
 
-def check_step(strategy: RingStrategy, model: Any, step: str, rows: Sequence[Any] = (None,)) -> None:
+def check_step(
+    strategy: RingStrategy, model: Any, step: str, otherwise: steps.Way = steps.Way.REPAIRED
+) -> None:
     """Warns of what the step whose graph was just traced may not compute as one process would.
 
     Args:
       strategy: a RingStrategy.
       model: whose step it is.
       step: the name of Keras' method, such as "train_step".
-      rows: as of `way_of`.
+      otherwise: the way of a step that differs.
 
     Raises:
-      NotThisWay: where something is known to differ, and rows are counted.
+      NotThisWay: where something is known to differ, and the step may be that of the whole batch.
       InexactError: with `check_equal`, where something is known to differ.
     """
     if not _becomes_that_of_one_process(strategy):
@@ -104,13 +117,14 @@ def check_step(strategy: RingStrategy, model: Any, step: str, rows: Sequence[Any
     try:
         findings = partition.analyze(tf.compat.v1.get_default_graph(), _is_summed_when_read).findings
     except Exception as error:  # a graph of a kind that was never seen: training does not need the analysis
+        if otherwise is steps.Way.WHOLE:
+            raise NotThisWay(otherwise, f"Its graph is of an unknown kind: {error!r}.") from error
         _warn(strategy, f"{name}: whether it gives the result of one process is not looked into, for {error!r}.")
         return
-    if _is_made_by_keras(model):  # which treats each ragged or sparse row by itself
-        findings = [finding for finding in findings if finding.reason != "parts"]
-    differing = [finding for finding in findings if partition.is_known(finding) or finding.reason == "parts"]
-    if differing and without_division(rows) is steps.Way.WHOLE:
-        raise NotThisWay(steps.Way.WHOLE, differing)
+    if _is_made_by_keras(model):  # whose layers compute each row by itself, also where that is not known of operations
+        findings = [*filter(partition.is_known, findings)]
+    if findings and otherwise is steps.Way.WHOLE:
+        raise NotThisWay(otherwise, findings)
     _tell(strategy, findings, name)
 
 
@@ -123,9 +137,15 @@ def _is_made_by_keras(model: Any) -> bool:
     if any(isinstance(layer, keras.layers.Lambda) for layer in all_layers(model)):
         return False
     between = [op for layer in all_layers(model) for op in getattr(layer, "operations", ())]
-    if any(not isinstance(op, keras.layers.Layer) and type(op).__name__ not in _BY_ELEMENT for op in between):
+    if not all(isinstance(op, keras.layers.Layer) or _computes_by_row(op) for op in between):
         return False
     return all(_module(each).partition(".")[0] in _LIBRARIES for each in made)
+
+
+def _computes_by_row(operation: Any) -> bool:
+    """Returns True for an operation of a functional model that is known to compute each row by itself."""
+    name = type(operation).__name__
+    return name in _BY_ROW or (name == "Concatenate" and operation.axis != 0)
 
 
 def _module(made: Any) -> str:
@@ -153,7 +173,7 @@ def _tell(strategy: RingStrategy, findings: Sequence[partition.Finding], name: s
 
 
 def edit_step(
-    strategy: RingStrategy, model: Any, step: str, rows: Sequence[Any], rows_of_all: tf.Tensor, logs: Collection[str]
+    strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]
 ) -> list:
     """Edits the graph of a step that is being traced.
 
@@ -161,8 +181,7 @@ def edit_step(
       strategy: a RingStrategy.
       model: whose step it is.
       step: the name of Keras' method, such as "train_step".
-      rows: as of `way_of`.
-      rows_of_all: int64 `[num_replicas]`, each replica's rows of the batch.
+      rows: int64 `[num_replicas]`, each replica's rows of the batch.
       logs: names of what is not looked at again where it cannot be converted: it is named.
 
     Returns:
@@ -175,14 +194,13 @@ def edit_step(
         analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
         left = [finding for finding in analysis.findings if finding.name not in logs]
         if not left:
-            made = partition.apply_edits(analysis, _Exchange(strategy, rows_of_all))
+            made = partition.apply_edits(analysis, _Exchange(strategy, rows))
     except Exception as error:  # a graph of a kind that was never seen
         _log.debug("A step is not edited.", exc_info=True)
-        raise NotThisWay(without_division(rows), f"Its graph is of an unknown kind: {error!r}.") from error
-    if any(finding.reason == "replicas" for finding in left):
-        raise NotThisWay(steps.Way.REPAIRED)
+        raise NotThisWay(steps.Way.REPAIRED) from error
     if left:
-        raise NotThisWay(without_division(rows), left)
+        is_for_one = any(finding.reason == "replicas" for finding in left)
+        raise NotThisWay(steps.Way.REPAIRED, may_be_whole=not is_for_one)
     name = _name(model, step)
     _tell(strategy, analysis.findings, name)
     gathered = partition.text_of_gathered(analysis, name)

@@ -229,7 +229,9 @@ class PredictFunction:
                 return self._on_replica(element, rows)
 
         outputs = self._strategy.run(on_replica, args=(numbers, inputs, rows))
-        if self._is_open and rows is None:
+        # Parts of ragged and sparse outputs are not known to be rows, so nothing that leads to them is converted.
+        are_dense = all(isinstance(values_of(value)[0], tf.Tensor) for value in _flat(outputs))
+        if self._is_open and (rows is None or not are_dense):
             exactness.check_step(self._strategy, self._model, "predict_step")
         elif self._is_open:
             exactness.edit_predictions(self._strategy, self._model, values_of(rows), rows_of_all)
@@ -269,7 +271,7 @@ class PredictFunction:
     def _of_shares(self, batch: data.Shares, constants: tuple | None, rows_of_all: tf.Tensor | None = None) -> Any:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
-        if exactness.way_of(self._strategy, parts, rows) is Way.WHOLE:  # what the first replica returns counts
+        if exactness.way_of(self._strategy, self._model, parts, rows) is Way.WHOLE:
             told = self._strategy.extended.control.gather_equal(tf.stack(rows), name="rows of the batch")
             parts = tuple(whole.batch(self._strategy, parts, rows, told))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._strategy), tf.int64)))

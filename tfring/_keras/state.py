@@ -47,9 +47,14 @@ if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
 _EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited
-_WRITTEN_TWICE = "The state of a metric is written as a sum, and as something else."
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
+
+
+class NoRuleError(ConfigurationError):
+    """What replicas write to a variable does not become what one process writes."""
+
+    __module__, __qualname__ = ConfigurationError.__module__, ConfigurationError.__qualname__
 
 
 class Written(NamedTuple):
@@ -216,14 +221,13 @@ def _stays_a_sum(running: step.Step, variable: Any, value: Any) -> bool:
 
 
 def edited_together(
-    strategy: RingStrategy, written: Sequence[Written], rows: Sequence[Any], edit: Callable[[], list]
+    strategy: RingStrategy, written: Sequence[Written], edit: Callable[[], list]
 ) -> tuple[list, list[Written]]:
     """Has the graph of a step edited, and what it wrote be the same on all replicas.
 
     Args:
       strategy: the RingStrategy.
       written: what the step wrote.
-      rows: the rows of each replica of this worker, None where they are not counted.
       edit: edits the graph; returns operations behind which exchanges have been made.
 
     Returns:
@@ -234,7 +238,7 @@ def edited_together(
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     if any(w.rule == _SUMMED and not _is_each_replicas_own_part(held_by(w.variable)) for w in written):
-        raise exactness.NotThisWay(exactness.without_division(rows), _WRITTEN_TWICE)
+        raise exactness.NotThisWay(step.Way.REPAIRED)
     marks = []  # of the first replica's copies, and what they mark
     for replica in range(len(strategy.extended.worker_devices)):
         with partition.replica(replica, is_scoped=True):
@@ -281,7 +285,7 @@ def _expect(variable: Any, rule: str, value: Any) -> None:
         partition.expect(graphs.increment_of(variable, value), "sum", name)
     elif rule in ("mean", "max", "min"):
         partition.expect(value, rule, name)
-    elif rule in ("values", "first"):
+    elif rule in ("values", "first", "same"):
         partition.expect(value, "sum" if rule == "values" else "same", name)
 
 
@@ -373,7 +377,7 @@ def _rule_of_metric(running: step.Step, variable: Any, value: Any, last: str) ->
         if (kind == "added" and not is_once) or (kind == "none" and _is_zero(value)):
             return None
         if not kind and not running.gathered:
-            raise ConfigurationError(
+            raise NoRuleError(
                 "What a metric keeps is a sum over rows, a mean, a maximum or a minimum, so that one follows from what "
                 f"replicas keep of their rows. Received: the variable {_name(variable)!r}, written as another "
                 "function of what metrics keep. Keep sums, by `assign_add`, and compute in `result`; or update the "
@@ -433,8 +437,8 @@ def _name(variable: Any) -> str:
     return getattr(variable, "path", None) or variable.name
 
 
-def _rows_put_in(variable: Any) -> ConfigurationError:
-    return ConfigurationError(
+def _rows_put_in(variable: Any) -> NoRuleError:
+    return NoRuleError(
         "A queue or a memory of rows is written from the rows of all replicas: the mean of what replicas put in it is "
         f"not what one process would. Received: {_name(variable)!r}, written from a replica's rows. Give it "
         "`tfring.gather_for_loss(rows)`, in the step, in the place of `rows`."
@@ -523,7 +527,7 @@ def _part(
     copies = [tf.where(shares[i] > 0, c, tf.zeros_like(c)) if rule == "values" else c for i, c in enumerate(copies)]
     if rule == "increments":
         if id(variable) not in before:
-            raise ConfigurationError(_no_rule(variable))
+            raise NoRuleError(_no_rule(variable))
         old = tf.cast(before[id(variable)], copies[0].dtype)
         copies = [tf.where(shares[i] > 0, c - old, tf.zeros_like(c)) for i, c in enumerate(copies)]
     return tf.add_n(copies)

@@ -382,16 +382,16 @@ class StepFunction:
             self._is_compared = True
             if self._kind == "train" and self._strategy.updater is not None:
                 self._strategy.updater.before_first_step(graph is not None)
-        try:
-            return getattr(self, name)(*args)
-        except exactness.NotThisWay as other:  # of a batch of another kind
-            self._give_up(other)
-        return getattr(self, name)(*args)
+        while True:
+            try:
+                return getattr(self, name)(*args)
+            except exactness.NotThisWay as other:  # of a batch of another kind
+                self._give_up(other)
 
     def _give_up(self, other: exactness.NotThisWay) -> None:
         """Goes another way from now on; what was traced is traced again."""
         self._way, self._other_way, self._is_opened = other.way, None, False
-        self._may_be_whole = other.way is Way.WHOLE
+        self._may_be_whole = other.may_be_whole
         if other.reason:
             exactness.tell_whole(self._strategy, self._model, f"{self._kind}_step", other.reason)
         self._make()
@@ -404,10 +404,12 @@ class StepFunction:
         while True:
             try:
                 traced = getattr(self, name).get_concrete_function(*args)
+            except exactness.NotThisWay as other:
+                self._other_way = other
             except Exception:  # of any kind, where a program takes a dimension for static that is opened
                 if not self._is_opened:
                     raise
-                self._other_way = exactness.NotThisWay(Way.REPAIRED)
+                self._other_way = exactness.NotThisWay(Way.REPAIRED, may_be_whole=False)
             if self._other_way is None:
                 return traced
             self._give_up(self._other_way)
@@ -423,7 +425,7 @@ class StepFunction:
         """Returns the outputs of each replica, or the logs."""
         name = f"{self._kind}_step"
         if self._way is Way.EDITED:
-            self._way = exactness.way_of(self._strategy, inputs, rows)
+            self._way = exactness.way_of(self._strategy, self._model, inputs, rows)
             if self._way is Way.WHOLE:
                 exactness.tell_whole(self._strategy, self._model, name, "It runs eagerly.")
         way, shares = self._way, self._shares(told)
@@ -433,22 +435,29 @@ class StepFunction:
             inputs = whole.batch(self._strategy, inputs, rows, told.rows)
             whole.give_state_to_first(self._strategy, self._model)
         before = state.values_before(self._model)
-        outputs, written = self._logs.of_step(
-            lambda step: self._strategy.extended.run_step(step, inputs, shares, way),
-            lambda element: self._step(without_optionals(element)),
-            rows,
-            tf.executing_eagerly() or (way is Way.REPAIRED and has_static_rows),
-            way,
-        )
+        counted = rows if self._may_be_whole else [None]
+        otherwise = exactness.without_division(self._strategy, self._model, counted)
+        try:
+            outputs, written = self._logs.of_step(
+                lambda step: self._strategy.extended.run_step(step, inputs, shares, way),
+                lambda element: self._step(without_optionals(element)),
+                rows,
+                tf.executing_eagerly() or (way is Way.REPAIRED and has_static_rows),
+                way,
+            )
+        except state.NoRuleError as error:
+            if otherwise is Way.WHOLE:
+                raise exactness.NotThisWay(otherwise, str(error)) from error
+            raise
         exchanges: list = []
         try:
             if way is Way.EDITED:
                 edit = functools.partial(
-                    exactness.edit_step, self._strategy, self._model, name, rows, told.rows, self._logs.names
+                    exactness.edit_step, self._strategy, self._model, name, told.rows, self._logs.names
                 )
-                exchanges, written = state.edited_together(self._strategy, written, rows, edit)
+                exchanges, written = state.edited_together(self._strategy, written, edit)
             elif way is Way.REPAIRED:
-                exactness.check_step(self._strategy, self._model, name, rows if self._may_be_whole else [None])
+                exactness.check_step(self._strategy, self._model, name, otherwise)
         except exactness.NotThisWay as other:
             if self._is_compared:
                 raise

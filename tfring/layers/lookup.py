@@ -74,7 +74,13 @@ class Exchange:
           variable: of TensorFlow, this worker's rows.
           lookups: pairs of which table, by its number, and int32 or int64 ids of any shape.
         """
-        if step.weighing() and self._collectives.world_size > 1:
+        is_exchanged = self._collectives.world_size > 1
+        if step.weighing() and not is_exchanged:  # a replicated table, which is the only one of its weight
+            with partition.own():
+                checks = self._check(self._ids_of_all(lookups)[1])
+            with tf.control_dependencies(checks):
+                return [tf.gather(variable, ids) for _, ids in lookups]
+        if step.weighing():
             name = "the ids of a lookup"
             lookups = [(table, partition.expect(ids, "ids of gradients", name)) for table, ids in lookups]
         with partition.own():
