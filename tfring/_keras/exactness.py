@@ -2,8 +2,8 @@
 
 Keras' step runs on each replica with its own rows. `partition.expect` marks what tfring takes for a mean or a sum over
 rows (gradients, state, logs); `partition.declare` marks what it has made one of the whole batch. A step in which
-something cannot be converted is traced again, from the rows of all replicas (`whole.py`). Steps that are not edited
-are repaired while they are traced (`losses`, `metrics`, `state`) and analyzed.
+something cannot be converted is traced again: repaired while it is traced (`losses`, `metrics`, `state`), and analyzed.
+If something may still differ, it is traced from the rows of all replicas (`whole.py`).
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def _becomes_that_of_one_process(strategy: RingStrategy) -> bool:
     return strategy.updater is None or strategy.updater.weighs  # else steps are each worker's own, on purpose
 
 
-def check_step(
-    strategy: RingStrategy, model: Any, step: str, otherwise: steps.Way = steps.Way.REPAIRED
-) -> None:
+def check_step(strategy: RingStrategy, model: Any, step: str, otherwise: steps.Way = steps.Way.REPAIRED) -> None:
     """Warns of what the step whose graph was just traced may not compute as one process would.
 
     Args:
@@ -105,7 +103,7 @@ def check_step(
       otherwise: the way of a step that differs.
 
     Raises:
-      NotThisWay: where something is known to differ, and the step may be that of the whole batch.
+      NotThisWay: where something may differ, and the step may be that of the whole batch.
       InexactError: with `check_equal`, where something is known to differ.
     """
     if not _becomes_that_of_one_process(strategy):
@@ -172,9 +170,7 @@ def _tell(strategy: RingStrategy, findings: Sequence[partition.Finding], name: s
     _warn(strategy, text)
 
 
-def edit_step(
-    strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]
-) -> list:
+def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor, logs: Collection[str]) -> list:
     """Edits the graph of a step that is being traced.
 
     Args:
