@@ -168,8 +168,9 @@ def _all(names, devices=1, run_eagerly=False):
     return {name: _fit(name, devices=devices, run_eagerly=run_eagerly) for name in names}
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "devices", "run_eagerly"), [(2, 1, False), (3, 1, False), (2, 2, False), (2, 1, True), (2, 2, True)]
+)
 def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_eagerly):
     """Batches of 8, 8 and 3 rows; of four replicas one has no row of the last."""
     names = [*LOSSES, *BETWEEN, *STATES]
@@ -221,8 +222,9 @@ class Sharded(OneLayer):
         return self.dense(tf.math.l2_normalize(tf.reduce_sum(rows, 1), 1)) + tf.add_n(self.sharded.losses)
 
 
-def _other_models():
-    strategy = harness.strategy()
+def _other_models(model=1):
+    """Returns weights and logs of models on a mesh."""
+    strategy = harness.strategy(mesh=tfring.Mesh(model=model))
     x, y = _data()
     found = []
     for kind in (BuiltByTheStep, Sharded):
@@ -237,8 +239,9 @@ def _other_models():
     return found
 
 
-def test_layers_that_a_step_builds_and_sharded_ones():
-    one, several = workers(1).run(_other_models)[0], workers(2).run(_other_models)[0]
+@pytest.mark.parametrize(("world_size", "model"), [(2, 1), (4, 2)])
+def test_layers_that_a_step_builds_and_sharded_ones(world_size, model):
+    one, several = workers(1).run(_other_models)[0], workers(world_size).run(_other_models, model)[0]
     for got, wanted in zip(several, one, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
@@ -424,11 +427,19 @@ def _predictions(names, options, devices=1):
     return found
 
 
-@pytest.mark.parametrize("compiled", [{}, {"steps_per_execution": 2}, {"run_eagerly": True}], ids=str)
-@pytest.mark.parametrize("callbacks", [False, True])
-@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
-def test_predictions_that_combine_rows_equal_one_process(world_size, devices, callbacks, compiled):
-    options = {"callbacks": callbacks, "compile": compiled}
+@pytest.mark.parametrize(
+    ("world_size", "devices", "options"),
+    [
+        (2, 1, {}),
+        (2, 1, {"compile": {"steps_per_execution": 2}}),
+        (3, 1, {"callbacks": True}),
+        (3, 1, {"compile": {"run_eagerly": True}}),
+        (2, 2, {}),
+        (2, 2, {"callbacks": True, "compile": {"run_eagerly": True}}),
+    ],
+    ids=str,
+)
+def test_predictions_that_combine_rows_equal_one_process(world_size, devices, options):
     one = workers(1).run(_predictions, [*PREDICTIONS], {})[0]
     several = workers(world_size, logical_cpus=devices).run(_predictions, [*PREDICTIONS], options, devices)
     for name in PREDICTIONS:

@@ -55,7 +55,7 @@ class NotThisWay(Exception):
 def way_of(strategy: RingStrategy, model: Any, inputs: Sequence[Any], rows: Sequence[Any]) -> steps.Way:
     """Returns the way in which a step begins to be traced.
 
-    It is not edited where a replica is several workers (a mesh), where workers train by themselves, where rows are in
+    It is not edited where a replica is a pipeline of workers, where workers train by themselves, where rows are in
     ragged or sparse tensors, and on the runtime of TensorFlow. A step that runs eagerly has no graph.
 
     Args:
@@ -88,7 +88,7 @@ def _has_rows_of_its_own(model: Any) -> bool:
 
 
 def _becomes_that_of_one_process(strategy: RingStrategy) -> bool:
-    if strategy.num_replicas_in_sync == 1 or not strategy.mesh.is_data_only:
+    if strategy.num_replicas_in_sync == 1 or strategy.mesh.pipeline > 1:
         return False
     return strategy.updater is None or strategy.updater.weighs  # else steps are each worker's own, on purpose
 

@@ -166,6 +166,8 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         kernel = tf.convert_to_tensor(keras.ops.convert_to_tensor(self._kernel))
         bias = None if self.bias is None else tf.convert_to_tensor(keras.ops.convert_to_tensor(self.bias))
         inputs = partition.declare_gradient(tf.cast(inputs, kernel.dtype))
+        if bias is not None and step.weighing():
+            bias = partition.declare_gradient(bias, "mean")
         if step.weighing():
             inputs = partition.expect(inputs, "rows", "what a sharded layer is given")
         with partition.own():

@@ -354,7 +354,8 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 def _expected(running: step.Step, gradient: Any, variable: Any) -> Any:
     """Returns a gradient that is weighed by its replica's rows, so it has to be that of a mean."""
-    if running.share is not None and gradient is not None:
+    # That of a shard comes from tfring's own backward pass, of gradients that it has expected to be those of a mean.
+    if running.share is not None and gradient is not None and sharding_of(variable) is None:
         return partition.expect_gradient(gradient, f"the gradient of {_names([variable])[0]}")
     return gradient
 
