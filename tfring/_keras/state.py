@@ -52,7 +52,7 @@ _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable._
 
 
 class NoRuleError(ConfigurationError):
-    """What replicas write to a variable does not become what one process writes."""
+    """A variable is written so that nothing says how the values of replicas become one."""
 
     __module__, __qualname__ = ConfigurationError.__module__, ConfigurationError.__qualname__
 
