@@ -223,7 +223,7 @@ class Sharded(OneLayer):
 
 
 def _other_models(model=1):
-    """Returns weights and logs of models on a mesh."""
+    """Returns predictions, weights and logs of models on a mesh, of which nothing is warned."""
     strategy = harness.strategy(mesh=tfring.Mesh(model=model))
     x, y = _data()
     found = []
@@ -235,6 +235,7 @@ def _other_models(model=1):
                 model = kind()
                 model.compile(keras.optimizers.SGD(0.05))
             history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+            found.append(model.predict(x, batch_size=BATCH, verbose=0))
         found += [*model.get_weights(), *(np.ravel(value) for values in history.values() for value in values)]
     return found
 

@@ -225,7 +225,7 @@ class PredictFunction:
         numbers = _tf.distribute_utils.regroup(tuple(range(self._replicas)))
 
         def on_replica(number: int, element: Any, rows: Any) -> Any:
-            with partition.replica(number):
+            with contextlib.nullcontext() if self.is_alone else partition.replica(number):
                 return self._on_replica(element, rows)
 
         outputs = self._strategy.run(on_replica, args=(numbers, inputs, rows))

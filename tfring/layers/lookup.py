@@ -75,12 +75,12 @@ class Exchange:
           lookups: pairs of which table, by its number, and int32 or int64 ids of any shape.
         """
         is_exchanged = self._collectives.world_size > 1
-        if step.weighing() and not is_exchanged:  # a replicated table, which is the only one of its weight
+        if partition.is_noted() and not is_exchanged:  # a replicated table, which is the only one of its weight
             with partition.own():
                 checks = self._check(self._ids_of_all(lookups)[1])
             with tf.control_dependencies(checks):
                 return [tf.gather(variable, ids) for _, ids in lookups]
-        if step.weighing():
+        if partition.is_noted():
             name = "the ids of a lookup"
             lookups = [(table, partition.expect(ids, "ids of gradients", name)) for table, ids in lookups]
         with partition.own():
@@ -249,7 +249,7 @@ def _shaped(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
 
 def _declared(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
     """Returns rows of which the analysis is told what they are, and what their gradients are to be."""
-    if not step.weighing():
+    if not partition.is_noted():
         return rows
     rows = partition.expect_upstream(rows, "rows of gradients", "the gradient of rows that are looked up")
     return partition.declare_looked_up(rows, ids)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
-from tfring import _keras, partition, step
+from tfring import _keras, partition
 from tfring._keras.layers import save_under_name_of
 from tfring._keras.sharding import ShardGroup, check_axis
 from tfring.errors import ConfigurationError
@@ -166,13 +166,13 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         kernel = tf.convert_to_tensor(keras.ops.convert_to_tensor(self._kernel))
         bias = None if self.bias is None else tf.convert_to_tensor(keras.ops.convert_to_tensor(self.bias))
         inputs = partition.declare_gradient(tf.cast(inputs, kernel.dtype))
-        if bias is not None and step.weighing():
+        if bias is not None and partition.is_noted():
             bias = partition.declare_gradient(bias, "mean")
-        if step.weighing():
+        if partition.is_noted():
             inputs = partition.expect(inputs, "rows", "what a sharded layer is given")
         with partition.own():
             outputs = self._product(self._ranks, inputs, kernel, bias)
-        if step.weighing():
+        if partition.is_noted():
             name = "the gradient of a sharded layer's outputs"
             outputs = partition.expect_upstream(outputs, "gradients of rows", name)
             outputs = partition.declare(outputs, "rows")

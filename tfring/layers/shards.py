@@ -101,7 +101,7 @@ class _FullRegularizer(keras.regularizers.Regularizer):
 
         with partition.own():
             penalty = summed(self._regularizer(shard))
-        if step.weighing():
+        if partition.is_noted():
             penalty = partition.expect_upstream(penalty, "same", "the gradient of a regularizer")
             penalty = partition.declare(penalty, "full")
         return penalty

@@ -17,7 +17,7 @@ from tfring.partition.marks import (
     expect_gradient,
     expect_upstream,
 )
-from tfring.partition.replicas import own, replica
+from tfring.partition.replicas import is_noted, own, replica
 from tfring.partition.report import is_known, text, text_of_gathered, text_of_whole
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "expect_gradient",
     "expect_upstream",
     "is_known",
+    "is_noted",
     "own",
     "replica",
     "text",

@@ -47,6 +47,11 @@ def replica(number: int, is_scoped: bool = False) -> Iterator[None]:
     _spans.setdefault(graph, []).append((number, begin, len(graph.get_operations())))
 
 
+def is_noted() -> bool:
+    """Returns True in a graph, where a replica's operations are noted: marks say what they are given and give."""
+    return getattr(_local, "replica", None) is not None and not tf.executing_eagerly()
+
+
 @contextlib.contextmanager
 def own() -> Iterator[None]:
     """Around operations of tfring's own, which exchange what replicas hold: they are not looked into, nor converted.
