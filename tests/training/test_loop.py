@@ -104,7 +104,7 @@ def test_collectives_of_a_step():
             "beginnings are watched": control(2),  # status; whether to begin another batch
             "three steps an execution": control(1),
             "three steps an execution, logs are read": control(1 + 1 / 3),
-            "eagerly": [{"all_gather": 2, "all_reduce": 2}, {"all_reduce": 1}],  # x and y; status, state of metrics
+            "eagerly": [{"all_gather": 2, "all_reduce": 1}, {"all_reduce": 1}],  # x and y; status
             "evaluate": control(1, 0),
             "evaluate, logs are read": control(2, 0),
         }

@@ -240,7 +240,7 @@ def expect_outputs(outputs: Any) -> Any:
 
 def edit_predictions(
     strategy: RingStrategy, model: Any, rows: Sequence[tf.Tensor], rows_of_all: tf.Tensor | None
-) -> list:
+) -> None:
     """Edits the graph of a `predict_step` that is being traced; where it cannot be, what differs is named.
 
     Args:
@@ -248,9 +248,6 @@ def edit_predictions(
       model: whose step it is.
       rows: int64 scalars, the rows of each replica of this worker.
       rows_of_all: int64 `[num_replicas]`, those of all replicas; None where they were not exchanged.
-
-    Returns:
-      Operations behind which replicas have exchanged what they need.
 
     Raises:
       InexactError: with `check_equal`, where something is known to differ.
@@ -260,16 +257,16 @@ def edit_predictions(
         try:
             analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
             if not analysis.findings and not analysis.edits:
-                return []
+                return
             # What is exchanged to count rows comes behind what the model exchanges, which may need what is edited.
             if not analysis.findings and (rows_of_all is not None or not control.in_one_order()):
                 if rows_of_all is None:
                     rows_of_all = control.gather_equal(tf.stack(rows), name="rows of the batch")
-                return partition.apply_edits(analysis, _Exchange(strategy, rows_of_all))
+                partition.apply_edits(analysis, _Exchange(strategy, rows_of_all))
+                return
         except Exception:  # a graph of a kind that was never seen
             _log.debug("A step is not edited.", exc_info=True)
     check_step(strategy, model, "predict_step")
-    return []
 
 
 def _warn(strategy: RingStrategy, text: str) -> None:

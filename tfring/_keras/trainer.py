@@ -433,7 +433,6 @@ class StepFunction:
         self._is_opened = way is not Way.REPAIRED and has_static_rows
         if way is Way.WHOLE:
             inputs = whole.batch(self._strategy, inputs, rows, told.rows)
-            whole.give_state_to_first(self._strategy, self._model)
         before = state.values_before(self._model)
         counted = rows if self._may_be_whole else [None]
         otherwise = exactness.without_division(self._strategy, self._model, counted)

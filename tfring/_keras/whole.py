@@ -16,8 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import data
-from tfring._keras.metrics import local_state, metrics_of
-from tfring.cross_device_ops import values_of
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -53,19 +51,6 @@ def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], ro
         else:
             gathered.append(_of_all(strategy, [leaves[number] for leaves in flat], rows_of_all))
     return [tf.nest.pack_sequence_as(first, gathered)] * len(inputs)
-
-
-def give_state_to_first(strategy: RingStrategy, model: Any) -> None:
-    """Has the first replica hold the state of metrics, of which each replica holds a part of a sum."""
-    variables = {id(v): v for metric in metrics_of(model) for v in metric.variables}
-    parts = [(v, local_state(strategy, v)) for v in variables.values()]
-    parts = [(v, part) for v, part in parts if part is not None and v.value.aggregation == tf.VariableAggregation.SUM]
-    if not parts:
-        return
-    totals = strategy.extended.control_ops.sum_over_workers([part for _, part in parts], name="state of metrics")
-    for (variable, _), total in zip(parts, totals, strict=True):
-        for replica, copy in zip(_replicas(strategy), values_of(variable.value), strict=True):
-            copy.assign(total if replica == 0 else tf.zeros_like(total))
 
 
 def _replicas(strategy: RingStrategy) -> range:
