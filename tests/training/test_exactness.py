@@ -465,7 +465,7 @@ def test_predictions_that_differ_are_named_and_with_check_equal_an_error():
     assert weights is not None and said == []
 
 
-def _draws():
+def _draws(run_eagerly):
     """Returns states that are drawn in each step, by TensorFlow and by Keras."""
     strategy = harness.strategy()
     x, y = _data()
@@ -476,14 +476,15 @@ def _draws():
         with strategy.scope():
             model = OneLayer(LOSSES["mean"], None, lambda m, x, y, draw=draw: m.state.assign(draw(m)))
             model.seeds = keras.random.SeedGenerator(1)
-            model.compile(keras.optimizers.SGD(0.05))
+            model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
         model.fit(x, y, batch_size=BATCH, verbose=0)
         states.append(model.state.numpy())
     return states
 
 
-def test_what_is_drawn_for_all_rows_is_the_same_on_all_ranks():
-    for drawn in zip(*workers(3).run(_draws), strict=True):
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_what_is_drawn_for_all_rows_is_the_same_on_all_ranks(run_eagerly):
+    for drawn in zip(*workers(3).run(_draws, run_eagerly), strict=True):
         assert len(set(drawn)) == 1 and drawn[0] != 0.0
 
 
