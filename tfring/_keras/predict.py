@@ -272,8 +272,7 @@ class PredictFunction:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
         if exactness.way_of(self._strategy, self._model, parts, rows) is Way.WHOLE:
-            told = self._strategy.extended.control.gather_equal(tf.stack(rows), name="rows of the batch")
-            parts = tuple(whole.batch(self._strategy, parts, rows, told))
+            parts = tuple(whole.batch(self._strategy, parts, rows))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._strategy), tf.int64)))
         if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
             parts = tuple(data.forget_rows(part, constants) for part in parts)
@@ -329,16 +328,9 @@ class PredictFunction:
         def gather(tensor: tf.Tensor) -> tf.Tensor:
             return self._strategy.extended.control_ops.gather_over_workers(tensor, axis or 0, name="predictions")
 
-        if isinstance(value, tf.RaggedTensor):
-            lengths = [gather(lengths) for lengths in value.nested_row_lengths()]
-            return tf.RaggedTensor.from_nested_row_lengths(gather(value.flat_values), lengths, validate=False)
-        if isinstance(value, tf.SparseTensor):
-            shapes = gather(value.dense_shape[None])  # [workers, rank]
-            before = tf.reduce_sum(shapes[: self._strategy.extended.control.rank, 0])
-            indices = value.indices + tf.concat([[before], tf.zeros_like(value.dense_shape[1:])], 0)
-            shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
-            return tf.SparseTensor(gather(indices), gather(value.values), shape)
-        return gather(value) if axis is not None else _one_for_all(gather(value[None]))
+        if isinstance(value, tf.Tensor) and axis is None:
+            return _one_for_all(gather(value[None]))
+        return whole.of_workers(value, gather, self._strategy.extended.control.rank)
 
 
 class _Kept:
@@ -408,13 +400,9 @@ def _flat(structure: Any) -> list:
 
 
 def _concatenated(values: Sequence[Any], axis: int | None = 0) -> Any:
-    if len(values) == 1:
-        return values[0]
-    if axis is None:
+    if axis is None and len(values) > 1:
         return _one_for_all(tf.stack(values))
-    if isinstance(values[0], tf.SparseTensor):
-        return tf.sparse.concat(axis, list(values), expand_nonconcat_dims=True)
-    return tf.concat(values, axis)
+    return whole.concatenated(values, axis or 0)
 
 
 def _one_for_all(values: tf.Tensor) -> tf.Tensor:

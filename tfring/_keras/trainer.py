@@ -432,7 +432,7 @@ class StepFunction:
         has_static_rows = all(map(data.has_static_rows, inputs))
         self._is_opened = way is not Way.REPAIRED and has_static_rows
         if way is Way.WHOLE:
-            inputs = whole.batch(self._strategy, inputs, rows, told.rows)
+            inputs = whole.batch(self._strategy, inputs, rows)
         before = state.values_before(self._model)
         counted = rows if self._may_be_whole else [None]
         otherwise = exactness.without_division(self._strategy, self._model, counted)

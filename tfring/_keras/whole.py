@@ -9,6 +9,7 @@ The first replica has the share 1 and the others 0, so that gradients, logs and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,13 @@ def shares(strategy: RingStrategy) -> tf.Tensor:
     return tf.constant([float(replica == 0) for replica in _replicas(strategy)], tf.float64)
 
 
-def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], rows_of_all: tf.Tensor) -> list:
+def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) -> list:
     """Returns the rows of all replicas, in order, for each replica of this worker.
 
     Args:
       strategy: the RingStrategy.
       inputs: one element for each replica of this worker.
       rows: the number of rows of each of them.
-      rows_of_all: int64 `[num_replicas]`, those of all replicas.
     """
     first = inputs[0]
     counted = data.num_rows(first)
@@ -49,8 +49,37 @@ def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], ro
         if is_constant or not has_rows or like.dtype == tf.variant:
             gathered.append(like)
         else:
-            gathered.append(_of_all(strategy, [leaves[number] for leaves in flat], rows_of_all))
+            gathered.append(_of_all(strategy, [leaves[number] for leaves in flat]))
     return [tf.nest.pack_sequence_as(first, gathered)] * len(inputs)
+
+
+def concatenated(values: Sequence[Any], axis: int = 0) -> Any:
+    """Returns dense, ragged or sparse tensors one after another."""
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(axis, list(values), expand_nonconcat_dims=True)
+    return tf.concat(values, axis)
+
+
+def of_workers(value: Any, gather: Callable[[tf.Tensor], tf.Tensor], rank: int) -> Any:
+    """Returns the rows of all workers, in order, of a dense, ragged or sparse tensor.
+
+    Args:
+      value: this worker's rows.
+      gather: concatenates a dense tensor over workers.
+      rank: this worker's.
+    """
+    if isinstance(value, tf.RaggedTensor):
+        lengths = [gather(lengths) for lengths in value.nested_row_lengths()]
+        return tf.RaggedTensor.from_nested_row_lengths(gather(value.flat_values), lengths, validate=False)
+    if isinstance(value, tf.SparseTensor):
+        shapes = gather(value.dense_shape[None])  # [workers, rank]
+        before = tf.reduce_sum(shapes[:rank, 0])
+        indices = value.indices + tf.concat([[before], tf.zeros_like(value.dense_shape[1:])], 0)
+        shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], tf.reduce_max(shapes[:, 1:], 0)], 0)
+        return tf.SparseTensor(gather(indices), gather(value.values), shape)
+    return gather(value)
 
 
 def _replicas(strategy: RingStrategy) -> range:
@@ -60,31 +89,14 @@ def _replicas(strategy: RingStrategy) -> range:
     return range(before, before + here)
 
 
-def _of_all(strategy: RingStrategy, parts: Sequence[Any], rows_of_all: tf.Tensor) -> Any:
-    """Returns the rows of all replicas of one component, a dense, a ragged or a sparse one."""
-    like = parts[0]
-
-    def gather(leaf: Callable[[Any], tf.Tensor]) -> tf.Tensor:
-        return _gathered(strategy, tf.concat([leaf(part) for part in parts], 0))
-
-    if isinstance(like, tf.RaggedTensor):
-        values = gather(lambda part: part.flat_values)
-        by_level = zip(*(part.nested_row_lengths() for part in parts), strict=True)
-        lengths = [_gathered(strategy, tf.concat(each, 0)) for each in by_level]
-        return tf.RaggedTensor.from_nested_row_lengths(values, lengths, validate=False)
-    if not isinstance(like, tf.SparseTensor):
-        return tf.ensure_shape(gather(lambda part: part), [None, *like.shape[1:]])
-    before = tf.cumsum(rows_of_all, exclusive=True)
-    begins = {id(part): before[replica] for part, replica in zip(parts, _replicas(strategy), strict=True)}
-
-    def indices(part: tf.SparseTensor) -> tf.Tensor:
-        return part.indices + tf.one_hot(0, part.indices.shape[1], begins[id(part)], tf.constant(0, tf.int64))
-
-    inner = tf.reduce_max(tf.stack([part.dense_shape for part in parts]), 0)[1:]
-    [inner] = strategy.extended.control.all_reduce([inner], "max", name=_NAME)
-    shape = tf.concat([[tf.reduce_sum(rows_of_all)], inner], 0)
-    every = tf.SparseTensor(gather(indices), gather(lambda part: part.values), shape)
-    return data.with_inner_shape(every, like.shape)
+def _of_all(strategy: RingStrategy, parts: Sequence[Any]) -> Any:
+    """Returns the rows of all replicas of one component, of which this worker's have parts."""
+    gather = functools.partial(_gathered, strategy)
+    found = of_workers(concatenated(parts), gather, strategy.extended.control.rank)
+    shape = parts[0].shape
+    if isinstance(found, tf.SparseTensor):
+        return data.with_inner_shape(found, shape)
+    return tf.ensure_shape(found, [None, *shape[1:]]) if isinstance(found, tf.Tensor) else found
 
 
 def _gathered(strategy: RingStrategy, tensor: tf.Tensor) -> tf.Tensor:
