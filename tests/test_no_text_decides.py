@@ -11,7 +11,6 @@ ROOT = pathlib.Path(tfring.__file__).parent
 # Errors of other libraries, which give nothing but words for what tfring answers to.
 OF_OTHERS = {
     ("ring/failures.py", "raise_interrupt"),  # pybind11: Ctrl-C came while it made an exception
-    ("_keras/batch_shapes.py", "static_rows_explained"),  # TensorFlow, Keras, Python: shapes that do not fit
 }
 READERS = {"startswith", "endswith", "find", "index", "count", "split", "partition", "search", "match", "fullmatch"}
 

@@ -91,17 +91,6 @@ class MismatchError(TfringError, ValueError):
     """
 
 
-class InexactError(TfringError, ValueError):
-    """A step does not compute on several replicas what one process does, and `check_equal` was asked for.
-
-    Raised on every rank before the first step. The message names each operation and its line.
-    """
-
-
-class InexactWarning(UserWarning):
-    """A step may not compute on several replicas what one process does: once, with each operation and its line."""
-
-
 class NotFiniteError(TfringError, ArithmeticError):
     """A gradient or a variable holds NaN or infinity: `tfring.callbacks.CheckFinite` has found it.
 

@@ -188,8 +188,7 @@ def broadcast(value: Any, root: int = 0) -> Any:
     >>> broadcast({"run": "a", "folds": [1, 2]})
     {'run': 'a', 'folds': [1, 2]}
     """
-    peers = _peers()
-    size = 1 if peers is None else peers.world_size
+    peers, size = _peers(), world_size()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
         raise ValueError(f"`root` is a rank, from 0 to {size - 1}. Received: root={root!r}")
     if _is_symbolic(value):
@@ -243,10 +242,16 @@ def _server() -> Roles | None:
 
 
 def _peers() -> Any:
-    """Returns the Communicator to the other ranks, or an object with its methods; None if alone."""
+    """Returns the Communicator to the other ranks, or an object with its methods; None if alone.
+
+    A step of Keras is written for all rows, as one process computes it: it exchanges nothing by itself.
+    """
     global _own
     strategy = _strategy()
     if strategy is not None:
+        running = sys.modules["tfring.step"].current()
+        if running is not None and running.is_plain:
+            return None
         peers = strategy.extended.peers
         return getattr(peers, "communicator", None) or _Runtime(peers)
     cluster = detection.detect()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfring import partition, step
+from tfring import step
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring
@@ -78,16 +78,6 @@ def _checked(tensor: Any) -> tf.Tensor | None:
 
 def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     running = step.current() or step.Step()
-    running.gathered = True
-    if running.share is not None:
-        tensors = [partition.expect(tensor, "rows", "gathered rows") for tensor in tensors]
-    tensors = [partition.declare_gradient(t) for t in tensors]
-    with partition.own():
-        gathered = _exchanged(extended, running, tensors)
-    return [partition.declare(tensor, "full") for tensor in gathered]
-
-
-def _exchanged(extended: RingExtended, running: step.Step, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     control, control_ops = extended.control, extended.control_ops
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
 
@@ -113,14 +103,11 @@ def _exchanged(extended: RingExtended, running: step.Step, tensors: Sequence[tf.
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                if running.share is not None:
-                    upstream = partition.expect(upstream, "mean", "the gradient of gathered rows")
-                with partition.own():
-                    everyone = extended.cross_replica(total, running.weigh(upstream))
-                    begin = tf.reduce_sum(counts[:replica])
-                    mine = running.unweigh(everyone[begin : begin + counts[replica]])
-                    rest = tf.shape(x, tf.int64)[0] - counts[replica]  # a replica without rows computes on one
-                    return tf.ensure_shape(tf.pad(mine, [[0, rest], *[[0, 0]] * (x.shape.rank - 1)]), x.shape)
+                everyone = extended.cross_replica(total, running.weigh(upstream))
+                begin = tf.reduce_sum(counts[:replica])
+                mine = running.unweigh(everyone[begin : begin + counts[replica]])
+                rest = tf.shape(x, tf.int64)[0] - counts[replica]  # a replica without rows computes on one
+                return tf.ensure_shape(tf.pad(mine, [[0, rest], *[[0, 0]] * (x.shape.rank - 1)]), x.shape)
 
             return extended.cross_replica(all_rows, running.drop_if_empty(x)), gradient
 

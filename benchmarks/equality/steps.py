@@ -11,9 +11,8 @@ compared are all variables and the logs of each epoch, by the largest difference
 absolute value. A program is
 
     equal          where the difference is at most 1e-5
-    named          where it differs, and an `InexactWarning` said so
-    SILENT         where it differs, and nothing said so
-    needless       where it is equal, and a warning said that it may differ
+    whole          the same, and each worker has computed the whole batch
+    DIFFERS        where it is more
     refused        where tfring raised an error of its own
     error          where another exception was raised, workers hung, or ranks hold other weights
 """
@@ -38,7 +37,7 @@ import numpy as np  # noqa: E402
 TOLERANCE = 1e-5
 AT_ONCE = 8  # programs in one task
 SECONDS = 60  # that a program may take
-VERDICTS = ("equal", "named", "SILENT", "needless", "refused", "error")
+VERDICTS = ("equal", "whole", "DIFFERS", "refused", "error")
 
 
 class Outcome(NamedTuple):
@@ -48,7 +47,7 @@ class Outcome(NamedTuple):
       verdict: one of VERDICTS.
       difference: the largest, if there is one.
       where: the variable or log that differs most.
-      text: the first reason of the warning, or the error.
+      text: why each worker has computed the whole batch, or the error.
     """
 
     verdict: str
@@ -105,8 +104,8 @@ def compare(one: corpus.Trained, ranks: list[corpus.Trained]) -> Outcome:
     differences = {name: _difference(ranks[0].values.get(name), value) for name, value in one.values.items()}
     where = max(differences, key=lambda name: differences[name])
     if differences[where] <= TOLERANCE:
-        return Outcome("needless" if said else "equal", differences[where], "", said)
-    return Outcome("named" if said else "SILENT", differences[where], where, said)
+        return Outcome("whole" if said else "equal", differences[where], "", said)
+    return Outcome("DIFFERS", differences[where], where, said)
 
 
 def _is_consequence(rank: corpus.Trained) -> bool:
@@ -128,7 +127,7 @@ def _difference(value: np.ndarray | None, wanted: np.ndarray) -> float:
 
 
 def _reason(said: str | None) -> str:
-    """Returns the first reason that a warning gives, in one line."""
+    """Returns the first reason that is logged, in one line."""
     if not said:
         return ""
     lines = said.splitlines()
@@ -159,13 +158,13 @@ def table(outcomes: dict[str, dict[int, Outcome]], sizes: list[int]) -> list[str
 
 def summary(outcomes: dict[str, dict[int, Outcome]]) -> list[str]:
     """Returns how many programs have come to what, by the worst of the numbers of workers, and which to look at."""
-    order = ("equal", "needless", "named", "refused", "SILENT", "error")
+    order = ("equal", "whole", "refused", "DIFFERS", "error")
     worst: dict[str, list[str]] = collections.defaultdict(list)
     for name, by_size in outcomes.items():
         worst[max((outcome.verdict for outcome in by_size.values()), key=order.index)].append(name)
     counts = ", ".join(f"{len(worst[verdict])} {verdict}" for verdict in VERDICTS)
     lines = [f"{len(outcomes)} programs: {counts}.", ""]
-    for verdict in ("SILENT", "error", "refused", "needless"):
+    for verdict in ("DIFFERS", "error", "refused", "whole"):
         if worst[verdict]:
             lines += [f"{verdict}:", "", *(f"* {name}" for name in worst[verdict]), ""]
     return lines

@@ -717,6 +717,6 @@ def test_what_a_stage_refuses_in_a_step(what, rank):
     results = workers(2).run(refused_in_a_step, what)
     kind, message = results[rank]
     assert kind == "ConfigurationError"
-    assert ("gather_for_loss needs the whole batch" if what == "loss" else "total' with num_microbatches=2") in message
+    assert ("gather_for_loss needs all of them" if what == "loss" else "total' with num_microbatches=2") in message
     kind, message = results[1 - rank]
     assert kind == "PeerLostError" and f"rank {rank} has stage {rank + 1} of 2" in message

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfring import partition, step
+from tfring import step
 from tfring._keras.seam import seam
 from tfring.recognition import ring_of
 
@@ -44,14 +44,7 @@ def install() -> None:
                 return value
             return running.drop_if_empty(value, axis)
 
-        def gathered(value: Any) -> Any:
-            return tf.nest.map_structure(
-                lambda each: partition.declare(each, "full"), original(self, value, axis, options)
-            )
-
-        if axis == 0 and step.weighing() is not None:
-            value = tf.nest.map_structure(lambda each: partition.declare_gradient(tf.convert_to_tensor(each)), value)
-        return _weighed(self, value, rows, gathered)
+        return _weighed(self, value, rows, lambda value: original(self, value, axis, options))
 
 
 def _as_tensor(value: Any) -> Any:

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfring import _tf, partition
-from tfring._keras.exactness import own_statistics
+from tfring import _tf, partition, step
+from tfring._keras.exactness import declared_layers
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, local_state, results_from
 from tfring._keras.state import Written, held_by
 from tfring.cross_device_ops import values_of
 from tfring.step import Way, graphs
-from tfring.step import weighing as step_under_way
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -56,15 +55,13 @@ class Logs:
         self._sources: list = []
         self._variables: list = []  # those that were returned as such
         self._numbers: list[int] = []  # the positions of those that become one number of all replicas'
-        self.names: set[str] = set()  # of these, for the user
 
     def of_step(
         self,
         run: Callable[..., tuple[Any, list[Written]]],
         step: Callable[[Any], Any],
         rows: Sequence[Any],
-        static: bool,
-        way: Way = Way.REPAIRED,
+        way: Way,
     ) -> tuple[Any, list[Written]]:
         """Runs a step on each replica; in what it returned, values for each row are those of all rows.
 
@@ -72,7 +69,6 @@ class Logs:
           run: calls a function on each replica, `outputs, rest = run(fn)`.
           step: Keras' step, one batch in, logs out.
           rows: number of rows of each replica of this worker, None where it is unknown.
-          static: whether each element's number of rows is static, as in eager steps.
           way: in which the steps of replicas become that of one process; where edited, `with_all_rows` follows.
         """
         results = Results(self._model)
@@ -81,13 +77,13 @@ class Logs:
             outputs = step(element)
             self._sources = results.sources(outputs)
             self._variables = [leaf if _is_variable(leaf) else None for leaf in tf.nest.flatten(outputs)]
-            return tf.nest.map_structure(lambda value: _counted(_plain(value), static), outputs)
+            return tf.nest.map_structure(lambda value: _counted(_plain(value)), outputs)
 
-        with results.noted(), own_statistics(self._model):
+        with results.noted(), declared_layers(self._model):
             outputs, written = run(noting)
         self._note_variables(outputs, written)
-        if way is Way.REPAIRED:
-            outputs = self.with_all_rows(outputs, rows, static)
+        if way is Way.OWN:
+            outputs = self.with_all_rows(outputs, rows)
         leaves = [values_of(leaf)[0] for leaf in tf.nest.flatten(outputs)]
         self._numbers = [i for i, source in enumerate(self._sources) if source is None and _is_number(leaves[i])]
         return self._marked(outputs, way is Way.EDITED), written
@@ -98,12 +94,10 @@ class Logs:
         keys = sorted(outputs) if isinstance(outputs, dict) and len(outputs) == len(leaves) else None
         expected = dict.fromkeys(self._numbers, "mean")
         if is_edited:
-            of_rows = [i for i, leaf in enumerate(leaves) if self._sources[i] is None and _may_be_rows(leaf, False)]
+            of_rows = [i for i, leaf in enumerate(leaves) if self._sources[i] is None and _may_be_rows(leaf)]
             expected.update(dict.fromkeys(of_rows, "concatenated"))
-        self.names = set()
         for i, what in expected.items():
             name = f"the log {keys[i]!r}" if keys else "what the step returns"
-            self.names.add(name)
             marked = []
             for replica, value in enumerate(values_of(leaves[i])):
                 with partition.replica(replica, is_scoped=True):
@@ -134,15 +128,12 @@ class Logs:
         of_metrics = {id(v) for s in self._sources if isinstance(s, Source) for v in s.metric.variables}
         return bool(variables & of_metrics) or any(isinstance(s, Holder) for s in self._sources)
 
-    def with_all_rows(
-        self, outputs: Any, rows: Sequence[Any], static: bool = False, shares: tf.Tensor | None = None
-    ) -> Any:
+    def with_all_rows(self, outputs: Any, rows: Sequence[Any], shares: tf.Tensor | None = None) -> Any:
         """Returns outputs in which values for each row are those of all rows.
 
         Args:
           outputs: what replicas returned.
           rows: as in `of_step`.
-          static: as in `of_step`.
           shares: float64 `[replicas_per_worker]`, those of the batch; None where padding rows were dropped.
         """
         if self._strategy.num_replicas_in_sync == 1 or any(n is None for n in rows):
@@ -150,9 +141,9 @@ class Logs:
         leaves = tf.nest.flatten(outputs)
         for i, leaf in enumerate(leaves):
             values = values_of(leaf)
-            if shares is not None and _may_be_rows(values[0], static):
+            if shares is not None and _may_be_rows(values[0]):
                 values = [v[: tf.where(shares[r] > 0, tf.shape(v)[0], 0)] for r, v in enumerate(values)]
-            if self._sources[i] is None and _may_be_rows(values[0], static):
+            if self._sources[i] is None and _may_be_rows(values[0]):
                 leaves[i] = self._of_all_rows(values, rows)
                 self._sources[i] = _ALL_ROWS
         return tf.nest.pack_sequence_as(outputs, leaves)
@@ -311,19 +302,17 @@ def _is_read_behind(value: Any, writes: Sequence[Written]) -> bool:
     return not by or order.get(read.name, 0) > order.get(by[-1].name, -1)
 
 
-def _may_be_rows(value: Any, static: bool) -> bool:
-    """Returns True if a value may have an entry a row: of a dynamic size, or any where the number of rows is static."""
+def _may_be_rows(value: Any) -> bool:
+    """Returns True if a value may have an entry a row."""
     if not isinstance(value, tf.Tensor) or value.dtype == tf.string or not value.shape.rank:
         return False
-    return static or value.shape[0] is None
+    return value.shape[0] is None or tf.executing_eagerly()
 
 
-def _counted(value: Any, static: bool) -> Any:
+def _counted(value: Any) -> Any:
     """A value for each row without the row that does not count."""
-    running = step_under_way()
-    if running is None or running.is_plain or not _may_be_rows(value, static) or (static and value.shape[0] != 1):
-        return value
-    return running.drop_if_empty(value)
+    running = step.of_own_rows()
+    return running.drop_if_empty(value) if running is not None and _may_be_rows(value) else value
 
 
 def _plain(value: Any) -> Any:

@@ -1,20 +1,15 @@
-"""Losses of replicas: each stands for the mean over replicas, weighted by their rows.
+"""Losses of replicas that compute steps of their own rows: each stands for the mean over replicas, by their rows.
 
 ```
 replica i   rows ─► loss_i, whatever it is ─► gradient_i ─► optimizer: sum share_i * gradient_i      share_i = n_i / n
 ```
 
 Means over rows need nothing more: the sum of `share_i * mean_i` is the mean over the global batch; a regularizer,
-equal on every replica, weighs to itself. Keras' division by the number of replicas is left out. What is known to be
-something else is made such a mean:
-
-* a sum over rows is divided by the share: `reduction="sum"`, and vectors of a value a row, which Keras or the tape sum
-  (`reduction=None`, `add_loss`);
-* the mean over unmasked elements, or by the sum of the weights, divides by what all replicas count;
-* Keras before 3.14 adds up activity regularizers over the rows of a replica: a sum as well;
-* `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` divide by the replicas whose gradients are summed.
-
-Losses that compare rows, or are a ratio of sums, cannot be made one: an analysis of the step names them (exactness.py).
+equal on every replica, weighs to itself. Keras' division by the number of replicas is left out. In microbatches of a
+pipeline, and where workers train by themselves, sums over rows are divided by the share: `reduction="sum"`, and vectors
+of a value a row, which Keras or the tape sum (`reduction=None`, `add_loss`); Keras before 3.14 adds up activity
+regularizers over rows, too. The mean over unmasked elements, or by the sum of weights, needs a replica's rows in one
+part. A step that is edited, or of the whole batch, is that of one process, and nothing of this is done.
 """
 
 from __future__ import annotations
@@ -27,9 +22,8 @@ from keras.src.layers.layer import Layer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfring import _tf, partition, step
+from tfring import _tf, step
 from tfring._keras.seam import put, seam, version_of_keras
-from tfring.cross_device_ops import values_of
 from tfring.recognition import current_ring, ring_in_scope
 
 
@@ -74,9 +68,8 @@ def _replace_scaling() -> None:
         if running is None:
             return value if _runs_in_no_step() else original(value)
         value = tf.convert_to_tensor(before_division(value))
-        if running.is_plain:
-            return value
-        return tf.where(running.active, value, tf.zeros_like(value))  # a mean of no rows is NaN
+        # A mean of no rows is NaN.
+        return value if running.is_plain else tf.where(running.active, value, tf.zeros_like(value))
 
     @seam(_tf.nn_impl_distribute, "compute_average_loss")
     def average(
@@ -103,7 +96,7 @@ def _runs_in_no_step() -> bool:
 
 def per_row_as_sum(loss: Any) -> Any:
     """Makes a vector, whose elements the tape adds up, one whose mean over replicas is the sum; a scalar stays."""
-    running = step.repairing()
+    running = step.of_own_rows()
     if running is None or loss is None or before_division(loss) is not loss:
         return loss
     loss = tf.convert_to_tensor(loss)
@@ -121,7 +114,7 @@ def before_division(loss: Any) -> Any:
 
 def additional_loss(total: Any, loss: Any) -> Any:
     """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
-    running = step.repairing()
+    running = step.of_own_rows()
     return running.unweigh(total) if running and len(loss.shape) else total
 
 
@@ -152,7 +145,7 @@ class _SummedRegularizer:
         if layer is None:
             return self
         regularizer = layer.__dict__.get("activity_regularizer")
-        running = step.repairing()
+        running = step.of_own_rows()
         if regularizer is None or running is None:
             return regularizer
         return lambda activity: running.unweigh(tf.reduce_sum(regularizer(activity)))
@@ -169,14 +162,10 @@ def _replace_reductions() -> None:
     def apply_mask(
         original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
     ) -> Any:
-        weight = original(sample_weight, mask, dtype, reduction)
-        running = step.repairing()
-        if running is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
-            return weight
-        # Keras made it the mean over this replica's unmasked elements.
-        mine = tf.reduce_sum(tf.cast(mask, tf.float64))
-        factor = running.unweigh(tf.math.divide_no_nan(mine, _over_replicas(running, mine, "unmasked elements")))
-        return partition.declare(weight * tf.cast(factor, weight.dtype), "rows")
+        running = step.of_own_rows()
+        if running is not None and mask is not None and reduction in ("mean", "sum_over_batch_size"):
+            running.refuse_in_parts("a mean by the unmasked elements of a batch")
+        return original(sample_weight, mask, dtype, reduction)
 
     @seam(loss_module, "reduce_values")
     def reduce_values(
@@ -185,30 +174,13 @@ def _replace_reductions() -> None:
         sample_weight: Any = None,
         reduction: str | None = "sum_over_batch_size",
     ) -> Any:
-        running = step.current()
-        if running is None or running.is_plain or reduction in (None, "none"):
+        running = step.of_own_rows()
+        if running is None or reduction in (None, "none") or not len(values.shape):
             return original(values, sample_weight, reduction)
-        if not len(values.shape):
-            return original(values, sample_weight, reduction)
-        if running.share is not None and reduction == "mean_with_sample_weight" and sample_weight is not None:
-            total = _over_replicas(running, tf.reduce_sum(tf.cast(sample_weight, tf.float64)), "sample weights")
-            return running.unweigh(tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(total, values.dtype)))
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            running.refuse_in_parts("a mean by the sample weights of a batch")
         if tuple(values.shape) == (0,):
             # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none.
             return tf.reduce_sum(values)
         loss = original(values, sample_weight, reduction)
         return running.unweigh(loss) if reduction == "sum" else loss
-
-
-def _over_replicas(running: step.Step, value: tf.Tensor, name: str) -> tf.Tensor:
-    """The sum of a scalar over all replicas, without a gradient."""
-    running.refuse_in_parts(f"a mean by the {name} of a batch")
-    extended = ring_in_scope().extended
-
-    def on_worker(values: Any) -> tf.Tensor:
-        [total] = extended.control.all_reduce([tf.add_n(values_of(values))], name=name)
-        return total
-
-    mine = running.zero_if_empty(tf.stop_gradient(value))
-    mine = partition.expect(mine, "sum", f"the {name} of all replicas")
-    return partition.declare(extended.cross_replica(on_worker, mine), "full")

@@ -1,4 +1,4 @@
-"""Metrics in a step: where they are, which logs are their results, and scalars they are fed with.
+"""Metrics in a step: where they are, and which logs are their results.
 
 A metric's state is summed over replicas, its result is not: the root of a mean is no mean of roots. So the step notes
 which of the values it returned are results, and they are computed again from the sums.
@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfring import step
@@ -18,8 +17,6 @@ from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division
 from tfring._keras.seam import seam, version_of_keras
 from tfring.cross_device_ops import values_of
-from tfring.losses import gather_for_loss
-from tfring.step import graphs
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -27,46 +24,16 @@ if TYPE_CHECKING:
 
 def install() -> None:
     import keras
-    from keras.src.backend import get_keras_mask, set_keras_mask
     from keras.src.utils import python_utils
 
     @seam(keras.metrics.Mean, "update_state")
-    def mean_of_scalars(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
-        """A scalar that a replica computed counts by its share, so that all replicas count as one batch."""
-        running, values = step.repairing(), before_division(values)
-        if running is None:
-            return original(self, values, sample_weight=sample_weight)
-        return original(self, *weighed(running, self, values, sample_weight))
-
-    def weighed(running: step.Step, metric: Any, values: Any, weight: Any) -> tuple:
-        if tf.is_tensor(values) and not isinstance(values, tf.Tensor):  # ragged and sparse ones
-            return values, weight
-        masked = get_keras_mask(values) is not None
-        values = tf.convert_to_tensor(values)
-        is_number = values.shape.rank == 0
-        if is_number and (weight is None or _is_constant(running, weight)):
-            weight = running.weigh(tf.cast(1.0 if weight is None else weight, metric.dtype))
-        elif weight is None or masked or _rank(weight) != 0:
-            return values, weight
-        # One weight for all: the mean of the values counts by it. That of no rows is NaN, and adds nothing.
-        values = tf.cast(values, metric.dtype)
-        mean = values if is_number else tf.reduce_mean(values)
-        return tf.where(running.active, mean, tf.zeros_like(mean)), weight
-
-    @seam(keras.metrics.MeanMetricWrapper, "update_state")
-    def of_all_rows(
-        original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
-    ) -> Any:
-        """A function that returns one number gets the rows of all replicas: a ratio of sums is no mean of ratios."""
-        running = step.repairing()
-        if running is None or running.microbatches > 1 or not _are_rows(y_true, y_pred):
-            return original(self, y_true, y_pred, sample_weight)
-        if _rank(self._fn(y_true, y_pred, **self._fn_kwargs)) == 0:
-            mask = get_keras_mask(y_pred)  # by which this replica's rows are weighed
-            y_true, y_pred = _gathered(running, [y_true, y_pred])
-            if mask is not None:
-                set_keras_mask(y_pred, mask)
-        return original(self, y_true, y_pred, sample_weight)
+    def mean_of_numbers(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
+        """In a step of a replica's own rows a number counts by its share, so that all replicas count as one batch."""
+        running = step.of_own_rows()
+        if running is not None and sample_weight is None and tf.is_tensor(values) and values.shape.rank == 0:
+            sample_weight = running.weigh(tf.ones([], self.dtype))
+            values = before_division(values)
+        return original(self, values, sample_weight=sample_weight)
 
     if version_of_keras() >= (3, 14):
         return
@@ -88,35 +55,6 @@ def values_of_results(results: dict) -> dict:
 
     variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}
     return {**results, **{name: tf.convert_to_tensor(v.value) for name, v in variables.items()}}
-
-
-def _rank(value: Any) -> int | None:
-    return value.shape.rank if isinstance(value, tf.Tensor) else np.ndim(value)
-
-
-def _is_constant(running: step.Step, weight: Any) -> bool:
-    """Returns True if a weight is the same number on all replicas; an integer may be a replica's number of rows."""
-    if not isinstance(weight, tf.Tensor):
-        if isinstance(weight, (int, np.integer)):
-            return weight == 1 or not running.is_static
-        return isinstance(weight, (float, np.floating))
-    if not graphs.is_symbolic(weight) or (running.is_static and not weight.dtype.is_floating):
-        return False
-    # The number of constants beside the rows is one, too, by which Keras may weigh.
-    return graphs.kind_of(weight, running.share) == "constant"
-
-
-def _are_rows(*values: Any) -> bool:
-    return all(isinstance(v, tf.Tensor) and v.shape.rank and v.dtype != tf.string for v in values)
-
-
-def _gathered(running: step.Step, values: Sequence[Any]) -> list:
-    """The rows of all replicas, without gradients."""
-    before = running.gathered
-    try:
-        return list(gather_for_loss([tf.stop_gradient(v) for v in values]))
-    finally:
-        running.gathered = before
 
 
 def metrics_of(model: Any) -> list:

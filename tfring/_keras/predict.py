@@ -82,12 +82,17 @@ class PredictFunction:
         self._model = model
         self._strategy = strategy
         self._replicas = len(strategy.extended.worker_devices)
-        self._is_open = False  # whether the number of rows is, in the graph that is made
+        self._way: Way | None = None  # not known before the first batch
+        self._refused: exactness.OfWholeBatch | None = None  # why what was traced is to be traced again
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
         self.is_alone = strategy.extended.is_alone
         self._can_wait = strategy.extended.control.world_size > 1
         self._kept = _Kept(waits=False)  # of the loop that runs
-        made = (lambda body: body) if model.run_eagerly else graph_function
+        self._make()
+
+    def _make(self) -> None:
+        """Makes functions that have not been traced."""
+        made = (lambda body: body) if self._model.run_eagerly else graph_function
         self._of_all = made(self._of_all_body)
         self._of_worker = made(self._of_worker_body)
         self._of_told_shares = made(self._of_shares)  # a graph for each batch, which is edited
@@ -105,7 +110,20 @@ class PredictFunction:
             if self.waits:
                 return self._keep(batches)
             self._check_shapes(batches[0])
-            return self._of_all(batches, self._constants(batches[0]))
+            return self._divided_or_whole(lambda: self._of_all(batches, self._constants(batches[0])))
+
+    def _divided_or_whole(self, compute: Callable[[], Any]) -> Any:
+        """Returns what a function that may be traced does; it is traced again if rows cannot be divided.
+
+        What was traced first is not given up midway, for TensorFlow initializes variables behind a trace.
+        """
+        while True:
+            result = compute()
+            if self._refused is None:
+                return result
+            exactness.tell_whole(self._strategy, self._model, "predict_step", self._refused.reason)
+            self._way, self._refused = Way.WHOLE, None
+            self._make()
 
     @property
     def _eager(self) -> bool:
@@ -173,17 +191,22 @@ class PredictFunction:
             outputs = self._of_shares(batch, None)
             return outputs, self._known(outputs), batch.fingerprint
 
-        function = _tf.function_of_next(iterator, of_shares, self._of_uncut)
-        if function not in self._concrete:
-            self._concrete[function] = _tf.concrete(function)
-        return self._concrete[function]
+        def traced() -> Any:
+            function = _tf.function_of_next(iterator, of_shares, self._of_uncut)
+            if function not in self._concrete:
+                self._concrete[function] = _tf.concrete(function)
+            return self._concrete[function]
+
+        return self._divided_or_whole(traced)
 
     def _of_worker_rows(self, batch: Any) -> tuple:
         """Returns the outputs of this worker's rows of a batch, what is known of them, and the batch's fingerprint."""
         if isinstance(batch, _Uncut):
             return batch.function(*batch.tensors)
         self._check_shapes(batch)
-        return (*self._of_worker(batch, self._constants(batch)), values_of(batch.fingerprint)[0])
+        constants = self._constants(batch)
+        outputs, known = self._divided_or_whole(lambda: self._of_worker(batch, constants))
+        return outputs, known, values_of(batch.fingerprint)[0]
 
     def _keep(self, batches: Sequence[Any]) -> Any:
         """Computes and keeps the outputs of this worker; returns nothing for Keras' loop to concatenate."""
@@ -209,8 +232,8 @@ class PredictFunction:
     def _check_shapes(self, batch: Any) -> None:
         if isinstance(batch, data.Shares) and self._strategy.cluster.world_size > 1:
             rows = data.num_rows(_parts(batch)[0])
-            if rows is not None:
-                batch_shapes.check(self._model, self._strategy, int(rows) * self._strategy.num_replicas_in_sync)
+            if rows is not None and not tf.is_tensor(rows):
+                batch_shapes.check(self._model, rows * self._strategy.num_replicas_in_sync)
 
     def _constants(self, batch: Any) -> tuple | None:
         """Returns for each component whether it is a constant; None where numbers of rows stay static."""
@@ -221,7 +244,7 @@ class PredictFunction:
 
     # -- one replica -----------------------------------------------------------------------------------------------
 
-    def _run(self, inputs: Any, rows: Any = None, rows_of_all: tf.Tensor | None = None) -> Any:
+    def _run(self, inputs: Any, rows: Any, rows_of_all: tf.Tensor | None = None) -> Any:
         numbers = _tf.distribute_utils.regroup(tuple(range(self._replicas)))
 
         def on_replica(number: int, element: Any, rows: Any) -> Any:
@@ -229,23 +252,38 @@ class PredictFunction:
                 return self._on_replica(element, rows)
 
         outputs = self._strategy.run(on_replica, args=(numbers, inputs, rows))
-        # Parts of ragged and sparse outputs are not known to be rows, so nothing that leads to them is converted.
-        are_dense = all(isinstance(values_of(value)[0], tf.Tensor) for value in _flat(outputs))
-        if self._is_open and (rows is None or not are_dense):
-            exactness.check_step(self._strategy, self._model, "predict_step")
-        elif self._is_open:
-            exactness.edit_predictions(self._strategy, self._model, values_of(rows), rows_of_all)
+        if self._way is Way.EDITED:
+            self._edit(values_of(rows), rows_of_all)
         return outputs
+
+    def _edit(self, rows: Sequence[tf.Tensor], rows_of_all: tf.Tensor | None) -> None:
+        """Edits the graph of a step; what replicas exchange to count rows comes behind what the model exchanges."""
+        control = self._strategy.extended.control
+
+        def counted() -> tf.Tensor:
+            if rows_of_all is not None:
+                return rows_of_all
+            if control.in_one_order():
+                raise RuntimeError("rows are counted behind what the model exchanges")
+            return control.gather_equal(tf.stack(rows), name="rows of the batch")
+
+        try:
+            exactness.edit_step(self._strategy, self._model, "predict_step", counted)
+        except exactness.OfWholeBatch as refused:
+            self._refused = refused
 
     def _on_replica(self, element: Any, rows: Any) -> Any:
         element, has_rows = data.one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
-        self._is_open = not self.is_alone and not tf.executing_eagerly() and not data.has_static_rows(element)
-        if self._is_open:
-            element = partition.declare_batch(element, has_open_rows=True)
-        outputs = between_collectives(self._model, "predict", self._strategy)(element)
-        if self._is_open:
+        is_edited = self._way is Way.EDITED
+        if is_edited:
+            if data.has_static_rows(element):
+                element = data.with_open_rows(element)
+            element = partition.declare_batch(element)
+        with exactness.declared_layers(self._model):
+            outputs = between_collectives(self._model, "predict", self._strategy)(element)
+        if is_edited:
             outputs = exactness.expect_outputs(outputs)
         if has_rows is None:
             return outputs
@@ -271,7 +309,9 @@ class PredictFunction:
     def _of_shares(self, batch: data.Shares, constants: tuple | None, rows_of_all: tf.Tensor | None = None) -> Any:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
-        if exactness.way_of(self._strategy, self._model, parts, rows) is Way.WHOLE:
+        if self._way is None:
+            self._way, _ = exactness.way_of(self._strategy, self._model)
+        if self._way is Way.WHOLE:
             parts = tuple(whole.batch(self._strategy, parts, rows))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._strategy), tf.int64)))
         if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
@@ -298,9 +338,15 @@ class PredictFunction:
         return tf.constant(known, tf.int32, [len(known), 2])
 
     def _of_batch_body(self, batch: Any) -> Any:
+        """Returns the outputs of rows that this process was given: the first replica computes those of all."""
         self._rows_forgotten = False
-        parts = data.split_rows(batch, self._replicas)
-        return self._on_worker(self._run(_tf.distribute_utils.regroup(tuple(parts))))
+        before, self._way = self._way, Way.WHOLE
+        rows = [tf.constant(int(replica == 0)) for replica in range(self._replicas)]
+        regroup = _tf.distribute_utils.regroup
+        try:
+            return self._on_worker(self._run(regroup((batch,) * self._replicas), regroup(tuple(rows))))
+        finally:
+            self._way = before
 
     # -- all workers -----------------------------------------------------------------------------------------------
 
@@ -308,20 +354,25 @@ class PredictFunction:
         self._rows_forgotten = constants is not None
         steps = []
         for batch in batches:
-            checks = []
-            if isinstance(batch, data.Shares):
-                rows = [values_of(n)[0] for n in batch.rows]
-                told = status.before_step(self._strategy, rows, True, values_of(batch.fingerprint)[0])
-                checks = status.why_not(told)
-            with tf.control_dependencies(checks):
-                if isinstance(batch, data.Shares):
-                    outputs = self._of_told_shares(batch, constants, told.rows)
-                else:
-                    outputs = self._on_worker(self._run(batch))
+            if not isinstance(batch, data.Shares):
+                batch = self._as_shares(batch)
+            rows = [values_of(n)[0] for n in batch.rows]
+            told = status.before_step(self._strategy, rows, True, values_of(batch.fingerprint)[0])
+            with tf.control_dependencies(status.why_not(told)):
+                outputs = self._of_told_shares(batch, constants, told.rows)
                 if self._strategy.extended.control.world_size > 1:  # nothing is sent where there is no step
                     outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
+
+    def _as_shares(self, batch: Any) -> data.Shares:
+        """Returns what a dataset that the user has distributed gives each replica of this worker."""
+        parts = tuple(
+            tf.nest.map_structure(lambda leaf, i=i: values_of(leaf)[i], batch) for i in range(self._replicas)
+        )
+        rows = [data.num_rows(part) for part in parts]
+        counted = tuple(tf.cast(1 if n is None else n, tf.int64) for n in rows)
+        return data.Shares(parts, counted, tf.constant(0, tf.int64))
 
     def _gather(self, value: Any, axis: int | None) -> Any:
         """Returns the rows of all workers, in order, of a dense, ragged or sparse tensor."""

@@ -1,4 +1,4 @@
-"""Random layers draw differently on each replica, reproducibly from one seed.
+"""Random layers draw differently on each replica, or what one process draws; reproducibly from one seed.
 
 The state of a SeedGenerator is a mirrored variable, so under Keras every replica draws the same dropout mask.
 """
@@ -56,13 +56,17 @@ def install() -> None:
 
     def of_replica(seed: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
-        if current_ring() is None or context is None:
+        ring, running = current_ring(), step.weighing()
+        if ring is None or context is None:
             return seed
+        if ring.random == "global" and running is not None and running.is_plain:
+            return seed  # of one process, whose numbers for all rows the analysis divides
         replica = context.replica_id_in_sync_group
         if not isinstance(replica, int) or replica > 0:
-            offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
-            seed += tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
-        return seed if step.weighing() is None else partition.declare(seed, "drawn")
+            with partition.own():
+                offset = tf.cast(replica, tf.uint32) * tf.constant(_GOLDEN_RATIO, tf.uint32)
+                seed += tf.bitcast(tf.stack([offset, tf.constant(0, tf.uint32)]), seed.dtype)
+        return seed if running is None else partition.declare(seed, "drawn")
 
 
 @contextlib.contextmanager

@@ -43,9 +43,6 @@ REPLACED = {
         "enters the scope and adopts the optimizer; Keras compares a class's `compile` with this one to see whether a "
         "user overrides it",
     ),
-    "keras.src.layers.rnn.rnn.RNN._create_state_variables": Function(
-        "self, batch_size", "makes the state of stateful layers for a replica's rows"
-    ),
     f"{_LAYER}._maybe_build": Function("self, call_spec", "builds a layer without `build` in the scope it was made in"),
     f"{_LAYER}.add_weight": Function(
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
@@ -87,16 +84,9 @@ REPLACED = {
     "tensorflow.python.ops.nn_impl_distribute.scale_regularization_loss": Function(
         "regularization_loss", "divides by the replicas whose gradients are summed"
     ),
-    "tensorflow.python.eager.backprop.GradientTape.gradient": Function(
-        "self, target, sources, output_gradients, unconnected_gradients",
-        "weighs the gradient of a mean loss by the rows of a batch",
-    ),
     # metrics
     "keras.src.metrics.reduction_metrics.Mean.update_state": Function(
-        "self, values, sample_weight", "weighs a number by its replica's rows"
-    ),
-    "keras.src.metrics.reduction_metrics.MeanMetricWrapper.update_state": Function(
-        "self, y_true, y_pred, sample_weight", "gives a function that returns one number the rows of all replicas"
+        "self, values, sample_weight", "weighs a number by its replica's rows, in pipelines and with `Delayed`"
     ),
     "keras.src.metrics.metric.Metric.add_variable": Function(
         "self, shape, initializer, dtype, aggregation, name",

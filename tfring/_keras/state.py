@@ -2,25 +2,20 @@
 
 Keras keeps a BatchNormalization's moving mean as a mirrored variable that each replica writes for itself, so that
 ranks evaluate and save different models. Here the step notes what its replicas wrote, to Keras' variables and to
-TensorFlow's, and afterwards each such variable has one value on all ranks.
+TensorFlow's, and afterwards each such variable has one value on all ranks. In a step that is edited that is what one
+process writes, and in a step of the whole batch what the first replica does. In a step of each replica's own rows:
 
 | written | becomes |
 |---|---|
-| from constants and the variable itself alone, so the same on all replicas | stays |
-| `maximum(variable, ...)`, `minimum(variable, ...)`, `where(x > variable, x, variable)` | the maximum, the minimum |
 | aggregation "sum": `assign_add`, `assign` | the old value and all increments; the sum of the values |
 | aggregation "mean", "only_first_replica" | the mean, weighted by rows; the first replica's |
 | floats without aggregation | the mean, weighted by rows |
-| integers without, and floats made of integers: `assign_add` | the old value and all increments |
+| integers and booleans without: `assign_add` | the old value and all increments |
 | integers and booleans without: `assign` | stays where all wrote the same; else an error |
-| rows put beside or in the place of others: queues, memories | an error, unless they are those of all replicas |
-| state of a metric: `assign_add` | summed when it is read; a mean over rows or a constant counts by the share |
-| state of a metric: times a constant, plus something (moving averages), the last value | the mean, weighted by rows |
-| state of a metric from itself in other ways | an error |
+| state of a metric | summed when it is read |
 
 Moving averages are linear in what they average, so the mean of them is the moving average of the mean; a replica
-without rows, whose statistics are NaN, has no weight. Eagerly nothing tells how a value was computed: there
-`assign_add` alone adds up, and maxima become means. TensorFlow's variables with an aggregation follow its own rules.
+without rows, whose statistics are NaN, has no weight. TensorFlow's variables with an aggregation follow its own rules.
 """
 
 from __future__ import annotations
@@ -49,12 +44,6 @@ if TYPE_CHECKING:
 _EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
-
-
-class NoRuleError(ConfigurationError):
-    """A variable is written so that nothing says how the values of replicas become one."""
-
-    __module__, __qualname__ = ConfigurationError.__module__, ConfigurationError.__qualname__
 
 
 class Written(NamedTuple):
@@ -112,12 +101,12 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
         _refuse_outside(variable)
         if running.is_plain:
             _write_plainly(running, variable, value, assign)
-        elif not _write_own(running, variable, value, getattr(_local, "adding", None) is variable):
+        elif variable._value.synchronization == tf.VariableSynchronization.ON_READ:
             # The row that a replica without rows was given does not count.
             own = own_copy(variable._value)
-            value = tf.cast(_once_a_batch(running, variable, value), own.dtype)
-            partition.expect(value, "sum", f"the state {_name(variable)}")
-            assign(tf.where(running.active, value, own))
+            assign(tf.where(running.active, tf.cast(value, own.dtype), own))
+        else:
+            _write_own(running, variable, value, getattr(_local, "adding", None) is variable)
 
 
 @contextlib.contextmanager
@@ -175,13 +164,10 @@ class _Copy:
 
     def __getattr__(self, name: str) -> Any:
         """A `scatter_...`: of rows, by ids that differ from replica to replica."""
+        rule = "mean"
         if self._step.is_plain:
             rule = "values" if self._step.is_whole else _EDITED
-            self._step.written.append(Written(self._variable, rule))
-            return getattr(self._own, name)
-        if not self._step.gathered:
-            raise _rows_put_in(self._variable)
-        self._step.written.append(Written(self._variable, "mean"))
+        self._step.written.append(Written(self._variable, rule))
         return getattr(self._own, name)
 
 
@@ -210,7 +196,7 @@ def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callab
 def _stays_a_sum(running: step.Step, variable: Any, value: Any) -> bool:
     """Returns True if a metric's state, written like this, stays a sum over replicas; else all will hold the same."""
     if graphs.is_symbolic(value):
-        running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
+        running.reads = running.reads or graphs.StateReads(exactness.is_each_replicas_own)
         kind = running.reads.kind(variable, value)
     else:
         kind = "none"
@@ -234,11 +220,11 @@ def edited_together(
       What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
 
     Raises:
-      NotThisWay: as `edit` does; or where a metric's state is written as a sum, and as something else.
+      OfWholeBatch: as `edit` does; or if a metric's state is written as a sum, and as something else.
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     if any(w.rule == _SUMMED and not _is_each_replicas_own_part(held_by(w.variable)) for w in written):
-        raise exactness.NotThisWay(step.Way.REPAIRED)
+        raise exactness.OfWholeBatch("A metric's state is written as a sum, and as something else.")
     marks = []  # of the first replica's copies, and what they mark
     for replica in range(len(strategy.extended.worker_devices)):
         with partition.replica(replica, is_scoped=True):
@@ -259,34 +245,27 @@ def _is_each_replicas_own_part(variable: Any) -> bool:
     return variable.aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> bool:
-    """Writes a replica's copy and notes the rule; False where there is none, for a metric's state that is summed."""
+def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> None:
+    """Writes a replica's copy, and notes how what replicas write becomes one."""
     if running.is_plain:
         _write_plainly(running, variable, value)
-        return True
-    held = held_by(variable)
-    rule = _rule(running, variable, value, adding)
-    if rule is None:
-        return False
-    own = own_copy(held)
-    _expect(held, rule, value)
-    by = own.assign(tf.cast(value, own.dtype))
-    if rule != "stay":
-        running.written.append(Written(variable, rule, None if tf.executing_eagerly() else by.op))
-    return True
-
-
-def _expect(variable: Any, rule: str, value: Any) -> None:
-    """Notes what is taken of the values that replicas write, so that they become the one that one process writes."""
-    if tf.executing_eagerly():
         return
-    name = f"the state {_name(variable)}"
-    if rule == "increments" and graphs.last_step(variable, value) == "add":
-        partition.expect(graphs.increment_of(variable, value), "sum", name)
-    elif rule in ("mean", "max", "min"):
-        partition.expect(value, rule, name)
-    elif rule in ("values", "first", "same"):
-        partition.expect(value, "sum" if rule == "values" else "same", name)
+    own = own_copy(held_by(variable))
+    by = own.assign(tf.cast(value, own.dtype))
+    rule = _rule(held_by(variable), adding)
+    running.written.append(Written(variable, rule, None if tf.executing_eagerly() else by.op))
+
+
+def _rule(variable: Any, adding: bool) -> str:
+    """Returns how the values that replicas write to a variable become one."""
+    is_float = variable.dtype.is_floating or variable.dtype.is_complex
+    if variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+        return "first"
+    if variable.aggregation == tf.VariableAggregation.SUM or not is_float:
+        if adding:
+            return "increments"
+        return "same" if variable.aggregation != tf.VariableAggregation.SUM else "values"
+    return "mean"
 
 
 def held_by(variable: Any) -> Any:
@@ -329,105 +308,6 @@ def _refuse_outside(variable: Any) -> None:
         )
 
 
-def _rule(running: step.Step, variable: Any, value: Any, adding: bool) -> str | None:
-    """Returns how the values that replicas write to a variable become one; None if the step leaves that to others."""
-    here = held_by(variable)
-    eagerly = tf.executing_eagerly()
-    last = "" if eagerly else graphs.last_step(here, value)
-    if here.synchronization == tf.VariableSynchronization.ON_READ:
-        return _rule_of_metric(running, variable, value, last)
-    if last in ("max", "min"):
-        return last
-    is_same = not eagerly and (not graphs.is_symbolic(value) or graphs.is_same_everywhere(here, value))
-    if is_same and running.graph is tf.compat.v1.get_default_graph():
-        return "stay"
-    adding = adding or last == "add"
-    if here.aggregation == tf.VariableAggregation.SUM:
-        return "increments" if adding else "values"
-    if here.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-        return "first"
-    if is_same:  # in a branch, which replicas may take or not
-        return "same"
-    if not (here.dtype.is_floating or here.dtype.is_complex):
-        return "increments" if adding else "same"
-    if eagerly or running.gathered:
-        return "mean"
-    if graphs.puts_rows_in(value):
-        raise _rows_put_in(variable)
-    if adding and last == "add" and graphs.is_count(graphs.increment_of(here, value)):
-        return "increments"
-    return "mean"
-
-
-def _rule_of_metric(running: step.Step, variable: Any, value: Any, last: str) -> str | None:
-    """None for a state that is summed when it is read; else its copies are alike after each step, and the first counts.
-
-    Raises:
-      ConfigurationError: where the state of the whole batch does not follow from those of the replicas.
-    """
-    here = held_by(variable)
-    if tf.executing_eagerly() or here.aggregation == tf.VariableAggregation.MEAN:
-        return None
-    kind = "none"
-    if last not in ("max", "min"):
-        if graphs.is_symbolic(value):
-            running.reads = running.reads or graphs.StateReads(_is_each_replicas_own)
-            kind = running.reads.kind(here, value)
-        is_once = kind == "added" and not here.dtype.is_floating and _stands_for_batch(running, variable, value)
-        if (kind == "added" and not is_once) or (kind == "none" and _is_zero(value)):
-            return None
-        if not kind and not running.gathered:
-            raise NoRuleError(
-                "What a metric keeps is a sum over rows, a mean, a maximum or a minimum, so that one follows from what "
-                f"replicas keep of their rows. Received: the variable {_name(variable)!r}, written as another "
-                "function of what metrics keep. Keep sums, by `assign_add`, and compute in `result`; or update the "
-                "metric from the rows of all replicas, which tfring.gather_for_loss gives."
-            )
-    # Not the sum that Keras' default asks for: all replicas will hold the same.
-    _tf.set_aggregation(here, tf.VariableAggregation.ONLY_FIRST_REPLICA)
-    if last in ("max", "min"):
-        return last
-    return "mean" if here.dtype.is_floating else "same"
-
-
-def _stands_for_batch(running: step.Step, variable: Any, value: Any) -> bool:
-    """Returns True if what is added to a metric's state is one number for a replica's rows, and no sum over them."""
-    if running.is_static or running.gathered or tf.executing_eagerly() or _adds_up_rows(variable):
-        return False
-    here = held_by(variable)
-    if graphs.last_step(here, value) != "add":
-        return False
-    return graphs.kind_of(graphs.increment_of(here, value), running.share) in ("constant", "mean", "other")
-
-
-def _adds_up_rows(variable: Any) -> bool:
-    """Returns True if a variable is the state of a metric that Keras defines, which it updates by sums over rows.
-
-    Keras' `Sum` adds what it is given, which may be one number for the rows.
-    """
-    of_metric = getattr(variable, "_tfring_of_metric", None) or object
-    updating = [c for c in of_metric.__mro__ if "update_state" in vars(c)]
-    by_user = (keras.metrics.Metric, keras.metrics.Sum)
-    return any(c.__module__.startswith("keras.") and c not in by_user for c in updating)
-
-
-def _once_a_batch(running: step.Step, variable: Any, value: Any) -> Any:
-    """Returns what to write to a metric's state, to which a mean or a constant is added once, over all replicas."""
-    here = held_by(variable)
-    if not here.dtype.is_floating or not _stands_for_batch(running, variable, value):
-        return value
-    increment = graphs.increment_of(here, value)
-    weighed = running.weigh(tf.cast(increment, here.dtype))
-    own = own_copy(here)
-    return own - weighed if graphs.is_difference(value) else own + weighed
-
-
-def _is_each_replicas_own(handle: Any) -> bool:
-    """Returns True if a handle is that of a variable of which each replica has its own, such as a metric's."""
-    variable = _tf.variable_of_replicas(handle)
-    return variable is not None and variable.synchronization == tf.VariableSynchronization.ON_READ
-
-
 def _is_zero(value: Any) -> bool:
     value = tf.get_static_value(tf.convert_to_tensor(value))
     return value is not None and not value.any()
@@ -435,14 +315,6 @@ def _is_zero(value: Any) -> bool:
 
 def _name(variable: Any) -> str:
     return getattr(variable, "path", None) or variable.name
-
-
-def _rows_put_in(variable: Any) -> NoRuleError:
-    return NoRuleError(
-        "A queue or a memory of rows is written from the rows of all replicas: the mean of what replicas put in it is "
-        f"not what one process would. Received: {_name(variable)!r}, written from a replica's rows. Give it "
-        "`tfring.gather_for_loss(rows)`, in the step, in the place of `rows`."
-    )
 
 
 def own_copy(variable: Any) -> Any:
@@ -474,7 +346,7 @@ def _variables_of_tensorflow(model: Any) -> list:
 
 
 def written_together(strategy: RingStrategy, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
-    """One value for each variable that the replicas wrote; maxima and minima are written before this returns.
+    """One value for each variable that the replicas wrote; what all wrote alike is written before this returns.
 
     Args:
       strategy: the RingStrategy.
@@ -492,15 +364,15 @@ def written_together(strategy: RingStrategy, written: Sequence[Written], shares:
         known = rules.setdefault(id(variable), (variable, rule))[1]
         if known != rule:  # a float that is a mean, and a constant in a branch, stays a mean
             rules[id(variable)] = (variable, "mean" if {known, rule} == {"mean", "same"} else "same")
-    summed, highest = [], []  # (variable, rule, this worker's part)
+    summed, alike = [], []  # (variable, rule, this worker's part), and what all replicas have to write alike
     for variable, rule in rules.values():
         copies = [tf.convert_to_tensor(copy) for copy in values_of(held_by(variable))]
-        if rule in ("max", "min", "same"):
-            highest.append((variable, rule, copies))
+        if rule == "same":
+            alike.append((variable, copies))
         else:
             summed.append((variable, rule, _part(strategy, variable, rule, copies, shares, before)))
-    for variable, rule, copies in highest:
-        _write(strategy, variable, _highest(strategy, variable, rule, copies, shares))
+    for variable, copies in alike:
+        _write(strategy, variable, _written_by_all(strategy, variable, copies, shares))
 
     def finish(totals: Sequence[tf.Tensor]) -> None:
         for (variable, rule, _), total in zip(summed, totals, strict=True):
@@ -527,7 +399,7 @@ def _part(
     copies = [tf.where(shares[i] > 0, c, tf.zeros_like(c)) if rule == "values" else c for i, c in enumerate(copies)]
     if rule == "increments":
         if id(variable) not in before:
-            raise NoRuleError(_no_rule(variable))
+            raise ConfigurationError(_no_rule(variable))
         old = tf.cast(before[id(variable)], copies[0].dtype)
         copies = [tf.where(shares[i] > 0, c - old, tf.zeros_like(c)) for i, c in enumerate(copies)]
     return tf.add_n(copies)
@@ -542,21 +414,19 @@ def _rows_of_replicas(strategy: RingStrategy, copies: Sequence[tf.Tensor], share
     return tf.pad(mine, [[before, after], [0, 0]])
 
 
-def _highest(
-    strategy: RingStrategy, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor
+def _written_by_all(
+    strategy: RingStrategy, variable: Any, copies: Sequence[tf.Tensor], shares: tf.Tensor
 ) -> tf.Tensor:
-    control = strategy.extended.control
+    """Returns what all replicas that have rows wrote, which has to be the same."""
     dtype = copies[0].dtype
     numbers = tf.stack([c if dtype.is_floating else tf.cast(c, tf.int64) for c in copies])
     has_rows = tf.reshape(shares > 0, [-1] + [1] * copies[0].shape.rank)
     highest = tf.reduce_max(tf.where(has_rows, numbers, numbers.dtype.min), 0)
     lowest = tf.reduce_min(tf.where(has_rows, numbers, numbers.dtype.max), 0)
-    highest, lowest = control.all_reduce([highest, -lowest], "max", name="state")
-    if rule == "same":
-        check = tf.debugging.assert_equal(highest, -lowest, _no_rule(variable))
-        with tf.control_dependencies([] if check is None else [check]):
-            highest = tf.identity(highest)
-    return tf.cast(highest if rule != "min" else -lowest, dtype)
+    highest, lowest = strategy.extended.control.all_reduce([highest, -lowest], "max", name="state")
+    check = tf.debugging.assert_equal(highest, -lowest, _no_rule(variable))
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.cast(highest, dtype)
 
 
 def _write(strategy: RingStrategy, variable: Any, value: Any) -> None:

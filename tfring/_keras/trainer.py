@@ -190,9 +190,9 @@ def _call(name: str, model: Any, strategy: RingStrategy, args: tuple, kwargs: di
             given["callbacks"] = ring_callbacks.arranged(name, given["callbacks"], model, strategy, needs)
         around = ring_callbacks.around(name, given["callbacks"], model)
         naming = failures.reraise_as_tfring_error(strategy.extended.channels, strategy.mesh)
-        explained = batch_shapes.static_rows_explained(given.get("x"))
+        counted = batch_shapes.of_call(given.get("x"))
         del given["self"]
-        with explained, entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
+        with counted, entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
             if name != "fit" and strategy.updater is not None:
                 strategy.updater.before_evaluation(model)
             yield bound.kwargs, needs
@@ -212,7 +212,7 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
     """Builds a model for the data it is called with, from its specification: a generator's rows are drawn once."""
     if iterator is not None:
         loop.bind(iterator, model)
-        batch_shapes.check(model, strategy, iterator._tfring_batch_size)
+        batch_shapes.check(model, iterator._tfring_batch_size)
         spec = _tf.element_spec(iterator._distributed_dataset)
         data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
     first = model.train_function is None and model.test_function is None
@@ -331,10 +331,9 @@ class StepFunction:
         self._step = between_collectives(model, kind, strategy)
         self._replicas = len(strategy.extended.worker_devices)
         self._logs = Logs(model, strategy)
-        self._way = Way.EDITED  # as far as a step can be
-        self._other_way: exactness.NotThisWay | None = None  # in which it is to be traced again
-        self._may_be_whole = True
-        self._is_opened = False  # whether the rows of a batch of a fixed size are
+        self._way: Way | None = None  # not known before the first step
+        self._refused: exactness.OfWholeBatch | None = None  # why the step that was traced is to be traced again
+        self._static_rows: int | None = None  # of every batch of all workers, where one process knows their number
         self._is_compared = False
         self._make()
         self.begin_anew()
@@ -363,10 +362,13 @@ class StepFunction:
             if self._kind == "test" and self._strategy.updater is not None:
                 self._strategy.updater.before_evaluation(self._model)
             for batch in iterator:  # train_on_batch, test_on_batch
-                own = own_share(self._strategy, tf.nest.map_structure(to_tensor, batch))
+                batch = tf.nest.map_structure(to_tensor, batch)
+                own = own_share(self._strategy, batch)
+                self._know_rows(data.num_rows(batch) if data.has_static_rows(batch) and own is not batch else None)
                 logs = self._call("_on_batch", own)
             return logs
         self.iterator = iterator
+        self._know_rows(batch_shapes.static_rows_of_call())
         if not loop.are_unread(self._model, self._kind):
             return self._call("_on_iterator", iterator, True)
         self._unread = self._call("_on_iterator", iterator, False)
@@ -385,34 +387,38 @@ class StepFunction:
         while True:
             try:
                 return getattr(self, name)(*args)
-            except exactness.NotThisWay as other:  # of a batch of another kind
-                self._give_up(other)
+            except exactness.OfWholeBatch as refused:  # for a batch of another kind
+                self._take_whole_batches(refused)
 
-    def _give_up(self, other: exactness.NotThisWay) -> None:
-        """Goes another way from now on; what was traced is traced again."""
-        self._way, self._other_way, self._is_opened = other.way, None, False
-        self._may_be_whole = other.may_be_whole
-        if other.reason:
-            exactness.tell_whole(self._strategy, self._model, f"{self._kind}_step", other.reason)
+    def _know_rows(self, rows: int | None) -> None:
+        """Notes the static number of rows of the next batches, with which a step of the whole batch is traced."""
+        if rows != self._static_rows and self._way is Way.WHOLE:
+            self._make()
+        self._static_rows = rows
+
+    def _take_whole_batches(self, refused: exactness.OfWholeBatch) -> None:
+        """Has each step be that of the whole batch from now on; what was traced is traced again."""
+        self._way, self._refused = Way.WHOLE, None
+        exactness.tell_whole(self._strategy, self._model, f"{self._kind}_step", refused.reason)
         self._make()
 
     def _traced(self, name: str, *args: Any) -> Any:
-        """Returns a function of this, traced; it is traced again where another way has to be gone.
+        """Returns a function of this, traced; it is traced again if its rows cannot be divided.
 
         The first is not given up midway, for TensorFlow initializes variables that a step makes behind its trace.
         """
         while True:
             try:
                 traced = getattr(self, name).get_concrete_function(*args)
-            except exactness.NotThisWay as other:
-                self._other_way = other
-            except Exception:  # of any kind, where a program takes a dimension for static that is opened
-                if not self._is_opened:
+            except exactness.OfWholeBatch as refused:
+                self._refused = refused
+            except Exception as error:  # of any kind: a program may need the number of rows, which one process knows
+                if self._way is not Way.EDITED or self._static_rows is None:
                     raise
-                self._other_way = exactness.NotThisWay(Way.REPAIRED, may_be_whole=False)
-            if self._other_way is None:
+                self._refused = exactness.OfWholeBatch(f"It needs their number before it runs ({error!r}).")
+            if self._refused is None:
                 return traced
-            self._give_up(self._other_way)
+            self._take_whole_batches(self._refused)
 
     def bring_logs_together(self) -> None:
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
@@ -424,46 +430,32 @@ class StepFunction:
     def _one_step_body(self, inputs: Sequence[Any], rows: Sequence[Any], told: status.Status, with_logs: bool) -> Any:
         """Returns the outputs of each replica, or the logs."""
         name = f"{self._kind}_step"
-        if self._way is Way.EDITED:
-            self._way = exactness.way_of(self._strategy, self._model, inputs, rows)
+        if self._way is None:
+            self._way, reason = exactness.way_of(self._strategy, self._model)
             if self._way is Way.WHOLE:
-                exactness.tell_whole(self._strategy, self._model, name, "It runs eagerly.")
+                exactness.tell_whole(self._strategy, self._model, name, reason)
         way, shares = self._way, self._shares(told)
-        has_static_rows = all(map(data.has_static_rows, inputs))
-        self._is_opened = way is not Way.REPAIRED and has_static_rows
         if way is Way.WHOLE:
-            inputs = whole.batch(self._strategy, inputs, rows)
+            inputs = whole.batch(self._strategy, inputs, rows, self._static_rows)
         before = state.values_before(self._model)
-        counted = rows if self._may_be_whole else [None]
-        otherwise = exactness.without_division(self._strategy, self._model, counted)
-        try:
-            outputs, written = self._logs.of_step(
-                lambda step: self._strategy.extended.run_step(step, inputs, shares, way),
-                lambda element: self._step(without_optionals(element)),
-                rows,
-                tf.executing_eagerly() or (way is Way.REPAIRED and has_static_rows),
-                way,
-            )
-        except state.NoRuleError as error:
-            if otherwise is Way.WHOLE:
-                raise exactness.NotThisWay(otherwise, str(error)) from error
-            raise
+        outputs, written = self._logs.of_step(
+            lambda step: self._strategy.extended.run_step(step, inputs, shares, way),
+            lambda element: self._step(without_optionals(element)),
+            rows,
+            way,
+        )
+        if way is not Way.EDITED:
+            return self._with_state_and_logs(outputs, written, shares, before, with_logs)
         exchanges: list = []
         try:
-            if way is Way.EDITED:
-                edit = functools.partial(
-                    exactness.edit_step, self._strategy, self._model, name, told.rows, self._logs.names
-                )
-                exchanges, written = state.edited_together(self._strategy, written, edit)
-            elif way is Way.REPAIRED:
-                exactness.check_step(self._strategy, self._model, name, otherwise)
-        except exactness.NotThisWay as other:
+            edit = functools.partial(exactness.edit_step, self._strategy, self._model, name, told.rows)
+            exchanges, written = state.edited_together(self._strategy, written, edit)
+        except exactness.OfWholeBatch as refused:
             if self._is_compared:
                 raise
-            self._other_way, written = other, []
+            self._refused, written = refused, []
         with tf.control_dependencies(exchanges):
-            if way is Way.EDITED:
-                outputs = self._logs.with_all_rows(outputs, rows, shares=shares)
+            outputs = self._logs.with_all_rows(outputs, rows, shares)
             return self._with_state_and_logs(outputs, written, shares, before, with_logs)
 
     def _shares(self, told: status.Status) -> tf.Tensor:

@@ -26,18 +26,22 @@ _NAME = "the whole batch"
 
 def shares(strategy: RingStrategy) -> tf.Tensor:
     """Returns float64 `[replicas_per_worker]`: 1 for the first replica of all workers, 0 for the others."""
-    return tf.constant([float(replica == 0) for replica in _replicas(strategy)], tf.float64)
+    # Of booleans: fractions in a step's graph are compared over ranks.
+    return tf.cast(tf.constant([replica == 0 for replica in _replicas(strategy)]), tf.float64)
 
 
-def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) -> list:
+def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], num_rows: int | None = None) -> list:
     """Returns the rows of all replicas, in order, for each replica of this worker.
 
     Args:
       strategy: the RingStrategy.
       inputs: one element for each replica of this worker.
-      rows: the number of rows of each of them.
+      rows: the number of rows of each of them; None for an element that has none, which stays as it is.
+      num_rows: how many the batch has, where that is known before it is drawn.
     """
     first = inputs[0]
+    if None in rows:
+        return list(inputs)
     counted = data.num_rows(first)
     elements = [data.slice_rows(element, 0, n) for element, n in zip(inputs, rows, strict=True)]
     flat = [tf.nest.flatten(element) for element in elements]
@@ -49,7 +53,7 @@ def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any]) ->
         if is_constant or not has_rows or like.dtype == tf.variant:
             gathered.append(like)
         else:
-            gathered.append(_of_all(strategy, [leaves[number] for leaves in flat]))
+            gathered.append(_of_all(strategy, [leaves[number] for leaves in flat], num_rows))
     return [tf.nest.pack_sequence_as(first, gathered)] * len(inputs)
 
 
@@ -89,14 +93,14 @@ def _replicas(strategy: RingStrategy) -> range:
     return range(before, before + here)
 
 
-def _of_all(strategy: RingStrategy, parts: Sequence[Any]) -> Any:
+def _of_all(strategy: RingStrategy, parts: Sequence[Any], num_rows: int | None) -> Any:
     """Returns the rows of all replicas of one component, of which this worker's have parts."""
     gather = functools.partial(_gathered, strategy)
     found = of_workers(concatenated(parts), gather, strategy.extended.control.rank)
     shape = parts[0].shape
     if isinstance(found, tf.SparseTensor):
         return data.with_inner_shape(found, shape)
-    return tf.ensure_shape(found, [None, *shape[1:]]) if isinstance(found, tf.Tensor) else found
+    return tf.ensure_shape(found, [num_rows, *shape[1:]]) if isinstance(found, tf.Tensor) else found
 
 
 def _gathered(strategy: RingStrategy, tensor: tf.Tensor) -> tf.Tensor:

@@ -49,7 +49,7 @@ class Microbatch:
       step: what the losses and layers see while they compute it.
     """
 
-    def __init__(self, number: int, count: int, element: Any, all_rows: Any) -> None:
+    def __init__(self, number: int, count: int, element: Any, all_rows: Any, replicas: int) -> None:
         begin, end = number * all_rows // count, (number + 1) * all_rows // count
         self.number = number
         self.rows = end - begin
@@ -61,8 +61,7 @@ class Microbatch:
         self.enlarged = float(1 << (count - 1).bit_length())
         around = step.current() or step.Step()
         share = self.share if around.share is None else around.share * self.share
-        is_static = tf.get_static_value(self.rows) is not None
-        self.step = step.Step(share, share > 0, count, self.share, is_static)
+        self.step = step.Step(share, share > 0, count * replicas, self.share)
 
 
 class Held:
@@ -169,7 +168,8 @@ class Passes:
                 "A Pipeline cuts a batch between rows, along the first dimension of its tensors. Received: a batch "
                 f"without rows, {tf.nest.flatten(element)}."
             )
-        return [Microbatch(number, count, element, rows) for number in range(count)]
+        replicas = self._strategy.num_replicas_in_sync
+        return [Microbatch(number, count, element, rows, replicas) for number in range(count)]
 
     def _forward_only(self, element: Any, count: int, counted: _Counted | None, training: bool | None) -> list[Held]:
         passed = []

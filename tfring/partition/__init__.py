@@ -18,7 +18,7 @@ from tfring.partition.marks import (
     expect_upstream,
 )
 from tfring.partition.replicas import is_noted, own, replica
-from tfring.partition.report import is_known, text, text_of_gathered, text_of_whole
+from tfring.partition.report import text_of_gathered, text_of_whole
 
 __all__ = [
     "Analysis",
@@ -33,11 +33,9 @@ __all__ = [
     "expect",
     "expect_gradient",
     "expect_upstream",
-    "is_known",
     "is_noted",
     "own",
     "replica",
-    "text",
     "text_of_gathered",
     "text_of_whole",
 ]

@@ -99,9 +99,7 @@ Source = tuple[Any, int, bool]
 _Key = tuple[str, int, int]  # of edits that are twins: the operation's name, the input's position, which of its edits
 
 
-def analyze(
-    graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False, converts: bool = False
-) -> Analysis:
+def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False, converts: bool = False) -> Analysis:
     """Analyzes the graph of a step.
 
     Args:
@@ -118,10 +116,11 @@ def analyze(
         if converts:
             raise
         twins = None
-    needed = _needed(graph) if converts else set()
+    marked = _needed(graph, marks.expected) if converts else set()
+    needed = marked | _needed(graph, lambda op: op.op_def.is_stateful) if converts else marked
     levels: dict[_Key, int] = {}
     for _ in range(_MOST_WALKS):
-        walk = Walk(converts, needed, twins, levels)
+        walk = Walk(converts, needed, twins, levels, marked)
         ins = [walk.input(tensor) for tensor in graph.inputs]
         for tensor, value in zip(graph.inputs, ins, strict=True):
             if value.handle is not None and is_in_parts(tensor):
@@ -159,6 +158,7 @@ class Walk:
         needed: Collection[str] = (),
         twins: Twins | None = None,
         levels: Mapping[_Key, int] | None = None,
+        marked: Collection[str] = (),
     ) -> None:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
@@ -166,6 +166,7 @@ class Walk:
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
         self._twins = twins
         self._needed = needed  # names of operations of which something comes
+        self._marked = marked  # and of those that a mark is computed from
         self._least_levels = levels or {}  # of edits, which wait for those of other replicas
         self.findings: list[Finding] = []
         self.edits: list[Edit] = []
@@ -264,12 +265,16 @@ class Walk:
         expected = marks.expected(op)
         if expected is not None:
             return [self._compared(op, ins[0], *expected)]
-        of_own = any(isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins)
-        if is_own or (of_own and op.type not in _WITH_BODIES):  # and not declared
+        of_own = [isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins]
+        if not is_own and any(of_own) and op.type in _SUMS and not all(of_own):
+            return self._unplaced(op, ins, Unplaced("unknown", op))  # of gradients, some of which are tfring's
+        if is_own or (any(of_own) and op.type not in _WITH_BODIES):  # and not declared
             return [self._of_own(op, tensor) for tensor in op.outputs]
-        if self.converts and op.type not in ("Equal", "NotEqual") and any(map(_is_replica_id, op.inputs)):
-            # Written for one of several replicas, and not for all rows. A comparison tells who prints or writes.
-            return self._unplaced(op, ins, Unplaced("replicas", op))
+        if self.converts and any(map(_is_replica_id, op.outputs)):
+            return [Value((), const=np.array(0))]
+        for i, tensor in enumerate(op.inputs):
+            if self.converts and _is_replica_id(tensor) and op.name in self._marked and not self._depth:
+                self._edit(op, i, ins[i], conversions.Numbers(()))  # that of one process
         if self.converts and op.type in _COLLECTIVES:
             self.findings.append(Finding("replicas", op, "what replicas exchange"))
         of_shape = constants.of_shape(op, ins)
@@ -539,7 +544,7 @@ class Walk:
             return Value(self.shape(tensor), Partial() if is_mean else Replicate(), PER_MEAN if is_mean else UNSCALED)
         if what == "drawn":
             return Value(self.shape(tensor), Drawn() if self.converts else Replicate())
-        if what in ("parts", "fixed", "own"):
+        if what in ("parts", "own"):
             return self._unplaced(op, [], Unplaced(what, op))[0]
         shape = self.shape(tensor, {0: dims.symbol(ROWS)})
         return Value(shape, Shard(0), PER_MEAN if what == "gradients of rows" else UNSCALED)
@@ -554,7 +559,10 @@ class Walk:
     def _compared(self, op: Any, value: Value, what: str, name: str) -> Value:
         """Returns a value that a mark is on, converted to what the mark expects where it can be."""
         if isinstance(value.placement, Unplaced):
-            reason = "unknown" if value.placement.reason == "own" else value.placement.reason
+            reason = value.placement.reason
+            if reason == "own" and what in ("mean", "rows of gradients", "ids of gradients"):
+                return value  # of a weight of what is declared, whose gradient is that of rows
+            reason = "unknown" if reason == "own" else reason
             self.findings.append(Finding(reason, value.placement.op, name))
             return value
         if value.is_zero and not (self.converts and what == "same"):
@@ -653,9 +661,9 @@ def _is_replica_id(tensor: Any) -> bool:
     return tensor.op.type == "Const" and "replica_id_in_sync_group" in tensor.op.name.rpartition("/")[2]
 
 
-def _needed(graph: Any) -> set[str]:
-    """Returns the names of operations that a mark, or what has an effect, is computed from."""
-    todo = [op for op in graph.get_operations() if marks.expected(op) or op.op_def.is_stateful]
+def _needed(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
+    """Returns the names of operations of a kind, and of all that they are computed from."""
+    todo = [op for op in graph.get_operations() if is_end(op)]
     found = {op.name for op in todo}
     while todo:
         for tensor in todo.pop().inputs:

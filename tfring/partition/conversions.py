@@ -241,6 +241,7 @@ def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[s
 
 # -- what a step takes a tensor for ------------------------------------------------------------------------------------
 
+
 def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[Conversion] | None:
     """Returns the conversions after which a value is what a mark expects; None where there are none.
 

@@ -14,7 +14,7 @@ from tfring import _tf
 
 _DECLARED, _EXPECTED, _NAME, _LIKE = "_tfring_declared", "_tfring_expected", "_tfring_name", "_tfring_like"
 
-DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "fixed", "drawn", "own")
+DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "drawn", "own")
 _OF_ROWS = ("rows", "gradients of rows", "rows of gradients", "ids of gradients")
 EXPECTATIONS = ("mean", "sum", "max", "min", "same", "concatenated", *_OF_ROWS)
 
@@ -26,9 +26,8 @@ def declare(tensor: Any, what: str) -> Any:
       tensor: a dense tensor.
       what: "rows", a replica's rows along the first axis; "gradients of rows", of its own loss, a mean; "full", the
         same on all replicas; "mean", a replica's part of a mean over rows, weighted by them; "share", a replica's rows
-        over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "fixed", rows of a
-        number that is known beforehand; "drawn", what random numbers come from, other on each replica; "own", what
-        tfring computes with from here on, as in `replicas.own`.
+        over those of the batch; "parts", a tensor that ragged or sparse rows are made of; "drawn", what random numbers
+        come from, other on each replica; "own", what tfring computes with from here on, as in `replicas.own`.
     """
     assert what in DECLARATIONS, what
     return _marked(tensor, {_DECLARED: what})
@@ -104,25 +103,39 @@ def expect_gradient(gradient: Any, name: str) -> Any:
     return tf.IndexedSlices(values, expect(gradient.indices, "ids of gradients", name), gradient.dense_shape)
 
 
-def declare_batch(element: Any, has_open_rows: bool) -> Any:
+def declare_batch(element: Any) -> Any:
     """Returns a batch of which the analysis is told what are a replica's rows.
 
     Args:
-      element: any structure; of its dense tensors those whose first dimension is open have rows.
-      has_open_rows: whether the number of rows is not fixed, for else it is a constant like any other.
+      element: any structure; of its dense tensors those whose first dimension is open have rows, and ragged and sparse
+        tensors have.
     """
 
     def declared(leaf: Any) -> Any:
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             parts = tf.nest.flatten(leaf, expand_composites=True)
-            return tf.nest.pack_sequence_as(leaf, [declare(part, "parts") for part in parts], expand_composites=True)
+            parts = [declare(part, "parts") for part in parts]
+            return _counted(leaf, tf.nest.pack_sequence_as(leaf, parts, expand_composites=True))
         if not isinstance(leaf, tf.Tensor) or leaf.dtype in (tf.variant, tf.resource) or not leaf.shape.rank:
             return leaf
-        if not has_open_rows:
-            return declare(leaf, "fixed")
         return declare(leaf, "rows") if leaf.shape[0] is None else leaf
 
     return tf.nest.map_structure(declared, element)
+
+
+def _counted(leaf: Any, declared: Any) -> Any:
+    """Returns a declared ragged or sparse tensor whose number of rows is known to be such."""
+    is_ragged = isinstance(leaf, tf.RaggedTensor)
+    num_rows = leaf.nrows() if is_ragged else leaf.dense_shape[0]
+    num_rows = tf.shape(declare(tf.zeros([num_rows], tf.uint8), "rows"), num_rows.dtype)[0]
+    if not is_ragged:
+        others = leaf.shape[1:]
+        if not others.is_fully_defined():
+            return declared
+        return tf.SparseTensor(declared.indices, declared.values, tf.stack([num_rows, *others]))
+    if leaf.uniform_row_length is not None:
+        return declared
+    return tf.RaggedTensor.from_value_rowids(declared.values, declared.value_rowids(), num_rows, validate=False)
 
 
 def _marked(tensor: Any, attributes: dict[str, str]) -> Any:

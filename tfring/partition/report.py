@@ -1,4 +1,4 @@
-"""Tells a user what in a step is not what one process would compute, and where."""
+"""Tells a user why the rows of a step cannot be divided, and where."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ REASONS = {
         "rows in ragged and sparse tensors are divided in steps of Keras' own layers and losses alone",
         "Make them dense before the step, such as by `ragged.to_tensor(shape=...)`.",
     ),
-    "fixed": ("batches of a fixed size are not looked into", "Leave the first dimension of batches open."),
     "replicas": (
         "written for one of several replicas, by its number or by what it exchanges with others",
         "Write the step for all rows of the batch, as for one process.",
@@ -61,7 +60,6 @@ REASONS = {
     ),
 }
 
-_NOT_KNOWN = ("unknown", "parts", "fixed")
 _SHOWN = 6
 _NAMES = 3
 _LIBRARIES = ("tensorflow", "keras", "tfring")
@@ -69,7 +67,6 @@ _BELOW = ("/src/backend/", "/src/ops/", "/src/utils/")  # of a library: what los
 _STEP = "replica_fn"  # in which a replica's step is traced
 
 
-_DIFFERS = "several replicas may not give the result of one process."
 _WHOLE = (
     "each worker computes the whole batch, for its rows cannot be divided. That gives the result of one process, and "
     "takes as long."
@@ -81,27 +78,18 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
 
     Args:
       reason: what cannot be divided; a sentence where no operations are known.
-      step: as of `text`.
-    """
-    return f"{step}: {_WHOLE} {reason}" if isinstance(reason, str) else text(reason, step, _WHOLE)
-
-
-def text(findings: Sequence[Finding], step: str, head: str = _DIFFERS) -> str:
-    """Returns the message of a step's findings.
-
-    Args:
-      findings: at least one.
       step: such as "train_step of Functional 'model'".
-      head: what they mean for the step.
     """
+    if isinstance(reason, str):
+        return f"{step}: {_WHOLE} {reason}"
     causes: dict[tuple[str, str], tuple[Any, list[str]]] = {}
-    for finding in findings:
+    for finding in reason:
         _, names = causes.setdefault((finding.reason, _line(finding.op)), (finding.op, []))
         if finding.name not in names:
             names.append(finding.name)
-    lines = [f"{step}: {head}"]
-    for (reason, line), (op, names) in list(causes.items())[:_SHOWN]:
-        what, advice = REASONS[reason]
+    lines = [f"{step}: {_WHOLE}"]
+    for (why, line), (op, names) in list(causes.items())[:_SHOWN]:
+        what, advice = REASONS[why]
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         kind = f"`{op.type}` of the gradient" if "gradient_tape" in op.name else f"`{op.type}`"
         lines.append(f"  {line} ({kind}): {what}. It reaches {', '.join(names[:_NAMES])}{more}. {advice}")
@@ -116,7 +104,7 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
 
     Args:
       analysis: of a step whose graph is edited.
-      step: as of `text`.
+      step: as of `text_of_whole`.
     """
     of_all_rows = [edit.op for edit, *_ in analysis.edits if edit.conversion == Full() and is_sharded(edit.value)]
     gathered = [op for op in of_all_rows if op.type not in RULES]
@@ -128,11 +116,6 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
         f"{step}: each replica computes from the rows of all what may combine them: {', '.join(lines[:_NAMES])}{more}. "
         "That is right, and takes as long as in one process. See docs/exactness.md."
     )
-
-
-def is_known(finding: Finding) -> bool:
-    """Returns True if a finding is known to be inexact, and not only not known to be exact."""
-    return finding.reason not in _NOT_KNOWN
 
 
 def _line(op: Any) -> str:

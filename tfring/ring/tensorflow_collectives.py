@@ -6,8 +6,9 @@ NCCL and for machines where the ring could not be compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -24,6 +25,13 @@ _GATHERED_AS = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), 
 }
 
 
+class _Line(NamedTuple):
+    """Variables by which collectives run in one order: what each of them waits for, and how many there have been."""
+
+    token: Any
+    count: Any
+
+
 class TensorFlowCollectives(Collectives):
     """Runs on one device a worker, after `enable_collective_ops` has connected the workers."""
 
@@ -36,17 +44,36 @@ class TensorFlowCollectives(Collectives):
         self._options = options
         group_key = keys.get_group_key((device,))
         self._group_key = group_key
-        with tf.init_scope(), tf.device(device):
-            self._token = _tf.ResourceVariable(0.0, trainable=False)
+        self._line = self._in_program_order = self._new_line(0)
+        self._apart = self._new_line(1 << 30)
+
+    def _new_line(self, first: int) -> _Line:
+        with tf.init_scope(), tf.device(self._device):
+            token = _tf.ResourceVariable(0.0, trainable=False)
         with tf.init_scope(), tf.device("CPU:0"):
-            self._count = _tf.ResourceVariable(0, dtype=tf.int32, trainable=False)
+            return _Line(token, _tf.ResourceVariable(first, dtype=tf.int32, trainable=False))
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """See `ops.apart`."""
+        self._line = self._apart
+        try:
+            yield
+        finally:
+            self._line = self._in_program_order
+
+    def in_one_order(self) -> list[tf.Operation]:
+        """See `ops.in_one_order`."""
+        graph = tf.compat.v1.get_default_graph()
+        token = graph.capture(self._in_program_order.token.handle)
+        return [op for op in graph.get_operations() if any(tensor is token for tensor in op.inputs)]
 
     def _arguments(self) -> dict:
         # The key counts collectives as they run. TensorFlow's own counts them as functions are traced or called
         # (`capture_call_time_value`), which fails for a tf.function called inside a loop, and ranks whose shares
         # differ in size may trace another number of times.
         with tf.device("CPU:0"):
-            instance_key = self._count.assign_add(1, read_value=True)
+            instance_key = self._line.count.assign_add(1, read_value=True)
             if not isinstance(instance_key, tf.Tensor):
                 instance_key = tf.identity(instance_key)
         return {
@@ -55,7 +82,7 @@ class TensorFlowCollectives(Collectives):
             "instance_key": instance_key,
             "communication_hint": self._options.implementation.value,
             "timeout": self._options.timeout_seconds,
-            "ordering_token": self._token.handle,
+            "ordering_token": self._line.token.handle,
         }
 
     def _all_reduce(self, tensor: tf.Tensor, op: str) -> tf.Tensor:

@@ -19,17 +19,18 @@ _local = threading.local()
 
 
 class Way(enum.Enum):
-    """The way in which the steps of replicas become the step of one process.
+    """The way in which the steps of replicas become one.
 
     Attributes:
-      EDITED: The graph is edited, once it is traced.
+      EDITED: The graph is edited, once it is traced, so that it computes what one process does.
       WHOLE: Each replica computes the step from the rows of all replicas, and what the first one computes counts.
-      REPAIRED: Losses, metrics and state become means and sums over replicas while the step is traced, or runs.
+      OWN: Each replica computes the step from its own rows, where workers train by themselves or share a model's
+        stages; gradients and state become means by rows.
     """
 
     EDITED = "edited"
     WHOLE = "whole"
-    REPAIRED = "repaired"
+    OWN = "own"
 
 
 class Step:
@@ -44,10 +45,8 @@ class Step:
       active: bool scalar, False where this replica has no row; None where it always has.
       written: of each variable that the step assigned in this replica, how what replicas wrote becomes one; see
         `_keras/state.py`.
-      gathered: whether `tfring.gather_for_loss` gave this step the rows of all replicas.
-      microbatches: into how many parts a pipeline has cut the replica's rows, of which this step sees one.
+      parts: into how many parts a pipeline has cut the rows of the batch, of which this step sees one.
       part: float64 scalar, how much of the replica's rows this step sees; None where it sees all.
-      is_static: whether this replica's number of rows is known before the step runs, and looks like any constant.
       is_plain: whether the step is traced as that of one process: it is edited, or computed from the rows of all.
       is_whole: whether it is computed from the rows of all replicas.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
@@ -60,20 +59,17 @@ class Step:
         self,
         share: tf.Tensor | None = None,
         active: tf.Tensor | None = None,
-        microbatches: int = 1,
+        parts: int = 1,
         part: tf.Tensor | None = None,
-        is_static: bool = False,
-        way: Way = Way.REPAIRED,
+        way: Way = Way.OWN,
     ) -> None:
         self.share = share
         self.active = active
         self.num_rows: Any = None  # of the replica's element, where it was counted
         self.written: list = []
-        self.gathered = False
-        self.microbatches = microbatches
+        self.parts = parts
         self.part = part
-        self.is_static = is_static
-        self.is_plain, self.is_whole = way is not Way.REPAIRED, way is Way.WHOLE
+        self.is_plain, self.is_whole = way is not Way.OWN, way is Way.WHOLE
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.added: dict[int, list] = {}
         self.reads: Any = None
@@ -104,11 +100,12 @@ class Step:
         return tf.slice(value, tf.zeros_like(sizes), tf.tensor_scatter_nd_update(sizes, [[axis]], [size]))
 
     def refuse_in_parts(self, what: str) -> None:
-        """Raises ConfigurationError where a pipeline has cut the replica's rows, for `what` needs all of them."""
-        if self.microbatches > 1:
+        """Raises ConfigurationError in a pipeline that cuts the rows of a batch, for `what` needs all of them."""
+        if self.parts > 1:
             raise ConfigurationError(
-                f"A Pipeline has one microbatch at a time for its loss, and {what} needs the whole batch. Received: "
-                f"num_microbatches={self.microbatches}. Make the Pipeline with num_microbatches=1, or use another loss."
+                f"A Pipeline computes its loss from some rows of a batch at a time, and {what} needs all of them. "
+                f"Received: rows in {self.parts} parts, of replicas and microbatches. Make the Pipeline with "
+                "num_microbatches=1 and data=1, or use another loss."
             )
 
     def _by_share(self, operation: Callable, value: Any) -> Any:
@@ -134,8 +131,8 @@ def weighing() -> Step | None:
     return running if running is not None and running.share is not None else None
 
 
-def repairing() -> Step | None:
-    """Returns the step this thread runs, if losses and states are made means and sums over replicas as it is traced."""
+def of_own_rows() -> Step | None:
+    """Returns the step this thread runs, if the replica's share is known and the step is its own, of its own rows."""
     running = weighing()
     return running if running is not None and not running.is_plain else None
 

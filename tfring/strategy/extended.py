@@ -415,7 +415,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             _running.replicas = before
 
     def run_step(
-        self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor, way: step.Way = step.Way.REPAIRED
+        self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor, way: step.Way = step.Way.OWN
     ) -> tuple[Any, list]:
         """Runs `fn(inputs)` on each replica with its share of the batch.
 
@@ -438,13 +438,13 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 return step_of_replica(element, share)
 
         def step_of_replica(element: Any, share: tf.Tensor) -> Any:
-            is_static = data.has_static_rows(element)
             if not alone and way is not step.Way.WHOLE:
                 element, _ = data.one_row_at_least(element)
-                if way is step.Way.EDITED and is_static:  # so that it is no constant like any other
-                    element, is_static = data.with_open_rows(element), False
-                element, share = partition.declare_batch(element, not is_static), partition.declare(share, "share")
-            mine = step.Step() if alone else step.Step(share, share > 0, is_static=is_static, way=way)
+            if not alone and way is step.Way.EDITED:
+                if data.has_static_rows(element):  # so that their number is no constant like any other
+                    element = data.with_open_rows(element)
+                element, share = partition.declare_batch(element), partition.declare(share, "share")
+            mine = step.Step() if alone else step.Step(share, share > 0, way=way)
             with step.running(mine) as running:
                 running.num_rows = data.num_rows(element)
                 outputs = fn(element)

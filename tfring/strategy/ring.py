@@ -28,6 +28,7 @@ from tfring.strategy.extended import RingExtended
 from tfring.strategy.lines import RunLines
 
 _COMMUNICATIONS = ("ring", "tensorflow")
+_RANDOM = ("replica", "global")
 _OF_MESHES = (
     "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one device, and its "
     "optimizer all that its weights need."
@@ -85,9 +86,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         take part in saving; see `docs/saving.md`. Default: False.
       synchronization: a `tfring.Delayed`: each worker takes several steps on its own rows, and then the weights are
         averaged. For slow networks, and not equal to one process. Default: None, gradients are reduced in every step.
+      random: what random layers such as Dropout draw. "replica": each replica draws for its own rows. "global": each
+        draws for all rows, as one process does, and uses those of its own; the result is that of one process, and
+        random numbers take as long as there. Steps of a replica's own rows (pipelines, `Delayed`) always draw as with
+        "replica". Default: "replica".
       check_equal: whether Keras' `fit` compares all variables of all replicas bit for bit after every step (see
-        `assert_equal`), and raises InexactError where a step is known not to give the result of one process; for
-        debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
+        `assert_equal`); for debugging, it costs a pass over all variables. Default: TFRING_CHECK_EQUAL, else False.
       trace: a folder where each worker writes what it did when, for `tfring report`. Default: TFRING_TRACE, else none
         is written.
 
@@ -122,6 +126,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         synchronization: Delayed | None = None,
+        random: str = "replica",
         check_equal: bool | None = None,
         trace: str | os.PathLike | None = None,
     ) -> None:
@@ -137,6 +142,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             raise ConfigurationError(
                 f"`compression` is one of {COMPRESSIONS} or None. Received: compression={compression!r}"
             )
+        if random not in _RANDOM:
+            raise ConfigurationError(f"`random` must be one of {_RANDOM}. Received: random={random!r}")
         if synchronization is not None and not isinstance(synchronization, Delayed):
             raise ConfigurationError(
                 "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), or None. "
@@ -186,6 +193,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.Strategy.__init__(self, extended)
         self.shard_optimizer = bool(shard_optimizer)
         self.check_equal = check_equal
+        self.random = random
         if synchronization is not None:
             if len(extended.worker_devices) > 1:
                 raise ConfigurationError(

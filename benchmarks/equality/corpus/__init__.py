@@ -18,7 +18,9 @@ No program draws random numbers for each row.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
 import pathlib
 import pkgutil
@@ -26,7 +28,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import harness
@@ -56,7 +58,7 @@ class Trained(NamedTuple):
 
     Attributes:
       values: of variables and of logs at the end of each epoch, by name.
-      said: the text of the warning, if there was one.
+      said: what is logged of a step of the whole batch, if there was one.
       error: the type and the first line of an exception, if there was one.
       is_refused: whether tfring raised it on purpose.
       seconds: that it took.
@@ -300,8 +302,8 @@ def _trained(program: Program, devices: int) -> Trained:
     values: dict[str, Any] = {}
     error, is_refused = None, False
     strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(), _logged() as texts:
+        warnings.simplefilter("ignore")
         try:
             with strategy.scope():
                 model = program.make()
@@ -325,8 +327,21 @@ def _trained(program: Program, devices: int) -> Trained:
                 traceback.print_exc()
         finally:
             strategy.close()
-    said = [str(warning.message) for warning in caught if issubclass(warning.category, errors.InexactWarning)]
+    said = [text for text in texts if "each worker computes the whole batch" in text]
     return Trained(values, "\n".join(said) or None, error, is_refused, time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Yields the messages that tfring logs."""
+    logger, texts = logging.getLogger("tfring"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
 
 
 def _variables(model: keras.Model) -> list:
