@@ -63,6 +63,7 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops import gen_dataset_ops as dataset_kernels  # shuffles with a generator of seeds
+from tensorflow.python.ops import summary_ops_v2 as _summary_ops  # which replica writes summaries
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
 Dataset = dataset_ops.DatasetV2
@@ -624,6 +625,24 @@ def cross_replica_context(strategy: Any) -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+@contextlib.contextmanager
+def traced_summaries() -> Iterator[None]:
+    """In here each replica traces `tf.summary`, of which the first alone writes: all have one graph."""
+    state = _summary_ops._summary_state
+    before = state.is_recording_distribution_strategy
+
+    def is_first() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        # Which replica it is must not be known while the step is traced.
+        return tf.compat.v1.placeholder_with_default(tf.equal(context.replica_id_in_sync_group, 0), [])
+
+    state.is_recording_distribution_strategy = is_first
+    try:
+        yield
+    finally:
+        state.is_recording_distribution_strategy = before
 
 
 def variable_of_replicas(handle: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a function of rows on all rows and on the rows of replicas, and compares with what the analysis says of it."""
+"""Runs an edited function on replicas of this process and compares with what the analysis says of its results."""
 
 from __future__ import annotations
 
@@ -6,82 +6,104 @@ from fractions import Fraction
 
 import numpy as np
 import tensorflow as tf
+from replicas import assert_equal, present, specs, whole
 
 from tfring import partition
-from tfring.partition.analysis import Walk
 from tfring.partition.dims import Dim, symbols
 from tfring.partition.types import Partial, Replicate, Shard, Unplaced
 
 SIZES = (5, 3)
 
 
-class Checked:
-    """What the analysis says of each result of a function, all of which was compared with what replicas compute.
+class InOneProcess:
+    """See `edit.Exchange`: all replicas are of this process, which has reduced and concatenated what they have."""
 
-    Attributes:
-      values: of the results.
-      findings: of the marks in the function.
-    """
+    replica = 0
 
-    def __init__(self, values, findings):
-        self.values = values
-        self.findings = findings
+    def __init__(self, rows):
+        self.rows = rows
 
-    @property
-    def reasons(self):
-        """Of each result why it is not placed; None where it is."""
-        return [v.placement.reason if isinstance(v.placement, Unplaced) else None for v in self.values]
+    def others(self):
+        return []
+
+    def all_reduce(self, tensors, op, name):
+        return [tf.identity(tensor) for tensor in tensors]
+
+    def all_gather(self, tensors, name):
+        return [tf.identity(tensor) for tensor in tensors]
 
 
-def check(function, *arrays, sizes=SIZES, tolerance=1e-9):
-    """Analyzes `function(*rows)` and compares each result that is placed.
+def check(function, *arrays, sizes=SIZES, tolerance=1e-9, expected="same"):
+    """Edits `function(*rows)`, compares each result with its type, and what is expected of it with one process.
 
     Args:
       function: of tensors that have rows along the first axis; returns tensors in any structure.
       *arrays: all rows, `sum(sizes)` of them.
       sizes: rows of each replica.
       tolerance: of floats, relative to the largest.
+      expected: what results are marked to be, see `partition.expect`.
+
+    Returns:
+      The results' Values, and the Analysis.
     """
-    traced = _traced(function, arrays)
-    graph = traced.graph
-    walk = Walk()
-    known = walk.graph(graph, [walk.input(tensor) for tensor in graph.inputs])
-    values = [known[tensor.name] for tensor in graph.outputs]
-    kept = {op.name: tensor for op, tensor in zip(graph.kept, graph.kept_counts, strict=True)}
-    count = len(values) - len(kept)
-    everything = [np.asarray(result) for result in traced(*map(tf.constant, arrays))]
-    ends = np.cumsum(sizes)
-    parts = [
-        [np.asarray(result) for result in traced(*(tf.constant(a[end - size : end]) for a in arrays))]
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-    numbers = [{"n": int(ends[-1])}, *({"n": size} for size in sizes)]
-    for results, known_sizes in zip([everything, *parts], numbers, strict=True):
-        for name, number in zip(kept, results[count:], strict=True):
-            known_sizes[f"rows:{graph.name}/{name}"] = int(number)
-    for i, value in enumerate(values[:count]):
-        compare(
-            value,
-            everything[i],
-            [part[i] for part in parts],
-            numbers,
-            where=(i, graph.outputs[i].op.name, value),
-            tolerance=tolerance,
+    everything, whole_counts = _with_counts(function, arrays)
+    analysis = values = None
+
+    def step(counts, *rows):
+        nonlocal analysis, values
+        graph, results, marked, kept = tf.compat.v1.get_default_graph(), [], [], []
+        for replica in range(len(sizes)):
+            begin = len(graph.get_operations())
+            with partition.replica(replica, is_scoped=True):
+                mine = rows[replica * len(arrays) : (replica + 1) * len(arrays)]
+                results.append(present(function(*(partition.declare(tensor, "rows") for tensor in mine))))
+                marked.append([partition.expect(r, expected, f"result {i}") for i, r in enumerate(results[-1])])
+            kept.append(_kept(graph.get_operations()[begin:]))
+        analysis = partition.analyze(graph)
+        values = [analysis.values[result.name] for result in results[0]]
+        partition.apply_edits(analysis, InOneProcess(counts))
+        numbers = [[tf.shape(op.outputs[0])[0] for op in ops] for ops in kept]
+        names = [f"rows:{graph.name}/{op.name}" for op in kept[0]]
+        return tf.nest.map_structure(
+            tf.identity, (results, marked, [dict(zip(names, each, strict=True)) for each in numbers])
         )
-    return Checked(values[:count], walk.findings)
+
+    ends = np.cumsum(sizes)
+    parts = [tf.constant(a[end - size : end]) for size, end in zip(sizes, ends, strict=True) for a in arrays]
+    counts = tf.constant(sizes, tf.int64)
+    traced = tf.function(step, autograph=False).get_concrete_function(
+        tf.TensorSpec([len(sizes)], tf.int64), *specs(arrays) * len(sizes)
+    )
+    results, marked, own_counts = tf.nest.map_structure(np.asarray, traced(counts, *parts))
+    numbers = [{"n": int(ends[-1]), **dict(zip(own_counts[0], whole_counts, strict=True))}]
+    numbers += [{"n": size, **mine} for size, mine in zip(sizes, own_counts, strict=True)]
+    numbers = [{name: int(number) for name, number in each.items()} for each in numbers]
+    for i, value in enumerate(values):
+        compare(value, everything[i], [each[i] for each in results], numbers, (i, value), tolerance)
+    found = {finding.name for finding in analysis.findings}
+    for i in range(len(values) if expected == "same" else 0):
+        for replica in range(len(sizes)):
+            if f"result {i}" not in found:
+                assert_equal(marked[replica][i], everything[i], (i, replica, values[i]), tolerance)
+    return values, analysis
 
 
-def _traced(function, arrays):
-    @tf.function(autograph=False)
-    def of_rows(*rows):
-        rows = [partition.declare(tensor, "rows") for tensor in rows]
-        results = [tf.convert_to_tensor(r) for r in tf.nest.flatten(function(*rows))]
-        graph = tf.compat.v1.get_default_graph()
-        graph.kept = [op for op in graph.get_operations() if op.type == "Where"]
-        graph.kept_counts = [tf.shape(op.outputs[0])[0] for op in graph.kept]
-        return [*map(tf.identity, results), *map(tf.identity, graph.kept_counts)]
+def _kept(operations):
+    return [op for op in operations if op.type == "Where"]
 
-    return of_rows.get_concrete_function(*(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in arrays))
+
+def _with_counts(function, arrays):
+    """Returns what one process has of all rows, and how many rows each mask keeps."""
+    count = 0
+
+    def counted(*rows):
+        nonlocal count
+        results = present(function(*rows))
+        count = len(results)
+        return results + [tf.shape(op.outputs[0])[0] for op in _kept(results[0].graph.get_operations())]
+
+    results = whole(counted, *arrays)
+    return results[:count], results[count:]
 
 
 def compare(value, whole, parts, numbers, where, tolerance):
@@ -102,7 +124,7 @@ def compare(value, whole, parts, numbers, where, tolerance):
     if value.const is not None:
         consts = [
             np.array([_number(s, known) for s in np.ravel(value.const)]).reshape(np.shape(value.const))
-            for known in numbers
+            for known in (numbers[:1] * len(numbers) if value.is_total else numbers)
         ]
         for const, result in zip(consts, [whole, *parts], strict=True):
             np.testing.assert_array_equal(const, result, str(where))
@@ -117,16 +139,16 @@ def compare(value, whole, parts, numbers, where, tolerance):
     match value.placement:
         case Replicate():
             for part in parts:
-                _assert_equal(part, whole, where, tolerance)
+                assert_equal(part, whole, where, tolerance)
         case Shard(axis, blocks):
             if isinstance(blocks, tuple) and not all(_is_known(size, numbers[0]) for size in blocks):
                 return
             cuts = [_blocks(part, axis, blocks, known) for part, known in zip(parts, numbers[1:], strict=True)]
             joined = [block for same in zip(*cuts, strict=True) for block in same]
-            _assert_equal(np.concatenate(joined, axis), whole, where, tolerance)
+            assert_equal(np.concatenate(joined, axis), whole, where, tolerance)
         case Partial(op):
             reduced = {"sum": np.add, "max": np.maximum, "min": np.minimum}[op].reduce(np.stack(parts), 0)
-            _assert_equal(reduced, whole, where, tolerance)
+            assert_equal(reduced, whole, where, tolerance)
 
 
 def _blocks(part, axis, blocks, known):
@@ -149,15 +171,6 @@ def _scaled(part, scale, whole, mine):
     factor = 1.0
     for name, power in scale:
         factor *= (mine[name] / whole[name]) ** float(Fraction(power)) if whole[name] else np.nan
-    return part * factor if scale else part
-
-
-def _assert_equal(part, whole, where, tolerance):
-    assert part.shape == whole.shape, (where, part.shape, whole.shape)
-    if part.dtype.kind in "fc":
-        is_finite = np.isfinite(part) & np.isfinite(whole)  # infinities of replicas may cancel to NaN
-        part, whole = np.where(is_finite, part, 0), np.where(is_finite, whole, 0)
-        size = 1.0 + np.abs(whole).max(initial=0)
-        np.testing.assert_allclose(part / size, whole / size, rtol=tolerance, atol=tolerance, err_msg=str(where))
-    else:
-        np.testing.assert_array_equal(part, whole, str(where))
+    if not scale:
+        return part
+    return part * factor if factor else np.zeros_like(part)  # of a replica without rows

@@ -177,9 +177,9 @@ PROGRAMS = {
 def main():
     for name, (function, exchanges) in PROGRAMS.items():
         for sizes in SIZES:
-            ran = replicas.run(function, X, Y, IDS, sizes=sizes, tolerance=1e-8)
-            assert not ran.findings, (name, ran.findings)
-            assert exchanges in (None, len(ran.exchanges)), (name, ran.exchanges)
+            analysis, exchanged = replicas.run(function, X, Y, IDS, sizes=sizes, tolerance=1e-8)
+            assert not analysis.findings, (name, analysis.findings)
+            assert exchanges in (None, len(exchanged)), (name, exchanged)
 
 
 if __name__ == "__main__":

@@ -71,22 +71,7 @@ class Exchange:
         return results
 
 
-class Ran:
-    """What an edited function gave.
-
-    Attributes:
-      findings: what could not be converted.
-      edits: the conversions.
-      exchanges: their names.
-    """
-
-    def __init__(self, findings, edits, exchanges):
-        self.findings = findings
-        self.edits = edits
-        self.exchanges = exchanges
-
-
-def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, expected=None):
+def run(function, *arrays, sizes=(5, 3), tolerance=1e-9):
     """Asserts that every replica has each result of `function(*rows)` as one process has it.
 
     Args:
@@ -94,10 +79,11 @@ def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, expected=None):
       *arrays: all rows, `sum(sizes)` of them.
       sizes: rows of each replica; one without computes on a row of another.
       tolerance: of floats, relative to the largest.
-      expected: of each result, what it is expected to be; by default the same on all.
+
+    Returns:
+      The Analysis, and the names of what replicas exchanged.
     """
     everything = whole(function, *arrays)
-    specs = _specs(arrays)
     meeting = Meeting(len(sizes))
     ends = np.cumsum(sizes)
     steps, analysis = [], None
@@ -108,14 +94,14 @@ def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, expected=None):
             nonlocal analysis
             exchange.rows = counts  # no constant, of which TensorFlow would compute with beforehand
             rows = [partition.declare(tensor, "rows") for tensor in rows]
-            results = _flat(function(*rows))
+            results = present(function(*rows))
             results = [partition.expect(r, "same", f"result {i}") for i, r in enumerate(results)]
-            analysis = partition.analyze(tf.compat.v1.get_default_graph(), converts=True)
+            analysis = partition.analyze(tf.compat.v1.get_default_graph())
             edit.apply(analysis, exchange)
             return results
 
         counts = tf.TensorSpec([len(sizes)], tf.int64)
-        steps.append(tf.function(step, autograph=False).get_concrete_function(counts, *specs))
+        steps.append(tf.function(step, autograph=False).get_concrete_function(counts, *specs(arrays)))
     got, errors = [None] * len(sizes), []
 
     def work(replica):
@@ -140,25 +126,28 @@ def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, expected=None):
         if f"result {i}" in bad:
             continue
         for replica in range(len(sizes)):
-            _assert_equal(got[replica][i], result, (i, replica), tolerance)
-    return Ran(analysis.findings, analysis.edits, meeting.names)
+            assert_equal(got[replica][i], result, (i, replica), tolerance)
+    return analysis, meeting.names
 
 
 def whole(function, *arrays):
     """Returns what one process has of all rows."""
-    traced = tf.function(lambda *rows: _flat(function(*rows)), autograph=False)
-    return [np.asarray(result) for result in traced.get_concrete_function(*_specs(arrays))(*map(tf.constant, arrays))]
+    traced = tf.function(lambda *rows: present(function(*rows)), autograph=False)
+    return [np.asarray(result) for result in traced.get_concrete_function(*specs(arrays))(*map(tf.constant, arrays))]
 
 
-def _specs(arrays):
+def specs(arrays):
+    """Returns the specification of each array, of any number of rows."""
     return [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in arrays]
 
 
-def _flat(results):
+def present(results):
+    """Returns the tensors in a structure."""
     return [tf.convert_to_tensor(r) for r in tf.nest.flatten(results) if r is not None]
 
 
-def _assert_equal(part, whole, where, tolerance):
+def assert_equal(part, whole, where, tolerance):
+    """Asserts that an array is another, where that is finite; `where` is shown on failure."""
     assert part.shape == whole.shape, (where, part.shape, whole.shape)
     if part.dtype.kind in "fc":
         # Where one process divides by zero, parts of a sum may be of both signs: infinity minus infinity.

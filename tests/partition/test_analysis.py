@@ -1,4 +1,4 @@
-"""What the analysis of a step finds, of which operation, and what it does not."""
+"""What the analysis of a step converts, what it finds that cannot be, and what it leaves alone."""
 
 import numpy as np
 import pytest
@@ -6,21 +6,15 @@ import tensorflow as tf
 from checks import check
 
 from tfring import partition
+from tfring.partition import conversions, marks
+from tfring.partition.types import Partial
 
 X = np.random.default_rng(1).normal(size=(8, 4))
 
 
-def _findings(function):
-    def marked(x):
-        partition.expect(function(x), "mean", "the loss")
-        return x
-
-    return check(marked, X).findings
-
-
 def _shown(x):
-    """Operations without results, of numbers that are known and of rows."""
-    tf.print(tf.shape(x), x[0], output_stream="file:///dev/null")
+    """Operations without results, of numbers of rows, which are known."""
+    tf.print(tf.shape(x), output_stream="file:///dev/null")
     tf.py_function(lambda shape: None, [tf.shape(x)], [])
     return tf.reduce_mean(x)
 
@@ -48,34 +42,27 @@ def _twice(x):
     ],
 )
 def test_means_over_rows_are_what_they_are(loss):
-    assert _findings(loss) == []
+    """Nothing is exchanged."""
+    [value], analysis = check(loss, X, expected="mean", tolerance=1e-7)  # what guards a division is taken for zero
+    assert not analysis.findings
+    assert not any(conversions.needs_collective(edit.value, edit.conversion) for edit, _ in analysis.edits)
+    assert value.placement == Partial()
 
 
 @pytest.mark.parametrize(
-    "loss, reason, operation",
+    "function, operation",
     [
-        (tf.reduce_sum, "sum", "Sum"),
-        (lambda x: tf.reduce_sum(x, 1), "vector", "Sum"),
-        (lambda x: tf.math.log(tf.reduce_mean(x**2)), "formula", "Log"),
-        (lambda x: tf.reduce_mean(x) * tf.reduce_mean(x**2), "formula", "Mul"),
-        (lambda x: tf.reduce_sum(x) / tf.reduce_sum(x**2), "formula", "RealDiv"),
-        (lambda x: tf.reduce_mean(x - tf.reduce_mean(x, 0)), "beside", "Sub"),
-        (lambda x: tf.reduce_mean(tf.matmul(x, x, transpose_b=True)), "rows", "MatMul"),
-        (lambda x: tf.reduce_mean(tf.boolean_mask(x, x[:, 0] > 0.0)), "kept", "Mean"),
-        (lambda x: tf.reduce_max(x), "over rows", "Max"),
-        (lambda x: tf.reduce_mean(tf.math.top_k(x[:, 0], 2)[0]), "over rows", "TopKV2"),
-        (lambda x: tf.reduce_mean(x[:2]), "chosen", "StridedSlice"),
-        (lambda x: tf.reduce_mean(tf.cast(tf.range(tf.shape(x)[0]), x.dtype)), "numbers", "Mean"),
-        (lambda x: tf.reduce_sum(x) + tf.reduce_mean(x), "mixed", "AddV2"),
-        (lambda x: tf.cond(tf.reduce_sum(x) > 0.0, lambda: 1.0, lambda: 2.0), "condition", "StatelessIf"),
-        (lambda x: tf.numpy_function(lambda a: a.mean(), [x], x.dtype), "unknown", "PyFunc"),
+        (lambda x: tf.abs(tf.reduce_mean(tf.cast(x, tf.complex128))), "ComplexAbs"),
+        (lambda x: tf.strings.reduce_join(tf.strings.as_string(x[:, 0]), 0), "ReduceJoin"),
     ],
 )
-def test_the_operation_is_named(loss, reason, operation):
-    [finding] = _findings(loss)
-    assert (finding.reason, finding.op.type) == (reason, operation)
+def test_what_replicas_do_not_exchange_is_named(function, operation):
+    """Neither complex numbers nor strings."""
+    _, analysis = check(function, X)
+    finding, _ = analysis.findings  # of each replica
+    assert (finding.reason, finding.op.type, finding.name) == ("rows", operation, "result 0")
     text = partition.text_of_whole([finding], "a step")
-    assert "the loss" in text and "See docs/exactness.md" in text
+    assert "test_analysis.py" in text and "result 0" in text and "See docs/exactness.md" in text
 
 
 def test_marks_stay_where_functions_are_copied():
@@ -92,7 +79,8 @@ def test_marks_stay_where_functions_are_copied():
             loss = inner(x)
         return tape.gradient(loss, x)
 
-    assert [finding.name for finding in check(outer, X).findings] == ["a sum within"]
+    _, analysis = check(outer, X)
+    assert [finding.name for finding in analysis.findings] == ["a sum within"]
 
 
 def test_what_is_tfrings_own_leaves_variables_as_they_were():
@@ -107,4 +95,6 @@ def test_what_is_tfrings_own_leaves_variables_as_they_were():
         partition.expect(variable.value(), "same", "the state")
         return x
 
-    assert [finding.name for finding in check(step, X).findings] == ["the state"]
+    _, analysis = check(step, X, sizes=[8])
+    converted = [marks.expected(edit.op) for [edit] in analysis.edits]
+    assert converted == [("same", "the state"), ("same", "result 0")]

@@ -11,7 +11,7 @@ _HERE = pathlib.Path(__file__).parent
 
 
 # In a process of its own, in which TensorFlow has a thread for each replica that waits.
-@pytest.mark.parametrize("script", [["programs_of_rows.py"], ["fuzz_edits.py", "0", "30"]])
+@pytest.mark.parametrize("script", [["programs_of_rows.py"], ["fuzz.py", "0", "30"]])
 def test_replicas_have_what_one_process_has(script):
     env = {**os.environ, "TF_NUM_INTEROP_THREADS": "32"}
     command = [sys.executable, str(_HERE / script[0]), *script[1:]]

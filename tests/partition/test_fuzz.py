@@ -4,12 +4,6 @@ import pytest
 from fuzz import run
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_what_is_said_of_a_random_function_is_true(seed):
+@pytest.mark.parametrize("seed", range(30))
+def test_replicas_of_one_process_have_what_one_has(seed):
     run(seed)
-
-
-def test_most_is_placed():
-    """An analysis that places nothing would never be wrong."""
-    reasons = [reason for seed in range(100, 104) for reason in run(seed).reasons]
-    assert reasons.count(None) > len(reasons) / 2

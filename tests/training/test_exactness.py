@@ -50,6 +50,7 @@ class OneLayer(keras.Model):
         self.loss_of = loss_of
         self.between = between
         self.write = write
+        self.scales = tf.constant([[0.5], [1.0], [1.5], [2.0], [2.5], [3.0]])
         self.tracker = keras.metrics.Mean()
         self.state = self.add_weight(shape=(), initializer="zeros", trainable=False, name="state")
 
@@ -82,6 +83,9 @@ LOSSES = {
         *tfring.gather_for_loss((_error(m, x, y), y))
     ),
     "penalty": lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2) + tf.nn.l2_loss(m.dense.kernel),
+    "penalty scaled by a constant": lambda m, x, y: (
+        tf.reduce_mean(_error(m, x, y) ** 2) + tf.reduce_sum((m.dense.kernel * m.scales) ** 2)
+    ),
     "sum over the global batch": lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) * (1 / BATCH),
     "kept rows": lambda m, x, y: tf.reduce_mean(tf.boolean_mask(_error(m, x, y) ** 2, y[:, 0] > 0.0)),
     "ratio": lambda m, x, y: tf.reduce_sum(_error(m, x, y) ** 2) / tf.reduce_sum(y**2),
@@ -465,6 +469,48 @@ def test_steps_and_predictions_are_edited_on_the_runtime_of_tensorflow():
         assert several[name][2] == [], name
         for got, wanted in zip(tf.nest.flatten(several[name][:2]), tf.nest.flatten(one[name][:2]), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def _effects(folder, devices=1):
+    """Returns what Python functions in a step were given, what was printed, and what written for TensorBoard."""
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
+    x, y = _data()
+    folder = pathlib.Path(folder, str(strategy.rank))
+    writer = tf.summary.create_file_writer(str(folder / "events"))
+    losses, rows = [], []
+
+    def write(model, x, y):
+        loss = tf.reduce_mean(_error(model, x, y) ** 2)
+        tf.debugging.assert_greater(tf.abs(y), 0.0)
+        tf.debugging.assert_greater(tf.reduce_sum(tf.ones_like(y)), 2.5)  # of the last batch's three rows, too
+        tf.py_function(lambda value: losses.append(value.numpy()), [loss], [])
+        tf.numpy_function(lambda values: rows.append(values.copy()), [y], [])
+        tf.print(tf.reduce_max(y), output_stream=f"file://{folder / 'printed'}")
+        with writer.as_default(step=model.optimizer.iterations):
+            tf.cond(loss > 0.0, lambda: tf.summary.scalar("loss", loss), lambda: False)
+
+    with strategy.scope():
+        model = OneLayer(LOSSES["mean"], None, write)
+        model.compile(keras.optimizers.SGD(0.05))
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    writer.flush()
+    [events] = (folder / "events").iterdir()
+    written = [value for event in tf.compat.v1.train.summary_iterator(str(events)) for value in event.summary.value]
+    printed = [float(line) for line in (folder / "printed").read_text().splitlines()]
+    return losses, rows, printed, [tf.make_ndarray(value.tensor) for value in written]
+
+
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_what_a_step_does_besides_is_what_one_process_does(world_size, devices, tmp_path):
+    """Each replica does it with the loss and the rows of all."""
+    [(*effects, written)] = workers(1).run(_effects, str(tmp_path / "one"))
+    several = workers(world_size, logical_cpus=devices).run(_effects, str(tmp_path / "several"), devices)
+    for rank, found in enumerate(several):
+        of_replicas = [[each for each in effect for _ in range(devices)] for effect in effects]
+        wanted = tf.nest.flatten([*of_replicas, [] if rank else written])  # the first replica writes summaries
+        assert len(tf.nest.flatten(found)) == len(wanted)
+        for got, expected in zip(tf.nest.flatten(found), wanted, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
 
 
 def _draws(run_eagerly):

@@ -92,7 +92,7 @@ def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor | C
       OfWholeBatch: if something cannot be converted.
     """
     try:
-        analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts, converts=True)
+        analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts)
         if not analysis.findings:
             made = []
             if analysis.edits:

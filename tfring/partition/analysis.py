@@ -7,9 +7,9 @@ marks.declare ─► Value as declared                  marks.expect ─► Find
 ```
 
 What is Unplaced stays so through all that is computed from it, so a finding names the first operation, which is where
-the user has to look. Where inputs are converted, the first conversions are taken with which a rule places the results;
-an operation without a rule is computed from the tensors of one process, on each replica. Nothing is changed here: the
-edits say what `edit.apply` does to the graph.
+the user has to look. Where a rule does not place results, inputs are converted: the first conversions are taken with
+which it does; an operation without a rule is computed from the tensors of one process, on each replica. Nothing is
+changed here: the edits say what `edit.apply` does to the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfring.partition import constants, conversions, dims, marks
 from tfring.partition.conversions import Conversion
 from tfring.partition.dims import Size
 from tfring.partition.replicas import DifferentReplicasError, Twins, names_of_own
-from tfring.partition.rules import DRAWS, RULES, SHUFFLES, Inexact, NoRule
+from tfring.partition.rules import DRAWS, RULES, SHUFFLES, NoRule
 from tfring.partition.rules.table import scale_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
@@ -84,6 +84,7 @@ class Analysis(NamedTuple):
     Attributes:
       findings: what is not what one process would compute, each once.
       edits: the conversions that make the rest so, inputs first; of each those of all replicas of this process.
+      values: what each tensor of the outermost graph is once that is done, by its name.
       sources: for each replica of this process, of each symbol a tensor and its axis of this size, and whether it is
         the replica's part.
       levels: how many exchanges each operation waits for, by its name.
@@ -91,6 +92,7 @@ class Analysis(NamedTuple):
 
     findings: list[Finding]
     edits: list[tuple[Edit, ...]]
+    values: dict[str, Value]
     sources: list[dict[str, Source]]
     levels: dict[str, int]
 
@@ -99,38 +101,32 @@ Source = tuple[Any, int, bool]
 _Key = tuple[str, int, int]  # of edits that are twins: the operation's name, the input's position, which of its edits
 
 
-def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False, converts: bool = False) -> Analysis:
+def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False) -> Analysis:
     """Analyzes the graph of a step.
 
     Args:
       graph: a FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
       is_in_parts: tells of the handle of a variable whether replicas hold parts of a sum in it.
-      converts: whether inputs of operations are converted where that makes results those of one process.
 
     Raises:
-      DifferentReplicasError: where replicas of this process are to be converted and did not trace the same.
+      DifferentReplicasError: where replicas of this process did not trace the same.
     """
-    try:
-        twins = Twins(graph)
-    except DifferentReplicasError:
-        if converts:
-            raise
-        twins = None
-    marked = _needed(graph, marks.expected) if converts else set()
-    needed = marked | _needed(graph, lambda op: op.op_def.is_stateful) if converts else marked
+    marked = _needed(graph, marks.expected)
+    needed = marked | _needed(graph, lambda op: op.op_def.is_stateful)
+    twins = Twins(graph, needed)
     levels: dict[_Key, int] = {}
     for _ in range(_MOST_WALKS):
-        walk = Walk(converts, needed, twins, levels, marked)
+        walk = Walk(twins, needed, marked, levels)
         ins = [walk.input(tensor) for tensor in graph.inputs]
         for tensor, value in zip(graph.inputs, ins, strict=True):
             if value.handle is not None and is_in_parts(tensor):
                 walk.contents[value.handle] = Value(None, Partial())
                 walk.in_parts.add(value.handle)
-        walk.graph(graph, ins)
-        edits, levels = _of_all_replicas(walk, 1 if twins is None else twins.count)
+        values = walk.graph(graph, ins)
+        edits, levels = _of_all_replicas(walk, twins.count)
         if all(edit.level == levels[key] for key, twin_edits in edits.items() for edit in twin_edits):
             findings = list(dict.fromkeys(walk.findings))
-            return Analysis(findings, list(edits.values()), walk.sources, walk.levels)
+            return Analysis(findings, list(edits.values()), values, walk.sources, walk.levels)
     raise DifferentReplicasError("an operation of one replica waits for one of another")
 
 
@@ -153,24 +149,18 @@ class Walk:
     """A walk over a graph and the functions in it; see `rules.table.Walk`."""
 
     def __init__(
-        self,
-        converts: bool = False,
-        needed: Collection[str] = (),
-        twins: Twins | None = None,
-        levels: Mapping[_Key, int] | None = None,
-        marked: Collection[str] = (),
+        self, twins: Twins, needed: Collection[str], marked: Collection[str], levels: Mapping[_Key, int]
     ) -> None:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
-        self.converts = converts
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
         self._twins = twins
         self._needed = needed  # names of operations of which something comes
         self._marked = marked  # and of those that a mark is computed from
-        self._least_levels = levels or {}  # of edits, which wait for those of other replicas
+        self._least_levels = levels  # of edits, which wait for those of other replicas
         self.findings: list[Finding] = []
         self.edits: list[Edit] = []
-        self.sources: list[dict[str, Source]] = [{} for _ in range(1 if twins is None else twins.count)]
+        self.sources: list[dict[str, Source]] = [{} for _ in range(twins.count)]
         self.levels: dict[str, int] = {}  # of operations of the outermost graph
         self._depth = 0  # of bodies
         self._levels_of_state: dict[Any, int] = {}
@@ -201,7 +191,7 @@ class Walk:
             if is_own:
                 self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
-            if self.converts and self._depth == 0:
+            if self._depth == 0:
                 self._note(op, values, self.edits[first_edit:])
         return known
 
@@ -220,7 +210,7 @@ class Walk:
         level = max((edit.level + conversions.waits(edit.value, edit.conversion) for edit in edits), default=0)
         level = max(level, self._level(op))
         self.levels[op.name] = level
-        sources = self.sources[0 if self._twins is None else self._twins.replica(op)]
+        sources = self.sources[self._twins.replica(op)]
         for state in _state_of(op):  # operations on it run in order
             self._levels_of_state[state] = level
         for tensor, value in zip(op.outputs, values, strict=True):
@@ -267,18 +257,18 @@ class Walk:
             return [self._compared(op, ins[0], *expected)]
         of_own = [isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins]
         if not is_own and any(of_own) and op.type in _SUMS and not all(of_own):
-            return self._unplaced(op, ins, Unplaced("unknown", op))  # of gradients, some of which are tfring's
+            return self._unplaced(op, ins, Unplaced(op))  # of gradients, some of which are tfring's
         if is_own or (any(of_own) and op.type not in _WITH_BODIES):  # and not declared
             return [self._of_own(op, tensor) for tensor in op.outputs]
-        if self.converts and any(map(_is_replica_id, op.outputs)):
+        if any(map(_is_replica_id, op.outputs)):
             return [Value((), const=np.array(0))]
         for i, tensor in enumerate(op.inputs):
-            if self.converts and _is_replica_id(tensor) and op.name in self._marked and not self._depth:
+            if _is_replica_id(tensor) and op.name in self._marked and not self._depth:
                 self._edit(op, i, ins[i], conversions.Numbers(()))  # that of one process
-        if self.converts and op.type in _COLLECTIVES:
+        if op.type in _COLLECTIVES:
             self.findings.append(Finding("replicas", op, "what replicas exchange"))
         of_shape = constants.of_shape(op, ins)
-        if of_shape is not None and not (self.converts and any(map(self._has_all_rows, ins))):
+        if of_shape is not None and not any(map(self._has_all_rows, ins)):
             return [Value(numbers.shape, const=numbers) for numbers in of_shape]
         of_itself = constants.of_itself(op)
         if of_itself is not None:
@@ -305,7 +295,7 @@ class Walk:
         before = self._state()
         values = self._placed(op, ins)
         why = self._why_unplaced(values, before[0])
-        is_to_convert = self.converts and not self._depth and op.name in self._needed
+        is_to_convert = not self._depth and op.name in self._needed
         if why is None or not is_to_convert or unplaced is not None or op.type.startswith("Tfring"):
             return values
         after = self._state()
@@ -337,7 +327,7 @@ class Walk:
     def _of_own(self, op: Any, tensor: Any) -> Value:
         if tensor.dtype.name == "resource":
             return self.input(tensor)
-        return self._unplaced(op, [], Unplaced("own", op))[tensor.value_index]
+        return self._unplaced(op, [], Unplaced(op, "own"))[tensor.value_index]
 
     def _of_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
         """Returns results for which it does not matter that replicas have drawn; None where all need the same numbers.
@@ -366,7 +356,7 @@ class Walk:
         given = list(ins)
         for i, value in enumerate(ins):
             if is_drawn(value) and self._depth:
-                given[i] = Value(value.shape, Unplaced("unknown", op))
+                given[i] = Value(value.shape, Unplaced(op))
             elif is_drawn(value):
                 self._edit(op, i, value, conversions.Full())
                 given[i] = conversions.converted(value, conversions.Full())
@@ -377,7 +367,7 @@ class Walk:
         if not any(which):
             return ins
         if self._depth:
-            unplaced = Unplaced("counts", op)
+            unplaced = Unplaced(op)
             return [Value(v.shape, unplaced) if is_one else v for v, is_one in zip(ins, which, strict=True)]
         for i, value in enumerate(ins):
             if which[i]:
@@ -411,7 +401,7 @@ class Walk:
 
     def _name(self, op: Any) -> str:
         """Returns the name of an operation; the same of twins in the outermost graph."""
-        return op.name if self._twins is None or self._depth else self._twins.name(op)
+        return op.name if self._depth else self._twins.name(op)
 
     def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value]) -> Unplaced | None:
         """Returns why something is not placed: of values, or of what variables hold, but did not before."""
@@ -424,10 +414,8 @@ class Walk:
         try:
             values = self._by_rule(op, ins)
             self._fit_sizes(op, ins, values)
-        except Inexact as found:
-            return self._unplaced(op, ins, Unplaced(found.reason, op))
         except NoRule:
-            return self._unplaced(op, ins, Unplaced("unknown", op))
+            return self._unplaced(op, ins, Unplaced(op))
         return [self._checked(op, tensor, value) for tensor, value in zip(op.outputs, values, strict=True)]
 
     # -- numbers of rows, where a replica may hold all rows ---------------------------------------------------------
@@ -447,7 +435,7 @@ class Walk:
 
     def _fit_sizes(self, op: Any, ins: Sequence[Value], values: list[Value]) -> None:
         """Converts sizes that an operation is given to those it has to be given, as its results are placed."""
-        if not self.converts or not values:
+        if not values:
             return
         # On a replica with one row the axes that a gradient is summed along are those of it, too. Bodies that are given
         # all rows have them as one process does.
@@ -508,6 +496,8 @@ class Walk:
         return [Value(self.shape(tensor)) for tensor in op.outputs]
 
     def _unplaced(self, op: Any, ins: Sequence[Value], placement: Unplaced) -> list[Value]:
+        if not op.outputs:  # what it does is like a variable that it writes
+            self.contents[op.name] = Value(None, placement)
         for value in ins:
             if value.handle is not None and op.type not in _READS and op.type not in _WITH_BODIES:
                 self.contents[value.handle] = Value(None, placement)
@@ -519,18 +509,15 @@ class Walk:
         """Compares a symbolic shape with the static one, and with the placement; where they differ nothing is known."""
         if value.shape is None or value.is_list or value.handle is not None:
             return value
-        has_rows = any(name in self.rows for size in value.shape for name in dims.symbols(size))
-        if has_rows and not is_sharded(value) and not self.converts:
-            return self._unplaced(op, [], Unplaced("rows", op))[tensor.value_index]
-        if self.converts and is_sharded(value):
+        if is_sharded(value):
             size = value.shape[value.placement.axis]  # type: ignore[union-attr]
             if size is not None and sum(power for s, power in dims.symbols(size).items() if s in self.rows) > 1:
-                return self._unplaced(op, [], Unplaced("rows", op))[tensor.value_index]
+                return self._unplaced(op, [], Unplaced(op))[tensor.value_index]
         if tensor.shape.rank is None:
             return value
         pairs = list(zip(value.shape, tensor.shape.as_list(), strict=False))
         if len(value.shape) != tensor.shape.rank or any(isinstance(a, int) and b not in (a, None) for a, b in pairs):
-            return self._unplaced(op, [], Unplaced("unknown", op))[tensor.value_index]
+            return self._unplaced(op, [], Unplaced(op))[tensor.value_index]
         return value
 
     # -- marks -----------------------------------------------------------------------------------------------------
@@ -543,9 +530,9 @@ class Walk:
             is_mean = what == "mean"
             return Value(self.shape(tensor), Partial() if is_mean else Replicate(), PER_MEAN if is_mean else UNSCALED)
         if what == "drawn":
-            return Value(self.shape(tensor), Drawn() if self.converts else Replicate())
+            return Value(self.shape(tensor), Drawn())
         if what in ("parts", "own"):
-            return self._unplaced(op, [], Unplaced(what, op))[0]
+            return self._unplaced(op, [], Unplaced(op, what))[0]
         shape = self.shape(tensor, {0: dims.symbol(ROWS)})
         return Value(shape, Shard(0), PER_MEAN if what == "gradients of rows" else UNSCALED)
 
@@ -553,7 +540,7 @@ class Walk:
         """Returns rows of which there is one for each id."""
         [tensor] = op.outputs
         if ids is None or ids.shape is None or isinstance(ids.placement, Unplaced) or is_partial(ids):
-            return self._unplaced(op, [], Unplaced("unknown", op))[0]
+            return self._unplaced(op, [], Unplaced(op))[0]
         return Value(self.shape(tensor, dict(enumerate(ids.shape))), ids.placement)
 
     def _compared(self, op: Any, value: Value, what: str, name: str) -> Value:
@@ -562,26 +549,25 @@ class Walk:
             reason = value.placement.reason
             if reason == "own" and what in ("mean", "rows of gradients", "ids of gradients"):
                 return value  # of a weight of what is declared, whose gradient is that of rows
-            reason = "unknown" if reason == "own" else reason
-            self.findings.append(Finding(reason, value.placement.op, name))
+            self.findings.append(Finding("rows" if reason == "own" else reason, value.placement.op, name))
             return value
-        if value.is_zero and not (self.converts and what == "same"):
+        if value.is_zero and what != "same":
             return value
         try:
             scale = scale_of(self, value)
-        except Inexact as inexact:
-            self.findings.append(Finding(inexact.reason, op, name))
+        except NoRule:
+            self.findings.append(Finding("rows", op, name))
             return value
         fits = _fits(value, scale, what)
-        if self.converts and what in ("rows of gradients", "ids of gradients"):
+        if what in ("rows of gradients", "ids of gradients"):
             fits = fits and not self._has_all_rows(value) and value.points_into is None
         if fits:
             return value
         found = None
-        if self.converts and not self._depth:
+        if not self._depth:
             found = conversions.towards(value, what, self.rows, op.outputs[0].dtype.is_integer)
         if found is None or any(_needs_other_dtype(op.inputs[0], value, conversion) for conversion in found):
-            self.findings.append(Finding(_why_not(value, scale, what), _root(op), name))
+            self.findings.append(Finding("rows", _root(op), name))
             return value
         for conversion in found:
             self._edit(op, 0, value, conversion)
@@ -733,20 +719,6 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
     if what == "sum":
         return (value.placement, scale) in ((Partial(), UNSCALED), (Replicate(), PER_COUNT))
     return value.placement in (Partial(what), Replicate()) and scale == UNSCALED
-
-
-def _why_not(value: Value, scale: Any, what: str) -> str:
-    if is_sharded(value):
-        return "rows" if what in ("rows", "concatenated", "max", "min") else "vector"
-    if any(name != ROWS for name, _ in scale):
-        return "kept"
-    if isinstance(value.placement, Partial) and value.placement.op in ("max", "min"):
-        return "over rows"
-    if what in ("mean", "rows of gradients") and is_partial(value) and scale == UNSCALED:
-        return "sum"
-    if what in ("sum", "same"):
-        return "not a sum" if what == "sum" else "not the same"
-    return "counts" if is_replicated(value) else "mixed"
 
 
 def _root(op: Any) -> Any:

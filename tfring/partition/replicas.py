@@ -10,10 +10,12 @@ import contextlib
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from tfring import _tf
 
 _SCOPE = re.compile(r"(?:^|/)replica_(\d+)(?:_\d+)?/")
 _spans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by graph: (replica, first operation, end)
@@ -40,7 +42,8 @@ def replica(number: int, is_scoped: bool = False) -> Iterator[None]:
     begin, before = len(graph.get_operations()), getattr(_local, "replica", None)
     _local.replica = number
     try:
-        with tf.name_scope(f"replica_{number}") if is_scoped and number else contextlib.nullcontext():
+        scope = tf.name_scope(f"replica_{number}") if is_scoped and number else contextlib.nullcontext()
+        with scope, _tf.traced_summaries():
             yield
     finally:
         _local.replica = before
@@ -89,12 +92,14 @@ class Twins:
 
     Args:
       graph: a FuncGraph.
+      needed: the names of operations of which something comes. The first replica alone makes others, of shapes that
+        TensorFlow computes while it traces and keeps with the graph.
 
     Raises:
-      DifferentReplicasError: where replicas did not make the same operations.
+      DifferentReplicasError: where replicas did not make the same of those.
     """
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: Any, needed: Collection[str]) -> None:
         spans = _spans.get(graph, ())
         self.count = 1 + max((number for number, _, _ in spans), default=0)
         self._names: dict[str, str] = {}  # of operations of other replicas, those of the first's
@@ -102,18 +107,32 @@ class Twins:
         if self.count == 1:
             return
         own, operations = names_of_own(graph), graph.get_operations()
+        for number, begin, end in spans:
+            mine = (op for op in operations[begin:end] if _replica_of(op.name) == number and op.name not in own)
+            self._replicas.update((op.name, number) for op in mine)
+        shared = self._shared(operations)
         sequences: list[list] = [[] for _ in range(self.count)]
-        for number, begin, end in sorted(spans, key=lambda span: span[1]):
-            for op in operations[begin:end]:
-                # What is captured comes in where the first replica needs it.
-                if _replica_of(op.name) == number and op.name not in own and op.type != "Placeholder":
-                    sequences[number].append(op)
-                    self._replicas[op.name] = number
+        for op in operations:
+            if op.name in self._replicas and op.name in needed and op.name not in shared:
+                sequences[self._replicas[op.name]].append(op)
         first, *others = sequences
         for ops in others:
             if [op.type for op in ops] != [op.type for op in first]:
                 raise DifferentReplicasError
             self._names.update((op.name, twin.name) for op, twin in zip(ops, first, strict=True))
+
+    def _shared(self, operations: Sequence[Any]) -> set[str]:
+        """Returns the names of operations that were made where the first replica needed them, as what is captured."""
+        found: set[str] = set()
+        for op in reversed(operations):
+            replica = self._replicas.get(op.name)
+            if replica is None:
+                continue
+            for consumer in (consumer.name for tensor in op.outputs for consumer in tensor.consumers()):
+                if op.type == "Placeholder" or consumer in found or self._replicas.get(consumer, replica) != replica:
+                    found.add(op.name)
+                    break
+        return found
 
     def name(self, op: Any) -> str:
         """Returns the name of the first replica's twin of an operation; of any other operation its own."""

@@ -12,51 +12,16 @@ from tfring.partition.conversions import Full
 from tfring.partition.rules import RULES
 from tfring.partition.types import is_sharded
 
-_GATHER = "Compute it from the rows of all replicas, `tfring.gather_for_loss(rows)`."
-
-# What is wrong, and what to write instead.
+# Why rows are not divided, and what to write instead.
 REASONS = {
-    "formula": (
-        "a function of a sum or mean over this replica's rows, where one process has that of the whole batch",
-        _GATHER,
-    ),
-    "beside": ("a sum or mean over this replica's rows is combined with single rows", _GATHER),
-    "rows": ("this replica's rows are combined with each other, and not with those of other replicas", _GATHER),
-    "over rows": ("an operation over this replica's rows, where one process has all rows", _GATHER),
-    "chosen": ("rows are chosen by their position among this replica's rows", _GATHER),
-    "numbers": ("positions of rows, which each replica counts from its own first row, are used as numbers", _GATHER),
-    "kept": (
-        "a mean over the rows that a mask keeps, where replicas keep other fractions of their rows",
-        "Divide the sum over the kept rows by their number in the whole batch, from `tfring.gather_for_loss(mask)`.",
-    ),
-    "counts": ("a number of this replica's rows is used as a number", "Use the size of the whole batch."),
-    "scaled": ("a mean over this replica's rows is not linear here", _GATHER),
-    "mixed": (
-        "sums and means over this replica's rows are added, or a part of the batch to what all replicas hold",
-        "Make all terms means over rows.",
-    ),
-    "sum": (
-        "a sum over this replica's rows, where a mean over rows is expected",
-        "Use `tf.reduce_mean`, or `keras.losses.Loss` with reduction='sum'.",
-    ),
-    "not a sum": ("not a sum over this replica's rows, where a sum is expected", "Add a sum over rows."),
-    "not the same": (
-        "what this replica computes from its own rows is written, where all replicas write the same",
-        _GATHER,
-    ),
-    "vector": ("a value for each row, where one number is expected", "Reduce it by `tf.reduce_mean`."),
-    "condition": ("replicas may decide differently here, by what they compute from their own rows", _GATHER),
+    "rows": ("rows are combined here, or may be, in a way that is not divided among replicas", ""),
     "parts": (
         "rows in ragged and sparse tensors are divided in steps of Keras' own layers and losses alone",
-        "Make them dense before the step, such as by `ragged.to_tensor(shape=...)`.",
+        " Make them dense before the step, such as by `ragged.to_tensor(shape=...)`.",
     ),
     "replicas": (
         "written for one of several replicas, by its number or by what it exchanges with others",
-        "Write the step for all rows of the batch, as for one process.",
-    ),
-    "unknown": (
-        "whether this is computed for each row by itself is not known",
-        "If it combines rows, compute it from `tfring.gather_for_loss(rows)`.",
+        " Write the step for all rows of the batch, as for one process.",
     ),
 }
 
@@ -92,7 +57,7 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
         what, advice = REASONS[why]
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         kind = f"`{op.type}` of the gradient" if "gradient_tape" in op.name else f"`{op.type}`"
-        lines.append(f"  {line} ({kind}): {what}. It reaches {', '.join(names[:_NAMES])}{more}. {advice}")
+        lines.append(f"  {line} ({kind}): {what}. It reaches {', '.join(names[:_NAMES])}{more}.{advice}")
     if len(causes) > _SHOWN:
         lines.append(f"  ... and {len(causes) - _SHOWN} more.")
     lines.append("See docs/exactness.md.")

@@ -7,7 +7,7 @@ The words are those of torch's DTensor. With `t_i` what replica `i` holds and `T
 | Replicate | `t_i = T` |
 | Shard(axis) | `t_i` is the rows of replica `i` in `T`, along an axis |
 | Partial("sum") | `sum_i t_i = T`; likewise "max", "min" |
-| Drawn | random numbers for all rows, others on each replica; known only where inputs are converted, else Replicate |
+| Drawn | random numbers for all rows, others on each replica |
 | Unplaced | none of these, or nothing is known; it says why |
 
 Each holds up to a factor, the scale: where `n_i` of `n` rows are replica `i`'s, scale `n^k` stands for
@@ -70,12 +70,12 @@ class Unplaced(NamedTuple):
     """Not, or not known to be, of the whole batch.
 
     Attributes:
-      reason: one of `report.REASONS`.
       op: the operation that made it so.
+      reason: one of `report.REASONS`; or "own", which is of tfring's, and declared where a step reads it.
     """
 
-    reason: str
     op: Any
+    reason: str = "rows"
 
 
 Placement = Replicate | Shard | Partial | Drawn | Unplaced

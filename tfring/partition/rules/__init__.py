@@ -12,6 +12,6 @@ from tfring.partition.rules import (  # noqa: F401  each adds its rules to the t
     sources,
 )
 from tfring.partition.rules.sources import DRAWS, SHUFFLES
-from tfring.partition.rules.table import RULES, Inexact, NoRule
+from tfring.partition.rules.table import RULES, NoRule
 
-__all__ = ["DRAWS", "RULES", "SHUFFLES", "Inexact", "NoRule"]
+__all__ = ["DRAWS", "RULES", "SHUFFLES", "NoRule", "NoRule"]

@@ -9,7 +9,7 @@ from typing import Any
 from tfring.partition import dims
 from tfring.partition.constants import same_numbers
 from tfring.partition.dims import Size
-from tfring.partition.rules.table import Inexact, NoRule, Walk, kept, rule, unscaled
+from tfring.partition.rules.table import NoRule, Walk, kept, rule, unscaled
 from tfring.partition.types import (
     PER_MEAN,
     UNSCALED,
@@ -55,12 +55,6 @@ def if_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [joined(walk, op, i, a, b) for i, (a, b) in enumerate(zip(first, second, strict=True))]
 
 
-@rule("Case", "StatelessCase")
-def case(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Nothing is known."""
-    raise NoRule
-
-
 @rule("While", "StatelessWhile")
 def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Walks over the body until the placements of its variables stay."""
@@ -83,18 +77,14 @@ def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     else:
         raise NoRule
     [condition] = walk.body(op, values, "cond")
-    if isinstance(condition.placement, Unplaced) and condition.placement.reason in ("counts", "mixed"):
-        raise NoRule  # as many times as this replica has rows
     _decided_alike(walk, condition)
     return values
 
 
 def _decided_alike(walk: Walk, condition: Value) -> None:
-    """Raises Inexact unless a condition is the same on all replicas."""
-    if isinstance(condition.placement, Unplaced) and condition.placement.reason in ("unknown", "parts", "fixed"):
-        raise NoRule
+    """Raises NoRule unless a condition is the same on all replicas."""
     if not is_replicated(condition):
-        raise Inexact("condition")
+        raise NoRule
     unscaled(walk, [condition])
 
 
@@ -104,7 +94,7 @@ def _without_numbers(walk: Walk, op: Any, value: Value) -> Value:
         return value
     scale = value.over(walk.rows)
     if scale is None:
-        return Value(value.shape, Unplaced("counts", op))
+        return Value(value.shape, Unplaced(op))
     return dataclasses.replace(value, const=None, scale=scale)
 
 
@@ -131,7 +121,7 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
         const = a.const if is_same else None
         points = a.points_into if a.points_into == b.points_into else None
         if points != a.points_into or points != b.points_into:
-            return Value(shape, Unplaced("numbers", op))
+            return Value(shape, Unplaced(op))
         is_zero, is_uniform = a.is_zero and b.is_zero, a.is_uniform and b.is_uniform
         return Value(
             *(shape, a.placement, a.scale, const, points),
@@ -141,13 +131,13 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
             is_list=a.is_list,
             is_total=const is not None and a.is_total,
         )
-    placement: Placement = Unplaced("mixed", op)
+    placement: Placement = Unplaced(op)
     for value, other in ((a, b), (b, a)):
         # What all replicas hold, beside rows or parts of a mean: as in a sum.
         if is_replicated(value) and other.placement == Partial() and _is_mean(value, other):
             return kept(walk, other, shape)
         if is_replicated(value) and is_sharded(other) and value.scale == other.scale == UNSCALED:
-            placement = Unplaced("unknown", op)
+            placement = Unplaced(op)
     return Value(shape, placement)
 
 

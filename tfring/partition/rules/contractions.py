@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.dims import Dim, Size
-from tfring.partition.rules.table import Inexact, NoRule, Walk, kept, rule, scale_of, shard_of, with_numbers
+from tfring.partition.rules.table import NoRule, Walk, kept, rule, scale_of, shard_of, with_numbers
 from tfring.partition.types import (
     Partial,
     Placement,
@@ -104,25 +104,23 @@ def _placement(walk: Walk, ins: Sequence[Value], labels: Sequence[list[str]], re
     parts = [value for value in ins if is_partial(value)]
     sharded = [(value, names) for value, names in zip(ins, labels, strict=True) if is_sharded(value)]
     if parts:
-        if sharded:
-            raise Inexact("beside")
-        if len(parts) > 1 or parts[0].placement != Partial("sum"):
-            raise Inexact("formula")
+        if sharded or len(parts) > 1 or parts[0].placement != Partial("sum"):
+            raise NoRule
         return Partial()
     if not sharded:
         return Replicate()
     rows = [names[shard_of(value).axis] for value, names in sharded]
     if len(sharded) == 2:
         if rows[0] != rows[1]:
-            raise Inexact("rows")  # each row with each
+            raise NoRule  # each row with each
         if shard_of(ins[0]).blocks != shard_of(ins[1]).blocks and not any(value.is_uniform for value in ins):
-            raise Inexact("rows")
+            raise NoRule
         blocks = shard_of(next((v for v in ins if not v.is_uniform), ins[0])).blocks
     else:
         [(value, _)] = sharded
         other, theirs = next((v, n) for v, n in zip(ins, labels, strict=True) if v is not value)
         if rows[0] in theirs and other.shape[theirs.index(rows[0])] != 1:  # type: ignore[index]
-            raise Inexact("rows")  # this replica's rows with all that others hold
+            raise NoRule  # this replica's rows with all that others hold
         blocks = shard_of(value).blocks
     return Shard(result.index(rows[0]), blocks) if rows[0] in result else Partial()
 
@@ -140,14 +138,12 @@ def convolution(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     scale = times(scale_of(walk, rows), scale_of(walk, kernel))
     if is_sharded(rows):
-        if is_partial(kernel):
-            raise Inexact("beside")
-        if shard_of(rows).axis:
+        if is_partial(kernel) or shard_of(rows).axis:
             raise NoRule
         assert rows.shape is not None
         return [Value(walk.shape(op.outputs[0], {0: rows.shape[0]}), rows.placement, scale, is_zero=rows.is_zero)]
     if is_partial(rows) and is_partial(kernel):
-        raise Inexact("formula")
+        raise NoRule
     placement = rows.placement if is_partial(rows) else kernel.placement
     return [Value(walk.shape(op.outputs[0]), placement, scale)]
 

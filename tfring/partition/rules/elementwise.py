@@ -10,7 +10,6 @@ from typing import Any
 from tfring.partition import dims, slices
 from tfring.partition.dims import Dim, Size
 from tfring.partition.rules.table import (
-    Inexact,
     NoRule,
     Walk,
     kept,
@@ -33,7 +32,6 @@ from tfring.partition.types import (
     Value,
     is_partial,
     is_sharded,
-    rows_in,
     times,
 )
 
@@ -96,12 +94,12 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [value]
     rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
     if rounds and is_partial(value):
-        raise Inexact("formula")
+        raise NoRule
     shape = walk.shape(op.outputs[0], like=value.shape)
     placement = value.placement
     if isinstance(placement, Partial) and placement.op != "sum" and op.type in ("Neg", "Real", "Imag", "Conj"):
         if op.type != "Neg":
-            raise Inexact("formula")
+            raise NoRule
         placement = Partial({"max": "min", "min": "max"}[placement.op])
     return [kept(walk, value, shape, placement, points_into=value.points_into)]
 
@@ -172,7 +170,7 @@ def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Both inputs have one scale, which the result no longer has; not by rows that a mask keeps, which may be none."""
     result = _combined(walk, ins, "choice")
     if any(name != ROWS for name, _ in result.scale):
-        raise Inexact("kept")
+        raise NoRule
     result.scale, result.is_zero = UNSCALED, False
     return [result]
 
@@ -187,7 +185,7 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             return [chosen]
     unscaled(walk, [condition])
     if is_sharded(condition) and any(map(is_partial, others)):
-        raise Inexact("beside")
+        raise NoRule
     shape = _shape(condition)
     if op.type == "Select" and len(shape) == 1:  # of rows, not of the last axis
         shape += (1,) * (len(_shape(others[0])) - 1)
@@ -201,7 +199,7 @@ def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """`f(c x) = c^k f(x)` for `c > 0`: of rows and of what all replicas hold, but of no part."""
     [value] = ins
     if is_partial(value):
-        raise Inexact("formula")
+        raise NoRule
     degree = _DEGREES[op.type]
     scale = times(UNSCALED, scale_of(walk, value), degree)
     return [kept(walk, value, value.shape, scale=scale, is_zero=value.is_zero and degree > 0)]
@@ -217,7 +215,7 @@ def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             return [Value(ins[0].shape, ins[0].placement, scale)]
     is_of_counts = op.type in ("FloorDiv", "FloorMod") and not any(map(is_partial, ins))
     if is_of_counts and any(scale_of(walk, value) != UNSCALED for value in ins):
-        raise Inexact("counts")
+        raise NoRule
     unscaled(walk, ins)
     result = _combined(walk, ins, "choice")
     result.is_zero = False
@@ -254,11 +252,11 @@ def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
     if how == "sum":
         placement, scale = summed(walk, ins)
         if placement != Partial("sum"):
-            raise Inexact("formula")
+            raise NoRule
         return Value(shape, placement, scale, is_zero=is_zero)
     is_linear = how == "product" or (how == "ratio" and not is_partial(ins[1]))
     if not is_linear or len(parts) > 1 or parts[0].placement != Partial("sum"):
-        raise Inexact("formula")
+        raise NoRule
     return Value(shape, Partial(), _scale(walk, ins, how), is_zero=is_zero)
 
 
@@ -280,7 +278,7 @@ def _scale(walk: Walk, ins: Sequence[Value], how: str) -> Scale:
 def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bool]:
     """Returns the placement of a result of which some inputs have rows, and whether its rows are alike."""
     if any(is_partial(value) and not value.is_zero for value in ins):
-        raise Inexact("beside")
+        raise NoRule
     sharded = [value for value in ins if is_sharded(value)]
     first = max(sharded, key=lambda value: (value.rank - shard_of(value).axis, not value.is_uniform))
     axis, blocks = shard_of(first).axis + rank - first.rank, shard_of(first).blocks
@@ -290,13 +288,13 @@ def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bo
         size = 1 if mine < 0 else _shape(value)[mine]
         if is_sharded(value):
             if shard_of(value).axis != mine:
-                raise Inexact("rows")
+                raise NoRule
             if shard_of(value).blocks != blocks and not value.is_uniform:
-                raise Inexact("rows")
+                raise NoRule
             is_uniform = is_uniform and value.is_uniform
         elif size != 1:
             # As long as the rows: all replicas hold it, where each should hold its part.
-            raise Inexact("rows") if rows_in(size, walk.rows) or isinstance(size, Dim) else NoRule
+            raise NoRule
     return Shard(axis, blocks), is_uniform
 
 
@@ -307,7 +305,7 @@ def _of_lists(ins: Sequence[Value]) -> Value:
         return ins[0]
     first = filled[0]
     if any((value.placement, value.scale) != (first.placement, first.scale) for value in filled):
-        raise Inexact("mixed")
+        raise NoRule
     lengths = [value.shape[0] for value in ins if value.shape]
     if first.shape and isinstance(first.shape[0], Dim):  # all are as long
         length = next((size for size in lengths if not _is_new(size)), first.shape[0])

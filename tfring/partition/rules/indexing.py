@@ -10,7 +10,6 @@ import numpy as np
 from tfring.partition import dims
 from tfring.partition.dims import Dim
 from tfring.partition.rules.table import (
-    Inexact,
     NoRule,
     Walk,
     kept,
@@ -67,14 +66,11 @@ def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     unscaled(walk, ins)
     if is_replicated(value):
         return [Value(walk.shape(op.outputs[0]))]
-    if value.shape is None or value.placement != Shard(0):
-        raise NoRule
-    if value.rank > 1 and walk.converts:
+    if value.shape is None or value.placement != Shard(0) or value.rank > 1:
         raise NoRule
     rows = rows_in(value.shape[0], walk.rows)
     kept_rows = walk.new_rows(op, ("kept by", _origin(op.inputs[0])))
-    # Of more dimensions they are numbers with which nothing is done but counting.
-    points = value.shape[0] if value.rank == 1 and rows else "?"
+    points = value.shape[0] if rows else "?"
     return [Value((dims.symbol(kept_rows), value.rank), Shard(0), points_into=points)]
 
 
@@ -87,8 +83,8 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     depth = None if ins[1].const is None else ins[1].const.item()
     if value.shape is None or op.get_attr("axis") not in (-1, value.rank):
         raise NoRule
-    if rows_in(depth, walk.rows) and not (walk.converts and ins[1].is_total):
-        raise Inexact("rows")
+    if rows_in(depth, walk.rows) and not ins[1].is_total:
+        raise NoRule
     known = {**dict(enumerate(value.shape)), **({} if depth is None else {value.rank: depth})}
     return [Value(walk.shape(op.outputs[0], known), value.placement)]
 
@@ -107,25 +103,25 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         batch += ids.rank
     shape = (*value.shape[:at], *ids.shape[batch:], *value.shape[at + 1 :])
     if is_partial(ids):
-        raise Inexact("formula")
+        raise NoRule
     if batch:
         return [_of_each_row(walk, value, ids, at, shape)]
     if not is_sharded(ids):
         if not is_sharded(value):
             return [kept(walk, value, shape)]
         if shard_of(value).axis == at:
-            raise Inexact("chosen")
+            raise NoRule
         axis = shard_of(value).axis + (ids.rank - 1 if at < shard_of(value).axis else 0)
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
     placement = Shard(at + shard_of(ids).axis, shard_of(ids).blocks)
     if ids.points_into is not None:
         if value.placement == Shard(at) and value.shape[at] == ids.points_into:
             return [kept(walk, value, shape, placement, points_into=value.points_into, is_uniform=False)]
-        raise Inexact("numbers")
+        raise NoRule
     if is_sharded(value):
-        raise Inexact("chosen")
+        raise NoRule
     if is_partial(value):
-        raise Inexact("beside")
+        raise NoRule
     return [kept(walk, value, shape, placement)]
 
 
@@ -166,10 +162,10 @@ def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     shape = (*ids.shape[:-1], *value.shape[ids.shape[-1] :])
     if is_sharded(value):
-        raise Inexact("chosen")
+        raise NoRule
     if is_sharded(ids):
         if is_partial(value):
-            raise Inexact("beside")
+            raise NoRule
         return [kept(walk, value, shape, ids.placement)]
     return [kept(walk, value, shape)]
 
@@ -181,33 +177,21 @@ def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     no_extremes([value])
     if not is_sharded(value) and not is_sharded(ids):
         if is_partial(ids):
-            raise Inexact("formula")
+            raise NoRule
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     if not is_sharded(ids) or ids.shape is None or value.shape is None:
         raise NoRule
     if value.placement != ids.placement and not value.is_uniform and not (is_replicated(value) and not value.shape):
-        raise Inexact("beside" if is_partial(value) else "rows")
+        raise NoRule
     size = None if count.const is None else count.const.item()
     known = {i + 1: mine for i, mine in enumerate(value.shape[ids.rank :])}
     if ids.points_into is not None:
         if size != ids.points_into or ids.placement != Shard(0):
-            raise Inexact("numbers")
+            raise NoRule
         return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Shard(0), is_uniform=False)]
-    if (size is None or rows_in(size, walk.rows)) and not walk.converts:
-        raise NoRule
     if size is not None:
         known[0] = size
     return [kept(walk, value, walk.shape(op.outputs[0], known), Partial(), is_uniform=False)]
-
-
-@rule("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd")
-def other_segments(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The largest or smallest row of each id."""
-    value, ids, _ = ins
-    unscaled(walk, ins)
-    if not is_sharded(value) and not is_sharded(ids):
-        return [Value(walk.shape(op.outputs[0]))]
-    raise Inexact("over rows")
 
 
 @rule("ScatterNd")
@@ -222,7 +206,7 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform):
         raise NoRule
     if ids.points_into is not None or (shape is not None and any(rows_in(size, walk.rows) for size in shape)):
-        raise Inexact("numbers")
+        raise NoRule
     return [kept(walk, value, shape, Partial(), is_uniform=False)]
 
 
@@ -233,22 +217,13 @@ def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
     no_extremes(ins)
     if not is_sharded(ids) and not is_sharded(updates) and not is_sharded(value):
         if any(map(is_partial, ins)):
-            raise Inexact("mixed")
+            raise NoRule
         return [Value(value.shape, Replicate(), scale_of(walk, value))]
     if is_sharded(value):
-        raise Inexact("rows")
+        raise NoRule
     if value.is_zero or is_partial(value):
         return [kept(walk, updates, value.shape, Partial(), is_uniform=False)]
-    raise Inexact("mixed")
-
-
-@rule("TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
-def tensor_scatter(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Puts rows in the place of others."""
-    if any(map(is_sharded, ins)):
-        raise Inexact("rows")
-    unscaled(walk, ins)
-    return [Value(ins[0].shape)]
+    raise NoRule
 
 
 @rule("DenseBincount", "Bincount")
@@ -267,14 +242,20 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(walk.shape(op.outputs[0], {0: value.shape[0]}), Shard(0), scale)]
 
 
-@rule("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "SearchSorted", "LowerBound", "UpperBound")
+@rule("LowerBound", "UpperBound", "SearchSorted")
+def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Each value by itself, among those that are sorted."""
+    if not is_replicated(ins[0]):
+        raise NoRule
+    with_numbers(ins)
+    unscaled(walk, ins)
+    return [Value(walk.shape(op.outputs[0], like=ins[1].shape), ins[1].placement)]
+
+
+@rule(
+    *("Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "UnsortedSegmentMax", "UnsortedSegmentMin"),
+    *("UnsortedSegmentProd", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin"),
+)
 def of_all(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Looks at all entries together."""
-    if op.type in ("LowerBound", "UpperBound", "SearchSorted") and is_replicated(ins[0]):
-        with_numbers(ins)
-        unscaled(walk, ins)
-        return [Value(walk.shape(op.outputs[0], like=ins[1].shape), ins[1].placement)]
-    if any(map(is_sharded, ins)):
-        raise Inexact("over rows")
-    unscaled(walk, ins)
-    return [Value(walk.shape(output)) for output in op.outputs]
+    raise NoRule

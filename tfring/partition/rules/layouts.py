@@ -10,7 +10,6 @@ import numpy as np
 from tfring.partition import dims, slices
 from tfring.partition.dims import Dim, Size
 from tfring.partition.rules.table import (
-    Inexact,
     NoRule,
     Walk,
     kept,
@@ -71,7 +70,7 @@ def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
         raise NoRule
     found = [i for i, size in enumerate(shape) if rows is not None and rows in dims.symbols(size)]
     if not found:
-        raise Inexact("rows")  # rows become columns, or their number is taken to be fixed
+        raise NoRule  # rows become columns, or their number is taken to be fixed
     before = dims.multiply(dims.product(value.shape[:axis]), blocks)
     outer = dims.divide(before, dims.product(shape[: found[0]]))
     if outer is None or dims.divide(shape[found[0]], dims.multiply(outer, dims.symbol(rows or ""))) is None:
@@ -141,7 +140,7 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         is_even = all(block == blocks[0] for block in blocks)
         return [Value(tuple(shape), Shard(at, len(blocks) if is_even else tuple(blocks)), same_scale(walk, values))]
     if any(is_sharded(value) and shard_of(value).axis == at for value in values):
-        raise Inexact("rows")  # rows beside what each replica would add once more
+        raise NoRule  # rows beside what each replica would add once more
     known = {i: mine for i, mine in enumerate(shape) if i != at}
     if size is not None:
         known[at] = size
@@ -181,7 +180,7 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
     if not sharded:
         return summed(walk, values)
     if any(is_partial(value) and not value.is_zero for value in values):
-        raise Inexact("beside")
+        raise NoRule
     first = next((value for value in sharded if not value.is_uniform), sharded[0])
     axis = shard_of(first).axis
     for value in values:
@@ -189,7 +188,7 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
             if shard_of(value).axis != axis or (
                 shard_of(value).blocks != shard_of(first).blocks and not value.is_uniform
             ):
-                raise Inexact("rows")
+                raise NoRule
         elif value.rank > axis and value.shape[axis] != 1:  # type: ignore[index]
             raise NoRule
     return first.placement, same_scale(walk, values)
@@ -203,7 +202,7 @@ def unpack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     at = op.get_attr("axis") % value.rank
     if is_sharded(value) and shard_of(value).axis == at:
-        raise Inexact("chosen")
+        raise NoRule
     shape = tuple(size for axis, size in enumerate(value.shape) if axis != at)
     return [kept(walk, value, shape, _moved(value, lambda rows: rows - (at < rows))) for _ in op.outputs]
 
@@ -219,7 +218,7 @@ def split(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     size = dims.divide(value.shape[at], len(op.outputs)) if op.type == "Split" else None
     if is_sharded(value) and shard_of(value).axis == at:
         if shard_of(value).blocks != len(op.outputs) or op.type == "SplitV":
-            raise Inexact("chosen")
+            raise NoRule
         placement = Shard(at)
     known = {i: mine for i, mine in enumerate(value.shape) if i != at}
     if size is not None:
@@ -240,11 +239,11 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if size is not None:
             known[axis] = size
     if is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0):
-        raise Inexact("rows")
+        raise NoRule
     replicated(walk, [paddings])
     if op.type == "PadV2" and not ins[2].is_zero:
         if is_partial(value):
-            raise Inexact("formula")
+            raise NoRule
         unscaled(walk, [value, ins[2]])
     is_zero = value.is_zero and (op.type != "PadV2" or ins[2].is_zero)
     return [kept(walk, value, walk.shape(op.outputs[0], known), is_uniform=False, is_zero=is_zero)]
@@ -258,7 +257,7 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     over = {int(axis) % value.rank for axis in np.ravel(axes.const)}
     if is_sharded(value) and shard_of(value).axis in over:
-        raise Inexact("over rows")
+        raise NoRule
     replicated(walk, ins[1:])
     if op.type in ("Cumprod", "CumulativeLogsumexp"):
         unscaled(walk, [value])
@@ -307,15 +306,11 @@ def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | 
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
-        if any(other != axis + offset for other in with_rows) and not walk.converts:
-            raise Inexact("rows")
         return kept(walk, value, tuple(shape), Shard(axis + offset, blocks))
     if not with_rows:
         return kept(walk, value, tuple(shape))
-    if is_partial(value) and not value.is_zero:
-        raise Inexact("beside")
-    if len(with_rows) > 1:
-        raise Inexact("rows")
+    if (is_partial(value) and not value.is_zero) or len(with_rows) > 1:
+        raise NoRule
     [axis] = with_rows
     if axis >= offset and value.shape[axis - offset] != 1:
         raise NoRule
@@ -332,10 +327,10 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = [dims.multiply(size, count) for size, count in zip(value.shape, times, strict=True)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
-        if times[axis] != 1 or (any(rows_in(count, walk.rows) for count in times) and not walk.converts):
+        if times[axis] != 1:
             if isinstance(times[axis], int) and not isinstance(blocks, tuple):
                 return [kept(walk, value, tuple(shape), Shard(axis, dims.multiply(blocks, times[axis])))]
-            raise Inexact("rows")
+            raise NoRule
         return [kept(walk, value, tuple(shape))]
     if not any(rows_in(count, walk.rows) for count in times):
         return [kept(walk, value, walk.shape(op.outputs[0], {i: s for i, s in enumerate(shape) if s is not None}))]
@@ -353,7 +348,7 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     if any(limit.const is None for limit in limits):
         if is_sharded(value):
-            raise Inexact("chosen")
+            raise NoRule
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     parts = slices.parse(op, [np.ravel(limit.const) for limit in limits], value.rank).parts
     known: dict[int, Size] = {}
@@ -366,7 +361,7 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         size = value.shape[axis]
         if is_sharded(value) and axis == shard_of(value).axis:
             if part.kind != "all" and not (part.begin in (None, 0) and part.end == size and part.stride == 1):
-                raise Inexact("chosen")
+                raise NoRule
             placement = Shard(at, shard_of(value).blocks)
             part = slices.Part("all")
         axis += 1
@@ -425,7 +420,7 @@ def slice_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     if begin.const is None or size.const is None:
         if is_sharded(value):
-            raise Inexact("chosen")
+            raise NoRule
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     begins = np.ravel(begin.const).tolist()
     given = zip(value.shape, begins, np.ravel(size.const).tolist(), strict=True)
@@ -441,7 +436,7 @@ def slice_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     block = dims.divide(value.shape[axis], blocks)
     if block is not None and shape[axis] == block and dims.modulo(begins[axis], block) == 0:
         return [kept(walk, value, walk.shape(op.outputs[0], known), Shard(axis))]
-    raise Inexact("chosen")
+    raise NoRule
 
 
 def _block(blocks: Sequence[Size], axis: int, begin: Size, size: Size) -> Shard:
@@ -451,7 +446,7 @@ def _block(blocks: Sequence[Size], axis: int, begin: Size, size: Size) -> Shard:
         if at == begin and block == size:
             return Shard(axis)
         at = dims.add(at, block)
-    raise Inexact("chosen")
+    raise NoRule
 
 
 @rule("MatrixDiagV3", "MatrixDiagPartV3", "MatrixDiag", "MatrixDiagPart", "MatrixBandPart", "MatrixSetDiagV3")
@@ -462,7 +457,7 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     inner = 1 if op.type in ("MatrixDiagV3", "MatrixDiag") else 2
     if is_sharded(value) and shard_of(value).axis >= value.rank - inner:
-        raise Inexact("rows")
+        raise NoRule
     if op.type == "MatrixSetDiagV3":
         placement, scale = _joined(walk, ins[:2])
         return [Value(value.shape, placement, scale)]

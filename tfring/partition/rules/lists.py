@@ -8,7 +8,7 @@ from typing import Any
 
 from tfring.partition import dims
 from tfring.partition.constants import array, same_numbers
-from tfring.partition.rules.table import Inexact, NoRule, Walk, rule, scale_of, shard_of, with_numbers
+from tfring.partition.rules.table import NoRule, Walk, rule, scale_of, shard_of, with_numbers
 from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, rows_in
 
 
@@ -18,7 +18,7 @@ def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     count = ins[1].const
     if count is not None and rows_in(count.item(), walk.rows) and not ins[1].is_total:
         raise NoRule  # an item for each row
-    length = (count.item(),) if count is not None and op.type == "TensorListReserve" and walk.converts else None
+    length = (count.item(),) if count is not None and op.type == "TensorListReserve" else None
     return [Value(length, is_list=True, is_empty=True)]
 
 
@@ -50,7 +50,7 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [items]
     scale = scale_of(walk, item)
     if not is_new and (items.placement, items.scale) != (placement, scale):
-        raise Inexact("mixed")
+        raise NoRule
     return [Value(shape, placement, scale, is_zero=item.is_zero and is_new, is_list=True)]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tfring.partition.rules.table import (
-    Inexact,
     NoRule,
     Walk,
     kept,
@@ -47,7 +46,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         reduced = value.placement.op
         is_same = op.type in ("Sum", "Mean") if reduced == "sum" else _OVER_ROWS.get(op.type) == reduced
         if over and (not is_same or (op.type == "Mean" and op.outputs[0].dtype.is_integer)):
-            raise Inexact("formula")
+            raise NoRule
         return [kept(walk, value, shape)]
     if op.type == "Prod" and over:
         unscaled(walk, [value])
@@ -57,17 +56,15 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if axis not in over:
         axis -= 0 if keeps else sum(other < axis for other in over)
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
-    if op.type in ("Prod", "EuclideanNorm"):
-        raise Inexact("over rows")
-    if op.type == "Mean" and op.outputs[0].dtype.is_integer:
-        raise Inexact("formula")  # it rounds
+    if op.type not in _OVER_ROWS or (op.type == "Mean" and op.outputs[0].dtype.is_integer):  # which rounds
+        raise NoRule
     scale = scale_of(walk, value)
     if op.type == "Mean":
         # Of other axes a replica holds as much as there is.
         count = value.shape[axis]
         per_count = Value((), const=_scalar(count)).over(walk.rows)
         if per_count is None or count is None:
-            raise Inexact("counts")
+            raise NoRule
         scale = times(scale, per_count, -1)
     elif op.type in ("Max", "Min", "All", "Any"):
         unscaled(walk, [value])
@@ -85,7 +82,7 @@ def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Half the sum of squares."""
     [value] = ins
     if is_partial(value):
-        raise Inexact("formula")
+        raise NoRule
     scale = times(UNSCALED, scale_of(walk, value), 2)
     return [Value((), Partial() if is_sharded(value) else Replicate(), scale, is_zero=value.is_zero)]
 
@@ -94,16 +91,14 @@ def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along another axis than that of rows."""
     value, axis = ins
-    if is_partial(value):
-        raise Inexact("formula")
-    if axis.const is None or not value.shape:
+    if is_partial(value) or axis.const is None or not value.shape:
         raise NoRule
     over = int(np.ravel(axis.const)[0]) % value.rank
     shape = tuple(size for i, size in enumerate(value.shape) if i != over)
     if not is_sharded(value):
         return [Value(shape)]
     if shard_of(value).axis == over:
-        raise Inexact("over rows")
+        raise NoRule
     return [Value(shape, Shard(shard_of(value).axis - (over < shard_of(value).axis), shard_of(value).blocks))]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.rules.table import (
-    Inexact,
     NoRule,
     Walk,
     kept,
@@ -19,7 +18,7 @@ from tfring.partition.rules.table import (
     unscaled,
     with_numbers,
 )
-from tfring.partition.types import Partial, Value, is_partial, is_sharded, times
+from tfring.partition.types import UNSCALED, Partial, Replicate, Value, is_partial, is_sharded, times
 
 # The inputs that have rows along the first axis, and in which of them the operation is linear; None for none.
 _BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
@@ -84,7 +83,7 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     first = None if linear is None else ins[linear]
     is_linear = not op.type.startswith("MaxPool") and not any(map(is_sharded, rest))
     if first is not None and is_partial(first) and (not is_linear or first.placement != Partial()):
-        raise Inexact("beside")
+        raise NoRule
     scale = () if first is None else scale_of(walk, first)
     given = [ins[i] for i in positions]
     sharded = [value for value in given if is_sharded(value)]
@@ -94,9 +93,9 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(output, known), placement, scale) for output in op.outputs]
     rows = sharded[0]
     axis = shard_of(rows).axis
-    if (axis and op.type not in _ANY_AXIS) or any(value.placement != rows.placement for value in sharded):
+    if axis and op.type not in _ANY_AXIS:
         raise NoRule
-    if any(not is_sharded(value) and value.shape for value in given):
+    if any(value.placement != rows.placement if is_sharded(value) else value.shape for value in given):
         raise NoRule
     assert rows.shape is not None
     known = {axis: rows.shape[axis]}
@@ -112,7 +111,7 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     if is_sharded(value):
         if is_partial(bias) and not bias.is_zero:
-            raise Inexact("beside")
+            raise NoRule
         return [Value(value.shape, value.placement, same_scale(walk, ins))]
     placement, scale = summed(walk, ins)
     return [Value(value.shape, placement, scale)]
@@ -139,7 +138,7 @@ def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     last = 2 if op.type.endswith("2D") else 1
     if is_sharded(value) and shard_of(value).axis >= value.rank - last:
-        raise Inexact("over rows")
+        raise NoRule
     keeps = op.type in ("Softmax", "LogSoftmax", "FFT", "FFT2D", "IFFT2D")
     known = dict(enumerate(value.shape if keeps else value.shape[:-1]))
     return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
@@ -154,7 +153,7 @@ def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(output)) for output in op.outputs]
     for given in ins:
         if not is_sharded(given) or given.shape is None or shard_of(given).axis >= given.rank - 2:
-            raise Inexact("over rows")
+            raise NoRule
         if given.placement != value.placement:
             raise NoRule
     assert value.shape is not None
@@ -167,7 +166,7 @@ def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The size of a complex number scales, its angle does not."""
     [value] = ins
     if is_partial(value):
-        raise Inexact("formula")
+        raise NoRule
     scale = scale_of(walk, value) if op.type == "ComplexAbs" else ()
     return [Value(value.shape, value.placement, scale)]
 
@@ -179,3 +178,11 @@ def complex_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if any(value.placement != ins[0].placement for value in ins):
         raise NoRule
     return [Value(ins[0].shape, ins[0].placement, times((), ()))]
+
+
+@rule("Assert")
+def assert_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """The same on all replicas, or for all rows; what is shown on failure is the replica's."""
+    if ins[0].placement not in (Replicate(), Partial("min")) or scale_of(walk, ins[0]) != UNSCALED:
+        raise NoRule
+    return []

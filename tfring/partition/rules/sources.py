@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.partition import constants
-from tfring.partition.rules.table import Inexact, NoRule, Walk, rule, scale_of, unscaled
+from tfring.partition.rules.table import NoRule, Walk, rule, scale_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
     UNSCALED,
@@ -64,7 +64,7 @@ def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     handle, value = ins
     before = walk.contents.get(handle.handle, Value(None))
     if (before.placement, before.scale) != (value.placement, scale_of(walk, value)):
-        raise Inexact("mixed")
+        raise NoRule
     return []
 
 
@@ -90,7 +90,7 @@ def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     unscaled(walk, given)
     is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
-    of_all = Drawn() if walk.converts and is_own else Replicate()
+    of_all = Drawn() if is_own else Replicate()
     if sizes.const is None:
         if sizes.shape == (0,):
             return [Value((), of_all)]
@@ -98,10 +98,10 @@ def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = tuple(np.ravel(sizes.const).tolist())
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     with_rows = [] if sizes.is_total else with_rows
-    if with_rows and walk.converts and not is_own:
+    if with_rows and not is_own:
         raise NoRule  # each would draw those of the first rows
     if len(with_rows) > 1:
-        raise Inexact("rows")
+        raise NoRule
     shape = walk.shape(op.outputs[0], dict(enumerate(shape))) or shape
     return [Value(shape, Shard(with_rows[0]) if with_rows else of_all)]
 
@@ -116,10 +116,10 @@ def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         assert ins[0].shape is not None
         return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
     if any(map(is_sharded, ins)):
-        raise Inexact("rows")
+        raise NoRule
     unscaled(walk, ins)
     is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
-    of_all = Drawn() if walk.converts and is_own else Replicate()
+    of_all = Drawn() if is_own else Replicate()
     return [Value(walk.shape(output), of_all) for output in op.outputs]
 
 
@@ -132,8 +132,8 @@ def all_reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     results = op.outputs[: op.get_attr("N")]
     for value in given[: len(results)]:
         if is_sharded(value):
-            raise Inexact("rows")
+            raise NoRule
         is_count = is_replicated(value) and scale_of(walk, value) == PER_COUNT
         if scale_of(walk, value) != UNSCALED and not is_count:
-            raise Inexact("mixed")
+            raise NoRule
     return [Value(walk.shape(output)) for output in op.outputs]

@@ -22,20 +22,8 @@ from tfring.partition.types import (
 )
 
 
-class Inexact(Exception):
-    """The operation does not give, of a replica's values, what it gives of those of the whole batch.
-
-    Args:
-      reason: a key of `report.REASONS`.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 class NoRule(Exception):
-    """Nothing is known of the operation on such values."""
+    """Nothing of the whole batch, or nothing that is known, comes of such values by the operation."""
 
 
 class Walk(Protocol):
@@ -44,12 +32,10 @@ class Walk(Protocol):
     Attributes:
       rows: the symbols of rows.
       contents: of each variable that the step has written, what it holds.
-      converts: whether inputs are converted, so that a replica may hold all rows of a tensor.
     """
 
     rows: set[str]
     contents: dict[Any, Value]
-    converts: bool
 
     def shape(
         self, tensor: Any, known: dict[int, Size] | None = None, like: Sequence[Size] | None = None
@@ -87,17 +73,17 @@ def scale_of(walk: Walk, value: Value) -> Scale:
     """Returns the scale of a value, also of numbers of rows."""
     found = value.over(walk.rows)
     if found is None:
-        raise Inexact("counts")
+        raise NoRule
     return found
 
 
 def unscaled(walk: Walk, values: Iterable[Value]) -> None:
-    """Raises Inexact unless all values are those of the whole batch, or rows of it."""
+    """Raises NoRule unless all values are those of the whole batch, or rows of it."""
     for value in values:
         if is_partial(value):
-            raise Inexact("formula")
+            raise NoRule
         if not value.is_zero and scale_of(walk, value) != UNSCALED:
-            raise Inexact("scaled")
+            raise NoRule
 
 
 def replicated(walk: Walk, values: Iterable[Value]) -> None:
@@ -125,7 +111,7 @@ def summed(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Scale]:
             continue
         if parts and first.placement == Partial("sum") and is_replicated(value) and _is_mean_of(scale, mine):
             continue
-        raise Inexact("mixed" if parts else "counts")
+        raise NoRule
     return first.placement, scale
 
 
@@ -141,7 +127,7 @@ def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
     """Returns the one scale of values; zeros fit any."""
     scales = {scale_of(walk, value) for value in _counted(values)}
     if len(scales) > 1:
-        raise Inexact("mixed")
+        raise NoRule
     return scales.pop() if scales else UNSCALED
 
 
@@ -158,9 +144,9 @@ def kept(
 
 
 def no_extremes(values: Iterable[Value]) -> None:
-    """Raises Inexact if a value is a maximum or a minimum over rows, for sums are none of them."""
+    """Raises NoRule if a value is a maximum or a minimum over rows, for sums are none of them."""
     if any(isinstance(value.placement, Partial) and value.placement.op != "sum" for value in values):
-        raise Inexact("formula")
+        raise NoRule
 
 
 def shard_of(value: Value) -> Shard:
@@ -170,6 +156,6 @@ def shard_of(value: Value) -> Shard:
 
 
 def with_numbers(values: Iterable[Value]) -> None:
-    """Raises Inexact if a value holds numbers of rows, which begin at each replica's first."""
+    """Raises NoRule if a value holds numbers of rows, which begin at each replica's first."""
     if any(value.points_into is not None for value in values):
-        raise Inexact("numbers")
+        raise NoRule
