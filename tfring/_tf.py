@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.core.framework import full_type_pb2  # kinds of variants
 
 # Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on, within what turned it off
@@ -63,6 +64,7 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops import gen_dataset_ops as dataset_kernels  # shuffles with a generator of seeds
+from tensorflow.python.ops import handle_data_util as _handle_data  # items of TensorLists
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops  # which replica writes summaries
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
@@ -174,6 +176,17 @@ def graph_of_function(graph: Any, name: str) -> Any:
 def set_attribute(op: Any, name: str, text: str) -> None:
     """Gives an operation a text that goes along with it where its graph is copied; its name begins with `_`."""
     op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))
+
+
+def spec_of_items(tensor_list: tf.Tensor) -> tf.TensorSpec | None:
+    """Returns the spec of the items of a TensorList; None for a variant of another kind."""
+    data = _handle_data.get_resource_handle_data(tensor_list)
+    if not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    [items] = data.shape_and_type
+    if items.type.type_id != full_type_pb2.TFT_ARRAY:
+        return None
+    return tf.TensorSpec(tf.TensorShape(items.shape), tf.as_dtype(items.dtype))
 
 
 def update_input(op: Any, index: int, tensor: tf.Tensor) -> None:

@@ -40,6 +40,18 @@ def _in_a_loop(p, y, ids):
     return tf.while_loop(lambda i, _: i < tf.shape(y)[0], body, (0, tf.zeros([], y.dtype)))[1]
 
 
+def _recurrent(loss):
+    """The gradient of a loss of the states `[n, 4, 4]` of a loop over columns, which keeps them in lists."""
+
+    def function(x, y, ids):
+        with tf.GradientTape() as tape:
+            states = tf.scan(lambda h, v: tf.tanh(0.5 * h + v[:, None] * W[:, 0]), tf.transpose(x), tf.zeros_like(x))
+            value = loss(tf.transpose(states, [1, 0, 2]), ids)
+        return value, tape.gradient(value, W)
+
+    return function
+
+
 def _negatives(p, y, ids):
     labels = tf.range(tf.shape(y)[0])
     logits = tf.matmul(p, y, transpose_b=True)
@@ -140,6 +152,11 @@ PROGRAMS = {
     "none are kept": (_gradient(_selection_or_nothing), None),
     "negatives": (_gradient(_negatives), None),
     "loop": (_gradient(_in_a_loop), None),
+    "a state of each row": (_recurrent(lambda states, ids: tf.reduce_mean(tf.gather(states, ids, batch_dims=1))), None),
+    "states up to the largest": (
+        _recurrent(lambda states, ids: tf.reduce_mean(states[:, : tf.reduce_max(ids)] ** 2)), None
+    ),
+    "states of sorted rows": (_recurrent(lambda states, ids: tf.reduce_sum(tf.sort(states, 0)[0])), None),
     "first rows": (lambda x, y, ids: tf.reduce_mean(x[:3], 0), None),
     "centers": (lambda x, y, ids: tf.math.divide_no_nan(
         tf.math.unsorted_segment_sum(x, ids, 4), tf.cast(tf.math.bincount(ids, minlength=4), x.dtype)[:, None]

@@ -661,7 +661,13 @@ def _needed(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
 
 def _needs_other_dtype(tensor: Any, value: Value, conversion: Conversion) -> bool:
     """Returns True if replicas do not exchange tensors of this dtype."""
-    is_number = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+    dtype = tensor.dtype
+    if value.is_list:
+        items = _tf.spec_of_items(tensor)
+        if items is None:
+            return True
+        dtype = items.dtype
+    is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
     return conversions.needs_collective(value, conversion) and not is_number
 
 

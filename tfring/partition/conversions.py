@@ -138,15 +138,16 @@ def converted(value: Value, conversion: Conversion) -> Value:
         case Numbers(own):
             return dataclasses.replace(value, is_total=not own)
         case Own(axis):
-            return Value(value.shape, Shard(axis), is_zero=value.is_zero)
+            return Value(value.shape, Shard(axis), is_zero=value.is_zero, is_list=value.is_list)
         case Full():
-            return Value(value.shape, const=value.const, is_zero=value.is_zero, is_total=value.const is not None)
+            numbers = {"const": value.const, "is_total": value.const is not None}
+            return Value(value.shape, **numbers, is_zero=value.is_zero, is_list=value.is_list)
 
 
 def can_convert(value: Value) -> bool:
-    """Returns True if a value is a tensor of which it is known what replicas hold."""
-    is_tensor = value.handle is None and not value.is_list and not value.is_empty
-    return is_tensor and not isinstance(value.placement, Unplaced)
+    """Returns True if a value is a tensor, or a list of tensors, of which it is known what replicas hold."""
+    is_tensor = value.handle is None and (not value.is_list or (value.shape is not None and value.const is None))
+    return is_tensor and not value.is_empty and not isinstance(value.placement, Unplaced)
 
 
 def _is_exchangeable(value: Value) -> bool:

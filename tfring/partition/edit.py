@@ -142,8 +142,9 @@ class _Editor:
         for edits in conversions:
             edit = edits[0]
             is_needed = needs_collective(edit.value, edit.conversion) and is_sharded(edit.value) == are_rows
-            if is_needed and not self._replicas[0].has_full(_input(edit)):
-                found[_input(edit).name] = edits
+            tensor = self._replicas[0].input(edit)
+            if is_needed and not self._replicas[0].has_full(tensor):
+                found[tensor.name] = edits
         return list(found.values())
 
     def _reduce(self, conversions: Sequence[Sequence[Edit]]) -> None:
@@ -151,19 +152,21 @@ class _Editor:
         for edits in self._needing(conversions, are_rows=False):
             placement = edits[0].value.placement
             op = placement.op if isinstance(placement, Partial) else "sum"
-            groups.setdefault((op, _sent_as(_input(edits[0]).dtype)), []).append(edits)
+            dtype = self._replicas[0].input(edits[0]).dtype
+            groups.setdefault((op, _sent_as(dtype)), []).append(edits)
         for (op, dtype), tensors in groups.items():
             parts = []
             for edits in tensors:
                 each = [
-                    tf.cast(replica.part(_input(edit), edit.value, op), dtype)
+                    tf.cast(replica.part(replica.input(edit), edit.value, op), dtype)
                     for replica, edit in zip(self._replicas, edits, strict=True)
                 ]
                 parts.append(functools.reduce(_REDUCTIONS[op], each))
             reduced = self._exchanged(self._exchange.all_reduce, op, parts, op)
             for edits, result in zip(tensors, reduced, strict=True):
                 for replica, edit in zip(self._replicas, edits, strict=True):
-                    replica.note_full(_input(edit), tf.cast(result, _input(edit).dtype))
+                    tensor = replica.input(edit)
+                    replica.note_full(tensor, tf.cast(result, tensor.dtype))
 
     def _gather(self, conversions: Sequence[Sequence[Edit]]) -> None:
         tensors = self._needing(conversions, are_rows=True)
@@ -172,13 +175,13 @@ class _Editor:
         sent = []
         for edits in tensors:
             pairs = zip(self._replicas, edits, strict=True)
-            each = [replica.rows_first(_input(edit), edit.value) for replica, edit in pairs]
+            each = [replica.rows_first(replica.input(edit), edit.value) for replica, edit in pairs]
             rows = each[0] if len(each) == 1 else tf.concat(each, 0)
             sent.append(tf.cast(rows, tf.uint8) if rows.dtype == tf.bool else rows)
         gathered = self._exchanged(self._exchange.all_gather, "rows of all", sent)
         for edits, all_rows in zip(tensors, gathered, strict=True):
             for replica, edit in zip(self._replicas, edits, strict=True):
-                tensor = _input(edit)
+                tensor = replica.input(edit)
                 replica.note_full(tensor, replica.rows_back(tf.cast(all_rows, tensor.dtype), tensor, edit.value))
 
     def _exchanged(self, exchange: Callable[..., list[tf.Tensor]], what: str, *args: Any) -> list[tf.Tensor]:
@@ -191,10 +194,6 @@ class _Editor:
 
 
 _REDUCTIONS = {"sum": tf.add, "max": tf.maximum, "min": tf.minimum}
-
-
-def _input(edit: Edit) -> tf.Tensor:
-    return edit.op.inputs[edit.position]
 
 
 class _Replica:
@@ -213,6 +212,20 @@ class _Replica:
         self.counts = {ROWS: Counts(rows[position], tf.reduce_sum(rows), tf.reduce_sum(rows[:position]))}
         self._made: dict[tuple[str, Any], tf.Tensor] = {}  # by tensor and conversion
 
+    def input(self, edit: Edit) -> tf.Tensor:
+        """Returns the tensor that is converted; of a list that of its stacked items."""
+        tensor = edit.op.inputs[edit.position]
+        if not edit.value.is_list:
+            return tensor
+        key = tensor.name, "stacked"
+        if key not in self._made:
+            items = _tf.spec_of_items(tensor)
+            assert items is not None
+            self._made[key] = tf.raw_ops.TensorListStack(
+                input_handle=tensor, element_shape=_sizes(items.shape), element_dtype=items.dtype
+            )
+        return self._made[key]
+
     def has_full(self, tensor: tf.Tensor) -> bool:
         """Returns True if a tensor is known in full."""
         return (tensor.name, "full") in self._made
@@ -223,11 +236,13 @@ class _Replica:
 
     def convert(self, edit: Edit) -> None:
         """Gives an operation the converted input."""
-        tensor = _input(edit)
+        tensor = self.input(edit)
         key = tensor.name, _key(edit.value, edit.conversion)
         if key not in self._made:
             made = self._converted(tensor, edit.value, edit.conversion)
             made.set_shape(tensor.shape)  # of rows the size is open
+            if edit.value.is_list:
+                made = tf.raw_ops.TensorListFromTensor(tensor=made, element_shape=_sizes(made.shape[1:]))
             self._made[key] = made
         _tf.update_input(edit.op, edit.position, self._made[key])
 
@@ -374,6 +389,11 @@ class _Replica:
         begins = tf.one_hot(axis, tensor.shape.rank, begin * each, tf.constant(0, tf.int64))
         is_rows = tf.one_hot(axis, tensor.shape.rank, True, False)
         return tf.slice(tensor, begins, tf.where(is_rows, count * each, sizes))
+
+
+def _sizes(shape: tf.TensorShape) -> int | list[int]:
+    """Returns the sizes of items of a list, -1 where they are open."""
+    return -1 if shape.rank is None else [-1 if size is None else size for size in shape]
 
 
 def _times(tensor: tf.Tensor, factor: tf.Tensor | None) -> tf.Tensor:
