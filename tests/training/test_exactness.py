@@ -67,7 +67,7 @@ class OneLayer(keras.Model):
         if self.write is not None:
             self.write(self, x, y)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"own": tf.reduce_mean(loss), "rows": tf.abs(y[:, 0])}
+        return {"own": tf.reduce_mean(loss), "rows": tf.abs(y[:, 0]), "tracked": self.tracker.result()}
 
 
 def _error(model, x, y):
@@ -160,6 +160,9 @@ STATES = {
     "decayed sum": lambda m, x, y: m.state.assign(0.5 * m.state + tf.reduce_sum(y)),
     "spread": lambda m, x, y: m.state.assign(tf.math.reduce_std(y)),
     "last row": lambda m, x, y: m.state.assign(y[-1, 0]),
+    "a metric of maxima": lambda m, x, y: m.tracker.update_state(tf.reduce_max(y)),
+    "a metric of kept rows": lambda m, x, y: m.tracker.update_state(tf.boolean_mask(y, y > -1.0)),
+    "a metric of the last batch": lambda m, x, y: (m.tracker.reset_state(), m.tracker.update_state(y)),
     "if any": lambda m, x, y: tf.cond(
         tf.reduce_max(y) > 1.0, lambda: m.state.assign(tf.reduce_max(y)), lambda: m.state.assign(-1.0)
     ),

@@ -187,8 +187,10 @@ def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callab
         running.written.append(Written(variable, "mean", own.assign(value).op))
     elif is_part and _stays_a_sum(running, held, value):
         running.written.append(Written(variable, _SUMMED))
-        value = partition.expect(value, "sum", f"the state {_name(variable)}")
-        (assign or own.assign)(tf.where(running.active, value, own))
+        if not _is_zero(value):  # what is added; a replica without rows adds nothing
+            value = partition.expect(value, "sum", f"the state {_name(variable)}")
+            value = tf.where(running.active, value, own)
+        (assign or own.assign)(value)
     else:
         running.written.append(Written(variable, _EDITED, own.assign(value).op))
 

@@ -3,7 +3,7 @@
 | conversion | a replica gets | from | costs |
 |---|---|---|---|
 | Unscaled | the rows, or its part, of scale 1 | rows, a part | a product |
-| First | a part: the tensor on the first replica, zeros on others | the same on all replicas | nothing |
+| First | a part: the tensor on the first replica, zeros on others | the same on all; any | nothing; as of Full |
 | FirstRows | the tensor on the first replica, none of its rows on others | the same on all replicas | nothing |
 | Offset | numbers of rows of the whole batch | numbers of its own rows | a sum |
 | Numbers | sizes of which the whole batch's are wanted | sizes | nothing |
@@ -50,7 +50,7 @@ class Unscaled:
 
 @dataclasses.dataclass(frozen=True)
 class First:
-    """On the first replica the tensor that all hold, on others zeros, so that the sum is the tensor."""
+    """On the first replica the tensor of one process, on others zeros, so that the sum is the tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def needs_collective(value: Value, conversion: Conversion) -> bool:
     """Returns True if replicas exchange something where a value is converted."""
     if isinstance(conversion, Full):
         return value.const is None
-    return isinstance(conversion, Own) and not _is_whole(value)
+    return isinstance(conversion, (Own, First)) and value.const is None and not _is_whole(value)
 
 
 def waits(value: Value, conversion: Conversion) -> bool:
@@ -130,7 +130,7 @@ def converted(value: Value, conversion: Conversion) -> Value:
         case Unscaled(scale):
             return dataclasses.replace(value, scale=scale)
         case First():
-            return dataclasses.replace(value, placement=Partial(), const=None, is_guard=False)
+            return dataclasses.replace(value, placement=Partial(), scale=UNSCALED, const=None, is_guard=False)
         case FirstRows():
             return dataclasses.replace(value, shape=None, placement=Shard(0), const=None)
         case Offset():
@@ -197,6 +197,10 @@ def _candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conv
     sharded = [i for i, value in given if is_sharded(value)]
     if parts and not sharded:
         yield {**local, **{i: First() for i in held}}
+    if any(values[i].is_held for i in parts):
+        # What replicas hold in parts stays so; what is added is added once.
+        added = [(i, value) for i, value in given if not value.is_held and not value.is_zero]
+        yield {i: First() for i, value in added if (value.placement, value.scale) != (Partial(), UNSCALED)}
     full_parts = {**normal, **dict.fromkeys(parts, _FULL)}
     if not sharded and len({values[i].shape for i in parts}) == 1:  # as many bytes; what is computed from it is full
         yield full_parts
@@ -278,8 +282,6 @@ def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[C
         return [_FULL] if what == "same" else None
     if what == "mean" and value.placement == Partial() and not is_integer and value.is_held is False:
         return [Unscaled(PER_MEAN)]
-    if what == "sum" and value.placement == Partial():
-        return [Unscaled()]
     if what == "sum":
-        return [First()] if _is_whole(value) and not has_numbers(value, rows) else [_FULL, First()]
+        return [Unscaled()] if value.placement == Partial() else None
     return [_FULL]

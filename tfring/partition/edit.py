@@ -352,7 +352,8 @@ class _Replica:
             case Unscaled(scale):
                 return self._scaled(tensor, times(value.scale, scale, -1))
             case First():
-                return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
+                full = self._full(tensor, value)
+                return tf.where(self._is_first(), full, tf.zeros_like(full))
             case FirstRows():
                 return tensor[: tf.where(self._is_first(), tf.shape(tensor)[0], 0)]
             case Offset():
@@ -361,9 +362,13 @@ class _Replica:
                 return self._sizes(value, tensor.dtype, own)
             case Own(axis):
                 return self._own_rows(self._made.get((tensor.name, "full"), tensor), value, axis)
+        return tf.identity(self._full(tensor, value))
+
+    def _full(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
+        """Returns the tensor of one process: from an exchange that was made, or where all hold it."""
         if value.const is not None:
             return self._sizes(value, tensor.dtype, ())
-        return tf.identity(self._made.get((tensor.name, "full"), tensor))
+        return self._made.get((tensor.name, "full"), tensor)
 
     def _offset(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
         [rows] = [name for name in dims.symbols(value.points_into) if name in self.counts]

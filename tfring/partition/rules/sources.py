@@ -47,14 +47,14 @@ def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = walk.shape(op.outputs[0])
     if content is None:
         return [Value(shape)]
-    return [Value(shape, content.placement, content.scale)]
+    return [Value(shape, content.placement, content.scale, is_zero=content.is_zero)]
 
 
 @rule("AssignVariableOp")
 def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The variable holds the value."""
     handle, value = ins
-    walk.contents[handle.handle] = Value(None, value.placement, scale_of(walk, value))
+    walk.contents[handle.handle] = Value(None, value.placement, scale_of(walk, value), is_zero=value.is_zero)
     return []
 
 
