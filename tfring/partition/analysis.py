@@ -722,9 +722,8 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
         return is_replicated(value) and scale == UNSCALED
     if what == "mean":
         return value.is_held is False and (value.placement, scale) in ((Partial(), PER_MEAN), (Replicate(), UNSCALED))
-    if what == "sum":
-        return (value.placement, scale) in ((Partial(), UNSCALED), (Replicate(), PER_COUNT))
-    return value.placement in (Partial(what), Replicate()) and scale == UNSCALED
+    assert what == "sum"
+    return (value.placement, scale) in ((Partial(), UNSCALED), (Replicate(), PER_COUNT))
 
 
 def _root(op: Any) -> Any:

@@ -16,7 +16,7 @@ _DECLARED, _EXPECTED, _NAME, _LIKE = "_tfring_declared", "_tfring_expected", "_t
 
 DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "drawn", "own")
 _OF_ROWS = ("rows", "gradients of rows", "rows of gradients", "ids of gradients")
-EXPECTATIONS = ("mean", "sum", "max", "min", "same", "concatenated", *_OF_ROWS)
+EXPECTATIONS = ("mean", "sum", "same", "concatenated", *_OF_ROWS)
 
 
 def declare(tensor: Any, what: str) -> Any:
@@ -85,10 +85,9 @@ def expect(tensor: Any, what: str, name: str) -> Any:
 
     Args:
       tensor: a dense tensor.
-      what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", "max", "min", whose sum,
-        maximum or minimum over replicas is; "same", on all replicas; "concatenated", what replicas give one after
-        another is; "rows"; "gradients of rows"; "rows of gradients",
-        that are added up, and their "ids of gradients".
+      what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", whose sum over replicas
+        is; "same", on all replicas; "concatenated", what replicas give one after another is; "rows"; "gradients of
+        rows"; "rows of gradients", that are added up, and their "ids of gradients".
       name: of the tensor, for the user.
     """
     assert what in EXPECTATIONS, what
