@@ -190,6 +190,11 @@ PROGRAMS = {
     ),
 }  # fmt: skip
 
+NAMES = {  # of what is exchanged, as `tfring report` shows them
+    "outer product": ["step, exchange 1: rows for MatMul", "step, exchange 2: rows for a result"],
+    "sorted": ["step, exchange 1: rows for TopKV2"],
+}
+
 
 def main():
     for name, (function, exchanges) in PROGRAMS.items():
@@ -197,6 +202,7 @@ def main():
             analysis, exchanged = replicas.run(function, X, Y, IDS, sizes=sizes, tolerance=1e-8)
             assert not analysis.findings, (name, analysis.findings)
             assert exchanges in (None, len(exchanged)), (name, exchanged)
+            assert exchanged == NAMES.get(name, exchanged)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.partition import dims
+from tfring.partition import dims, marks
 from tfring.partition.analysis import Analysis, Edit, Source
 from tfring.partition.conversions import (
     Conversion,
@@ -130,7 +130,7 @@ class _Editor:
         if not new:
             return
         own = [tf.stack([tf.where(r.active, r.size(name), 0) for name in new]) for r in self._replicas]
-        [every] = self._exchanged(self._exchange.all_gather, "rows", [tf.stack(own)])
+        [every] = self._exchanged(self._exchange.all_gather, "numbers of rows", [tf.stack(own)])
         for replica, sizes in zip(self._replicas, own, strict=True):
             for i, name in enumerate(new):
                 before = tf.reduce_sum(every[: replica.position, i])
@@ -162,7 +162,7 @@ class _Editor:
                     for replica, edit in zip(self._replicas, edits, strict=True)
                 ]
                 parts.append(functools.reduce(_REDUCTIONS[op], each))
-            reduced = self._exchanged(self._exchange.all_reduce, op, parts, op)
+            reduced = self._exchanged(self._exchange.all_reduce, f"{op} for {_operations(tensors)}", parts, op)
             for edits, result in zip(tensors, reduced, strict=True):
                 for replica, edit in zip(self._replicas, edits, strict=True):
                     tensor = replica.input(edit)
@@ -178,7 +178,7 @@ class _Editor:
             each = [replica.rows_first(replica.input(edit), edit.value) for replica, edit in pairs]
             rows = each[0] if len(each) == 1 else tf.concat(each, 0)
             sent.append(tf.cast(rows, tf.uint8) if rows.dtype == tf.bool else rows)
-        gathered = self._exchanged(self._exchange.all_gather, "rows of all", sent)
+        gathered = self._exchanged(self._exchange.all_gather, f"rows for {_operations(tensors)}", sent)
         for edits, all_rows in zip(tensors, gathered, strict=True):
             for replica, edit in zip(self._replicas, edits, strict=True):
                 tensor = replica.input(edit)
@@ -194,6 +194,13 @@ class _Editor:
 
 
 _REDUCTIONS = {"sum": tf.add, "max": tf.maximum, "min": tf.minimum}
+_NAMED = 3
+
+
+def _operations(conversions: Sequence[Sequence[Edit]]) -> str:
+    """Returns for which operations replicas exchange tensors, for `tfring report` and for errors."""
+    types = list(dict.fromkeys("a result" if marks.expected(e.op) else e.op.type for e, *_ in conversions))
+    return ", ".join(types[:_NAMED]) + (f" and {len(types) - _NAMED} more" if len(types) > _NAMED else "")
 
 
 class _Replica:
