@@ -491,6 +491,7 @@ def _effects(folder, devices=1):
         tf.print(tf.reduce_max(y), output_stream=f"file://{folder / 'printed'}")
         with writer.as_default(step=model.optimizer.iterations):
             tf.cond(loss > 0.0, lambda: tf.summary.scalar("loss", loss), lambda: False)
+            tf.summary.histogram("rows", y)
 
     with strategy.scope():
         model = OneLayer(LOSSES["mean"], None, write)
@@ -514,6 +515,26 @@ def test_what_a_step_does_besides_is_what_one_process_does(world_size, devices, 
         assert len(tf.nest.flatten(found)) == len(wanted)
         for got, expected in zip(tf.nest.flatten(found), wanted, strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def _by_strings():
+    """Returns how many strings of rows a step has put into a table, and what was logged of steps of the whole batch."""
+    strategy = harness.strategy()
+    x, y = _data()
+    table = tf.lookup.experimental.MutableHashTable(tf.string, tf.float32, 0.0)
+    with _logged() as texts:
+        with strategy.scope():
+            model = OneLayer(LOSSES["mean"], None, lambda m, x, y: table.insert(tf.strings.as_string(y[:, 0]), y[:, 0]))
+            model.compile(keras.optimizers.SGD(0.05))
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return table.size().numpy(), _of_whole_batch(texts)
+
+
+def test_what_a_step_does_with_strings_of_rows_is_that_of_the_whole_batch():
+    """Replicas do not exchange strings."""
+    (size, [text]), (other, _) = workers(2).run(_by_strings)
+    assert size == other == ROWS
+    assert "It reaches what the step writes or prints" in text and "LookupTableInsertV2" in text
 
 
 def _draws(run_eagerly):

@@ -188,12 +188,21 @@ class Walk:
                 self.contents = dict(contents)  # which stay as they were
             ins = [known[tensor.name] for tensor in op.inputs]
             values = self._held(op, ins, self._operation(op, ins, is_own, known))
+            if self._depth == 0 and op.name in self._needed and (not op.outputs or op.type in _WITH_BODIES):
+                self._find_effects()
             if is_own:
                 self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
             if self._depth == 0:
                 self._note(op, values, self.edits[first_edit:])
         return known
+
+    def _find_effects(self) -> None:
+        """Finds what operations do, print or write with what one process does not have."""
+        for key in [key for key in self.contents if isinstance(key, str)]:
+            placement = self.contents.pop(key).placement
+            if isinstance(placement, Unplaced) and placement.reason != "own":
+                self.findings.append(Finding(placement.reason, placement.op, "what the step writes or prints"))
 
     def body(self, op: Any, ins: Sequence[Value], attribute: str) -> list[Value]:
         """Walks the function that an attribute of an operation names; returns its outputs."""
@@ -416,7 +425,12 @@ class Walk:
             self._fit_sizes(op, ins, values)
         except NoRule:
             return self._unplaced(op, ins, Unplaced(op))
-        return [self._checked(op, tensor, value) for tensor, value in zip(op.outputs, values, strict=True)]
+        checked = [self._checked(op, tensor, value) for tensor, value in zip(op.outputs, values, strict=True)]
+        is_same = all(_is_same(v) and v.handle is None and not has_numbers(v, self.rows) for v in ins)
+        is_function = is_same and not op.op_def.is_stateful and op.type not in _WITH_BODIES
+        if is_function and self._why_unplaced(checked, self.contents) is not None:
+            return [Value(self.shape(tensor)) for tensor in op.outputs]  # the rule took another shape for it
+        return checked
 
     # -- numbers of rows, where a replica may hold all rows ---------------------------------------------------------
 

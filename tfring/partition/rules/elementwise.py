@@ -181,7 +181,7 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     condition, *others = ins
     if condition.const is not None and condition.const.size == 1 and condition.const.item() in (0, 1):
         chosen, other = others if condition.const.item() else others[::-1]
-        if chosen.shape is not None and chosen.shape == other.shape:
+        if chosen.shape is not None and chosen.shape == other.shape and len(_shape(condition)) <= chosen.rank:
             return [chosen]
     unscaled(walk, [condition])
     if is_sharded(condition) and any(map(is_partial, others)):
