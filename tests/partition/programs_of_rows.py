@@ -182,6 +182,17 @@ PROGRAMS = {
     "permuted by a seed": (
         lambda x, y, ids: tf.gather(x, tf.random.experimental.stateless_shuffle(tf.range(tf.shape(x)[0]), [3, 4])), 1
     ),
+    "rows of a seed": (
+        lambda x, y, ids: tf.gather(x, tf.random.stateless_uniform([4], [1, 2], 0, tf.shape(x)[0], tf.int32)), None
+    ),
+    "entries by the number of rows": (
+        lambda x, y, ids: (
+            tf.gather(tf.range(20), tf.shape(x)[0]),
+            tf.stack([tf.shape(x)[0], 2 * tf.shape(x)[0], 3]),
+            tf.random.stateless_categorical(x, 3, [1, 2]),
+        ),
+        None,
+    ),
     "no rule": (lambda x, y, ids: tf.numpy_function(lambda v: v - v.max(), [x], x.dtype, stateful=False), 1),
     "outer product": (lambda x, y, ids: tf.matmul(x, x, transpose_b=True), 2),
     "outer sum": (lambda x, y, ids: tf.reduce_sum(tf.nn.relu(x[:, None] - x[None]), [0, 1]), 2),

@@ -491,8 +491,11 @@ class Walk:
         rule = RULES.get(op.type)
         arguments = op.op_def.input_arg
         if len(arguments) == len(ins):  # else there are lists of inputs
-            for value, argument in zip(ins, arguments, strict=True):
+            sizes = _SIZES.get(op.type, ())
+            for i, (value, argument) in enumerate(zip(ins, arguments, strict=True)):
                 if argument.name in _NUMBERS and value.const is None and not _is_same(value):
+                    raise NoRule
+                if argument.name in _VALUES and i not in sizes and has_numbers(value, self.rows):
                     raise NoRule
         if rule is not None:
             try:
@@ -568,11 +571,9 @@ class Walk:
         if value.is_zero and what != "same":
             return value
         try:
-            scale = scale_of(self, value)
-        except NoRule:
-            self.findings.append(Finding("rows", op, name))
-            return value
-        fits = _fits(value, scale, what)
+            fits = _fits(value, scale_of(self, value), what)
+        except NoRule:  # sizes, of which some are of rows
+            fits = False
         if what in ("rows of gradients", "ids of gradients"):
             fits = fits and not self._has_all_rows(value) and value.points_into is None
         if fits:
@@ -647,6 +648,8 @@ _NUMBERS = frozenset(
         *("element_shape", "max_num_elements"),
     )
 )
+# Of these, and of those that say which entries are taken, the ones whose numbers of rows are those of the whole batch.
+_VALUES = _NUMBERS - {"element_shape"} | {"index", "indices", "segment_ids"}
 
 
 def _is_same(value: Value) -> bool:

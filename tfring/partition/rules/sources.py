@@ -112,7 +112,7 @@ SHUFFLES = ("RandomShuffle", "Multinomial", "StatelessShuffle", "StatelessMultin
 @rule(*SHUFFLES)
 def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Among all rows."""
-    if op.type in ("Multinomial", "StatelessMultinomial") and ins[0].placement == Shard(0):
+    if op.type == "Multinomial" and ins[0].placement == Shard(0):
         assert ins[0].shape is not None
         return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
     if any(map(is_sharded, ins)):
