@@ -52,6 +52,11 @@ def _recurrent(loss):
     return function
 
 
+def _asserted(x, y, ids):
+    tf.debugging.assert_less(x, tf.constant(1e6, x.dtype))
+    return tf.reduce_mean(x)
+
+
 def _negatives(p, y, ids):
     labels = tf.range(tf.shape(y)[0])
     logits = tf.matmul(p, y, transpose_b=True)
@@ -193,6 +198,7 @@ PROGRAMS = {
         ),
         None,
     ),
+    "an assertion": (_asserted, None),
     "no rule": (lambda x, y, ids: tf.numpy_function(lambda v: v - v.max(), [x], x.dtype, stateful=False), 1),
     "outer product": (lambda x, y, ids: tf.matmul(x, x, transpose_b=True), 2),
     "outer sum": (lambda x, y, ids: tf.reduce_sum(tf.nn.relu(x[:, None] - x[None]), [0, 1]), 2),
@@ -204,6 +210,7 @@ PROGRAMS = {
 NAMES = {  # of what is exchanged, as `tfring report` shows them
     "outer product": ["step, exchange 1: rows for MatMul", "step, exchange 2: rows for a result"],
     "sorted": ["step, exchange 1: rows for TopKV2"],
+    "an assertion": ["step, exchange 1: min for If", "step, exchange 2: sum for a result"],
 }
 
 
