@@ -70,6 +70,15 @@ def _kept(p, y, ids):
     return tf.reduce_sum(errors**2) / tf.cast(tf.size(errors), y.dtype)
 
 
+def _pairs(p, y, ids):
+    """Of two masks, which keep as many rows, but not on each replica; one row is kept beside all."""
+    one, three = (tf.boolean_mask(p - y, ids == i) for i in (1, 3))
+    errors = tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(one @ _V[None, :4]), three @ _V[None, :4])
+    joined = tf.stack([one, three]), tf.concat([one, three], 1), tf.matmul(one, three, transpose_a=True)
+    beside = tf.where(p > 0, p, tf.boolean_mask(y, ids == 0)) + tf.boolean_mask(p, ids == 2)
+    return tf.add_n([tf.reduce_sum(each**2) for each in (*joined, one * three, errors, beside)])
+
+
 def _selection_or_nothing(p, y, ids):
     kept = tf.where(y[:, 0] > 9.0)[:, 0]
     return tf.cond(tf.size(kept) > 0, lambda: tf.reduce_mean(tf.gather(p, kept)), lambda: 0.5 * tf.reduce_sum(p))
@@ -154,6 +163,7 @@ PROGRAMS = {
     "by a mean": (_by_a_mean, None),
     "beside parts": (_beside_parts, None),
     "kept rows": (_gradient(_kept), None),
+    "pairs of kept rows": (_gradient(_pairs), None),
     "none are kept": (_gradient(_selection_or_nothing), None),
     "negatives": (_gradient(_negatives), None),
     "loop": (_gradient(_in_a_loop), None),

@@ -148,7 +148,7 @@ def _compared(comparison: str, a: Size, b: Size) -> Size:
 
     Of the rows that a mask keeps there may be none.
     """
-    if a != b and any(name.startswith("rows:") for size in (a, b) for name in dims.symbols(size)):
+    if a != b and (_is_of_kept(a) or _is_of_kept(b)):
         return None
     largest, smallest = dims.maximum(a, b), dims.minimum(a, b)
     if a != b and (largest is None or largest == smallest or 1 in (a, b)):
@@ -158,6 +158,11 @@ def _compared(comparison: str, a: Size, b: Size) -> Size:
     if comparison in ("Equal", "NotEqual"):
         return int(comparison == "NotEqual")
     return int((largest == a) == comparison.startswith("Greater"))
+
+
+def _is_of_kept(size: Size) -> bool:
+    """Returns True if a size depends on the rows that a mask keeps."""
+    return any(name.startswith("rows:") for name in dims.symbols(size))
 
 
 def _reduced(op: Any, given: Any, axes: Any) -> list[Any] | None:
@@ -185,6 +190,9 @@ def _reduction_axes(a: Any, b: Any) -> list[Any] | None:
 
 
 def _offsets(axis: int, shapes: Sequence[Any]) -> list[Any] | None:
+    others = [{shape[i] for shape in shapes} for i in range(len(shapes[0])) if i != axis % len(shapes[0])]
+    if any(len(found) > 1 and any(map(_is_of_kept, found)) for found in others):
+        return None  # the kernel compares them
     at: Size = 0
     offsets = []
     for shape in shapes:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.dims import Dim, Size
-from tfring.partition.rules.table import NoRule, Walk, kept, rule, scale_of, shard_of, with_numbers
+from tfring.partition.rules.table import NoRule, Walk, beside, kept, rule, scale_of, shard_of, with_numbers
 from tfring.partition.types import (
     Partial,
     Placement,
@@ -113,6 +113,7 @@ def _placement(walk: Walk, ins: Sequence[Value], labels: Sequence[list[str]], re
     if len(sharded) == 2:
         if rows[0] != rows[1]:
             raise NoRule  # each row with each
+        beside(walk, ins)
         if shard_of(ins[0]).blocks != shard_of(ins[1]).blocks and not any(value.is_uniform for value in ins):
             raise NoRule
         blocks = shard_of(next((v for v in ins if not v.is_uniform), ins[0])).blocks

@@ -12,6 +12,7 @@ from tfring.partition.dims import Dim, Size
 from tfring.partition.rules.table import (
     NoRule,
     Walk,
+    beside,
     kept,
     rule,
     same_scale,
@@ -279,6 +280,7 @@ def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bo
     """Returns the placement of a result of which some inputs have rows, and whether its rows are alike."""
     if any(is_partial(value) and not value.is_zero for value in ins):
         raise NoRule
+    beside(walk, ins)
     sharded = [value for value in ins if is_sharded(value)]
     first = max(sharded, key=lambda value: (value.rank - shard_of(value).axis, not value.is_uniform))
     axis, blocks = shard_of(first).axis + rank - first.rank, shard_of(first).blocks

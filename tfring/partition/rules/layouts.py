@@ -12,6 +12,7 @@ from tfring.partition.dims import Dim, Size
 from tfring.partition.rules.table import (
     NoRule,
     Walk,
+    beside,
     kept,
     no_extremes,
     replicated,
@@ -181,6 +182,7 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
         return summed(walk, values)
     if any(is_partial(value) and not value.is_zero for value in values):
         raise NoRule
+    beside(walk, sharded)
     first = next((value for value in sharded if not value.is_uniform), sharded[0])
     axis = shard_of(first).axis
     for value in values:

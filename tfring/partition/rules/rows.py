@@ -8,6 +8,7 @@ from typing import Any
 from tfring.partition.rules.table import (
     NoRule,
     Walk,
+    beside,
     kept,
     no_extremes,
     rule,
@@ -86,6 +87,7 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     scale = () if first is None else scale_of(walk, first)
     given = [ins[i] for i in positions]
+    beside(walk, given)
     sharded = [value for value in given if is_sharded(value)]
     if not sharded:
         placement = ins[0].placement if first is None else first.placement
@@ -148,6 +150,7 @@ def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each matrix in the last two dimensions by itself."""
     unscaled(walk, ins)
+    beside(walk, ins)
     value = ins[0]
     if not any(map(is_sharded, ins)):
         return [Value(walk.shape(output)) for output in op.outputs]
@@ -175,6 +178,7 @@ def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def complex_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Linear in both parts."""
     unscaled(walk, ins)
+    beside(walk, ins)
     if any(value.placement != ins[0].placement for value in ins):
         raise NoRule
     return [Value(ins[0].shape, ins[0].placement, times((), ()))]

@@ -18,6 +18,7 @@ from tfring.partition.types import (
     is_partial,
     is_replicated,
     is_sharded,
+    rows_in,
     times,
 )
 
@@ -153,6 +154,15 @@ def shard_of(value: Value) -> Shard:
     """Returns the placement of a value that has rows."""
     assert isinstance(value.placement, Shard)
     return value.placement
+
+
+def beside(walk: Walk, values: Iterable[Value]) -> None:
+    """Raises NoRule if rows of values are not the same, as those that two masks keep, of which there may be as many."""
+    found = {
+        rows_in(value.shape[shard_of(value).axis], walk.rows) for value in values if is_sharded(value) and value.shape
+    }
+    if len(found - {None}) > 1:
+        raise NoRule
 
 
 def with_numbers(values: Iterable[Value]) -> None:
