@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -658,6 +659,12 @@ def traced_summaries() -> Iterator[None]:
         state.is_recording_distribution_strategy = before
 
 
+def note_replicas(variable: Any) -> None:
+    """Has `variable_of_replicas` know handles that TensorFlow does not: of variables made in a trace."""
+    for copy in variable.values:
+        copy.handle._distributed_container = weakref.ref(variable)
+
+
 def variable_of_replicas(handle: Any) -> Any:
     """The distributed variable of whose copies a handle is one; None where it is of none."""
     container = getattr(handle, "_distributed_container", None)
@@ -784,11 +791,6 @@ def _captured(tensor: tf.Tensor, graph: Any) -> Any:
     return graph.capture(_captured(tensor, graph.outer_graph))
 
 
-def set_aggregation(variable: Any, aggregation: Any) -> None:
-    """Changes how the copies of a variable become one; TensorFlow has it said when the variable is made."""
-    variable._aggregation = aggregation
-
-
 __all__ = [
     "CollectiveAllReduceExtended",
     "CollectiveKeys",
@@ -831,10 +833,10 @@ __all__ = [
     "next_or_dummy",
     "next_or_error",
     "nn_impl_distribute",
+    "note_replicas",
     "packed",
     "recorded_behind",
     "seeds_of",
-    "set_aggregation",
     "set_cardinality",
     "shuffled_like",
     "shuffled_with_generator",

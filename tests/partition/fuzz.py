@@ -20,13 +20,13 @@ _UNARY = (tf.tanh, tf.abs, tf.square, tf.sqrt, tf.math.rsqrt, tf.sign, tf.nn.rel
 
 
 def program(seed, length):
-    """Returns a function of `x [n, 3, 4]`, `y [n, 4]`, ids `[n]` and a mask, which returns all that it has computed."""
+    """Returns a function of `x [n, 3, 4]`, `y [n, 4]`, ids `[n]`, a mask and a state, which returns all it computes."""
 
-    def function(x, y, ids, mask):
+    def function(x, y, ids, mask, *state):
         random = np.random.default_rng(seed)
         weights = tf.constant(np.random.default_rng(1).normal(size=(4, 4)))
         count = tf.cast(tf.shape(x)[0], tf.float64)
-        pool = [x, y, weights, tf.matmul(y, weights), tf.reduce_mean(x, 0), count, tf.reduce_sum(y, 0)]
+        pool = [x, y, weights, tf.matmul(y, weights), tf.reduce_mean(x, 0), count, tf.reduce_sum(y, 0), *state * 3]
 
         def pick(fits=lambda tensor: True):
             found = [tensor for tensor in pool if fits(tensor)]
@@ -105,10 +105,10 @@ def program(seed, length):
                 made += 1
         return pool[3:]
 
-    def with_gradients(x, y, ids, mask):
+    def with_gradients(x, y, ids, mask, *state):
         with tf.GradientTape(persistent=True) as tape:
             tape.watch([x, y])
-            results = function(x, y, ids, mask)
+            results = function(x, y, ids, mask, *state)
             loss = results[-1]
             total = tf.reduce_mean(loss) if seed % 3 else tf.reduce_sum(loss)
         return [*results, total, tape.gradient(total, x), tape.gradient(total, y)]
@@ -119,13 +119,14 @@ def program(seed, length):
     return present
 
 
-def run(seed, length=8, in_threads=False):
+def run(seed, length=8, in_threads=False, has_state=False):
     """Compares one program, on replicas of one process or of several, with one replica.
 
     Args:
       seed: of the program.
       length: how many operations are chosen.
       in_threads: whether replicas are threads that exchange what they have, one perhaps without rows.
+      has_state: whether these hold parts of a variable, one without rows, too.
 
     Returns:
       The Analysis; None where TensorFlow refuses to run the program.
@@ -136,22 +137,28 @@ def run(seed, length=8, in_threads=False):
     x, y = random.normal(size=(rows, 3, 4)), random.normal(size=(rows, 4))
     ids, mask = random.integers(0, 3, rows).astype(np.int32), random.integers(0, 2, rows).astype(np.int32)
     function = program(seed, length)
+    held = random.normal(size=(len(sizes), 4)) if has_state else None
     try:
-        replicas.whole(function, x, y, ids, mask)
+        state = [] if held is None else [np.sum(held, 0)]
+        replicas.whole(lambda *rows: function(*rows, *map(tf.constant, state)), x, y, ids, mask)
     except (tf.errors.InvalidArgumentError, ValueError):
         return None
-    compare = replicas.run if in_threads else check
-    return compare(function, x, y, ids, mask, sizes=sizes, tolerance=1e-8)
+    if in_threads:
+        return replicas.run(function, x, y, ids, mask, sizes=sizes, tolerance=1e-8, held=held)
+    return check(function, x, y, ids, mask, sizes=sizes, tolerance=1e-8)
+
+
+_KINDS = ((False, False), (True, False), (True, True))  # in threads, with a state
 
 
 def main(first, last):
     said = collections.Counter()
-    for seed, in_threads in itertools.product(range(first, last), (False, True)):
+    for seed, (in_threads, has_state) in itertools.product(range(first, last), _KINDS):
         try:
-            ran = run(seed, in_threads=in_threads)
+            ran = run(seed, in_threads=in_threads, has_state=has_state)
         except Exception as error:  # of any kind: the seed is what has to be seen
             lines = [line for line in str(error).splitlines() if line.strip() and "File" not in line]
-            print(seed, in_threads, type(error).__name__, lines[:1], lines[-8:-1], flush=True)
+            print(seed, in_threads, has_state, type(error).__name__, lines[:1], lines[-8:-1], flush=True)
             said["wrong"] += 1
             continue
         said["no program" if ran is None else "equal"] += 1

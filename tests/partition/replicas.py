@@ -71,45 +71,52 @@ class Exchange:
         return results
 
 
-def run(function, *arrays, sizes=(5, 3), tolerance=1e-9):
+def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, held=None):
     """Asserts that every replica has each result of `function(*rows)` as one process has it.
+
+    Where replicas hold parts of a variable, what is written to it has to be such parts again.
 
     Args:
       function: of tensors that have rows along the first axis; returns tensors in any structure.
       *arrays: all rows, `sum(sizes)` of them.
       sizes: rows of each replica; one without computes on a row of another.
       tolerance: of floats, relative to the largest.
+      held: for each replica its part of a variable, whose value the function is given behind the rows.
 
     Returns:
       The Analysis, and the names of what replicas exchanged.
     """
-    everything = whole(function, *arrays)
+    state = [] if held is None else [np.sum(held, 0)]
+    everything = whole(lambda *rows: function(*rows, *map(tf.constant, state)), *arrays)
     meeting = Meeting(len(sizes))
     ends = np.cumsum(sizes)
     steps, analysis = [], None
     for replica in range(len(sizes)):
         exchange = Exchange(meeting, replica)
+        read = None if held is None else tf.Variable(held[replica]).read_value
 
-        def step(counts, *rows, exchange=exchange):
+        def step(counts, *rows, exchange=exchange, read=read):
             nonlocal analysis
             exchange.rows = counts  # no constant, of which TensorFlow would compute with beforehand
             rows = [partition.declare(tensor, "rows") for tensor in rows]
-            results = present(function(*rows))
+            results = present(function(*rows, *([] if read is None else [read()])))
+            written = [] if read is None else results
+            written = [partition.expect(r, "sum", f"sum {i}") for i, r in enumerate(written)]
             results = [partition.expect(r, "same", f"result {i}") for i, r in enumerate(results)]
-            analysis = partition.analyze(tf.compat.v1.get_default_graph())
+            analysis = partition.analyze(tf.compat.v1.get_default_graph(), lambda handle: read is not None)
             edit.apply(analysis, exchange)
-            return results
+            return results, written
 
         counts = tf.TensorSpec([len(sizes)], tf.int64)
         steps.append(tf.function(step, autograph=False).get_concrete_function(counts, *specs(arrays)))
-    got, errors = [None] * len(sizes), []
+    got, sums, errors = [None] * len(sizes), [None] * len(sizes), []
 
     def work(replica):
         end, size = ends[replica], sizes[replica]
         rows = [a[end - size : end] if size else a[-1:] for a in arrays]
         try:
             results = steps[replica](tf.constant(sizes, tf.int64), *map(tf.constant, rows))
-            got[replica] = [np.asarray(result) for result in results]
+            got[replica], sums[replica] = tf.nest.map_structure(np.asarray, results)
         except Exception as error:
             errors.append(error)  # of any kind: the other threads are not to wait
             meeting.abort()
@@ -123,6 +130,9 @@ def run(function, *arrays, sizes=(5, 3), tolerance=1e-9):
         raise errors[0]
     bad = {finding.name for finding in analysis.findings}
     for i, result in enumerate(everything):
+        if sums[0] and sums[0][i].shape == result.shape and f"sum {i}" not in bad:  # else rows
+            total = np.sum([each[i] for each in sums], 0, result.dtype)
+            assert_equal(total, result, (i, "sum"), tolerance)
         if f"result {i}" in bad:
             continue
         for replica in range(len(sizes)):

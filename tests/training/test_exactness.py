@@ -67,7 +67,8 @@ class OneLayer(keras.Model):
         if self.write is not None:
             self.write(self, x, y)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"own": tf.reduce_mean(loss), "rows": tf.abs(y[:, 0]), "tracked": self.tracker.result()}
+        of_metric = {"tracked": self.tracker.result(), "total": self.tracker.total}
+        return {"own": tf.reduce_mean(loss), "rows": tf.abs(y[:, 0]), **of_metric}
 
 
 def _error(model, x, y):
@@ -153,6 +154,28 @@ BETWEEN = {
     ],
 }
 
+def _if_large(then):
+    """Writes in a branch, where what is added counts once."""
+    return lambda s, x, y: tf.cond(tf.reduce_max(y) > 1.0, lambda: then(s, y), lambda: (s.assign_add(0.0), 0)[1])
+
+
+# What becomes of a metric's state, of which replicas hold parts: the step returns it, too.
+METRICS = {
+    "sum": lambda s, x, y: s.assign(s + tf.reduce_sum(y)),
+    "moving mean": lambda s, x, y: s.assign(0.9 * s + 0.1 * tf.reduce_mean(y)),
+    "largest": lambda s, x, y: s.assign(tf.maximum(s, tf.reduce_max(y))),
+    "largest and sum": lambda s, x, y: s.assign(tf.maximum(s + tf.reduce_sum(y), tf.reduce_max(y))),
+    "rows and one": lambda s, x, y: s.assign_add(tf.cast(tf.shape(y)[0], tf.float32) + 1.0),
+    "last number of rows": lambda s, x, y: s.assign(tf.cast(tf.shape(y)[0], tf.float32)),
+    "root": lambda s, x, y: s.assign(s + tf.sqrt(tf.reduce_sum(y**2))),
+    "twice": lambda s, x, y: (s.assign(s + tf.reduce_sum(y)), s.assign(s * 0.5 + tf.reduce_max(y))),
+    "kept rows": lambda s, x, y: s.assign(s + tf.reduce_mean(tf.boolean_mask(y, y > -1.0))),
+    "in a branch": _if_large(lambda s, y: (s.assign(s + tf.reduce_sum(y)), 0)[1]),
+    "in a loop": lambda s, x, y: tf.while_loop(
+        lambda i: i < 3, lambda i: (s.assign(s + tf.reduce_sum(y)), (i + 1,))[1], (0,)
+    ),
+}
+
 # What a step writes, of which each replica sees some rows, and what it draws once for all of them.
 STATES = {
     "largest": lambda m, x, y: m.state.assign(tf.maximum(m.state, tf.reduce_max(y))),
@@ -163,6 +186,7 @@ STATES = {
     "a metric of maxima": lambda m, x, y: m.tracker.update_state(tf.reduce_max(y)),
     "a metric of kept rows": lambda m, x, y: m.tracker.update_state(tf.boolean_mask(y, y > -1.0)),
     "a metric of the last batch": lambda m, x, y: (m.tracker.reset_state(), m.tracker.update_state(y)),
+    **{f"metric: {name}": lambda m, x, y, write=write: write(m.tracker.total, x, y) for name, write in METRICS.items()},
     "if any": lambda m, x, y: tf.cond(
         tf.reduce_max(y) > 1.0, lambda: m.state.assign(tf.reduce_max(y)), lambda: m.state.assign(-1.0)
     ),

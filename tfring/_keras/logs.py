@@ -14,7 +14,7 @@ results that are formulas, such as AUC and F1, in one more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfring import _tf, partition, step
 from tfring._keras.exactness import declared_layers
 from tfring._keras.losses import before_division
-from tfring._keras.metrics import Results, Source, local_state, results_from
+from tfring._keras.metrics import Results, Source, is_kept_in_parts, local_state, results_from
 from tfring._keras.state import Written, held_by
 from tfring.cross_device_ops import values_of
 from tfring.step import Way, graphs
@@ -35,9 +35,15 @@ _ALL_ROWS = object()  # in place of a source: aggregated within the step
 
 
 class Holder(NamedTuple):
-    """A variable that the step wrote, in place of a source."""
+    """A variable that the step wrote, in place of a source.
+
+    Attributes:
+      variable: the variable.
+      is_in_parts: whether each replica holds a part of its value.
+    """
 
     variable: Any
+    is_in_parts: bool
 
 
 class Logs:
@@ -120,7 +126,8 @@ class Logs:
                 leaf = values_of(leaf)[0]
                 found = next((writes for writes in variables.values() if _is_read_behind(leaf, writes)), None)
             if found is not None:
-                self._sources[i] = Holder(found[-1].variable)
+                variable = found[-1].variable
+                self._sources[i] = Holder(variable, is_kept_in_parts(variable))
 
     def read(self, written: Sequence[Written]) -> bool:
         """Returns True if the values that the step returned are computed from variables that it wrote."""
@@ -179,16 +186,21 @@ class Logs:
         if self._strategy.num_replicas_in_sync == 1:
             return [], lambda _: tf.nest.pack_sequence_as(outputs, logs)
         for i, source in enumerate(self._sources):
-            if isinstance(source, Holder):
+            if isinstance(source, Holder) and not source.is_in_parts:
                 value = tf.convert_to_tensor(values_of(held_by(source.variable))[0])
                 logs[i] = tf.reshape(tf.cast(value, logs[i].dtype), logs[i].shape)
         results = [i for i, source in enumerate(self._sources) if isinstance(source, Source)]
-        state = self._local_state([self._sources[i].metric for i in results])
+        held = {i: s.variable for i, s in enumerate(self._sources) if isinstance(s, Holder) and s.is_in_parts}
+        state = self._local_state([self._sources[i].metric for i in results], held.values())
         packed = self._packed([leaves[i] for i in self._numbers], shares)
 
         def finish(totals: Sequence[tf.Tensor]) -> Any:
             numbers = dict(zip(packed, totals, strict=False))
-            everywhere = [(v, total) for (v, _), total in zip(state, totals[len(packed) :], strict=True)]
+            everywhere = [
+                (v, tf.cast(total, v.dtype)) for (v, _), total in zip(state, totals[len(packed) :], strict=True)
+            ]
+            for i, variable in held.items():
+                logs[i] = tf.reshape(next(total for v, total in everywhere if v is variable), logs[i].shape)
             values = results_from(everywhere, [self._sources[i] for i in results])
             for i, value in zip(results, self._same_bits(values, everywhere), strict=True):
                 logs[i] = value
@@ -198,8 +210,8 @@ class Logs:
 
         return [*packed.values(), *(value for _, value in state)], finish
 
-    def _local_state(self, metrics: Sequence[Any]) -> list[tuple]:
-        variables = {id(v): v for metric in metrics for v in metric.variables}
+    def _local_state(self, metrics: Sequence[Any], others: Iterable[Any]) -> list[tuple]:
+        variables = {id(v): v for v in [*(v for metric in metrics for v in metric.variables), *others]}
         state = [(v, local_state(self._strategy, v)) for v in variables.values()]
         return [(v, value) for v, value in state if value is not None]
 

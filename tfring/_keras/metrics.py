@@ -16,6 +16,7 @@ from tfring import step
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division
 from tfring._keras.seam import seam, version_of_keras
+from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
 
 if TYPE_CHECKING:
@@ -117,14 +118,23 @@ class Results:
         return [self._found.get(id(leaf), (None, None))[1] for leaf in tf.nest.flatten(outputs)]
 
 
+def is_kept_in_parts(variable: Any) -> bool:
+    """Returns True if each replica has a value of its own of a variable, which becomes one when it is read."""
+    held = held_by(variable)
+    is_distributed = isinstance(held, tf.distribute.DistributedValues)
+    return is_distributed and held.synchronization == tf.VariableSynchronization.ON_READ
+
+
 def local_state(strategy: RingStrategy, variable: Any) -> tf.Tensor | None:
-    """Returns what this worker adds to a metric's variable over all replicas; None where all hold the same already."""
-    value = variable.value
-    if not isinstance(value, tf.distribute.DistributedValues):
+    """Returns what this worker adds to a metric's variable over all replicas; None where all hold the same already.
+
+    A boolean is added up as a number, for there is no sum of booleans.
+    """
+    if not is_kept_in_parts(variable):
         return None
-    if value.synchronization != tf.VariableSynchronization.ON_READ:
-        return None
+    value = held_by(variable)
     copies = [tf.convert_to_tensor(copy) for copy in values_of(value)]
+    copies = [tf.cast(copy, tf.int32) if copy.dtype == tf.bool else copy for copy in copies]
     if value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
         return copies[0] if strategy.extended.control.rank == 0 else tf.zeros_like(copies[0])
     total = copies[0] if len(copies) == 1 else tf.add_n(copies)
@@ -143,7 +153,7 @@ def state_of_all(strategy: RingStrategy, metrics: Sequence[Any]) -> Iterator[Non
     state = [(v, value) for v, value in state if value is not None]
     values = [value for _, value in state]
     totals = strategy.extended.control_ops.sum_over_workers(values, name="state of metrics") if values else []
-    mapping = [(v, total) for (v, _), total in zip(state, totals, strict=True)]
+    mapping = [(v, tf.cast(total, v.dtype)) for (v, _), total in zip(state, totals, strict=True)]
     with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
         yield
 

@@ -36,12 +36,11 @@ from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.recognition import current_ring, ring_of
-from tfring.step import graphs
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
 
-_EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited
+_EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited: for all, or a replica's part
 _local = threading.local()
 _KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
 
@@ -100,7 +99,7 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
     else:
         _refuse_outside(variable)
         if running.is_plain:
-            _write_plainly(running, variable, value, assign)
+            _write_plainly(running, variable, value)
         elif variable._value.synchronization == tf.VariableSynchronization.ON_READ:
             # The row that a replica without rows was given does not count.
             own = own_copy(variable._value)
@@ -171,7 +170,7 @@ class _Copy:
         return getattr(self._own, name)
 
 
-def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callable[[Any], None] | None = None) -> None:
+def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
     """Writes a replica's copy in a step that is edited, as one process would; of a metric's state its part of a sum."""
     held = held_by(variable)
     own = own_copy(held)
@@ -179,33 +178,22 @@ def _write_plainly(running: step.Step, variable: Any, value: Any, assign: Callab
     is_summed = held.aggregation not in (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
     is_part = held.synchronization == tf.VariableSynchronization.ON_READ and is_summed
     if running.is_whole and is_part:  # which the first replica holds
-        (assign or own.assign)(tf.where(running.active, value, own))
+        own.assign(tf.where(running.active, value, own))
     elif running.is_whole:
         own.assign(value)
         running.written.append(Written(variable, "values"))
     elif exactness.is_own_statistic(variable):
         running.written.append(Written(variable, "mean", own.assign(value).op))
-    elif is_part and _stays_a_sum(running, held, value):
-        running.written.append(Written(variable, _SUMMED))
-        if not _is_zero(value):  # what is added; a replica without rows adds nothing
-            value = partition.expect(value, "sum", f"the state {_name(variable)}")
-            value = tf.where(running.active, value, own)
-        (assign or own.assign)(value)
+    elif is_part:
+        name = f"the state {_name(variable)}"
+        if tf.compat.v1.get_default_graph() is running.graph:
+            value = partition.expect(value, "sum", name)
+        elif not _is_zero(value):  # in a body, which is not edited
+            before = own.read_value()
+            value = tf.where(running.active, partition.expect(value, "added", name, before), before)
+        running.written.append(Written(variable, _SUMMED, own.assign(value).op))
     else:
         running.written.append(Written(variable, _EDITED, own.assign(value).op))
-
-
-def _stays_a_sum(running: step.Step, variable: Any, value: Any) -> bool:
-    """Returns True if a metric's state, written like this, stays a sum over replicas; else all will hold the same."""
-    if graphs.is_symbolic(value):
-        running.reads = running.reads or graphs.StateReads(exactness.is_each_replicas_own)
-        kind = running.reads.kind(variable, value)
-    else:
-        kind = "none"
-    if kind == "added" or (kind == "none" and _is_zero(value)):
-        return True
-    _tf.set_aggregation(variable, tf.VariableAggregation.ONLY_FIRST_REPLICA)
-    return False
 
 
 def edited_together(
@@ -222,11 +210,9 @@ def edited_together(
       What `edit` does, and what of `written` has a rule by which `written_together` makes it one.
 
     Raises:
-      OfWholeBatch: as `edit` does; or if a metric's state is written as a sum, and as something else.
+      OfWholeBatch: as `edit` does.
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
-    if any(w.rule == _SUMMED and not _is_each_replicas_own_part(held_by(w.variable)) for w in written):
-        raise exactness.OfWholeBatch("A metric's state is written as a sum, and as something else.")
     marks = []  # of the first replica's copies, and what they mark
     for replica in range(len(strategy.extended.worker_devices)):
         with partition.replica(replica, is_scoped=True):
@@ -241,10 +227,6 @@ def edited_together(
             if mark.op.inputs[0] is not read:
                 _write(strategy, variable, mark)
     return made, [w for w in written if w.rule not in (_EDITED, _SUMMED)]
-
-
-def _is_each_replicas_own_part(variable: Any) -> bool:
-    return variable.aggregation != tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> None:

@@ -187,7 +187,7 @@ class Walk:
             if is_own:
                 self.contents = dict(contents)  # which stay as they were
             ins = [known[tensor.name] for tensor in op.inputs]
-            values = self._held(op, ins, self._operation(op, ins, is_own, known))
+            values = self._operation(op, ins, is_own, known)
             if self._depth == 0 and op.name in self._needed and (not op.outputs or op.type in _WITH_BODIES):
                 self._find_effects()
             if is_own:
@@ -263,7 +263,7 @@ class Walk:
             return [self._declared(op, declared)]
         expected = marks.expected(op)
         if expected is not None:
-            return [self._compared(op, ins[0], *expected)]
+            return [self._compared(op, ins[0], known.get(marks.like(op) or ""), *expected)]
         of_own = [isinstance(value.placement, Unplaced) and value.placement.reason == "own" for value in ins]
         if not is_own and any(of_own) and op.type in _SUMS and not all(of_own):
             return self._unplaced(op, ins, Unplaced(op))  # of gradients, some of which are tfring's
@@ -308,7 +308,7 @@ class Walk:
         if why is None or not is_to_convert or unplaced is not None or op.type.startswith("Tfring"):
             return values
         after = self._state()
-        for found in conversions.candidates(ins, self.rows):
+        for found in conversions.candidates(ins, _terms(op), self.rows):
             if any(_needs_other_dtype(op.inputs[i], ins[i], conversion) for i, conversion in found.items()):
                 continue
             self._restore(before)
@@ -322,16 +322,27 @@ class Walk:
         return values
 
     def _held(self, op: Any, ins: Sequence[Value], values: list[Value]) -> list[Value]:
-        """Returns results of which it is known whether they are parts of what replicas hold in parts."""
+        """Returns results of which it is known whether they are parts of what replicas hold in parts.
+
+        Beside those a part of the batch is to be zero on a replica without rows, which in bodies it is not.
+        """
         if op.type == "ReadVariableOp":
-            found: bool | None = ins[0].handle in self.in_parts
-        else:
-            parts = {value.is_held for value in ins if is_partial(value)}
-            if not parts - {False}:
+            handle = ins[0].handle
+            if handle not in self.in_parts:
                 return values
-            is_alone = op.type not in _SUMS or all(map(is_partial, ins))
-            found = True if parts == {True} and is_alone and op.type not in _WITH_BODIES else None
-        return [dataclasses.replace(v, is_held=found) if is_partial(v) and found is not False else v for v in values]
+            return [dataclasses.replace(v, is_held=True, adds_to=handle) if is_partial(v) else v for v in values]
+        if op.type in _WITH_BODIES or not any(is_partial(value) and value.is_held is not False for value in ins):
+            return values
+        found: bool | None = True
+        terms = _terms(op)
+        for i, value in enumerate(ins):
+            is_added = is_partial(value) or (i in terms and not value.is_zero)
+            if is_added and value.is_held is not True:
+                found = None
+        if found is None and not self._depth:
+            raise NoRule
+        adds_to = _adds_to(op, ins)
+        return [dataclasses.replace(v, is_held=found, adds_to=adds_to) if is_partial(v) else v for v in values]
 
     def _of_own(self, op: Any, tensor: Any) -> Value:
         if tensor.dtype.name == "resource":
@@ -395,6 +406,7 @@ class Walk:
         if op.name not in self._needed:
             return
         level = self.levels.get(op.inputs[index].op.name, 0)
+        value = dataclasses.replace(value, adds_to=None)  # of each replica another variable
         self.edits.append(Edit(op, index, value, conversion, level))
         if self._least_levels:
             *_, key = self.keys()
@@ -421,7 +433,7 @@ class Walk:
     def _placed(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         """Returns the values of an operation's results by its rule; Unplaced where it does not say."""
         try:
-            values = self._by_rule(op, ins)
+            values = self._held(op, ins, self._by_rule(op, ins))
             self._fit_sizes(op, ins, values)
         except NoRule:
             return self._unplaced(op, ins, Unplaced(op))
@@ -560,7 +572,7 @@ class Walk:
             return self._unplaced(op, [], Unplaced(op))[0]
         return Value(self.shape(tensor, dict(enumerate(ids.shape))), ids.placement)
 
-    def _compared(self, op: Any, value: Value, what: str, name: str) -> Value:
+    def _compared(self, op: Any, value: Value, like: Value | None, what: str, name: str) -> Value:
         """Returns a value that a mark is on, converted to what the mark expects where it can be."""
         if isinstance(value.placement, Unplaced):
             reason = value.placement.reason
@@ -574,6 +586,8 @@ class Walk:
             fits = _fits(value, scale_of(self, value), what)
         except NoRule:  # sizes, of which some are of rows
             fits = False
+        if what == "added":
+            fits = like is not None and like.adds_to is not None and value.adds_to == like.adds_to
         if what in ("rows of gradients", "ids of gradients"):
             fits = fits and not self._has_all_rows(value) and value.points_into is None
         if fits:
@@ -617,6 +631,31 @@ class Walk:
 
 # What adds its inputs, or puts them beside each other.
 _SUMS = ("Add", "AddV2", "AddN", "Sub", "Select", "SelectV2", "Pack", "ConcatV2", "BiasAdd", "TensorScatterAdd")
+_NO_TERMS = {"Select": 0, "SelectV2": 0, "ConcatV2": -1, "TensorScatterAdd": 1}
+
+
+def _terms(op: Any) -> list[int]:
+    """Returns the positions of inputs that an operation adds, or puts beside each other."""
+    if op.type not in _SUMS:
+        return []
+    positions = list(range(len(op.inputs)))
+    if op.type in _NO_TERMS:
+        positions.pop(_NO_TERMS[op.type])
+    return positions
+
+
+def _adds_to(op: Any, ins: Sequence[Value]) -> Any:
+    """Returns the handle of the variable that a result is what it holds, or that plus a part of the batch."""
+    if op.type in _PASSES:
+        return ins[0].adds_to
+    others = [value for value in ins if value.adds_to is None]
+    is_sum = op.type in ("Add", "AddV2") or (op.type == "Sub" and ins[0].adds_to is not None)
+    is_added = is_sum and len(others) == 1 and others[0].is_held is False
+    return next(value.adds_to for value in ins if value.adds_to is not None) if is_added else None
+
+
+_PASSES = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeeze", "ExpandDims")
+
 
 # The inputs that are sizes of results, or where slices begin and end.
 _SIZES: dict[str, tuple[int, ...]] = {
@@ -739,8 +778,8 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
         return is_replicated(value) and scale == UNSCALED
     if what == "mean":
         return value.is_held is False and (value.placement, scale) in ((Partial(), PER_MEAN), (Replicate(), UNSCALED))
-    assert what == "sum"
-    return (value.placement, scale) in ((Partial(), UNSCALED), (Replicate(), PER_COUNT))
+    assert what in ("sum", "added")
+    return value.is_held is True and (value.placement, scale) == (Partial(), UNSCALED)
 
 
 def _root(op: Any) -> Any:

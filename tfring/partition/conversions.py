@@ -3,6 +3,7 @@
 | conversion | a replica gets | from | costs |
 |---|---|---|---|
 | Unscaled | the rows, or its part, of scale 1 | rows, a part | a product |
+| Counted | a part; zeros without rows of the batch | a part; a number of rows | nothing |
 | First | a part: the tensor on the first replica, zeros on others | the same on all; any | nothing; as of Full |
 | FirstRows | the tensor on the first replica, none of its rows on others | the same on all replicas | nothing |
 | Offset | numbers of rows of the whole batch | numbers of its own rows | a sum |
@@ -14,7 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -49,8 +50,19 @@ class Unscaled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Counted:
+    """A part of the batch, of a replica without rows zeros: beside what replicas hold in parts."""
+
+
+@dataclasses.dataclass(frozen=True)
 class First:
-    """On the first replica the tensor of one process, on others zeros, so that the sum is the tensor."""
+    """On the first replica the tensor of one process, on others zeros, so that the sum is the tensor.
+
+    Attributes:
+      is_held: whether it stands beside what replicas hold in parts.
+    """
+
+    is_held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +102,7 @@ class Full:
     """The tensor of one process."""
 
 
-Conversion = Unscaled | First | FirstRows | Offset | Numbers | Own | Full
+Conversion = Unscaled | Counted | First | FirstRows | Offset | Numbers | Own | Full
 
 _FULL = Full()
 
@@ -112,6 +124,8 @@ def symbols_of(value: Value, conversion: Conversion) -> list[str]:
     found = [name for name, _ in value.scale]
     if isinstance(conversion, Unscaled):
         found += [name for name, _ in conversion.scale]
+    if isinstance(conversion, Counted):
+        return found
     sizes = list(np.ravel(value.const)) if value.const is not None else []
     if value.points_into is not None:
         sizes.append(value.points_into)
@@ -129,8 +143,10 @@ def converted(value: Value, conversion: Conversion) -> Value:
     match conversion:
         case Unscaled(scale):
             return dataclasses.replace(value, scale=scale)
-        case First():
-            return dataclasses.replace(value, placement=Partial(), scale=UNSCALED, const=None, is_guard=False)
+        case Counted():
+            return Value(value.shape, Partial(), is_zero=value.is_zero, is_held=True)
+        case First(is_held):
+            return Value(value.shape, Partial(), is_zero=value.is_zero, is_list=value.is_list, is_held=is_held)
         case FirstRows():
             return dataclasses.replace(value, shape=None, placement=Shard(0), const=None)
         case Offset():
@@ -162,22 +178,23 @@ def _is_exchangeable(value: Value) -> bool:
     return value.points_into != "?" and isinstance(value.placement.blocks, int)
 
 
-def candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conversion]]:
+def candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
     """Yields conversions of the inputs of an operation, by position: those that cost less first.
 
     Args:
       ins: the inputs.
+      terms: the positions of those in which the operation is linear together, as a sum is.
       rows: the symbols of rows.
     """
     seen: set = set()
-    for found in _candidates(ins, rows):
+    for found in _candidates(ins, terms, rows):
         key = frozenset(found.items())
         if found and key not in seen and all(_is_exchangeable(ins[i]) for i in found):
             seen.add(key)
             yield found
 
 
-def _candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conversion]]:
+def _candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
     given = [(i, value) for i, value in enumerate(ins) if can_convert(value)]
     values = dict(given)
     local: dict[int, Conversion] = {}
@@ -197,10 +214,10 @@ def _candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conv
     sharded = [i for i, value in given if is_sharded(value)]
     if parts and not sharded:
         yield {**local, **{i: First() for i in held}}
-    if any(values[i].is_held for i in parts):
+    if any(values[i].is_held for i in parts) and not sharded:
         # What replicas hold in parts stays so; what is added is added once.
-        added = [(i, value) for i, value in given if not value.is_held and not value.is_zero]
-        yield {i: First() for i, value in added if (value.placement, value.scale) != (Partial(), UNSCALED)}
+        added = [(i, value) for i, value in given if i in terms and not value.is_held and not value.is_zero]
+        yield {i: added_to_held(value, rows) for i, value in added}
     full_parts = {**normal, **dict.fromkeys(parts, _FULL)}
     if not sharded and len({values[i].shape for i in parts}) == 1:  # as many bytes; what is computed from it is full
         yield full_parts
@@ -217,6 +234,18 @@ def _candidates(ins: Sequence[Value], rows: set[str]) -> Iterator[dict[int, Conv
         for i in reversed(sharded):
             yield {**full_parts, i: _FULL}
     yield {i: _FULL for i, value in given if not _is_whole(value) or has_numbers(value, rows)}
+
+
+def added_to_held(value: Value, rows: set[str]) -> Conversion:
+    """Returns the conversion of a part, or of what all replicas hold, that is added to what they hold in parts."""
+    if value.placement == Partial():
+        return Counted()
+    scale = value.over(rows)  # of a number of rows, each replica has its own
+    return (
+        Counted()
+        if scale and len(scale) == 1 and scale[0][1] == -1 and value.const is not None
+        else First(is_held=True)
+    )
 
 
 def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
@@ -283,5 +312,5 @@ def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[C
     if what == "mean" and value.placement == Partial() and not is_integer and value.is_held is False:
         return [Unscaled(PER_MEAN)]
     if what == "sum":
-        return [Unscaled()] if value.placement == Partial() else None
+        return None if value.is_held else [added_to_held(value, rows)]
     return [_FULL]

@@ -19,6 +19,7 @@ from tfring.partition import dims, marks
 from tfring.partition.analysis import Analysis, Edit, Source
 from tfring.partition.conversions import (
     Conversion,
+    Counted,
     First,
     FirstRows,
     Full,
@@ -301,6 +302,8 @@ class _Replica:
             return tensor
         if is_drawn(value):
             return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
+        if value.const is not None:  # its own number of rows
+            return tf.where(self.active, tensor, tf.zeros_like(tensor))
         factor = self._factor(value.scale)
         if not is_partial(value):
             weight = self._weight(value.scale)
@@ -358,6 +361,8 @@ class _Replica:
         match conversion:
             case Unscaled(scale):
                 return self._scaled(tensor, times(value.scale, scale, -1))
+            case Counted():
+                return self.part(tensor, value, "sum")
             case First():
                 full = self._full(tensor, value)
                 return tf.where(self._is_first(), full, tf.zeros_like(full))

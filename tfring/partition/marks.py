@@ -16,7 +16,7 @@ _DECLARED, _EXPECTED, _NAME, _LIKE = "_tfring_declared", "_tfring_expected", "_t
 
 DECLARATIONS = ("rows", "gradients of rows", "full", "mean", "share", "parts", "drawn", "own")
 _OF_ROWS = ("rows", "gradients of rows", "rows of gradients", "ids of gradients")
-EXPECTATIONS = ("mean", "sum", "same", "concatenated", *_OF_ROWS)
+EXPECTATIONS = ("mean", "sum", "added", "same", "concatenated", *_OF_ROWS)
 
 
 def declare(tensor: Any, what: str) -> Any:
@@ -80,18 +80,21 @@ def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
     return with_gradient(tensor)
 
 
-def expect(tensor: Any, what: str, name: str) -> Any:
+def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
     """Returns a tensor, with a note of what the step takes it for: the analysis looks whether it is, or makes it so.
 
     Args:
       tensor: a dense tensor.
       what: "mean", whose mean over replicas, weighted by rows, is that of one process; "sum", whose sum over replicas
-        is; "same", on all replicas; "concatenated", what replicas give one after another is; "rows"; "gradients of
-        rows"; "rows of gradients", that are added up, and their "ids of gradients".
+        is, of one without rows as well; "added", which is such parts as a variable holds plus parts of the batch;
+        "same", on all replicas; "concatenated", what replicas give one after another is; "rows"; "gradients of rows";
+        "rows of gradients", that are added up, and their "ids of gradients".
       name: of the tensor, for the user.
+      like: of what is added to, what the variable holds.
     """
     assert what in EXPECTATIONS, what
-    return _marked(tensor, {_EXPECTED: what, _NAME: name})
+    attributes = {_EXPECTED: what, _NAME: name}
+    return _marked(tensor, attributes if like is None else {**attributes, _LIKE: like.name})
 
 
 def expect_gradient(gradient: Any, name: str) -> Any:
@@ -152,7 +155,7 @@ def declared(op: Any) -> str | None:
 
 
 def like(op: Any) -> str | None:
-    """Returns the name of the ids that what an operation declares is looked up by."""
+    """Returns the name of the ids that what is declared is looked up by, or of what is added to."""
     return _attribute(op, _LIKE)
 
 

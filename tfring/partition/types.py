@@ -118,7 +118,8 @@ class Value:
       points_into: how many rows there are of which it holds numbers, counted from this replica's first; "?" where it
         is not known.
       is_held: whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
-        the batch has its part, too; None where it is such a part beside one of the batch.
+        the batch has its part, too; None where it is such a part beside one of the batch, in a body.
+      adds_to: the handle of the variable that holds such parts, where it is what the variable holds plus a part.
       is_zero: whether it is zeros, which fit every scale.
       is_guard: whether it is a constant so small that it only guards a division or a root; in a sum it fits any scale.
       is_uniform: whether all rows are alike, so that they fit any order of rows.
@@ -141,6 +142,7 @@ class Value:
     is_empty: bool = False
     is_total: bool | None = False
     is_held: bool | None = False
+    adds_to: Any = None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Value):

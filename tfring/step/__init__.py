@@ -51,7 +51,6 @@ class Step:
       is_whole: whether it is computed from the rows of all replicas.
       graph: in which the step is traced; None eagerly. What is in a graph within it may not run on all replicas.
       added: what layers have added by `add_loss` in this replica, by the identity of the layer.
-      reads: what is known of this graph's operations on metrics' state.
       applying: the optimizer whose own `apply` runs, with gradients of the whole batch.
     """
 
@@ -72,7 +71,6 @@ class Step:
         self.is_plain, self.is_whole = way is not Way.OWN, way is Way.WHOLE
         self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.added: dict[int, list] = {}
-        self.reads: Any = None
         self.applying: Any = None
         self._shares: dict = {}  # `share` by graph and dtype
 

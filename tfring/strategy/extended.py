@@ -248,8 +248,19 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         reduced = self._cross_device_ops.batch_reduce_implementation(reduce_op, pairs, options)
         return tf.nest.pack_sequence_as(value, [values_of(r)[0] for r in reduced])
 
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if isinstance(variable, tf.distribute.DistributedValues):
+            _tf.note_replicas(variable)
+        return variable
+
     def _reduce_to(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, destinations: Any, options: Any) -> Any:
-        return super()._reduce_to(reduce_op, self._of_each_replica(value), destinations, options)
+        value = self._of_each_replica(value)
+        if getattr(value, "dtype", None) == tf.bool:  # whether any is, as of a metric's state
+            numbers = tuple(tf.cast(tf.convert_to_tensor(copy), tf.int32) for copy in values_of(value))
+            value = _tf.distribute_utils.regroup(numbers)
+            return tf.cast(super()._reduce_to(reduce_op, value, destinations, options), tf.bool)
+        return super()._reduce_to(reduce_op, value, destinations, options)
 
     def all_reduce_gradients(self, gradients: Any) -> Any:
         """See `RingStrategy.all_reduce_gradients`."""
