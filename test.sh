@@ -5,7 +5,7 @@
 #   ./test.sh ring training   these folders of tests/ only, no lint
 #   ./test.sh --long          the cases that it leaves out for their time (BUILD.md)
 #   ./test.sh --newest        everything on the newest TensorFlow and Keras there are, tested or not; what it replaces of Keras first
-#   PYTHON=python3.12 ./test.sh    another Python (3.10 to 3.13; default python3.11, else python3)
+#   PYTHON=python3.12 ./test.sh    another Python (3.11 to 3.13; default python3.11, else python3)
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -48,7 +48,7 @@ if [ "${1:-}" = --newest ]; then
   exit
 fi
 
-environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.8"
+environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.13"
 
 if [ "${1:-}" = --long ]; then
   shift
@@ -76,7 +76,7 @@ waiting() {
   echo "== newest TensorFlow, tests that wait"
   tests .venv-test "${computing[@]/#/--ignore=}" || return
   echo "== oldest TensorFlow"
-  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.8.0" && tests .venv-test-oldest -m 'oldest and not long'
+  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.13.0" && tests .venv-test-oldest -m 'oldest and not long'
 }
 
 log=$(mktemp)

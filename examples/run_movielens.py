@@ -4,7 +4,7 @@
     python3 examples/run_movielens.py -n 4 --epochs 3     what it does not know it passes on to movielens.py
 
 It makes the virtual environment `.venv`, installs tfring into it, downloads the data into `data/` and leaves
-a plot in `results/`. What is done already is not done again. It needs Python 3.10 to 3.13, with venv, and
+a plot in `results/`. What is done already is not done again. It needs Python 3.11 to 3.13, with venv, and
 g++.
 """
 
@@ -44,8 +44,8 @@ def main() -> int:
 
 
 def check_machine() -> None:
-    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
-        sys.exit(f"tfring runs on Python 3.10 to 3.13. Received: {sys.executable}, {sys.version.split()[0]}.")
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        sys.exit(f"tfring runs on Python 3.11 to 3.13. Received: {sys.executable}, {sys.version.split()[0]}.")
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         sys.exit("This Python makes no virtual environments. Debian, Ubuntu:   apt install python3-venv")
     sys.path.insert(0, str(ROOT))

@@ -7,9 +7,9 @@ import warnings
 
 from tfring.errors import ConfigurationError, UnsupportedTensorFlowError
 
-OLDEST = (2, 18)  # the first whose Keras is 3.8 or later and whose C API has all the ring calls
+OLDEST = (2, 18)  # the first whose C API has all the ring calls
 NEWEST = (2, 21)  # the last that the tests ran on
-OLDEST_KERAS = (3, 8)
+OLDEST_KERAS = (3, 13)
 NEWEST_KERAS = (3, 15)  # the last that the tests ran on
 
 NO_TENSORFLOW = """\
@@ -41,7 +41,7 @@ def check_version(version: str, *, warn: bool = True) -> None:
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < OLDEST:
         raise UnsupportedTensorFlowError(
-            f"tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}: earlier ones do not run on Keras 3.8. "
+            f"tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}: earlier ones lack calls that the ring needs. "
             f'Received: TensorFlow {version}. Type: pip install "tensorflow-cpu>=2.18,<2.22". Held on an old one? '
             "The folder patches/ of tfring's repository mends sparse gradients on TensorFlow 1.14 to 2.5."
         )
@@ -58,7 +58,7 @@ def check_keras(version: str) -> None:
     Raises:
         ConfigurationError: It is older than `OLDEST_KERAS`.
 
-    >>> check_keras("3.8.0")
+    >>> check_keras("3.13.0")
     """
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < OLDEST_KERAS:

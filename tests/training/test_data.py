@@ -264,13 +264,13 @@ def tuning():
     """Returns True if TensorFlow's tuner runs, for a dataset without the option, and for one with it."""
     import tensorflow as tf
 
-    from tfring import data
+    from tfring.data.distribute import distribute_for_keras
 
     ring = strategy()
     asks = tf.data.Options()
     asks.autotune.enabled = True
     datasets = [tf.data.Dataset.range(8).batch(4), tf.data.Dataset.range(8).batch(4).with_options(asks)]
-    ways = [lambda d: data.distribute_for_keras(ring, d), ring.experimental_distribute_dataset]
+    ways = [lambda d: distribute_for_keras(ring, d), ring.experimental_distribute_dataset]
     return [[way(d)._cloned_datasets[0].options().autotune.enabled for d in datasets] for way in ways]
 
 

@@ -16,7 +16,7 @@ from tfring._keras.sharding import stages
 
 pytestmark = pytest.mark.oldest
 
-HERE = {key: f for key, f in REPLACED.items() if f.since <= version_of_keras() < f.before}
+HERE = {key: f for key, f in REPLACED.items() if version_of_keras() < f.before}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +35,7 @@ def test_the_table_is_what_is_replaced():
 @pytest.mark.parametrize("key", HERE)
 def test_parameters_are_those_expected(key):
     expected = HERE[key]
-    assert parameters(installed[key]) in (expected.parameters, expected.formerly)
+    assert parameters(installed[key]) == expected.parameters
     assert expected.reason
 
 
@@ -74,7 +74,7 @@ def owner_of(key):
         module, _, cls = path.rpartition(".")
         return getattr(importlib.import_module(module), cls), name
 
-HERE = [owner_of(key) for key, f in REPLACED.items() if f.since <= version_of_keras() < f.before]
+HERE = [owner_of(key) for key, f in REPLACED.items() if version_of_keras() < f.before]
 ATTRIBUTES = [(keras.layers.Layer, name) for name in ("_losses", "activity_regularizer")]
 MODULES = [m for m in list(sys.modules.values()) if m.__name__.split(".")[0] in ("keras", "tensorflow", "urllib")]
 
@@ -104,7 +104,7 @@ model.compile("sgd", "mse")
 model.fit(tf.ones([4, 2]), tf.ones([4, 1]), verbose=0)
 install()
 stages.refuse_new_weights()
-assert set(seam.installed) == {key for key, f in REPLACED.items() if f.since <= version_of_keras() < f.before}
+assert set(seam.installed) == {key for key, f in REPLACED.items() if version_of_keras() < f.before}
 """
 
 ANOTHER_LIBRARY = """

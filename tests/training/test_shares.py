@@ -19,7 +19,7 @@ def with_one_row_at_least(num_rows):
     """Returns shapes, values and static shapes of components of a batch of `num_rows` rows, by kind."""
     import tensorflow as tf
 
-    from tfring import data
+    from tfring.data.rows import one_row_at_least
 
     def ones(*shape, dtype=tf.float32):
         return tf.cast(tf.ones(shape), dtype)
@@ -42,7 +42,7 @@ def with_one_row_at_least(num_rows):
         batch = dict(batch)
         batch["ragged"] = tf.RaggedTensor.from_row_lengths(tf.zeros([0]), tf.zeros_like(batch["text"], tf.int64))
         batch["sparse"] = tf.sparse.from_dense(batch["rows"])
-        batch, has_rows = data.one_row_at_least(batch)
+        batch, has_rows = one_row_at_least(batch)
         static.update({name: component.shape for name, component in batch.items()})
         batch["sparse"] = tf.sparse.to_dense(batch["sparse"])
         return batch, has_rows

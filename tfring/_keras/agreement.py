@@ -13,8 +13,10 @@ import numpy as np
 import tensorflow as tf
 import xxhash
 
-from tfring import data
 from tfring._keras import calls, configuration
+from tfring.data import fingerprint
+from tfring.data.distribute import is_sliced
+from tfring.data.pipeline import arrays_of
 from tfring.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -162,7 +164,7 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:
             own_rows = policy == tf.data.experimental.AutoShardPolicy.OFF
             for what, item in configuration.of_dataset(value, with_constants=not own_rows).items():
                 yield f"{what} of {name}", [*item, True]
-            if data.is_sliced(value):
+            if is_sliced(value):
                 yield from _slices(name, value)
 
 
@@ -178,17 +180,17 @@ def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
     """As `_described`, of the arrays that a dataset is slices of; once, for these never change."""
     kept = vars(dataset)
     if "_tfring_compared" not in kept:
-        kept["_tfring_compared"] = list(map(_compared_slices, data.arrays_of(dataset)))
+        kept["_tfring_compared"] = list(map(_compared_slices, arrays_of(dataset)))
     for number, compared in enumerate(kept["_tfring_compared"]):
         yield f"array {number} of {name}", compared
 
 
 def _compared_slices(array: tf.Tensor) -> list[str]:
-    """As `_compared`; of texts what `data.fingerprint` looks at: of paths the last two names."""
+    """As `_compared`; of texts what `fingerprint` looks at: of paths the last two names."""
     if array.dtype != tf.string:
         return _compared(array)
     text = f"texts of shape {tuple(array.shape)}"
-    return [text, f"{text} {int(data.fingerprint.of_batch(array))}"]
+    return [text, f"{text} {int(fingerprint.of_batch(array))}"]
 
 
 def _is_array(value: Any) -> bool:

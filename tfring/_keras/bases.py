@@ -61,10 +61,6 @@ class RingVariable(core.Variable):
     def _direct_assign(self, value: Any) -> None:
         state.write(self, value, super()._direct_assign)
 
-    def _initialize(self, value: Any) -> None:
-        with state.synchronization_of(self):
-            super()._initialize(value)
-
     def _deferred_initialize(self) -> None:
         if sharding.sharding_of(self) is None:
             return super()._deferred_initialize()

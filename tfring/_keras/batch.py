@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfring import data
 from tfring._keras import configuration
+from tfring.data.rows import bounds, num_rows, slice_rows
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -23,7 +23,7 @@ def own_share(strategy: RingStrategy, batch: Any) -> Any:
       strategy: the RingStrategy.
       batch: of eager tensors, in any structure.
     """
-    control, rows = strategy.extended.control, data.num_rows(batch)
+    control, rows = strategy.extended.control, num_rows(batch)
     if control.world_size == 1:
         return batch
     parts = [np.asarray(part) for part in tf.nest.flatten(batch, expand_composites=True)]
@@ -31,4 +31,4 @@ def own_share(strategy: RingStrategy, batch: Any) -> Any:
     highest, lowest = strategy.extended.world.largest([digest, -digest], name="batch")
     if highest != -lowest or rows is None:
         return batch
-    return data.slice_rows(batch, *data.bounds(rows, control.rank, control.world_size))
+    return slice_rows(batch, *bounds(rows, control.rank, control.world_size))

@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfring import data
 from tfring._keras.layers import all_layers
+from tfring.data.rows import static_rows
 
 _local = threading.local()
 
@@ -75,5 +75,5 @@ def _static_rows(given: Any) -> int | None:
     """Returns the rows of every batch of a dataset, where they are static."""
     if not isinstance(given, tf.data.Dataset):
         return None
-    counts = [data.static_rows(spec) for spec in tf.nest.flatten(given.element_spec)]
+    counts = [static_rows(spec) for spec in tf.nest.flatten(given.element_spec)]
     return counts[0] if counts and None not in counts and len(set(counts)) == 1 else None

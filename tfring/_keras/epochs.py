@@ -15,10 +15,11 @@ from keras.src.trainers.data_adapters import (
     tf_dataset_adapter,
 )
 
-from tfring import data
 from tfring._keras import inputs, place, predict
 from tfring._keras.loop import Loop
 from tfring._keras.seam import seam
+from tfring.data.distribute import distribute_for_keras, undistributed
+from tfring.data.pipeline import yields_alike
 from tfring.recognition import ring_of
 from tfring.step import trace
 
@@ -43,7 +44,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
     Attributes:
       data_adapter: Keras' own of the data.
       loop: The loop of `fit` or `evaluate` over the batches, once the model is built for it; else None.
-      source: The data before it is distributed; a `tf.data.Dataset`, `data.ArrayBatches`, or what the program has
+      source: The data before it is distributed; a `tf.data.Dataset`, `ArrayBatches`, or what the program has
         distributed.
       position: To resume from in the next pass, a `place.Position`; None to begin at the beginning.
     """
@@ -64,14 +65,14 @@ class RingEpochIterator(trainer.TFEpochIterator):
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
             self._distribute_strategy = strategy
             given = inputs.dataset_of(self.data_adapter, strategy)
-            dataset = data.undistributed(given)
+            dataset = undistributed(given)
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
             was_distributed = isinstance(given, tf.distribute.DistributedDataset)
             self.source = dataset
             self._tfring_batch_size = None if was_distributed else self.data_adapter.batch_size
             self._yields_alike = not is_distributed and (
                 self._has_arrays_in_order(seed)
-                or (isinstance(dataset, tf.data.Dataset) and data.yields_alike(dataset))
+                or (isinstance(dataset, tf.data.Dataset) and yields_alike(dataset))
             )
             self._begins = False
             self.position: place.Position | None = None
@@ -82,7 +83,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
             if not is_distributed:
                 if strategy.updater is not None and isinstance(dataset, tf.data.Dataset):
                     dataset = strategy.updater.claimed(dataset)
-                dataset = data.distribute_for_keras(strategy, dataset, ahead=ahead)
+                dataset = distribute_for_keras(strategy, dataset, ahead=ahead)
             if isinstance(self.data_adapter, tf_dataset_adapter.TFDatasetAdapter):
                 self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks
                 self._num_batches = self.data_adapter.num_batches

@@ -22,8 +22,10 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, py_dataset_adapter
 
-from tfring import _tf, config, data, seeding
+from tfring import _tf, config, seeding
 from tfring._keras.seam import seam
+from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
+from tfring.data.cache_files import own_file as own_cache_file
 from tfring.seeding import PlacedSeeds
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def shuffling_by(seed: int | None) -> Iterator[None]:
 
 
 def dataset_of(adapter: Any, strategy: RingStrategy) -> Any:
-    """Returns the dataset of Keras' data adapter; of arrays, on several workers, `data.ArrayBatches`.
+    """Returns the dataset of Keras' data adapter; of arrays, on several workers, `ArrayBatches`.
 
     Arrays are in Keras' order, inside `shuffling_by` in that of its seed.
     """
@@ -134,7 +136,7 @@ def dataset_before_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return step.before if step.kind == "prefetch" else dataset
 
 
-def array_batches(adapter: Any, seed: int | None) -> data.ArrayBatches:
+def array_batches(adapter: Any, seed: int | None) -> ArrayBatches:
     """Returns what `ArrayDataAdapter.get_tf_dataset` does, with fewer maps, of arrays that are not copied.
 
     Args:
@@ -151,7 +153,7 @@ def array_batches(adapter: Any, seed: int | None) -> data.ArrayBatches:
     options.experimental_optimization.apply_default_optimizations = False  # they take longer than they save
     arrays = tree.lists_to_tuples(tree.map_structure(_ready, adapter._inputs))
     take = _TakeRows(keras.config.floatx())
-    return data.ArrayBatches(order.of_pass, order.drawn, arrays, take, options, -(-rows // batch_size))
+    return ArrayBatches(order.of_pass, order.drawn, arrays, take, options, -(-rows // batch_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,7 @@ class _Order:
             order = _shuffled if is_own else _InKerasOrder(*_keras_seeds(_tf.eager_context.global_seed()))
         sizes = tf.data.Dataset.from_tensors((tf.constant(self.rows, tf.int64), tf.constant(self.batch_size, tf.int64)))
         seeds = tf.data.Dataset.random(seed=self.seed or 0, rerandomize_each_iteration=True).take(1)
-        indices = data.mapped(tf.data.Dataset.zip((seeds, sizes)), order)
+        indices = mapped(tf.data.Dataset.zip((seeds, sizes)), order)
         return _tf.unbatched(indices.prefetch(1))
 
 
@@ -247,7 +249,7 @@ class _TakeRows:
 
     def __call__(self, arrays: Any, indices: tf.Tensor) -> Any:
         def take_one(x: Any) -> Any:
-            if isinstance(x, data.InPlace):
+            if isinstance(x, InPlace):
                 rows = x.rows(indices)
                 return tf.cast(rows, self.floatx) if rows.dtype.is_floating else rows
             if isinstance(x, array_slicing.TensorflowSparseWrapper):
@@ -261,10 +263,10 @@ class _TakeRows:
 
 def _ready(array: Any) -> Any:
     """Returns an array as `tf.data` takes it: in place, or as Keras converts it."""
-    if isinstance(array, np.ndarray) and isinstance(ready := data.in_place(array), data.InPlace):
+    if isinstance(array, np.ndarray) and isinstance(ready := in_place(array), InPlace):
         return ready
     converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
-    return data.in_place(converted) if isinstance(converted, np.ndarray) else converted
+    return in_place(converted) if isinstance(converted, np.ndarray) else converted
 
 
 def install() -> None:
@@ -284,7 +286,7 @@ def install() -> None:
 
     @seam(_tf.Dataset, "cache")
     def cache(original: Callable[..., Any], self: Any, filename: Any = "", name: str | None = None) -> Any:
-        return original(self, data.own_cache_file(filename), name)
+        return original(self, own_cache_file(filename), name)
 
 
 _shared = PlacedSeeds()

@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def values_of_results(results: dict) -> dict:
-    """Returns results of an epoch with what variables hold in place of them, which Keras before 3.10 leaves there."""
+    """Returns results of an epoch with what variables hold in place of them, where a metric's result is a variable."""
     import keras
 
     variables = {name: v for name, v in results.items() if isinstance(v, keras.Variable)}

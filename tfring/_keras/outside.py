@@ -88,9 +88,6 @@ def warn_of_model(model: Any) -> None:
 def take_in_metrics(model: Any, strategy: RingStrategy) -> None:
     """Makes metrics that a model holds its strategy's."""
     for metric in metrics_of(model):
-        for variable in metric._variables:
-            # Keras before 3.10 knows no synchronization: see `_keras/state.py`.
-            variable._tfring_of_metric = type(metric) if variable.aggregation != "none" else None
         adopt_variables(metric._variables, strategy)
 
 

@@ -16,10 +16,12 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import convert_to_np_if_not_ragged, potentially_ragged_concat
 
-from tfring import _tf, data, partition
+from tfring import _tf, partition
 from tfring._keras import batch_shapes, configuration, exactness, whole
 from tfring._keras.seam import entry_under_way
 from tfring.cross_device_ops import values_of
+from tfring.data.rows import forget_rows, has_static_rows, num_rows, one_row_at_least, static_rows, with_open_rows
+from tfring.data.shares import Shares
 from tfring.errors import Reason
 from tfring.step import Way, status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
@@ -34,7 +36,7 @@ def as_drawn_from(iterator: Any, dataset: Any) -> Any:
       iterator: that of a distributed dataset.
       dataset: the distributed dataset.
     """
-    has_shares = isinstance(_tf.element_spec(dataset), data.Shares)
+    has_shares = isinstance(_tf.element_spec(dataset), Shares)
     is_drawn_here = _under_way and entry_under_way("predict") and (has_shares or _under_way[-1].is_alone)
     return _Draws(iterator, _under_way[-1]) if is_drawn_here else iterator
 
@@ -186,7 +188,7 @@ class PredictFunction:
         if not _tf.computes_after_draw(iterator) or self._eager or batch_shapes.fixed(self._model):
             return None
 
-        def of_shares(batch: data.Shares) -> tuple:
+        def of_shares(batch: Shares) -> tuple:
             self._rows_forgotten = True
             outputs = self._of_shares(batch, None)
             return outputs, self._known(outputs), batch.fingerprint
@@ -230,17 +232,17 @@ class PredictFunction:
         return _map(lambda *values: _concatenated(values), *gathered)
 
     def _check_shapes(self, batch: Any) -> None:
-        if isinstance(batch, data.Shares) and self._strategy.cluster.world_size > 1:
-            rows = data.num_rows(_parts(batch)[0])
+        if isinstance(batch, Shares) and self._strategy.cluster.world_size > 1:
+            rows = num_rows(_parts(batch)[0])
             if rows is not None and not tf.is_tensor(rows):
                 batch_shapes.check(self._model, rows * self._strategy.num_replicas_in_sync)
 
     def _constants(self, batch: Any) -> tuple | None:
         """Returns for each component whether it is a constant; None where numbers of rows stay static."""
-        if self._eager or batch_shapes.fixed(self._model) or not isinstance(batch, data.Shares):
+        if self._eager or batch_shapes.fixed(self._model) or not isinstance(batch, Shares):
             return None
         rows = max(int(values_of(batch.rows[0])[0]), 1)
-        return tuple(data.static_rows(component) not in (None, rows) for component in tf.nest.flatten(_parts(batch)[0]))
+        return tuple(static_rows(component) not in (None, rows) for component in tf.nest.flatten(_parts(batch)[0]))
 
     # -- one replica -----------------------------------------------------------------------------------------------
 
@@ -273,13 +275,13 @@ class PredictFunction:
             self._refused = refused
 
     def _on_replica(self, element: Any, rows: Any) -> Any:
-        element, has_rows = data.one_row_at_least(without_optionals(element))
+        element, has_rows = one_row_at_least(without_optionals(element))
         if rows is not None:
             has_rows = rows > 0
         is_edited = self._way is Way.EDITED
         if is_edited:
-            if data.has_static_rows(element):
-                element = data.with_open_rows(element)
+            if has_static_rows(element):
+                element = with_open_rows(element)
             element = partition.declare_batch(element)
         with exactness.declared_layers(self._model):
             outputs = between_collectives(self._model, "predict", self._strategy)(element)
@@ -290,8 +292,13 @@ class PredictFunction:
         return _map(lambda value: _drop_padding_row(has_rows, value, self._axis(value)), outputs)
 
     def _axis(self, value: Any) -> int | None:
-        """Returns the dimension of an output's rows: the first that is not static, where those of rows are not."""
-        if not self._rows_forgotten or not isinstance(value, tf.Tensor) or not value.shape.rank:
+        """Returns the dimension of an output's rows: the first that is not static, where those of rows are not.
+
+        A scalar has none: it is one number of a batch, the same on all replicas.
+        """
+        if isinstance(value, tf.Tensor) and value.shape.rank == 0:
+            return None
+        if not self._rows_forgotten or not isinstance(value, tf.Tensor) or value.shape.rank is None:
             return 0
         return next((i for i, size in enumerate(value.shape) if size is None), None)
 
@@ -306,7 +313,7 @@ class PredictFunction:
 
         return _map(joined, outputs)
 
-    def _of_shares(self, batch: data.Shares, constants: tuple | None, rows_of_all: tf.Tensor | None = None) -> Any:
+    def _of_shares(self, batch: Shares, constants: tuple | None, rows_of_all: tf.Tensor | None = None) -> Any:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
         if self._way is None:
@@ -315,11 +322,11 @@ class PredictFunction:
             parts = tuple(whole.batch(self._strategy, parts, rows))
             rows = tuple(tf.unstack(tf.cast(whole.shares(self._strategy), tf.int64)))
         if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
-            parts = tuple(data.forget_rows(part, constants) for part in parts)
+            parts = tuple(forget_rows(part, constants) for part in parts)
         regroup = _tf.distribute_utils.regroup
         return self._on_worker(self._run(regroup(parts), regroup(rows), rows_of_all))
 
-    def _of_worker_body(self, batch: data.Shares, constants: tuple | None) -> tuple[Any, tf.Tensor]:
+    def _of_worker_body(self, batch: Shares, constants: tuple | None) -> tuple[Any, tf.Tensor]:
         """Returns the outputs of this worker's rows of a batch, and what is known of them."""
         self._rows_forgotten = constants is not None
         outputs = self._of_shares(batch, constants)
@@ -354,7 +361,7 @@ class PredictFunction:
         self._rows_forgotten = constants is not None
         steps = []
         for batch in batches:
-            if not isinstance(batch, data.Shares):
+            if not isinstance(batch, Shares):
                 batch = self._as_shares(batch)
             rows = [values_of(n)[0] for n in batch.rows]
             told = status.before_step(self._strategy, rows, True, values_of(batch.fingerprint)[0])
@@ -365,14 +372,14 @@ class PredictFunction:
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
 
-    def _as_shares(self, batch: Any) -> data.Shares:
+    def _as_shares(self, batch: Any) -> Shares:
         """Returns what a dataset that the user has distributed gives each replica of this worker."""
         parts = tuple(
             tf.nest.map_structure(lambda leaf, i=i: values_of(leaf)[i], batch) for i in range(self._replicas)
         )
-        rows = [data.num_rows(part) for part in parts]
+        rows = [num_rows(part) for part in parts]
         counted = tuple(tf.cast(1 if n is None else n, tf.int64) for n in rows)
-        return data.Shares(parts, counted, tf.constant(0, tf.int64))
+        return Shares(parts, counted, tf.constant(0, tf.int64))
 
     def _gather(self, value: Any, axis: int | None) -> Any:
         """Returns the rows of all workers, in order, of a dense, ragged or sparse tensor."""
@@ -436,7 +443,7 @@ def _of_ranks(strategy: Any, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
     return convert_to_np_if_not_ragged(potentially_ragged_concat(joined))
 
 
-def _parts(shares: data.Shares) -> tuple:
+def _parts(shares: Shares) -> tuple:
     """Returns one element a replica. TensorFlow takes what its iterator yields for a value a replica."""
     return tf.nest.map_structure(lambda leaf: values_of(leaf)[0], shares.parts)
 
@@ -458,10 +465,13 @@ def _concatenated(values: Sequence[Any], axis: int | None = 0) -> Any:
 
 def _one_for_all(values: tf.Tensor) -> tf.Tensor:
     """Returns the first of some values that have to be the same, but for their last bits."""
-    same = tf.reduce_all(values == values[:1])
     if values.dtype.is_floating:
+        is_same = (values == values[:1]) | (tf.math.is_nan(values) & tf.math.is_nan(values[:1]))
         size = tf.reduce_max(tf.abs(values))
-        same |= tf.reduce_max(tf.abs(values - values[:1])) <= tf.cast(1e-5, values.dtype) * size
+        is_same |= tf.abs(values - values[:1]) <= tf.cast(1e-5, values.dtype) * size
+    else:
+        is_same = values == values[:1]
+    same = tf.reduce_all(is_same)
     with tf.control_dependencies(status.refuse({Reason.OTHER_OUTPUTS: ~same})):
         return tf.identity(values[0])
 

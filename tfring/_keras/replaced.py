@@ -17,16 +17,12 @@ class Function(NamedTuple):
     Attributes:
       parameters: names of its parameters, in order.
       reason: what it does for objects of a RingStrategy.
-      since: the first version of Keras whose function is replaced.
-      before: the first version whose function no longer is.
-      formerly: the parameters in the oldest version that is supported, where they were others.
+      before: the first version of Keras whose function no longer is replaced.
     """
 
     parameters: str
     reason: str
-    since: tuple[int, int] = (3, 0)
     before: tuple[int, int] = (4, 0)
-    formerly: str | None = None
 
 
 _LAYER = "keras.src.layers.layer.Layer"
@@ -48,7 +44,6 @@ REPLACED = {
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
         "overwrite_with_gradient, name",
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
-        formerly="self, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, name",
     ),
     f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(
@@ -87,11 +82,6 @@ REPLACED = {
     # metrics
     "keras.src.metrics.reduction_metrics.Mean.update_state": Function(
         "self, values, sample_weight", "weighs a number by its replica's rows, in pipelines and with `Delayed`"
-    ),
-    "keras.src.metrics.metric.Metric.add_variable": Function(
-        "self, shape, initializer, dtype, aggregation, name",
-        "marks the state of a metric, of which each replica has its own",
-        before=(3, 10),
     ),
     "keras.src.utils.python_utils.pythonify_logs": Function(
         "logs", "keeps the tensors of an eager step", before=(3, 14)
@@ -136,9 +126,7 @@ REPLACED = {
         "file_path, path, archive_format", "puts files in place whole, where several workers extract them"
     ),
     f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes aside, and then renames"),
-    f"{_FILES}.save_weights_only": Function(
-        "model, filepath, max_shard_size, objects_to_skip", "the same", formerly="model, filepath, objects_to_skip"
-    ),
+    f"{_FILES}.save_weights_only": Function("model, filepath, max_shard_size, objects_to_skip", "the same"),
     f"{_HDF5}.save_model_to_hdf5": Function("model, filepath, overwrite, include_optimizer", "the same"),
     "keras.src.models.model.Model.export": Function(
         "self, filepath, format, verbose, input_signature, **kwargs", "the same, for a folder"
@@ -149,11 +137,8 @@ REPLACED = {
     "keras.src.utils.naming.to_snake_case": Function("name", "names weights in files by the class of Keras' layer"),
     f"{_FILES}.get_attr_skipset": Function("obj_type", "makes an optimizer, to see its attributes, outside the scope"),
     f"{_FILES}.is_memory_sufficient": Function("model", "puts large full values into a file in place of memory"),
-    f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks", since=(3, 9)),
-    f"{_FILES}.H5Entry.__setitem__": Function("self, key, value", "the same", before=(3, 9)),
+    f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks"),
     f"{_LAYER}.get_weights": Function("self", "gives full weights"),
     f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
-    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
-        "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
-    ),
+    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function("group, optimizer", "writes full slots"),
 }

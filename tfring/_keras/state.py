@@ -21,12 +21,10 @@ without rows, whose statistics are NaN, has no weight. TensorFlow's variables wi
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from tfring import _tf, partition, step
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
 
 _EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited: for all, or a replica's part
 _local = threading.local()
-_KNOWS_SYNCHRONIZATION = "synchronization" in inspect.signature(keras.Variable.__init__).parameters
 
 
 class Written(NamedTuple):
@@ -54,9 +51,6 @@ class Written(NamedTuple):
 
 
 def install() -> None:
-    if not _KNOWS_SYNCHRONIZATION:
-        _sum_metrics_when_read(keras.metrics.Metric)
-
     @seam(_tf.distribute_values, "_on_write_update_replica")
     def update_in_replica(
         original: Callable[..., Any], variable: Any, update: Callable[..., Any], value: Any, **kwargs: Any
@@ -255,32 +249,6 @@ def _rule(variable: Any, adding: bool) -> str:
 def held_by(variable: Any) -> Any:
     """The variable of TensorFlow that is, or is behind, a variable."""
     return variable if isinstance(variable, tf.distribute.DistributedValues) else variable._value
-
-
-def _sum_metrics_when_read(metric: type) -> None:
-    """Keras before 3.10 sums `total + value` over replicas at each write, so earlier batches count again and again."""
-
-    @seam(metric, "add_variable")
-    def add_variable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        _local.makes_metric = True
-        try:
-            variable = original(self, *args, **kwargs)
-        finally:
-            _local.makes_metric = False
-        variable._tfring_of_metric = type(self)  # also for one that Keras initializes later
-        return variable
-
-
-def synchronization_of(variable: Any) -> contextlib.AbstractContextManager:
-    """Has the state of a metric be summed when it is read, where this Keras knows no `synchronization`."""
-    of_metric = getattr(_local, "makes_metric", False) or getattr(variable, "_tfring_of_metric", False)
-    if _KNOWS_SYNCHRONIZATION or not of_metric or current_ring() is None:
-        return contextlib.nullcontext()
-
-    def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        return next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
-
-    return tf.variable_creator_scope(creator)
 
 
 def _refuse_outside(variable: Any) -> None:

@@ -27,7 +27,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.models.functional import Functional
 from keras.src.trainers import trainer as base_trainer
 
-from tfring import _tf, data, step
+from tfring import _tf, step
 from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state, whole
 from tfring._keras import callbacks as ring_callbacks
 from tfring._keras.batch import own_share
@@ -39,6 +39,8 @@ from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, extend, ring_of_model, seam
+from tfring.data.rows import has_static_rows, num_rows, split_rows
+from tfring.data.shares import Shares
 from tfring.ring import failures
 from tfring.step import Way, status, trace
 from tfring.step.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
@@ -214,7 +216,7 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
         loop.bind(iterator, model)
         batch_shapes.check(model, iterator._tfring_batch_size)
         spec = _tf.element_spec(iterator._distributed_dataset)
-        data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, data.Shares) else spec)
+        data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, Shares) else spec)
     first = model.train_function is None and model.test_function is None
     if iterator is None and not first:  # the second call of `train_on_batch` or another `..._on_batch`
         return
@@ -364,7 +366,7 @@ class StepFunction:
             for batch in iterator:  # train_on_batch, test_on_batch
                 batch = tf.nest.map_structure(to_tensor, batch)
                 own = own_share(self._strategy, batch)
-                self._know_rows(data.num_rows(batch) if data.has_static_rows(batch) and own is not batch else None)
+                self._know_rows(num_rows(batch) if has_static_rows(batch) and own is not batch else None)
                 logs = self._call("_on_batch", own)
             return logs
         self.iterator = iterator
@@ -522,9 +524,9 @@ class StepFunction:
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
 
     def _on_batch_body(self, batch: Any) -> Any:
-        inputs = data.split_rows(batch, self._replicas)
+        inputs = split_rows(batch, self._replicas)
         with self._strategy.scope():
-            rows = [data.num_rows(element) for element in inputs]
+            rows = [num_rows(element) for element in inputs]
             told = status.before_step(self._strategy, rows, True)
             with tf.control_dependencies(status.why_not(told)):
                 return self._one_step(inputs, rows, told, True)
@@ -540,13 +542,13 @@ class StepFunction:
         """Returns what all ranks hold before the step, and one element and its number of rows a replica."""
         inputs, have_value = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
         fingerprint = None
-        if isinstance(inputs[0], data.Shares):
+        if isinstance(inputs[0], Shares):
             [(inputs, rows, fingerprint)] = inputs
             inputs, rows = list(inputs), list(rows)
         else:
             rows = [
                 n if n is None else tf.where(drawn, tf.cast(n, tf.int64), 0)
-                for n, drawn in zip(map(data.num_rows, inputs), have_value, strict=True)
+                for n, drawn in zip(map(num_rows, inputs), have_value, strict=True)
             ]
         has_batch = have_value[0] if len(have_value) == 1 else tf.reduce_any(have_value)
         return status.before_step(self._strategy, rows, has_batch, fingerprint), inputs, rows

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfring import data
+from tfring.data.rows import num_rows as rows_of
+from tfring.data.rows import slice_rows, static_rows, with_inner_shape
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -42,12 +43,12 @@ def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], nu
     first = inputs[0]
     if None in rows:
         return list(inputs)
-    counted = data.num_rows(first)
-    elements = [data.slice_rows(element, 0, n) for element, n in zip(inputs, rows, strict=True)]
+    counted = rows_of(first)
+    elements = [slice_rows(element, 0, n) for element, n in zip(inputs, rows, strict=True)]
     flat = [tf.nest.flatten(element) for element in elements]
     gathered = []
     for number, like in enumerate(tf.nest.flatten(first)):
-        static = data.static_rows(like)
+        static = static_rows(like)
         is_constant = static is not None and (tf.is_tensor(counted) or static != counted)
         has_rows = isinstance(like, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and like.shape.rank != 0
         if is_constant or not has_rows or like.dtype == tf.variant:
@@ -99,7 +100,7 @@ def _of_all(strategy: RingStrategy, parts: Sequence[Any], num_rows: int | None) 
     found = of_workers(concatenated(parts), gather, strategy.extended.control.rank)
     shape = parts[0].shape
     if isinstance(found, tf.SparseTensor):
-        return data.with_inner_shape(found, shape)
+        return with_inner_shape(found, shape)
     return tf.ensure_shape(found, [num_rows, *shape[1:]]) if isinstance(found, tf.Tensor) else found
 
 

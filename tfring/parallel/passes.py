@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfring import data, step
+from tfring import step
 from tfring._keras import randomness
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division
 from tfring._keras.metrics import metrics_of
 from tfring._keras.sharding import gradient_is_complete, stages
 from tfring.cross_device_ops import values_of
+from tfring.data.rows import num_rows, slice_rows
 from tfring.errors import ConfigurationError
 from tfring.parallel.stages import Crossing, StagedModel
 from tfring.reduction.pipeline_schedule import FORWARD, Schedule
@@ -55,7 +56,7 @@ class Microbatch:
         self.rows = end - begin
         if count > 1:
             begin = tf.minimum(begin, all_rows - 1)
-            element = data.slice_rows(element, begin, tf.maximum(end, begin + 1))
+            element = slice_rows(element, begin, tf.maximum(end, begin + 1))
         self.x, self.y, self.sample_weight = element
         self.share = tf.cast(self.rows, tf.float64) / tf.cast(all_rows, tf.float64)
         self.enlarged = float(1 << (count - 1).bit_length())
@@ -162,7 +163,7 @@ class Passes:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _microbatches(self, element: Any, count: int) -> list[Microbatch]:
-        rows = data.num_rows(element)
+        rows = num_rows(element)
         if rows is None:
             raise ConfigurationError(
                 "A Pipeline cuts a batch between rows, along the first dimension of its tensors. Received: a batch "

@@ -6,6 +6,7 @@ The hooks by which TensorFlow calls a strategy are private methods and attribute
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -15,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfring import _tf, data, partition, step
+from tfring import _tf, partition, step
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce, values_of
+from tfring.data.distribute import agreed_cardinality, distribute, is_sliced
+from tfring.data.rows import has_static_rows, num_rows, one_row_at_least, with_open_rows
 from tfring.errors import ConfigurationError
 from tfring.reduction.dense import BucketSizes
 from tfring.ring import trace
@@ -330,10 +333,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Callable[[], tf.Tensor]:
-        if replica_id != 0:  # the other replicas of a worker copy its first
-            return super()._get_variable_creator_initial_value(
-                replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
-            )
+        if replica_id != 0:  # that of the replica before it, whose variable a step may not have initialized yet
+            return lambda: tf.identity(kwargs["initial_value"]())
 
         of_worker = self._of_worker
 
@@ -344,6 +345,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
             return tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
 
+        @functools.cache  # for the replicas of this worker
         def initial_value_fn() -> tf.Tensor:
             # Of a variable that a step makes it is computed once, before the step runs: a graph that initializes
             # variables as it runs is traced before they exist, and so before all is known of the step.
@@ -378,8 +380,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _experimental_distribute_dataset(self, dataset: Any, options: tf.distribute.InputOptions | None) -> Any:
         per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
-        if data.is_sliced(dataset) and not (options and options.experimental_replication_mode == per_replica):
-            return data.distribute(self._container_strategy(), dataset, options)
+        if is_sliced(dataset) and not (options and options.experimental_replication_mode == per_replica):
+            return distribute(self._container_strategy(), dataset, options)
         return self._with_agreed_cardinality(super()._experimental_distribute_dataset(dataset, options))
 
     def _distribute_datasets_from_function(
@@ -388,7 +390,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return self._with_agreed_cardinality(super()._distribute_datasets_from_function(dataset_fn, options))
 
     def _with_agreed_cardinality(self, distributed: Any) -> Any:
-        cardinality = data.agreed_cardinality(self.world, int(distributed.cardinality))
+        cardinality = agreed_cardinality(self.world, int(distributed.cardinality))
         _tf.set_cardinality(distributed, cardinality)
         return distributed
 
@@ -409,7 +411,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         def with_step(*args: Any, **kwargs: Any) -> Any:
             # A custom loop: what it divides by is its own affair, but a replica without rows adds nothing.
-            rows = data.num_rows((args, kwargs))
+            rows = num_rows((args, kwargs))
             active = None if rows is None else tf.convert_to_tensor(rows > 0)
             with step.running(step.Step(active=active)):
                 return fn(*args, **kwargs)
@@ -450,14 +452,14 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         def step_of_replica(element: Any, share: tf.Tensor) -> Any:
             if not alone and way is not step.Way.WHOLE:
-                element, _ = data.one_row_at_least(element)
+                element, _ = one_row_at_least(element)
             if not alone and way is step.Way.EDITED:
-                if data.has_static_rows(element):  # so that their number is no constant like any other
-                    element = data.with_open_rows(element)
+                if has_static_rows(element):  # so that their number is no constant like any other
+                    element = with_open_rows(element)
                 element, share = partition.declare_batch(element), partition.declare(share, "share")
             mine = step.Step() if alone else step.Step(share, share > 0, way=way)
             with step.running(mine) as running:
-                running.num_rows = data.num_rows(element)
+                running.num_rows = num_rows(element)
                 outputs = fn(element)
             written.extend(running.written)
             return outputs

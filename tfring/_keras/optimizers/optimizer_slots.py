@@ -76,15 +76,6 @@ class OptimizerSlots(keras.optimizers.Optimizer):
             slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
         return mark(slot, sharding=marked.sharding, rank=marked.rank, update=update, weight=reference_variable)
 
-    def add_variable(self, shape: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Any:
-        """Makes accumulators by their weights, of shards where a worker holds them; Keras 3.8 makes them by shapes."""
-        is_accumulator = name == "accumulator" and isinstance(self, (keras.optimizers.Adagrad, keras.optimizers.Ftrl))
-        is_served = self._ring is not None and self._ring.updater is not None
-        if not is_accumulator or not (is_served or self._is_in_shards()):
-            return super().add_variable(shape, *args, name=name, **kwargs)
-        variable = self._trainable_variables[len(self._accumulators)]
-        return self.add_variable_from_reference(variable, name=name, initializer=kwargs["initializer"])
-
     def _is_in_shards(self) -> bool:
         of_tables = any(mark_of(v).update or mark_of(v).sharding for v in self._trainable_variables)
         return self._tfring_shards is not None or of_tables

@@ -130,9 +130,7 @@ def install() -> None:
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
 
-    entry = getattr(saving_lib, "H5Entry", saving_lib.H5IOStore)  # of Keras 3.8, and of newer ones
-
-    @seam(entry, "__setitem__")
+    @seam(saving_lib.H5IOStore, "__setitem__")
     def set_item(original: Callable[..., Any], self: Any, key: str, value: Any) -> Any:
         value = _gathered.get(id(value), value)
         if isinstance(value, np.memmap) and value.dtype.isbuiltin == 1:
