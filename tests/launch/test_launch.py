@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import pty
@@ -1209,3 +1210,42 @@ def test_a_launcher_of_another_tfring(says, received):
 
 def test_workers_that_end_while_others_are_started(launch):
     launch(24, "pass")
+
+
+def test_timestamps_stand_before_each_line_of_all_ranks(launch):
+    script = "import os, sys\nrank = os.environ['TFRING_RANK']\nprint('a\\rb', flush=True)\nprint('rank', rank)"
+    done = launch(2, script, options=["--timestamps"])
+    lines = [line for line in done.stdout.splitlines() if "rank" in line]
+    assert sorted(re.sub(r"^\d\d:\d\d:\d\d\.\d{3} ", "", line) for line in lines) == ["[0] rank 0", "[1] rank 1"]
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} \[", line) for line in lines) and "b" not in done.stdout
+
+
+@pytest.mark.parametrize(("visible", "number"), [("3,5,7", 3), ("-1", len(os.sched_getaffinity(0)))])
+def test_auto_starts_a_worker_for_each_gpu_or_cpu(tmp_path, visible, number):
+    script = write(tmp_path, "import os\nprint(os.environ['TFRING_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run(
+        [*LAUNCH, "-n", "auto", script], capture_output=True, text=True, timeout=TIMEOUT, env=environ, check=True
+    )
+    gpus = visible.split(",") if number == 3 else [visible] * number
+    found = sorted(line.rpartition("] ")[2] for line in done.stdout.splitlines())
+    assert found == [f"{rank} {gpu}" for rank, gpu in enumerate(gpus)]
+
+
+def test_a_dry_run_shows_who_would_start_where_and_starts_none(tmp_path):
+    script = write(tmp_path, "open('started', 'w')")
+
+    def shown(*options):
+        command = [*LAUNCH, *options, "--dry-run", script, "--epochs", "3"]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,6", "TF_SECRET_TOKEN": "hidden"}
+        run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+        return run(command, env=environ, cwd=tmp_path).stdout
+
+    here = shown("-n", "2", "--servers", "1")
+    first, where, *_ = here.splitlines()
+    assert first == f"2 workers and 1 server of: {sys.executable} {script} --epochs 3" and where == "this machine:"
+    assert "rank 1, local rank 1 of 2 CUDA_VISIBLE_DEVICES=6 " in here and "  server 0\n" in here
+    there = shown("--hosts", "a:1,b:2", "--ssh-port", "2222")
+    assert "\nb:\n  by ssh " in there and " 2222 " in there and "rank 2, local rank 1 of 2\n" in there
+    assert "TF_SECRET_TOKEN" in there and "hidden" not in there
+    assert not (tmp_path / "started").exists()

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from tfring import config
+from tfring import config, cpus, gpus
 from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, secret, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import completion, exit_codes, remote, texts
+from tfring.launch import completion, exit_codes, plan, remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
@@ -24,6 +24,7 @@ from tfring.launch.restarts import Limits, Restarts
 
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _BENCH_FAILED = 2  # rank 0 has said why
+_AUTO = "auto"
 _NO_RESTARTS = Limits(max_restarts=0)
 # Of Horovod, mpirun and torchrun.
 _OPTIONS_OF_OTHERS = ("-np", "--np", "--num-proc", "-H", "--nproc-per-node", "--nproc_per_node", "--nnodes")
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     _check_command(parser, argv)
     arguments, unknown = parser.parse_known_args(argv)
+    if getattr(arguments, "n", None) == _AUTO:
+        in_slurm = slurm.in_allocation(os.environ)
+        arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
     if unknown:
         arguments.parser.error(f"unknown option {unknown[0]} (options of the program stand behind its name)")
     return arguments.run(arguments)
@@ -118,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SEED",
         help="what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
         "(default: TFRING_SEED, else a new one for each run)",
+    )
+    launch.add_argument(
+        "--timestamps", action="store_true", help="show each line with its time, in UTC, and its rank, also of rank 0"
+    )
+    launch.add_argument(
+        "--dry-run", action="store_true", help="show which workers would start where, with which variables; start none"
     )
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
     doctor = command(
@@ -232,7 +242,15 @@ def _launch(arguments: argparse.Namespace) -> int:
         "max_server_restarts": arguments.max_server_restarts,
         "max_worker_restarts": arguments.max_worker_restarts,
     }
-    return _run(arguments, command, limits=limits, servers=servers, variables=variables)
+    return _run(
+        arguments,
+        command,
+        limits=limits,
+        servers=servers,
+        variables=variables,
+        timestamps=arguments.timestamps,
+        dry_run=arguments.dry_run,
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -282,7 +300,12 @@ def _is_a_rank() -> bool:
 
 
 def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", type=_positive, metavar="N", help="number of workers; in SLURM, all tasks by default")
+    parser.add_argument(
+        "-n",
+        type=_positive_or_auto,
+        metavar="N",
+        help="number of workers; auto: one for each GPU of this machine, or each CPU; in SLURM, all tasks by default",
+    )
     parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_Elsewhere, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh (localhost: without)")
@@ -307,6 +330,8 @@ def _run(
     limits: Limits = _NO_RESTARTS,
     servers: dict[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
+    timestamps: bool = False,
+    dry_run: bool = False,
 ) -> int:
     """Runs a command as a job, where the options say, with these variables in the workers' environment."""
     of_all = variables or {}
@@ -331,7 +356,7 @@ def _run(
     for name in arguments.env:
         if name not in os.environ:
             error(f"--env takes the name of a variable that is set, for its value stays off the command line: {name}")
-    if arguments.log_dir:
+    if arguments.log_dir and not dry_run:
         try:
             arguments.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -347,6 +372,10 @@ def _run(
     num_workers = sum(host.num_workers for host in hosts) or arguments.n
     if limits.min_workers and limits.min_workers > num_workers:
         error(f"--min-workers is at most the number of workers, {num_workers}, not {limits.min_workers}")
+    if dry_run:
+        num_servers = (servers or {}).get("num_servers", 0)
+        print(plan.text([way.python if hosts else sys.executable, *command], hosts, num_workers, num_servers, way))
+        return 0
 
     def make_job(hosts: Sequence[Host], variables: Mapping[str, str], **options: Any) -> Job:
         return Job(
@@ -358,6 +387,7 @@ def _run(
             hosts=hosts,
             way=way._replace(environ={**way.environ, **variables}),
             quiet_codes=quiet_codes,
+            timestamps=timestamps,
             **options,
         )
 
@@ -407,6 +437,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _number(text: str) -> int:
     return 0 if text == "0" else _positive(text)
+
+
+def _positive_or_auto(text: str) -> int | str:
+    return text if text == _AUTO else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -91,6 +91,7 @@ class Job:
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
         way: How to get to `hosts`, and the workers' environment there.
+        timestamps: Whether lines are shown with their time.
         quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
         restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
         delay_seconds: How long to wait before the start.
@@ -109,6 +110,7 @@ class Job:
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
         way: Way | None = None,
+        timestamps: bool = False,
         quiet_codes: Sequence[int] = (),
         restart: int = 0,
         delay_seconds: float = 0.0,
@@ -124,6 +126,7 @@ class Job:
         self._addresses: list[str] = []  # of workers, then of servers, where all are on this host
         self._reserved: dict[int, socket.socket] = {}  # by rank: bound to a port, for the next process in its place
         self._log_dir = log_dir
+        self._timestamps = timestamps
         self._quiet_codes = quiet_codes
         self._environ = dict(os.environ if environ is None else environ)
         self._environ[secret.VARIABLE] = secret.configured(self._environ) or secret.fresh()
@@ -281,8 +284,8 @@ class Job:
         server: int | None = None,
     ) -> None:
         name = None if server is None else f"server {server}"
-        out = Stream(rank, fds[0], self._out, log, self._shown, name)
-        err = Stream(rank, fds[1], self._err, log, self._shown, name)
+        out = Stream(rank, fds[0], self._out, log, self._shown, name, self._timestamps)
+        err = Stream(rank, fds[1], self._err, log, self._shown, name, self._timestamps)
         self._workers.append(Worker(rank, pid, send_signal, out, err, log, server))
         for stream in (out, err):
             if stream.fd is not None:

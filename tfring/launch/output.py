@@ -1,10 +1,10 @@
 """Joins the output of all workers into one that reads well.
 
-Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because
-`print` writes it in parts. Of the others whole lines are shown, `[rank] ` in front; lines that were drawn
-over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log says on every rank, a
-warning of Python, and the frames of a traceback that another rank has shown, are shown once. Bytes throughout,
-so no text is too odd.
+Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because `print`
+writes it in parts. Of the others, and of rank 0 where lines are shown with their time, whole lines are shown, `[rank] `
+in front; lines that were drawn over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log
+says on every rank, a warning of Python, and the frames of a traceback that another rank has shown, are shown once.
+Bytes throughout, so no text is too odd.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import datetime
 import fcntl
 import os
 import re
@@ -139,8 +140,11 @@ class Stream:
         log: BinaryIO | None,
         shown: Shown,
         name: str | None = None,
+        timestamps: bool = False,
     ) -> None:
         self.fd = fd
+        self._timestamps = timestamps
+        self._is_raw = rank == 0 and not timestamps
         self._prefix = prefix(rank if name is None else name)
         self.lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         self.traceback_at: float | None = None  # when the last traceback began, on the monotonic clock
@@ -205,7 +209,7 @@ class Stream:
             except OSError as error:
                 self._log = None
                 self._surface.write_line(f"tfring launch: no more log of rank {self._rank}: {error}".encode())
-        if self._rank == 0:
+        if self._is_raw:
             self._show_raw(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:
@@ -271,11 +275,16 @@ class Stream:
 
     def _show(self, lines: list[bytes]) -> None:
         for line in lines:
-            if self._rank == 0:
+            if self._is_raw:
                 self._surface.write_raw(line + b"\n")
             else:
-                self._surface.write_line(self._prefix + line)
+                self._surface.write_line(self._now() + self._prefix + line)
                 self._shown.count(self._rank)
+
+    def _now(self) -> bytes:
+        """Returns the time in UTC, where lines are shown with it."""
+        now = datetime.datetime.now(datetime.timezone.utc)
+        return f"{now:%H:%M:%S}.{now.microsecond // 1000:03} ".encode() if self._timestamps else b""
 
     def _finish_line(self, line: bytes) -> None:
         line = line.removesuffix(b"\r")
@@ -288,7 +297,7 @@ class Stream:
             if drawn_over:  # it began behind a progress bar
                 line, drawn_over = line[traceback.start() :], False
         self.lines.append(line.rpartition(b"\r")[2])
-        if self._rank == 0:
+        if self._is_raw:
             self._shown.count(0)
         elif not drawn_over:
             self._show(self._folded(line))

@@ -17,7 +17,8 @@ hosts:
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
-  their progress bars. A warning of several ranks is shown once, and counted at the end. Standard input goes to
+  their progress bars. With --timestamps lines of all ranks are shown so, the time in front.
+  A warning of several ranks is shown once, and counted at the end. Standard input goes to
   rank 0: there input() and pdb work, others pass by a breakpoint.
 
 ends:
@@ -72,6 +73,7 @@ environment of a worker:
 LAUNCH_EXAMPLES = """\
 examples:
   tfring launch -n 4 train.py --epochs 3
+  tfring launch -n auto --dry-run train.py
   tfring launch -n 2 --log-dir logs -m my_package.train
   tfring launch --hosts host1:4,host2:4 train.py
   salloc -N 2 -n 8 tfring launch train.py
