@@ -673,6 +673,56 @@ def refused_in_a_step(what):
         ring.close()
 
 
+def combines_rows(what):
+    """Returns the errors of this rank, or the losses, where a stage combines rows of the batch, or seems to."""
+    import keras
+    import tensorflow as tf
+
+    def centered(x):
+        return x - keras.ops.mean(x, 0)
+
+    def scaled_by_row(x):
+        return x / (1.0 + keras.ops.max(keras.ops.abs(x), 1, keepdims=True))
+
+    def relative(y_true, y_pred):
+        return tf.reduce_sum(tf.abs(y_true - y_pred)) / tf.reduce_sum(tf.abs(y_true))
+
+    def by_row(y_true, y_pred):
+        return tf.reduce_sum(tf.abs(y_true - y_pred), 1) / (1.0 + tf.reduce_max(tf.abs(y_true), 1))
+
+    ring = strategy(mesh=tfring.Mesh(pipeline=2))
+    x, y = inputs_of("chain")
+    with ring.scope():
+        between = keras.layers.Lambda(centered if what.startswith("centered") else scaled_by_row)
+        layers = [keras.layers.Dense(4, kernel_regularizer="l2"), between, keras.layers.Dropout(0.1)]
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, name="d3")])
+        pipeline = tfring.parallel.Pipeline(model, ["d3"], num_microbatches=2)
+        pipeline.compile("sgd", relative if what == "relative" else by_row)
+    try:
+        if what == "centered, predict":
+            return pipeline.predict(x, batch_size=BATCH, verbose=0)
+        return pipeline.fit(x, y, batch_size=BATCH, verbose=0).history["loss"]
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        ring.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "rank"), [("centered", 0), ("centered, predict", 0), ("relative", 1), ("by row", None)]
+)
+def test_a_stage_that_combines_rows_is_refused_with_the_line(what, rank):
+    found = workers(2).run(combines_rows, what)
+    if rank is None:
+        assert found[0] == found[1] and np.isfinite(found[0][0])
+        return
+    kind, text = found[rank]
+    assert kind == "ConfigurationError", text
+    assert f"stage {rank + 1} combines the rows of all: test_pipeline.py:" in text
+    assert f" in {what.partition(',')[0]} (" in text and "num_microbatches=1" in text
+    assert found[1 - rank][0] == "PeerLostError"
+
+
 def fails_in_a_step(stage):
     """Returns what this rank raises and when, where an operation of one stage does not take what it gets."""
     import keras

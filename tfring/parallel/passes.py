@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -31,6 +31,7 @@ from tfring._keras.sharding import gradient_is_complete, stages
 from tfring.cross_device_ops import values_of
 from tfring.data.rows import num_rows, slice_rows
 from tfring.errors import ConfigurationError
+from tfring.parallel.combined_rows import refuse_combined_rows, spec_of_any_rows
 from tfring.parallel.stages import Crossing, StagedModel
 from tfring.reduction.pipeline_schedule import FORWARD, Schedule
 
@@ -63,6 +64,14 @@ class Microbatch:
         around = step.current() or step.Step()
         share = self.share if around.share is None else around.share * self.share
         self.step = step.Step(share, share > 0, count * replicas, self.share)
+
+
+class _Batch(NamedTuple):
+    """Inputs, targets and weights of some rows."""
+
+    x: Any
+    y: Any
+    sample_weight: Any
 
 
 class Held:
@@ -98,12 +107,14 @@ class Passes:
         self.is_last = self.number == len(staged.stages) - 1
         self._into = staged.into(self.number)
         self._out_of = staged.out_of(self.number)
+        self._looked_at: set = set()  # whether rows are combined: when training, with a loss
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def train(self, element: Any, schedule: Schedule) -> None:
         """One step of training: gradients, metrics, update."""
         microbatches = self._microbatches(element, schedule.num_microbatches)
+        self._refuse_combined_rows(microbatches[0], training=True, has_loss=True)
         weights = self.stage.trainable_weights
         sums = [_Sum(weight) for weight in weights]
         counted = _Counted()
@@ -176,18 +187,41 @@ class Passes:
         passed = []
         done: list[tf.Tensor] = []
         microbatches = self._microbatches(element, count)
+        self._refuse_combined_rows(microbatches[0], training, has_loss=counted is not None)
         for microbatch in microbatches:
             values = self._received(microbatch)
             with tf.control_dependencies(done), step.running(microbatch.step):
                 one = Held(microbatch, self.stage(values, training=training))
                 if counted is not None:
-                    self._count(one, self._loss_of(one, training=False), counted)
+                    self._count(one, self._loss_of(microbatch, one.values, training=False), counted)
             done = self._outputs(one)
             self._send(one)
             if self.is_last and counted is None:
                 passed.append(one)
         self._refuse_written(microbatches, False)
         return passed
+
+    def _refuse_combined_rows(self, microbatch: Microbatch, training: bool | None, has_loss: bool) -> None:
+        """Refuses, once, what is not the same of all rows as of each microbatch's."""
+        if tf.executing_eagerly() or microbatch.step.parts == 1 or (training, has_loss) in self._looked_at:
+            return
+        self._looked_at.add((training, has_loss))
+        crossing = _tensors(self._into)
+        batch = _Batch(microbatch.x, microbatch.y, microbatch.sample_weight)
+        specs = (
+            tf.nest.map_structure(spec_of_any_rows, batch, expand_composites=False),
+            [tf.TensorSpec(shape, dtype) for dtype, shape in map(_kind_of, crossing)],
+        )
+
+        def compute(given: Any) -> tuple[list, Any]:
+            batch, received = given
+            values = self._inputs(batch.x) | dict(zip(map(id, crossing), received, strict=True))
+            values = self.stage(values, training=training)
+            leaving = [*_tensors(self._out_of), *(self._staged.model.outputs if self.is_last and not has_loss else ())]
+            loss = self._loss_of(batch, values, bool(training)) if has_loss else None
+            return [values[id(tensor)] for tensor in leaving], loss
+
+        refuse_combined_rows(compute, specs, microbatch.step, f"stage {self.number + 1}")
 
     def _first_pass(self, microbatch: Microbatch, values: dict[int, Any], counted: _Counted) -> Held:
         one = Held(microbatch, values)
@@ -204,7 +238,7 @@ class Passes:
         with one.tape:
             one.tape.watch([value for value in self._differentiable(one.values)])
             one.values = self.stage(one.values, training=True)
-            loss = self._loss_of(one, training=True)
+            loss = self._loss_of(one.microbatch, one.values, training=True)
             optimizer = self._pipeline.optimizer
             one.loss = loss if loss is None or optimizer is None else optimizer.scale_loss(loss)
         self._count(one, loss, counted)
@@ -239,12 +273,11 @@ class Passes:
 
     # -- losses and metrics ----------------------------------------------------------------------------------------
 
-    def _loss_of(self, one: Held, training: bool) -> tf.Tensor | None:
+    def _loss_of(self, batch: Microbatch | _Batch, values: dict[int, Any], training: bool) -> tf.Tensor | None:
         """On the last stage the loss that was compiled; and what this stage's layers add. None where there is none."""
         pipeline = self._pipeline
         if self.is_last:
-            y_pred = self._packed([one.values[id(tensor)] for tensor in self._staged.model.outputs])
-            batch = one.microbatch
+            y_pred = self._packed([values[id(tensor)] for tensor in self._staged.model.outputs])
             return pipeline._compute_loss(
                 x=batch.x, y=batch.y, y_pred=y_pred, sample_weight=batch.sample_weight, training=training
             )
@@ -308,10 +341,14 @@ class Passes:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
+    def _inputs(self, x: Any) -> dict[int, Any]:
+        """The values of the model's inputs."""
+        model = self._staged.model
+        return dict(zip(map(id, model.inputs), model._standardize_inputs(x), strict=True))
+
     def _received(self, microbatch: Microbatch) -> dict[int, Any]:
         """The values a forward pass begins with."""
-        model = self._staged.model
-        values = dict(zip(map(id, model.inputs), model._standardize_inputs(microbatch.x), strict=True))
+        values = self._inputs(microbatch.x)
         for crossing in self._into:
             values[id(crossing.tensor)] = self.control.receive(
                 crossing.source, *_kind_of(crossing.tensor), name=_name(crossing, microbatch)

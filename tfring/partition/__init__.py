@@ -18,7 +18,7 @@ from tfring.partition.marks import (
     expect_upstream,
 )
 from tfring.partition.replicas import is_noted, own, replica
-from tfring.partition.report import text_of_gathered, text_of_whole
+from tfring.partition.report import text_of_combined, text_of_gathered, text_of_whole
 
 __all__ = [
     "Analysis",
@@ -36,6 +36,7 @@ __all__ = [
     "is_noted",
     "own",
     "replica",
+    "text_of_combined",
     "text_of_gathered",
     "text_of_whole",
 ]

@@ -111,8 +111,8 @@ def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: Fals
     Raises:
       DifferentReplicasError: where replicas of this process did not trace the same.
     """
-    marked = _needed(graph, marks.expected)
-    needed = marked | _needed(graph, lambda op: op.op_def.is_stateful)
+    marked = needed_for(graph, marks.expected)
+    needed = marked | needed_for(graph, lambda op: op.op_def.is_stateful)
     twins = Twins(graph, needed)
     levels: dict[_Key, int] = {}
     for _ in range(_MOST_WALKS):
@@ -596,7 +596,7 @@ class Walk:
         if not self._depth:
             found = conversions.towards(value, what, self.rows, op.outputs[0].dtype.is_integer)
         if found is None or any(_needs_other_dtype(op.inputs[0], value, conversion) for conversion in found):
-            self.findings.append(Finding("rows", _root(op), name))
+            self.findings.append(Finding("rows", root(op), name))
             return value
         for conversion in found:
             self._edit(op, 0, value, conversion)
@@ -703,7 +703,7 @@ def _is_replica_id(tensor: Any) -> bool:
     return tensor.op.type == "Const" and "replica_id_in_sync_group" in tensor.op.name.rpartition("/")[2]
 
 
-def _needed(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
+def needed_for(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:
     """Returns the names of operations of a kind, and of all that they are computed from."""
     todo = [op for op in graph.get_operations() if is_end(op)]
     found = {op.name for op in todo}
@@ -782,7 +782,7 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
     return value.is_held is True and (value.placement, scale) == (Partial(), UNSCALED)
 
 
-def _root(op: Any) -> Any:
+def root(op: Any) -> Any:
     """Returns the operation whose result reaches another through views: the one to tell a user of."""
     passes = ("Identity", "Cast", "Reshape", "StopGradient", "SelectV2", "Squeeze", "IdentityN")
     while op.type in passes and len(op.inputs):

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tfring.partition.analysis import Analysis, Finding
+from tfring.partition.analysis import Analysis, Finding, needed_for, root
 from tfring.partition.conversions import Full
+from tfring.partition.marks import expected
 from tfring.partition.rules import RULES
-from tfring.partition.types import is_sharded
+from tfring.partition.types import is_drawn, is_sharded
 
 # Why rows are not divided, and what to write instead.
 REASONS = {
@@ -81,6 +82,19 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
         f"{step}: each replica computes from the rows of all what may combine them: {', '.join(lines[:_NAMES])}{more}. "
         "That is right, and takes as long as in one process. See docs/exactness.md."
     )
+
+
+def text_of_combined(analysis: Analysis) -> str | None:
+    """Returns which operations combine rows of several replicas, with the user's lines; None where none does.
+
+    Args:
+      analysis: of what replicas compute of their own rows, which is not edited.
+    """
+    ops = [edit.op for edit, *_ in analysis.edits if not is_drawn(edit.value)]
+    marked = needed_for(ops[0].graph, expected) if ops else ()
+    combine = [*(finding.op for finding in analysis.findings), *(root(op) for op in ops if op.name in marked)]
+    lines = list({_line(op): f"{_line(op)} (`{op.type}`)" for op in combine}.values())
+    return ", ".join(lines[:_NAMES]) or None
 
 
 def _line(op: Any) -> str:

@@ -1,0 +1,58 @@
+"""Looks whether what a stage computes of a microbatch's rows is, row for row, what one process computes of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfring import partition, step
+from tfring.errors import ConfigurationError
+
+
+def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any, running: step.Step, name: str) -> None:
+    """Traces a stage for any number of rows, in a graph that is not run.
+
+    Args:
+      compute: of tensors; returns those that leave the stage, and its loss or None.
+      specs: of the tensors that come into the stage, any structure.
+      running: the step of a microbatch.
+      name: of the stage, for the user.
+
+    Raises:
+      ConfigurationError: if rows are combined otherwise than in a mean.
+    """
+    found = None
+
+    def traced(given: Any, share: tf.Tensor) -> None:
+        nonlocal found
+        share = partition.declare(share, "share")
+        own = step.Step(share, share > 0, running.parts, share)
+        with partition.replica(0), step.running(own):
+            outputs, loss = compute(partition.declare_batch(given))
+            for number, output in enumerate(outputs):
+                partition.expect(output, "rows", f"output {number} of {name}")
+            if loss is not None:
+                partition.expect(tf.reduce_sum(loss), "mean", "the loss")
+        found = partition.analyze(tf.compat.v1.get_default_graph())
+
+    tf.function(traced, autograph=False).get_concrete_function(specs, tf.TensorSpec([], tf.float64))
+    assert found is not None
+    text = partition.text_of_combined(found)
+    if text is not None:
+        raise ConfigurationError(
+            f"A Pipeline computes {running.parts} parts of a batch one by one, and {name} combines the rows of all: "
+            f"{text}. What comes of some rows is not what comes of all. Compute each row by itself and take means over "
+            "rows, or make the Pipeline with num_microbatches=1 and data=1."
+        )
+
+
+def spec_of_any_rows(value: Any) -> Any:
+    """Returns the specification of a component of a batch, a tensor's with an open number of rows."""
+    if value is None:
+        return None
+    spec = tf.type_spec_from_value(value)
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    return spec
