@@ -1,6 +1,7 @@
 """Pipeline: a model in stages over several workers trains as the model in one process does."""
 
 import functools
+import logging
 import math
 import time
 
@@ -681,6 +682,9 @@ def combines_rows(what):
     def centered(x):
         return x - keras.ops.mean(x, 0)
 
+    def of_numpy(x):
+        return tf.ensure_shape(tf.numpy_function(lambda v: 2.0 * v, [x], x.dtype), [None, 4])
+
     def scaled_by_row(x):
         return x / (1.0 + keras.ops.max(keras.ops.abs(x), 1, keepdims=True))
 
@@ -693,15 +697,18 @@ def combines_rows(what):
     ring = strategy(mesh=tfring.Mesh(pipeline=2))
     x, y = inputs_of("chain")
     with ring.scope():
-        between = keras.layers.Lambda(centered if what.startswith("centered") else scaled_by_row)
+        functions = {"centered": centered, "numpy": of_numpy}
+        between = keras.layers.Lambda(functions.get(what.partition(",")[0], scaled_by_row), output_shape=(4,))
         layers = [keras.layers.Dense(4, kernel_regularizer="l2"), between, keras.layers.Dropout(0.1)]
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, name="d3")])
         pipeline = tfring.parallel.Pipeline(model, ["d3"], num_microbatches=2)
         pipeline.compile("sgd", relative if what == "relative" else by_row)
+    logged = []
+    logging.getLogger("tfring").addFilter(lambda record: logged.append(record.getMessage()) or True)
     try:
         if what == "centered, predict":
             return pipeline.predict(x, batch_size=BATCH, verbose=0)
-        return pipeline.fit(x, y, batch_size=BATCH, verbose=0).history["loss"]
+        return pipeline.fit(x, y, batch_size=BATCH, verbose=0).history["loss"], logged
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
@@ -709,12 +716,15 @@ def combines_rows(what):
 
 
 @pytest.mark.parametrize(
-    ("what", "rank"), [("centered", 0), ("centered, predict", 0), ("relative", 1), ("by row", None)]
+    ("what", "rank"), [("centered", 0), ("centered, predict", 0), ("relative", 1), ("by row", None), ("numpy", None)]
 )
 def test_a_stage_that_combines_rows_is_refused_with_the_line(what, rank):
     found = workers(2).run(combines_rows, what)
     if rank is None:
-        assert found[0] == found[1] and np.isfinite(found[0][0])
+        assert found[0][0] == found[1][0], found
+        assert np.isfinite(found[0][0][0])
+        said = "may combine the rows of all: test_pipeline.py:" in " ".join(found[0][1])
+        assert said == (what == "numpy")
         return
     kind, text = found[rank]
     assert kind == "ConfigurationError", text

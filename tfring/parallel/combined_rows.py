@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import tensorflow as tf
 
 from tfring import partition, step
 from tfring.errors import ConfigurationError
+
+_log = logging.getLogger("tfring")
 
 
 def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any, running: step.Step, name: str) -> None:
@@ -23,7 +26,7 @@ def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any,
     Raises:
       ConfigurationError: if rows are combined otherwise than in a mean.
     """
-    found = None
+    found: partition.Analysis | None = None
 
     def traced(given: Any, share: tf.Tensor) -> None:
         nonlocal found
@@ -39,12 +42,20 @@ def refuse_combined_rows(compute: Callable[[Any], tuple[list, Any]], specs: Any,
 
     tf.function(traced, autograph=False).get_concrete_function(specs, tf.TensorSpec([], tf.float64))
     assert found is not None
-    text = partition.text_of_combined(found)
-    if text is not None:
+    do, may = partition.combined_rows(found)
+    if do:
         raise ConfigurationError(
             f"A Pipeline computes {running.parts} parts of a batch one by one, and {name} combines the rows of all: "
-            f"{text}. What comes of some rows is not what comes of all. Compute each row by itself and take means over "
+            f"{do}. What comes of some rows is not what comes of all. Compute each row by itself and take means over "
             "rows, or make the Pipeline with num_microbatches=1 and data=1."
+        )
+    if may:
+        _log.warning(
+            "A Pipeline computes %d parts of a batch one by one, and %s may combine the rows of all: %s. If it does, "
+            "the result differs from that of one process (docs/pipeline.md).",
+            running.parts,
+            name,
+            may,
         )
 
 

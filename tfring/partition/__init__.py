@@ -18,7 +18,7 @@ from tfring.partition.marks import (
     expect_upstream,
 )
 from tfring.partition.replicas import is_noted, own, replica
-from tfring.partition.report import text_of_combined, text_of_gathered, text_of_whole
+from tfring.partition.report import combined_rows, text_of_gathered, text_of_whole
 
 __all__ = [
     "Analysis",
@@ -26,6 +26,7 @@ __all__ = [
     "Finding",
     "analyze",
     "apply_edits",
+    "combined_rows",
     "declare",
     "declare_batch",
     "declare_gradient",
@@ -36,7 +37,6 @@ __all__ = [
     "is_noted",
     "own",
     "replica",
-    "text_of_combined",
     "text_of_gathered",
     "text_of_whole",
 ]

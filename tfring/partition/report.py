@@ -84,17 +84,25 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
     )
 
 
-def text_of_combined(analysis: Analysis) -> str | None:
-    """Returns which operations combine rows of several replicas, with the user's lines; None where none does.
+def combined_rows(analysis: Analysis) -> tuple[str, str]:
+    """Returns which operations combine rows of several replicas, and which may, with the user's lines.
 
     Args:
       analysis: of what replicas compute of their own rows, which is not edited.
+
+    Returns:
+      Texts, empty where there are none; operations that may have no rule.
     """
     ops = [edit.op for edit, *_ in analysis.edits if not is_drawn(edit.value)]
     marked = needed_for(ops[0].graph, expected) if ops else ()
     combine = [*(finding.op for finding in analysis.findings), *(root(op) for op in ops if op.name in marked)]
-    lines = list({_line(op): f"{_line(op)} (`{op.type}`)" for op in combine}.values())
-    return ", ".join(lines[:_NAMES]) or None
+    do, may = ({_line(op): op.type for op in combine if (op.type in RULES) is has_rule} for has_rule in (True, False))
+    return "" if may else _listed(do), _listed(may)  # what follows from what may be is not known
+
+
+def _listed(lines: dict[str, str]) -> str:
+    """Returns the first of some lines, each with its operation."""
+    return ", ".join([f"{line} (`{kind}`)" for line, kind in lines.items()][:_NAMES])
 
 
 def _line(op: Any) -> str:
