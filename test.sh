@@ -48,7 +48,7 @@ if [ "${1:-}" = --newest ]; then
   exit
 fi
 
-environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.13"
+environment .venv-test "tensorflow-cpu>=2.18,<2.22" "keras>=3.14"
 
 if [ "${1:-}" = --long ]; then
   shift
@@ -76,7 +76,7 @@ waiting() {
   echo "== newest TensorFlow, tests that wait"
   tests .venv-test "${computing[@]/#/--ignore=}" || return
   echo "== oldest TensorFlow"
-  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.13.0" && tests .venv-test-oldest -m 'oldest and not long'
+  environment .venv-test-oldest "tensorflow-cpu==2.18.0" "keras==3.14.0" && tests .venv-test-oldest -m 'oldest and not long'
 }
 
 log=$(mktemp)

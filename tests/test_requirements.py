@@ -36,8 +36,8 @@ def test_a_newer_tensorflow_is_warned_of():
 
 
 def test_an_old_keras_is_refused_by_name():
-    with pytest.raises(ConfigurationError, match=r'Received: keras==3\.12\.4\. Type: pip install "keras>=3\.13"'):
-        check_keras("3.12.4")
+    with pytest.raises(ConfigurationError, match=r'Received: keras==3\.13\.2\. Type: pip install "keras>=3\.14"'):
+        check_keras("3.13.2")
 
 
 def test_a_newer_keras_is_warned_of():

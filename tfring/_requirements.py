@@ -9,7 +9,7 @@ from tfring.errors import ConfigurationError, UnsupportedTensorFlowError
 
 OLDEST = (2, 18)  # the first whose C API has all the ring calls
 NEWEST = (2, 21)  # the last that the tests ran on
-OLDEST_KERAS = (3, 13)
+OLDEST_KERAS = (3, 14)
 NEWEST_KERAS = (3, 15)  # the last that the tests ran on
 
 NO_TENSORFLOW = """\
@@ -58,7 +58,7 @@ def check_keras(version: str) -> None:
     Raises:
         ConfigurationError: It is older than `OLDEST_KERAS`.
 
-    >>> check_keras("3.13.0")
+    >>> check_keras("3.14.0")
     """
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < OLDEST_KERAS:

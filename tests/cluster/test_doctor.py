@@ -408,7 +408,7 @@ def test_over_ssh(start, hosts):
 
 def fact(rank, host, **changes):
     ok = {"problem": None}
-    about = {"python": "3.11.1", "tfring": "1", "tensorflow": "2.20.0", "keras": "3.13.0", "keras_backend": None}
+    about = {"python": "3.11.1", "tfring": "1", "tensorflow": "2.20.0", "keras": "3.14.0", "keras_backend": None}
     place = {"rank": rank, "host": host, "hostname": host, "unresolved": {}, "library": ok, "shared_memory": ok}
     return {**about, **place, "cpus": 8, "cpu_ids": list(range(8)), "interfaces": [], **changes}
 

@@ -682,6 +682,8 @@ def train_rows_of_slow_maps(strategy):
     import keras
     import tensorflow as tf
 
+    from tfring.data import distribute
+
     def slow(x):
         time.sleep(0.004 * np.random.default_rng([strategy.rank, int(x[0])]).random())
         return x
@@ -696,7 +698,7 @@ def train_rows_of_slow_maps(strategy):
         model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[label])
     pause = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.005))
     fit = model.fit(rows.prefetch(1).batch(4).with_options(options), epochs=2, verbose=0, callbacks=[pause])
-    of_steps = tfring.data.distribute_for_keras(strategy, rows.batch(4))
+    of_steps = distribute.distribute_for_keras(strategy, rows.batch(4))
     return fit.history["label"], of_steps._cloned_datasets[0].options().autotune.enabled
 
 

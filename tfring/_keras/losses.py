@@ -7,9 +7,9 @@ replica i   rows ─► loss_i, whatever it is ─► gradient_i ─► optimize
 Means over rows need nothing more: the sum of `share_i * mean_i` is the mean over the global batch; a regularizer,
 equal on every replica, weighs to itself. Keras' division by the number of replicas is left out. In microbatches of a
 pipeline, and where workers train by themselves, sums over rows are divided by the share: `reduction="sum"`, and vectors
-of a value a row, which Keras or the tape sum (`reduction=None`, `add_loss`); Keras before 3.14 adds up activity
-regularizers over rows, too. The mean over unmasked elements, or by the sum of weights, needs a replica's rows in one
-part. A step that is edited, or of the whole batch, is that of one process, and nothing of this is done.
+of a value a row, which Keras or the tape sum (`reduction=None`, `add_loss`). The mean over unmasked elements, or by the
+sum of weights, needs a replica's rows in one part. A step that is edited, or of the whole batch, is that of one
+process, and nothing of this is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfring import _tf, step
-from tfring._keras.seam import put, seam, version_of_keras
+from tfring._keras.seam import put, seam
 from tfring.recognition import current_ring, ring_in_scope
 
 
@@ -37,8 +37,6 @@ def install() -> None:
         return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
 
     put(Layer, "_losses", _AddedLosses())
-    if version_of_keras() < (3, 14):
-        put(Layer, "activity_regularizer", _SummedRegularizer())
 
 
 class RingCompileLoss(CompileLoss):
@@ -136,22 +134,6 @@ class _AddedLosses:
 
     def __set__(self, layer: Any, losses: list) -> None:
         layer.__dict__["_losses"] = losses
-
-
-class _SummedRegularizer:
-    """In place of the attribute `Layer.activity_regularizer`: within a step what it gives is divided by the share."""
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
-        regularizer = layer.__dict__.get("activity_regularizer")
-        running = step.of_own_rows()
-        if regularizer is None or running is None:
-            return regularizer
-        return lambda activity: running.unweigh(tf.reduce_sum(regularizer(activity)))
-
-    def __set__(self, layer: Any, regularizer: Any) -> None:
-        layer.__dict__["activity_regularizer"] = regularizer
 
 
 # -- reduction ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfring import step
 from tfring._keras.layers import all_layers
 from tfring._keras.losses import before_division
-from tfring._keras.seam import seam, version_of_keras
+from tfring._keras.seam import seam
 from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 def install() -> None:
     import keras
-    from keras.src.utils import python_utils
 
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_numbers(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
@@ -35,19 +34,6 @@ def install() -> None:
             sample_weight = running.weigh(tf.ones([], self.dtype))
             values = before_division(values)
         return original(self, values, sample_weight=sample_weight)
-
-    if version_of_keras() >= (3, 14):
-        return
-
-    @seam(python_utils, "pythonify_logs")
-    def logs_of_step(original: Callable[..., Any], logs: dict | None) -> Any:
-        """In an eager step, Keras before 3.14 makes Python numbers of results: which metric they are of is lost."""
-        if step.current() is None:
-            return original(logs)
-        flat: dict = {}
-        for name, value in sorted((logs or {}).items()):
-            flat.update(logs_of_step(original, value) if isinstance(value, dict) else {name: value})
-        return flat
 
 
 def values_of_results(results: dict) -> dict:

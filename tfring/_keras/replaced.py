@@ -2,8 +2,8 @@
 
 What a class can say by deriving from Keras' own does so (bases.py, trainer.py, ring_optimizer.py, epochs.py). These
 functions belong to classes and modules that Keras chooses itself. A replacement acts on objects of a RingStrategy and
-calls the original for all others. The first RingStrategy warns where Keras has changed one. Two attributes of Keras'
-Layer are properties besides, `_losses` and, before Keras 3.14, `activity_regularizer` (losses.py).
+calls the original for all others. The first RingStrategy warns where Keras has changed one. The attribute `_losses` of
+Keras' Layer is a property besides (losses.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Function(NamedTuple):
     Attributes:
       parameters: names of its parameters, in order.
       reason: what it does for objects of a RingStrategy.
-      before: the first version of Keras whose function no longer is replaced.
+      formerly: the parameters in the oldest version that is supported, where they were others.
     """
 
     parameters: str
     reason: str
-    before: tuple[int, int] = (4, 0)
+    formerly: str | None = None
 
 
 _LAYER = "keras.src.layers.layer.Layer"
@@ -44,6 +44,8 @@ REPLACED = {
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
         "overwrite_with_gradient, name",
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
+        formerly="self, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
+        "overwrite_with_gradient, name",
     ),
     f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(
@@ -82,9 +84,6 @@ REPLACED = {
     # metrics
     "keras.src.metrics.reduction_metrics.Mean.update_state": Function(
         "self, values, sample_weight", "weighs a number by its replica's rows, in pipelines and with `Delayed`"
-    ),
-    "keras.src.utils.python_utils.pythonify_logs": Function(
-        "logs", "keeps the tensors of an eager step", before=(3, 14)
     ),
     # steps
     f"{_CONTEXT}.all_reduce": Function("self, reduce_op, value, options", "reduces over all ranks in a step"),
@@ -140,5 +139,7 @@ REPLACED = {
     f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks"),
     f"{_LAYER}.get_weights": Function("self", "gives full weights"),
     f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
-    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function("group, optimizer", "writes full slots"),
+    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
+        "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
+    ),
 }

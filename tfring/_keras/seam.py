@@ -108,21 +108,14 @@ def overridden(base: type) -> dict[str, Callable]:
 
 def changed() -> list[str]:
     """Returns the functions of Keras that have other parameters than replacements and overriding methods expect."""
-    functions = [key for key, original in installed.items() if parameters(original) != REPLACED[key].parameters]
+    expected = {key: (REPLACED[key].parameters, REPLACED[key].formerly) for key in installed}
+    functions = [key for key, original in installed.items() if parameters(original) not in expected[key]]
     methods = [(base, name, parameters(method)) for base in extended for name, method in overridden(base).items()]
     return functions + [
         f"{extended[base].__module__}.{extended[base].__qualname__}.{name}"
         for base, name, taken in methods
         if "*args" not in taken and taken != parameters(getattr(extended[base], name))
     ]
-
-
-def version_of_keras() -> tuple[int, int]:
-    """Major and minor."""
-    import keras
-
-    major, minor = keras.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def ring_of_model(model: Any) -> RingStrategy | None:
