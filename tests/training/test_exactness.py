@@ -224,7 +224,7 @@ def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_ea
         weights, logs, said = several[0][name]
         assert one[name][2] == [] and bool(said) == run_eagerly, (name, said)
         for got, wanted in zip([*weights, *logs], [*one[name][0], *one[name][1]], strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
         for other in several[1:]:
             assert [w.tobytes() for w in other[name][0]] == [w.tobytes() for w in weights], name
 
@@ -310,14 +310,14 @@ def test_a_layer_that_a_step_builds_on_several_replicas_of_a_worker():
     """Copies of a variable are initialized before the step runs, those of other replicas, too."""
     one, several = workers(1).run(_of_teacher)[0], workers(2, logical_cpus=2).run(_of_teacher, 2)[0]
     for got, wanted in zip(several, one, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("world_size", "model"), [(2, 1), (4, 2)])
 def test_layers_that_a_step_builds_and_sharded_ones(world_size, model):
     one, several = workers(1).run(_other_models)[0], workers(world_size).run(_other_models, model)[0]
     for got, wanted in zip(several, one, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def _fixed(names):
@@ -351,7 +351,7 @@ def test_batches_of_a_fixed_size():
         assert one[name][1] == [], name
         assert bool(several[name][1]) == (name == "static rows"), (name, several[name][1])
         for got, wanted in zip(several[name][0], one[name][0], strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def _beside_a_metric(m, x, y):
@@ -374,7 +374,7 @@ OTHERS = {"metric": _beside_a_metric, "numbered": _numbered}
 def test_a_step_that_numbers_rows_by_replica_equals_one_process():
     one, several = workers(1).run(_fit, "numbered")[0][0], workers(2).run(_fit, "numbered")[0][0]
     for got, wanted in zip(several, one, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def _of_whole_batches():
@@ -431,7 +431,7 @@ def test_a_step_whose_rows_cannot_be_divided_is_that_of_the_whole_batch(world_si
     several = workers(world_size, logical_cpus=devices).run(_of_whole_batches)
     found, wanted = (tf.nest.flatten([*each[:2], *each[3:]]) for each in (several[0], one))
     for got, expected in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     for other in several[1:]:
         assert [w.tobytes() for w in tf.nest.flatten([other[0], other[-1]])] == [
             w.tobytes() for w in tf.nest.flatten([several[0][0], several[0][-1]])
@@ -510,7 +510,7 @@ def test_predictions_that_combine_rows_equal_one_process(world_size, devices, op
         outputs, said = several[0][name]
         assert said == [], name
         for got, wanted in zip(outputs, one[name][0], strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
         for other in several[1:]:
             for got, wanted in zip(other[name][0], outputs, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=name)
@@ -522,13 +522,13 @@ def test_steps_and_predictions_are_edited_on_the_runtime_of_tensorflow():
     for found in workers(2, communication="tensorflow").run(_predictions, names, {}):
         for name in names:
             assert found[name][1] == [], name
-            np.testing.assert_allclose(found[name][0], one[name][0], rtol=2e-5, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(found[name][0], one[name][0], rtol=1e-5, atol=1e-5, err_msg=name)
     names = ["ratio", "standardized", "in-batch negatives", "reduced by itself", "clipped together", "spread"]
     one, several = workers(1).run(_all, names)[0], workers(2, communication="tensorflow").run(_all, names)[0]
     for name in names:
         assert several[name][2] == [], name
         for got, wanted in zip(tf.nest.flatten(several[name][:2]), tf.nest.flatten(one[name][:2]), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def _effects(folder, devices=1):
@@ -571,7 +571,7 @@ def test_what_a_step_does_besides_is_what_one_process_does(world_size, devices, 
         wanted = tf.nest.flatten([*of_replicas, [] if rank else written])  # the first replica writes summaries
         assert len(tf.nest.flatten(found)) == len(wanted)
         for got, expected in zip(tf.nest.flatten(found), wanted, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def _by_strings():
@@ -645,7 +645,7 @@ def test_random_layers_draw_as_one_process_where_that_is_asked_for():
     one = workers(1).run(_of_random_layers, "replica")[0]
     several = workers(3).run(_of_random_layers, "global")[0]
     for got, wanted in zip(several, one, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     other = workers(3).run(_of_random_layers, "replica")[0]
     assert max(np.max(np.abs(got - wanted)) for got, wanted in zip(other, one, strict=True)) > 1e-3
 
@@ -677,7 +677,7 @@ def test_layers_of_keras_on_sparse_and_ragged_rows_are_divided(kind):
     one, several = workers(1).run(_of_layers_on_parts, kind)[0], workers(3).run(_of_layers_on_parts, kind)[0]
     assert several[1] == []
     for got, wanted in zip(several[0], one[0], strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def _plain(kind):
