@@ -41,18 +41,28 @@ def _of_whole_batch(texts):
     return [text for text in texts if "each worker computes the whole batch" in text]
 
 
+class Adds(keras.layers.Layer):
+    """Adds the mean of some rows to the loss."""
+
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.gather(x**2, tf.where(x[:, 0] > 0.0)[:, 0])))
+        return x
+
+
 class OneLayer(keras.Model):
     """One dense layer, whose loss is a function of the model, inputs and targets, as is what it writes to its state."""
 
     def __init__(self, loss_of, between=None, write=None):
         super().__init__()
         self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.adds = Adds()
         self.loss_of = loss_of
         self.between = between
         self.write = write
         self.scales = tf.constant([[0.5], [1.0], [1.5], [2.0], [2.5], [3.0]])
         self.tracker = keras.metrics.Mean()
         self.state = self.add_weight(shape=(), initializer="zeros", trainable=False, name="state")
+        self.centers = self.add_weight(shape=(2, 6), initializer="zeros", trainable=False, name="centers")
 
     def call(self, x):
         return self.dense(x)
@@ -75,7 +85,31 @@ def _error(model, x, y):
     return model(x) - y
 
 
+def _classes(y):
+    return tf.cast(y[:, 0] > 0.2, tf.int32)
+
+
+def _to_prototypes(m, x, y):
+    outputs = m(x)
+    prototypes = tf.math.unsorted_segment_mean(outputs, _classes(y), 2)
+    return tf.reduce_mean((outputs - tf.gather(prototypes, _classes(y))) ** 2)
+
+
+def _added(m, x, y):
+    outputs = m.adds(m(x))
+    [added] = m.adds.losses
+    m.adds._clear_losses()  # as Keras' own step does
+    return tf.reduce_mean((outputs - y) ** 2) + added
+
+
 LOSSES = {
+    "product": lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2) * tf.reduce_mean(tf.abs(m(x))),
+    "largest of means": lambda m, x, y: tf.reduce_max(
+        tf.stack([tf.reduce_mean(_error(m, x, y) ** 2), tf.reduce_mean(tf.abs(_error(m, x, y)))])
+    ),
+    "products of rows": lambda m, x, y: tf.reduce_mean(tf.tanh(tf.matmul(m(x), y, transpose_b=True)) ** 2),
+    "prototypes": _to_prototypes,
+    "added mean of gathered rows": _added,
     "mean": lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2),
     "mean by the number of rows": lambda m, x, y: (
         tf.reduce_sum(_error(m, x, y) ** 2) / tf.cast(tf.shape(x)[0], tf.float32)
@@ -183,6 +217,27 @@ STATES = {
     "decayed sum": lambda m, x, y: m.state.assign(0.5 * m.state + tf.reduce_sum(y)),
     "spread": lambda m, x, y: m.state.assign(tf.math.reduce_std(y)),
     "last row": lambda m, x, y: m.state.assign(y[-1, 0]),
+    "class centers": lambda m, x, y: m.centers.assign(
+        0.9 * m.centers + 0.1 * tf.math.unsorted_segment_mean(x, _classes(y), 2)
+    ),
+    "sums by scatter": lambda m, x, y: m.centers.assign(
+        tf.tensor_scatter_nd_add(m.centers.value, _classes(y)[:, None], x)
+    ),
+    "covariance": lambda m, x, y: m.centers.assign(
+        (lambda d: tf.matmul(d[:, :2], d, transpose_a=True) / tf.cast(tf.shape(x)[0], tf.float32))(
+            x - tf.reduce_mean(x, 0)
+        )
+    ),
+    "statistics of the first batch": lambda m, x, y: (
+        m.centers.assign(
+            tf.where(m.state == 0.0, tf.stack([tf.reduce_mean(x, 0), tf.math.reduce_std(x, 0)]), m.centers.value)
+        ),
+        m.state.assign(1.0),
+    ),
+    "moving mean of gathered rows": lambda m, x, y: m.state.assign(
+        0.9 * m.state + 0.1 * tf.reduce_mean(tf.gather(y, tf.where(y[:, 0] > 0.0)[:, 0]))
+    ),
+    "a metric with a weight": lambda m, x, y: m.tracker.update_state(tf.reduce_mean(y), sample_weight=2.0),
     "a metric of maxima": lambda m, x, y: m.tracker.update_state(tf.reduce_max(y)),
     "a metric of kept rows": lambda m, x, y: m.tracker.update_state(tf.boolean_mask(y, y > -1.0)),
     "a metric of the last batch": lambda m, x, y: (m.tracker.reset_state(), m.tracker.update_state(y)),
