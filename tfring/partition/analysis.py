@@ -327,10 +327,10 @@ class Walk:
         Beside those a part of the batch is to be zero on a replica without rows, which in bodies it is not.
         """
         if op.type == "ReadVariableOp":
-            handle = ins[0].handle
-            if handle not in self.in_parts:
-                return values
-            return [dataclasses.replace(v, is_held=True, adds_to=handle) if is_partial(v) else v for v in values]
+            content = self.contents.get(ins[0].handle)
+            [value] = values
+            is_held = True if ins[0].handle in self.in_parts else value.is_held
+            return [dataclasses.replace(value, is_held=is_held, adds_to=content)] if is_partial(value) else values
         if op.type in _WITH_BODIES or not any(is_partial(value) and value.is_held is not False for value in ins):
             return values
         found: bool | None = True
@@ -406,7 +406,7 @@ class Walk:
         if op.name not in self._needed:
             return
         level = self.levels.get(op.inputs[index].op.name, 0)
-        value = dataclasses.replace(value, adds_to=None)  # of each replica another variable
+        value = dataclasses.replace(value, adds_to=None)  # of each replica's own variable
         self.edits.append(Edit(op, index, value, conversion, level))
         if self._least_levels:
             *_, key = self.keys()
@@ -587,7 +587,7 @@ class Walk:
         except NoRule:  # sizes, of which some are of rows
             fits = False
         if what == "added":
-            fits = like is not None and like.adds_to is not None and value.adds_to == like.adds_to
+            fits = like is not None and like.adds_to is not None and value.adds_to is like.adds_to
         if what in ("rows of gradients", "ids of gradients"):
             fits = fits and not self._has_all_rows(value) and value.points_into is None
         if fits:
@@ -645,7 +645,7 @@ def _terms(op: Any) -> list[int]:
 
 
 def _adds_to(op: Any, ins: Sequence[Value]) -> Any:
-    """Returns the handle of the variable that a result is what it holds, or that plus a part of the batch."""
+    """Returns what a variable held that a result is the value of, or that plus a part of the batch."""
     if op.type in _PASSES:
         return ins[0].adds_to
     others = [value for value in ins if value.adds_to is None]

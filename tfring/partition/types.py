@@ -119,7 +119,7 @@ class Value:
         is not known.
       is_held: whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
         the batch has its part, too; None where it is such a part beside one of the batch, in a body.
-      adds_to: the handle of the variable that holds such parts, where it is what the variable holds plus a part.
+      adds_to: what a variable held when it was read, where it is that, or that plus a part of the batch.
       is_zero: whether it is zeros, which fit every scale.
       is_guard: whether it is a constant so small that it only guards a division or a root; in a sum it fits any scale.
       is_uniform: whether all rows are alike, so that they fit any order of rows.
