@@ -498,6 +498,36 @@ def test_a_step_whose_rows_cannot_be_divided_is_that_of_the_whole_batch(world_si
     assert one[2] == []
 
 
+class Seen(keras.metrics.Metric):
+    """Whether any target was as large."""
+
+    def __init__(self):
+        super().__init__(name="seen")
+        self.any = self.add_variable(shape=(), initializer="zeros", dtype="bool", name="any")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.any.assign(tf.logical_or(self.any.value, tf.reduce_any(y_true > 1.9)))
+
+    def result(self):
+        return self.any
+
+
+def _seen():
+    """Returns what a boolean state of a metric is in logs, and read by the program afterwards."""
+    x, y = _data()
+    with harness.strategy().scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Seen()])
+    logged = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["seen"]
+    [metric] = [m for m in model._compile_metrics.metrics if m.name == "seen"]
+    return [bool(value) for value in logged], bool(tf.convert_to_tensor(metric.result())), bool((y > 1.9).any())
+
+
+def test_a_boolean_state_of_a_metric():
+    """The rows that are as large are one worker's."""
+    assert workers(2).run(_seen) == [([True, True], True, True)] * 2
+
+
 # What `predict` returns of inputs `[rows, 6]`.
 PREDICTIONS = {
     "of each row": lambda x: 2.0 * x,
