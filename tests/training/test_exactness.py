@@ -1,6 +1,7 @@
 """Steps of any kind have the result of one process, whether their rows can be divided or not."""
 
 import contextlib
+import itertools
 import logging
 import pathlib
 
@@ -526,6 +527,46 @@ def _seen():
 def test_a_boolean_state_of_a_metric():
     """The rows that are as large are one worker's."""
     assert workers(2).run(_seen) == [([True, True], True, True)] * 2
+
+
+class Begun(keras.metrics.Metric):
+    """The largest target or the sum of all, and a value with which the state begins."""
+
+    def __init__(self, begin, is_reset, is_sum):
+        super().__init__(name="begun")
+        self.begin, self.is_reset, self.is_sum = begin, is_reset, is_sum
+        self.total = self.add_variable(shape=(), initializer=keras.initializers.Constant(begin), name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        both = self.total + tf.reduce_sum(y_true), tf.maximum(self.total, tf.reduce_max(y_true))
+        self.total.assign(both[0] if self.is_sum else both[1])
+
+    def result(self):
+        return 1.0 * self.total
+
+    def reset_state(self):
+        if self.is_reset:
+            self.total.assign(self.begin)
+
+
+def _begun(devices=1):
+    """Returns logs of metrics whose states begin with other values than zeros."""
+    x, y = _data()
+    found = []
+    for begin, is_reset, is_sum in itertools.product((1.0, 100.0), (False, True), (False, True)):
+        with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[Begun(begin, is_reset, is_sum)])
+        found.append(model.train_on_batch(x, y, return_dict=True)["begun"])
+        found += model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["begun"]
+    return [float(value) for value in found]
+
+
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_a_metrics_first_value_counts_once(world_size, devices):
+    one, several = workers(1).run(_begun)[0], workers(world_size, logical_cpus=devices).run(_begun, devices)
+    for found in several:
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-5)
 
 
 # What `predict` returns of inputs `[rows, 6]`.

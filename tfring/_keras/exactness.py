@@ -145,18 +145,12 @@ def expect_outputs(outputs: Any) -> Any:
     return tf.nest.map_structure(marked, outputs, expand_composites=False)
 
 
-def is_each_replicas_own(handle: Any) -> bool:
-    """Returns True if a handle is that of a variable of which each replica has its own, such as a metric's."""
-    variable = _tf.variable_of_replicas(graphs.outermost(handle))
-    return variable is not None and variable.synchronization == tf.VariableSynchronization.ON_READ
-
-
 def _is_held_in_parts(handle: Any) -> bool:
     """Returns True if a handle is that of a variable of which replicas hold parts of a sum, such as a metric's."""
-    if not is_each_replicas_own(handle):
+    variable = _tf.variable_of_replicas(graphs.outermost(handle))
+    if variable is None or variable.synchronization != tf.VariableSynchronization.ON_READ:
         return False
-    aggregation = _tf.variable_of_replicas(graphs.outermost(handle)).aggregation
-    return aggregation not in (tf.VariableAggregation.ONLY_FIRST_REPLICA, tf.VariableAggregation.MEAN)
+    return variable.aggregation not in (tf.VariableAggregation.ONLY_FIRST_REPLICA, tf.VariableAggregation.MEAN)
 
 
 # -- layers --------------------------------------------------------------------------------------------------------

@@ -44,8 +44,6 @@ REPLACED = {
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
         "overwrite_with_gradient, name",
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
-        formerly="self, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
-        "overwrite_with_gradient, name",
     ),
     f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(

@@ -240,12 +240,9 @@ def added_to_held(value: Value, rows: set[str]) -> Conversion:
     """Returns the conversion of a part, or of what all replicas hold, that is added to what they hold in parts."""
     if value.placement == Partial():
         return Counted()
-    scale = value.over(rows)  # of a number of rows, each replica has its own
-    return (
-        Counted()
-        if scale and len(scale) == 1 and scale[0][1] == -1 and value.const is not None
-        else First(is_held=True)
-    )
+    scale = value.over(rows)
+    is_number_of_rows = value.const is not None and scale and [power for _, power in scale] == [-1]
+    return Counted() if is_number_of_rows else First(is_held=True)  # each replica has its own number
 
 
 def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tfring.reduction.sparse import SparseOptions
     from tfring.strategy.ring import RingStrategy
 
+_NOT_SUMMED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
 _running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
 _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
 
@@ -66,6 +67,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self._cfer_fn_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._use_var_policy = False
         self._of_worker = False
+        self._of_parts = False  # whether the variable that is made is one of which replicas hold parts of a sum
         self.experimental_enable_get_next_as_optional = True
 
         if communication == "tensorflow" and self.cluster.world_size > 1:
@@ -252,6 +254,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return tf.nest.pack_sequence_as(value, [values_of(r)[0] for r in reduced])
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        is_read_as_one = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
+        self._of_parts = is_read_as_one and kwargs.get("aggregation") not in _NOT_SUMMED
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)
@@ -334,9 +338,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Callable[[], tf.Tensor]:
         if replica_id != 0:  # that of the replica before it, whose variable a step may not have initialized yet
-            return lambda: tf.identity(kwargs["initial_value"]())
+            to_value = tf.zeros_like if self._of_parts else tf.identity
+            return lambda: to_value(kwargs["initial_value"]())
 
         of_worker = self._of_worker
+        is_zero = self._of_parts and self.control.rank > 0  # or the sum would have the value of each
 
         def local_value() -> tf.Tensor:
             value = kwargs["initial_value"]
@@ -355,7 +361,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
                 if tf.executing_eagerly() and tf.is_symbolic_tensor(value):
                     value = None  # computed from tensors of the step
             with contextlib.nullcontext() if value is None else tf.init_scope(), tf.device(device):
-                return self._initial_value(local_value() if value is None else value, of_worker)
+                value = self._initial_value(local_value() if value is None else value, of_worker)
+                return tf.zeros_like(value) if is_zero else value
 
         return initial_value_fn
 
