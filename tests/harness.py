@@ -37,6 +37,7 @@ import collections
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import pathlib
@@ -563,13 +564,26 @@ def _rewrite_asserts() -> None:
 
 
 def _prepare_tensorflow(logical_cpus: int) -> None:
-    import numpy as np
     import tensorflow as tf
+    from tensorflow.python.eager import context as eager_context
 
-    np.random.seed(None)  # Python's own generator is seeded in a forked process, NumPy's is a copy
+    _draw_apart()
+    # A machine that stands still for TensorFlow's ten seconds would end all groups that idle on its collectives.
+    eager = eager_context.context()
+    eager.configure_coordination_service = functools.partial(
+        eager.configure_coordination_service, heartbeat_timeout_in_ms=600_000
+    )
     if logical_cpus > 1:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * logical_cpus)
+
+
+def _draw_apart() -> None:
+    """Seeds the generators that a fork copies and a task seeds, so that no two processes draw alike."""
+    import numpy as np
+
+    random.seed()
+    np.random.seed(None)
 
 
 def _clean_up(tensorflow: bool) -> None:
@@ -585,4 +599,5 @@ def _clean_up(tensorflow: bool) -> None:
         keras.config.set_floatx("float32")
         tf.config.run_functions_eagerly(False)
         tf.random.set_seed(None)  # of a task that only some of the processes ran
+        _draw_apart()
     gc.freeze()
