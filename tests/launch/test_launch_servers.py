@@ -15,7 +15,7 @@ import keras
 import tfring
 
 
-def kill_server(number):
+def server_process(number):
     def is_it(pid):
         try:
             environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\\0")
@@ -25,7 +25,11 @@ def kill_server(number):
             return False
 
     [pid] = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if is_it(p)]
-    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def kill_server(number):
+    os.kill(server_process(number), signal.SIGKILL)
 
 """
 
@@ -209,6 +213,32 @@ print("done", flush=True)
     done = launch(1, 1, str(tmp_path / "snapshots"), program=program)
     assert done.returncode == 0 and "done" in done.stdout, done.stdout + done.stderr
     assert "Its restart 1 of 3" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_server_that_has_no_memory_for_a_snapshot_goes_on(launch, tmp_path):
+    program = BEGIN + """
+import resource
+
+strategy = tfring.ParameterServerStrategy(update="async", snapshot_dir=sys.argv[1], snapshot_seconds=1000.0)
+
+
+def train(ids):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,), dtype="int32"), keras.layers.Embedding(ids, 100)])
+        model.compile("adam", "mse")
+    model.fit(np.arange(8)[:, None], np.ones((8, 1, 100)), batch_size=4, verbose=0)
+
+
+train(150_000)  # 60 MB and twice as much of Adam: to pull takes 120 MB, a snapshot 360
+server = server_process(0)
+[size] = [line.split()[1] for line in open(f"/proc/{server}/status") if line.startswith("VmSize")]
+resource.prlimit(server, resource.RLIMIT_AS, (int(size) * 1024 + 220_000_000,) * 2)
+train(10)
+print("done", flush=True)
+"""
+    done = launch(1, 1, str(tmp_path / "snapshots"), program=program)
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout + done.stderr
+    assert "cannot write its snapshot" in done.stderr and "allocate" in done.stderr, done.stderr
 
 
 def test_a_server_that_is_not_started_again_ends_the_job(launch, tmp_path):
