@@ -22,12 +22,12 @@ ROWS = {
     6: ("launch", "doctor", "bench", "report", "notebook"),
     5: ("layers", "callbacks", "parallel", "functions", "schedules"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
-    3: ("cross_device_ops", "partition", "step"),
+    3: ("cross_device_ops", "runtime", "partition", "step"),
     2: ("reduction",),
     1: ("ring", "servers", "sharding"),
     0: (
         *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "imports", "errors"),
-        *("recognition", "_requirements", "_tf", "_build", "_version"),
+        *("_requirements", "_tf", "_build", "_version"),
     ),
 }
 ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}

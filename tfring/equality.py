@@ -6,15 +6,12 @@ A variable becomes one 64-bit digest on each replica; the digests of all variabl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _ADVICE = (
     "Something changed a variable on some replicas only: a callback or a custom step that assigns what its own rank "
@@ -34,7 +31,7 @@ def digest(value: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(octets), tf.int64)[0]
 
 
-def assert_equal(strategy: RingStrategy, variables: Sequence, names: Sequence[str], is_sharded: Sequence[bool]) -> None:
+def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_sharded: Sequence[bool]) -> None:
     """Compares mirrored variables of TensorFlow on all replicas; others are passed over.
 
     `is_sharded` says of each whether ranks along other axes than "data" hold other shards: it is compared along "data".
@@ -49,9 +46,9 @@ def assert_equal(strategy: RingStrategy, variables: Sequence, names: Sequence[st
         and variable.synchronization != tf.VariableSynchronization.ON_READ
         and variable.dtype != tf.string
     ]
-    peers = strategy.extended.peers
-    goes_on_by_itself = peers is not strategy.extended.world
-    if not chosen or (strategy.extended.is_alone and not goes_on_by_itself):
+    peers = ring.peers
+    goes_on_by_itself = peers is not ring.world
+    if not chosen or (ring.is_alone and not goes_on_by_itself):
         return
     if goes_on_by_itself and not tf.executing_eagerly():
         raise ConfigurationError(
@@ -59,10 +56,10 @@ def assert_equal(strategy: RingStrategy, variables: Sequence, names: Sequence[st
             "a call of `strategy.assert_equal` in a function. Call it between two `fit`, on all workers. "
             "(docs/parameter_servers.md)"
         )
-    replicas = len(strategy.extended.worker_devices)
+    replicas = len(ring.devices)
     mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, *_ in chosen]) for r in range(replicas)]
     everyone = peers.gather_equal(tf.stack(mine), name="digests of variables")
-    first_on_line = [strategy.mesh.ranks("data", rank)[0] for rank in range(strategy.mesh.size)]
+    first_on_line = [ring.mesh.ranks("data", rank)[0] for rank in range(ring.mesh.size)]
     first_of_line = tf.gather(everyone, [rank * replicas for rank in first_on_line for _ in range(replicas)])
     wanted = tf.where(tf.constant([is_sharded for *_, is_sharded in chosen]), first_of_line, everyone[:1])
     differs = tf.not_equal(everyone, wanted)  # [replicas, variables]

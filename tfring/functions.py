@@ -56,10 +56,10 @@ def local_rank() -> int:
     >>> local_rank()
     0
     """
-    strategy, roles = _strategy(), _server()
+    ring, roles = _ring(), _server()
     if roles is not None:
         return roles.cluster_of_all().local_rank
-    return (detection.detect() if strategy is None else strategy.cluster).local_rank
+    return (detection.detect() if ring is None else ring.cluster).local_rank
 
 
 def is_chief() -> bool:
@@ -220,16 +220,16 @@ def broadcast(value: Any, root: int = 0) -> Any:
 # ------------------------------------------------------------------------------------------------ the others
 
 
-def _strategy() -> Any:
-    """The newest strategy of several workers; None without. Where nothing has imported TensorFlow there is none."""
-    recognition = sys.modules.get("tfring.recognition")
-    return None if recognition is None else recognition.ring_of_process()
+def _ring() -> Any:
+    """Returns the newest ring of a strategy; None without. Where nothing has imported TensorFlow there is none."""
+    runtime = sys.modules.get("tfring.runtime")
+    return None if runtime is None else runtime.ring_of_process()
 
 
 def _place() -> Cluster | UnresolvedCluster:
-    strategy, roles = _strategy(), _server()
-    if strategy is not None:
-        return strategy.cluster
+    ring, roles = _ring(), _server()
+    if ring is not None:
+        return ring.cluster
     if roles is not None:
         return roles.cluster_of_all()
     return detection.find(os.environ) or Cluster.alone()
@@ -247,12 +247,12 @@ def _peers() -> Any:
     A step of Keras is written for all rows, as one process computes it: it exchanges nothing by itself.
     """
     global _own
-    strategy = _strategy()
-    if strategy is not None:
+    ring = _ring()
+    if ring is not None:
         running = sys.modules["tfring.step"].current()
         if running is not None and running.is_plain:
             return None
-        peers = strategy.extended.peers
+        peers = ring.peers
         return getattr(peers, "communicator", None) or _Runtime(peers)
     cluster = detection.detect()
     if cluster.world_size == 1:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring import step
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring
-
-if TYPE_CHECKING:
-    from tfring.strategy.extended import RingExtended
+from tfring.runtime import Ring, current_ring
 
 
 def gather_for_loss(tensors: Any) -> Any:
@@ -45,8 +42,8 @@ def gather_for_loss(tensors: Any) -> Any:
     >>> gather_for_loss({"anchors": tf.constant([[1.0], [2.0]]), "labels": tf.constant([0, 1])})["labels"].numpy()
     array([0, 1], dtype=int32)
     """
-    strategy, running = current_ring(), step.current()
-    if strategy is not None and strategy.updater is not None and not strategy.updater.weighs:
+    ring, running = current_ring(), step.current()
+    if ring is not None and ring.updater is not None and not ring.updater.weighs:
         raise ConfigurationError(
             "With synchronization=Delayed(...) a worker computes its loss from its own rows. Received: a call of "
             "gather_for_loss. Leave it out, or train without Delayed."
@@ -54,9 +51,9 @@ def gather_for_loss(tensors: Any) -> Any:
     if running is not None:
         running.refuse_in_parts("gather_for_loss")
     flat = [_checked(t) for t in tf.nest.flatten(tensors)]
-    if strategy is not None and strategy.num_replicas_in_sync > 1 and tf.distribute.get_replica_context() is not None:
+    if ring is not None and ring.strategy.num_replicas_in_sync > 1 and tf.distribute.get_replica_context() is not None:
         present = [i for i, t in enumerate(flat) if t is not None]
-        gathered = _gather(strategy.extended, [flat[i] for i in present])
+        gathered = _gather(ring, [flat[i] for i in present])
         for i, t in zip(present, gathered, strict=True):
             flat[i] = t
     return tf.nest.pack_sequence_as(tensors, flat)
@@ -76,9 +73,9 @@ def _checked(tensor: Any) -> tf.Tensor | None:
     return tensor
 
 
-def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _gather(ring: Ring, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     running = step.current() or step.Step()
-    control, control_ops = extended.control, extended.control_ops
+    control, control_ops = ring.control, ring.control_ops
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
 
     def all_counts(counts: Any) -> tf.Tensor:
@@ -92,24 +89,24 @@ def _gather(extended: RingExtended, tensors: Sequence[tf.Tensor]) -> list[tf.Ten
         return summed
 
     counts = tf.stack([tf.shape(running.drop_if_empty(t), tf.int64)[0] for t in tensors])
-    counts = extended.cross_replica(all_counts, counts)
+    counts = ring.cross_replica(all_counts, counts)
 
     # One collective in each tf.custom_gradient: it ties its outputs together, and an order that Grappler sees through
     # such a tie is lost once the tie is taken apart.
     def gathered(tensor: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         if not tensor.dtype.is_floating:
-            return tf.identity(extended.cross_replica(all_rows, running.drop_if_empty(tensor)))
+            return tf.identity(ring.cross_replica(all_rows, running.drop_if_empty(tensor)))
 
         @tf.custom_gradient
         def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                everyone = extended.cross_replica(total, running.weigh(upstream))
+                everyone = ring.cross_replica(total, running.weigh(upstream))
                 begin = tf.reduce_sum(counts[:replica])
                 mine = running.unweigh(everyone[begin : begin + counts[replica]])
                 rest = tf.shape(x, tf.int64)[0] - counts[replica]  # a replica without rows computes on one
                 return tf.ensure_shape(tf.pad(mine, [[0, rest], *[[0, 0]] * (x.shape.rank - 1)]), x.shape)
 
-            return extended.cross_replica(all_rows, running.drop_if_empty(x)), gradient
+            return ring.cross_replica(all_rows, running.drop_if_empty(x)), gradient
 
         return control.call_in_order(with_gradient, tensor)
 

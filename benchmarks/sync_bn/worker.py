@@ -111,7 +111,7 @@ class Tfring(Contestant):
             return super().collectives()
 
         def count():
-            statistics = [c.communicator.statistics()["collectives"] for c in self.strategy.extended.channels]
+            statistics = [c.communicator.statistics()["collectives"] for c in self.strategy.ring.channels]
             return sum(sum(kinds.values()) for kinds in statistics)
 
         before = count()

@@ -71,7 +71,7 @@ strategy = tfring.ParameterServerStrategy(update="async", snapshot_dir=sys.argv[
 rank = strategy.cluster.rank
 calm = sys.argv[2] == "calm"
 in_meetings = rank == 0 and sys.argv[2] == "meeting"
-meet, met = strategy.updater.meet, []
+meet, met = strategy.ring.updater.meet, []
 
 
 def meet_without_server(name, arrays):
@@ -82,7 +82,7 @@ def meet_without_server(name, arrays):
     return meet(name, arrays)
 
 
-strategy.updater.meet = meet_without_server
+strategy.ring.updater.meet = meet_without_server
 
 
 def label(y_true, y_pred):
@@ -309,7 +309,7 @@ def wait_for(name):
         time.sleep(0.05)
 
 
-take = strategy.updater.before_first_step
+take = strategy.ring.updater.before_first_step
 
 
 def before_first_step(is_traced):
@@ -317,7 +317,7 @@ def before_first_step(is_traced):
     told.setdefault("bias", float(model.get_weights()[-1][0]))  # in the first step
 
 
-strategy.updater.before_first_step = before_first_step
+strategy.ring.updater.before_first_step = before_first_step
 
 
 class Watch(keras.callbacks.Callback):

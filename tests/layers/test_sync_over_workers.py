@@ -81,7 +81,7 @@ def compare(case, devices, want):
     with strategy.scope():
         synchronized = tfring.SyncBatchNormalization(**options_of(case))
         synchronized.build(case["shape"])
-    replicas = len(strategy.extended.worker_devices)
+    replicas = len(strategy.ring.devices)
     mine = shards.bounds(case["shape"][0], strategy.num_replicas_in_sync, case.get("empty", ()))
     mine = mine[strategy.cluster.rank * replicas :][:replicas]
     got = shards.train(synchronized, batches_of(case), strategy, mine, case.get("eager", False))

@@ -20,7 +20,7 @@ def rows_for(source, to, dtype):
 def exchange(dtype, in_function):
     import tensorflow as tf
 
-    ring = strategy().extended.control
+    ring = strategy().ring.control
     rank, size = ring.rank, ring.world_size
     numpy_type = tf.as_dtype(dtype).as_numpy_dtype
     blocks = [rows_for(rank, to, numpy_type) for to in range(size)]
@@ -74,7 +74,7 @@ def test_rows_of_every_dtype_are_exchanged(engine, dtype):
 def gradients_and_sums():
     import tensorflow as tf
 
-    ring = strategy().extended.control
+    ring = strategy().ring.control
     rank, size = ring.rank, ring.world_size
     x = tf.Variable(np.arange(size * 2, dtype=np.float32) + 10 * rank)
     counts = [0] * size
@@ -101,7 +101,7 @@ def test_gradients_go_back_and_sums_to_the_root(world_size, engine):
 def in_groups():
     import tensorflow as tf
 
-    ring = strategy().extended.control
+    ring = strategy().ring.control
     group = ring.group([2, 0], "ends")
     found = []
     if ring.rank != 1:
@@ -124,7 +124,7 @@ def refused():
 
     from tfring.errors import ConfigurationError
 
-    ring = strategy().extended.control
+    ring = strategy().ring.control
     said = []
     for call in (
         lambda: ring.group([0], "mine"),
@@ -183,7 +183,7 @@ def test_collectives_of_tensorflow_come_first():
 def alone():
     import tensorflow as tf
 
-    ring = strategy().extended.control
+    ring = strategy().ring.control
     assert ring.group([0], "mine") is ring
     assert ring.reduce([tf.constant(2.0)], name="sum")[0].numpy() == 2.0
     for call in (

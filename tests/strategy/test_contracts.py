@@ -183,7 +183,7 @@ def results_on_the_devices_of_the_workers(ring):
     """The arguments of a function have no device yet."""
     import tensorflow as tf
 
-    devices = ring.extended.worker_devices
+    devices = ring.ring.devices
     if len(devices) == 1:
         return
     values = as_value(ring, lambda i: tf.ones([]))
@@ -260,8 +260,8 @@ def variables_read_in_every_context(ring):
     import tensorflow as tf
 
     replicas = ring.num_replicas_in_sync
-    first = ring.cluster.rank * len(ring.extended.worker_devices)
-    mine = [first + i + 1.0 for i in range(len(ring.extended.worker_devices))]
+    first = ring.cluster.rank * len(ring.ring.devices)
+    mine = [first + i + 1.0 for i in range(len(ring.ring.devices))]
 
     def in_merge(variable):
         return tf.distribute.get_replica_context().merge_call(lambda s: variable.read_value())

@@ -65,10 +65,10 @@ def graphs_without_order():
         with tf.Graph().as_default(), refused, ring.scope():
             tf.convert_to_tensor(tf.Variable(1.0, **kind))
     with tf.Graph().as_default(), pytest.raises(ValueError, match="graph of TensorFlow 1's kind"):
-        ring.extended.world.all_reduce([tf.constant(1.0)], name="x")
+        ring.ring.world.all_reduce([tf.constant(1.0)], name="x")
     for variable, value in zip(eager, read, strict=True):
         assert float(tf.function(lambda variable=variable: tf.convert_to_tensor(variable))()) == value
-    assert ring.extended.world.all_reduce([tf.constant(1.0)], name="x")[0] == ring.cluster.world_size
+    assert ring.ring.world.all_reduce([tf.constant(1.0)], name="x")[0] == ring.cluster.world_size
 
 
 @pytest.mark.parametrize("task", [copies, graphs_without_order])

@@ -41,7 +41,7 @@ def contexts():
     import tensorflow as tf
 
     ring = ring_strategy()
-    cluster, local = ring.cluster, len(ring.extended.worker_devices)
+    cluster, local = ring.cluster, len(ring.ring.devices)
     replicas = cluster.world_size * local
     assert isinstance(ring, tf.distribute.MultiWorkerMirroredStrategy)
     assert ring.num_replicas_in_sync == replicas
@@ -289,7 +289,7 @@ def operations():
     import tensorflow as tf
 
     ring = ring_strategy()
-    control, rank = ring.extended.control, ring.cluster.rank
+    control, rank = ring.ring.control, ring.cluster.rank
     wanted = {"sum": [5.0, 5.0], "max": [3.0, 4.0], "min": [2.0, 1.0], "product": [6.0, 4.0]}
     for dtype in ("float32", "bfloat16", "int8", "uint32"):
         mine = tf.cast(tf.constant([[2.0, 4.0], [3.0, 1.0]][rank]), dtype)

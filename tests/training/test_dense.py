@@ -105,10 +105,10 @@ def in_buckets():
     results, calls = {}, []
     for sizes in (BucketSizes(), BucketSizes(600, 40), BucketSizes(64), BucketSizes(1)):
         ring = strategy()
-        ring.extended.gradient_ops._buckets = sizes
+        ring.ring.gradient_ops._buckets = sizes
         make = tower(lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.1))
         results[str(sizes)] = train_both(ring, make, *skewed_rows())
-        calls.append(ring.extended.gradients.communicator.statistics()["collectives"]["all_reduce"])
+        calls.append(ring.ring.gradients.communicator.statistics()["collectives"]["all_reduce"])
         ring.close()
     assert [number // calls[0] for number in calls] == [1, 3, 4, 6], calls
     return results
@@ -158,7 +158,7 @@ def compressed(compression):
             model.compile(keras.optimizers.SGD(0.001), "mse")
         start = flat(model)
         model.fit(x, y, batch_size=20, epochs=2, verbose=0, shuffle=False)
-        sent = ring.extended.gradients.bytes_sent()
+        sent = ring.ring.gradients.bytes_sent()
         ring.close()
         return start, flat(model), sent
 

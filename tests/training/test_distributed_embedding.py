@@ -163,7 +163,7 @@ def fitted(names):
         plan, optimizer, update, table = cases()[name]
         with ring.scope():
             model = recommender(optimizer, update=update, plan=plan)
-        control = ring.extended.control.communicator
+        control = ring.ring.control.communicator
         before = control.statistics()["collectives"].get("all_to_all", 0)
         history, weights, predicted = outcome(model, inputs_of(features))
         results[name] = {"bits": b"".join(w.tobytes() for w in weights)}

@@ -12,7 +12,7 @@ from test_steps import assert_same, bits, small_model
 
 def calls(ring):
     """Counts the calls of each kind so far, on the rings of control and of gradients."""
-    return [channel.communicator.statistics()["collectives"] for channel in ring.extended.channels]
+    return [channel.communicator.statistics()["collectives"] for channel in ring.ring.channels]
 
 
 def calls_a_step(ring, run):

@@ -80,7 +80,7 @@ def make_model(dropout):
 
 def plain(mesh):
     ring = strategy(mesh=mesh)
-    assert ring.num_replicas_in_sync == mesh.data == ring.extended.control.world_size
+    assert ring.num_replicas_in_sync == mesh.data == ring.ring.control.world_size
     x, y = skewed_rows()
     results = {"state": train_both(ring, make_model(dropout=False), x, y, evaluate=(x, y), predict=x)}
     if mesh.data == 1:  # the first replica draws what one process draws

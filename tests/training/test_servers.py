@@ -362,7 +362,7 @@ def read_a_table_twice(strategy):
             "weights": relative_error(got, alone.get_weights()),
             "bits": b"".join(w.tobytes() for w in got),
         }
-        group = [*strategy.updater._groups.values()][-1]
+        group = [*strategy.ring.updater._groups.values()][-1]
         cases[kind]["by rows"] = float(any(group.by_rows) != (kind in ("lookup alone", "logarithm")))
     return cases
 
@@ -797,7 +797,7 @@ def train_with_broken_links(strategy, folder):
     import keras
 
     small_pieces()
-    client, seen, broken = strategy.updater.client, {}, []
+    client, seen, broken = strategy.ring.updater.client, {}, []
 
     def break_after(server, connection):
         send = connection.send

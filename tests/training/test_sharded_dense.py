@@ -103,7 +103,7 @@ def products(mesh):
     import tensorflow as tf
 
     ring = strategy(mesh=mesh)
-    rank, num_replicas = ring.extended.control.rank, ring.num_replicas_in_sync
+    rank, num_replicas = ring.ring.control.rank, ring.num_replicas_in_sync
     generator = np.random.default_rng(0)
     shape = (3, 5)  # of what a row has, besides features
     errors = {}

@@ -173,7 +173,7 @@ def refused(folder, mesh):
         of_7 = keras.Sequential([keras.Input((4,)), dense(7, "columns"), dense(5, "rows")])
     attempt("file", lambda: of_7.load_weights(f"{folder}/other.weights.h5"), ValueError)
     if mesh.model > 1:
-        parts = [5, 2] if ring.extended.along("model").rank == 0 else [2, 5]
+        parts = [5, 2] if ring.ring.along("model").rank == 0 else [2, 5]
         attempt("features", lambda: built("rows", input_is_parallel=True, shape=(None, parts[0])))
     return errors
 

@@ -104,7 +104,7 @@ def reduce_gradients(per_step, options, dtype, rank):
     def reduce(values, ids):
         traces.append(1)
         slices = tf.IndexedSlices(values, ids, tf.constant([VOCABULARY, DIM], tf.int64))
-        [summed] = ring.extended.gradient_ops.sum_over_workers([slices], name="test", value_names=["table"])
+        [summed] = ring.ring.gradient_ops.sum_over_workers([slices], name="test", value_names=["table"])
         if isinstance(summed, tf.IndexedSlices):
             return tf.math.unsorted_segment_sum(summed.values, summed.indices, VOCABULARY), summed.indices
         return summed, None
@@ -224,11 +224,11 @@ def operations(num_tables):
     @tf.function
     def reduce(values, ids):
         slices = [tf.IndexedSlices(values, ids, tf.constant([VOCABULARY, DIM])) for _ in range(num_tables)]
-        return [each.values for each in ring.extended.gradient_ops.sum_over_workers(slices, name="test")]
+        return [each.values for each in ring.ring.gradient_ops.sum_over_workers(slices, name="test")]
 
     arguments = tf.ones([6, DIM]), tf.range(6)
     graph = reduce.get_concrete_function(*arguments).graph
-    communicator = ring.extended.gradients.communicator
+    communicator = ring.ring.gradients.communicator
     before = sum(communicator.statistics()["collectives"].values())
     reduce(*arguments)
     kinds = [op.type for op in graph.get_operations() if op.type not in ("Const", "Placeholder", "Identity")]
@@ -311,7 +311,7 @@ def reduced_types(num_table_rows):
 
     ring = strategy(sparse=tfring.SparseOptions(batch_size=4))
     slices = tf.IndexedSlices(tf.ones([4, DIM]), tf.range(4), tf.constant([num_table_rows, DIM]))
-    [summed] = ring.extended.gradient_ops.sum_over_workers([slices], name="test")
+    [summed] = ring.ring.gradient_ops.sum_over_workers([slices], name="test")
     return "sparse" if isinstance(summed, tf.IndexedSlices) else "dense"
 
 
@@ -328,7 +328,7 @@ def inactive(dense, rank):
     values = tf.fill([2, DIM], float("nan") if rank == 1 else 1.0)
     slices = tf.IndexedSlices(values, tf.constant([rank, 5]), tf.constant([VOCABULARY, DIM]))
     active = tf.constant(rank != 1)
-    [summed] = ring.extended.gradient_ops.sum_over_workers([slices], name="test", active=active)
+    [summed] = ring.ring.gradient_ops.sum_over_workers([slices], name="test", active=active)
     return tf.convert_to_tensor(summed).numpy()
 
 
@@ -347,7 +347,7 @@ def too_many_rows():
     ring = strategy(sparse=tfring.SparseOptions(batch_size=4, dense="never"))
     slices = tf.IndexedSlices(tf.ones([6, DIM]), tf.range(6), tf.constant([VOCABULARY, DIM]))
     try:
-        ring.extended.gradient_ops.sum_over_workers([slices], name="test", value_names=["user_table"])
+        ring.ring.gradient_ops.sum_over_workers([slices], name="test", value_names=["user_table"])
     except tf.errors.InvalidArgumentError as error:
         return str(error)
     raise AssertionError("no error")

@@ -27,7 +27,7 @@ def trained(folder, steps_per_execution=1):
     with ring.scope():
         model = small_model("adam", steps_per_execution=steps_per_execution)
     model.fit(x, y, epochs=2, batch_size=10, verbose=0, validation_data=(x[:30], y[:30]))
-    counts = [channel.communicator.statistics()["collectives"] for channel in ring.extended.channels]
+    counts = [channel.communicator.statistics()["collectives"] for channel in ring.ring.channels]
     ring.close()
     return bits(model), counts
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,9 +18,7 @@ from tfring.data import fingerprint
 from tfring.data.distribute import is_sliced
 from tfring.data.pipeline import arrays_of
 from tfring.errors import MismatchError
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _ARGUMENTS = ("x", "y", "sample_weight", "validation_data")
 _SETTINGS = (
@@ -46,12 +44,12 @@ _PROGRAM = (
 
 
 def check_call(
-    strategy: RingStrategy, model: Any, name: str, given: dict[str, Any], numbers: Sequence[int]
+    ring: Ring, model: Any, name: str, given: dict[str, Any], numbers: Sequence[int]
 ) -> list[int]:
     """Compares what `fit`, `evaluate` or `predict` is called with over all ranks, in one small collective.
 
     Args:
-      strategy: the model's RingStrategy.
+      ring: of the model.
       model: the Keras model.
       name: the method.
       given: all its arguments by name.
@@ -63,22 +61,22 @@ def check_call(
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    if strategy.cluster.world_size == 1 or (_goes_on_alone(strategy) and name != "fit"):
+    if ring.cluster.world_size == 1 or (_goes_on_alone(ring) and name != "fit"):
         return list(numbers)
     arguments = {a: given[a] for a in _ARGUMENTS if given.get(a) is not None}
     settings = {s: configuration.item(given[s]) for s in _SETTINGS if s in given}
     if name != "predict":
         settings.update(configuration.of_compile(model))
-        if strategy.updater is not None:
-            settings.update((name, configuration.item(value)) for name, value in strategy.updater.settings().items())
-    return check_equal(strategy, f"model.{name}", arguments, settings, numbers)
+        if ring.updater is not None:
+            settings.update((name, configuration.item(value)) for name, value in ring.updater.settings().items())
+    return check_equal(ring, f"model.{name}", arguments, settings, numbers)
 
 
-def check_model(strategy: RingStrategy, model: Any, caller: str, graph: Any = None) -> None:
+def check_model(ring: Ring, model: Any, caller: str, graph: Any = None) -> None:
     """Compares models and how they were compiled over all ranks, once before their first step, in one collective.
 
     Args:
-      strategy: a RingStrategy.
+      ring: the workers.
       model: the Keras model, built.
       caller: what trains it, for the message.
       graph: the step's graph, whose constants are compared; None where there is none.
@@ -86,21 +84,21 @@ def check_model(strategy: RingStrategy, model: Any, caller: str, graph: Any = No
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    if strategy.cluster.world_size == 1 or _goes_on_alone(strategy):  # servers compare what workers train
+    if ring.cluster.world_size == 1 or _goes_on_alone(ring):  # servers compare what workers train
         return
     items = {**configuration.of_compile(model), **configuration.of_model(model)}
-    if graph is not None and strategy.mesh.pipeline == 1:  # stages have graphs of their own
+    if graph is not None and ring.mesh.pipeline == 1:  # stages have graphs of their own
         items.update(configuration.of_graph(graph))
-    check_equal(strategy, caller, {}, items)
+    check_equal(ring, caller, {}, items)
 
 
 def check_equal(
-    strategy: RingStrategy, caller: str, arguments: dict, settings: dict, numbers: Sequence[int] = ()
+    ring: Ring, caller: str, arguments: dict, settings: dict, numbers: Sequence[int] = ()
 ) -> list[int]:
     """Compares arguments over all ranks, in one small collective where they are equal.
 
     Args:
-      strategy: a RingStrategy.
+      ring: the workers.
       caller: what they were handed to, for the message.
       arguments: by name; arrays, tensors and data frames in any structure are compared by shape, dtype and values,
         datasets by the tables and constants of their functions, all else by its type.
@@ -113,7 +111,7 @@ def check_equal(
     Raises:
       MismatchError: on every rank. The ring may be used on.
     """
-    control = strategy.extended.peers
+    control = ring.peers
     mine: dict[str, list] = {calls.CALL: [calls.described(caller), caller]}
     mine.update(part for name, value in arguments.items() for part in _described(name, value))
     mine.update((name, [*item, True]) for name, item in settings.items())
@@ -142,9 +140,9 @@ def check_equal(
     )
 
 
-def _goes_on_alone(strategy: RingStrategy) -> bool:
+def _goes_on_alone(ring: Ring) -> bool:
     """Returns whether this worker trains, evaluates and predicts by itself: under asynchronous updates."""
-    return strategy.updater is not None and strategy.updater.is_star
+    return ring.updater is not None and ring.updater.is_star
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, list]]:

@@ -30,7 +30,7 @@ from tfring._keras.optimizers.optimizer_class import join_ring, leave_ring
 from tfring._keras.optimizers.ring_optimizer import RingOptimizer
 from tfring._keras.seam import extend
 from tfring._keras.sharding import large, slots, stores
-from tfring.recognition import current_ring, ring_of
+from tfring.runtime import current_ring, ring_of
 
 
 def install() -> None:
@@ -64,7 +64,9 @@ class RingVariable(core.Variable):
     def _deferred_initialize(self) -> None:
         if sharding.sharding_of(self) is None:
             return super()._deferred_initialize()
-        with tf.distribute.get_strategy().extended.variables_of_worker():
+        ring = current_ring()
+        assert ring is not None  # which has the shards
+        with ring.variables_of_worker():
             return super()._deferred_initialize()
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -86,8 +88,8 @@ class RingLayer(TFLayer):
     """Builds a layer in the scope it was made in; TensorFlow does not write the shards of one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        layer, strategy = super().__new__(cls, *args, **kwargs), current_ring()
-        if strategy is not None:
+        layer, ring = super().__new__(cls, *args, **kwargs), current_ring()
+        if ring is not None:
             build = layer.build
 
             @functools.wraps(build)
@@ -95,7 +97,7 @@ class RingLayer(TFLayer):
                 with outside.scope_of(layer):
                     return build(*args, **kwargs)
 
-            vars(layer).update(build=build_in_scope, _tfring_made_in=strategy)
+            vars(layer).update(build=build_in_scope, _tfring_made_in=ring)
         return layer
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,9 +23,7 @@ from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _OF_PREDICT = ("on_predict_begin", "on_predict_batch_begin", "on_predict_batch_end")
 _LOWEST = int(np.iinfo(np.int64).min)
@@ -85,13 +83,13 @@ def install() -> None:
 
 def _save_model(original: Any, self: Any, epoch: int, batch: int | None, logs: Any) -> None:
     """Saves ModelCheckpoint's file on rank 0; the others take part in what rank 0 needs of them."""
-    strategy = ring_of_model(self.model)
+    ring = ring_of_model(self.model)
     is_keras_own = type(self) is keras.callbacks.ModelCheckpoint
-    if strategy is not None and not is_keras_own:
+    if ring is not None and not is_keras_own:
         # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
         # Keras makes the folder where it sees none, though another rank may have made it since.
         tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(self._get_file_path(epoch, batch, logs))))
-    if strategy is None or strategy.cluster.is_chief or not is_keras_own:
+    if ring is None or ring.cluster.is_chief or not is_keras_own:
         original(self, epoch, batch, logs)
         return
     model, path = self._model, self.filepath
@@ -102,16 +100,16 @@ def _save_model(original: Any, self: Any, epoch: int, batch: int | None, logs: A
         self._model, self.filepath = model, path
 
 
-def for_rank(callbacks: Sequence[Any], model: Any, strategy: RingStrategy) -> list:
+def for_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
     """The callbacks this rank runs: those that only write files run on rank 0."""
-    sharded = "shard_optimizer=True" if strategy.shard_optimizer else ""
+    sharded = "shard_optimizer=True" if ring.shard_optimizer else ""
     sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if sharding_of(v) is not None), "")
     if sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
             "BackupAndRestore saves and restores on rank 0 alone, which has a shard of each slot. Received: "
             f"BackupAndRestore with {sharded}. Use tfring.callbacks.Backup."
         )
-    if strategy.cluster.is_chief:
+    if ring.cluster.is_chief:
         return list(callbacks)
     for callback in callbacks:  # what extends CSVLogger may do more than write, so it runs
         if isinstance(callback, keras.callbacks.CSVLogger) and type(callback) is not keras.callbacks.CSVLogger:
@@ -182,24 +180,24 @@ def needs(name: str, model: Any, callbacks: Any, verbose: Any) -> Needs:
     )
 
 
-def arranged(name: str, callbacks: Any, model: Any, strategy: RingStrategy, needed: Needs) -> list:
+def arranged(name: str, callbacks: Any, model: Any, ring: Ring, needed: Needs) -> list:
     """Returns the callbacks of `fit`, `evaluate` or `predict`, in the order they run on this rank.
 
     Args:
       name: "fit", "evaluate" or "predict".
       callbacks: what the user passes.
       model: the Keras model.
-      strategy: its RingStrategy.
+      ring: the workers.
       needed: what the callbacks of all ranks need.
     """
-    callbacks = for_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, strategy)
-    if strategy.updater is not None and name == "fit":
-        callbacks = strategy.updater.callbacks(callbacks)
+    callbacks = for_rank([] if callbacks is None else keras.tree.flatten(callbacks), model, ring)
+    if ring.updater is not None and name == "fit":
+        callbacks = ring.updater.callbacks(callbacks)
     last = [c for c in callbacks if isinstance(c, RunsLast)] if name == "fit" else []
-    if strategy.extended.world.world_size == 1 and not last:
+    if ring.world.world_size == 1 and not last:
         return callbacks
     others = [c for c in callbacks if c not in last]
-    callbacks = [*others, Agreement(strategy, name, last, needed)]
+    callbacks = [*others, Agreement(ring, name, last, needed)]
     if last and not any(isinstance(c, keras.callbacks.History) for c in others):
         callbacks.append(keras.callbacks.History())  # which Keras would put behind them
     for callback in last:
@@ -254,16 +252,16 @@ class Agreement(keras.callbacks.Callback):
     the user's it sends nothing: that the loop ends is agreed on by the loop itself (`loop.py`).
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       name: "fit", "evaluate" or "predict".
       last: the callbacks that run after this one.
       needed: what the callbacks of all ranks need.
     """
 
-    def __init__(self, strategy: RingStrategy, name: str, last: Sequence[RunsLast], needed: Needs) -> None:
+    def __init__(self, ring: Ring, name: str, last: Sequence[RunsLast], needed: Needs) -> None:
         super().__init__()
-        self._strategy = strategy
-        self._world = strategy.extended.world
+        self._ring = ring
+        self._world = ring.world
         self._name, self._last, self._needed = name, last, needed
         self._rates_agree = needed.rates == -needed.minus_rates
 
@@ -279,14 +277,14 @@ class Agreement(keras.callbacks.Callback):
             return
         # BackupAndRestore has restored on rank 0, if at all.
         mine = [-2, 0]
-        if self._strategy.cluster.is_chief:
+        if self._ring.cluster.is_chief:
             epoch = getattr(self.model, "_initial_epoch", None)
             mine = [-1 if epoch is None else int(epoch), int(_restored(self))]
         epoch, restored = self._agree("callbacks", mine)
         if epoch >= 0:
             self.model._initial_epoch = epoch
         if restored:
-            broadcast_variables(self._strategy, self.model)
+            broadcast_variables(self._ring, self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self._needed.begins_epochs:
@@ -303,7 +301,7 @@ class Agreement(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._needed.any_callback:
-            self._strategy.barrier()
+            self._ring.peers.barrier(name="barrier")
 
     def _decide(self, *, with_rates: bool = False) -> None:
         """Agrees on whether training stops, and on what the callbacks that run last want: one collective."""
@@ -319,14 +317,14 @@ class Agreement(keras.callbacks.Callback):
         own_rates = [(o, _own_rate(o)) for o in optimizers_of(self.model)]
         optimizers = [o for o, rate in own_rates if rate is not None]
         mine = [rate for _, rate in own_rates if rate is not None]
-        is_chief = self._strategy.cluster.is_chief
+        is_chief = self._ring.cluster.is_chief
         bits = [int(np.float64(rate).view(np.int64)) if is_chief else _LOWEST for rate in mine]
         agreed = self._world.largest([*numbers, *bits], name=name)
         rates = np.array(agreed[len(numbers) :], np.int64).view(np.float64).tolist()
         for optimizer, own, rate in zip(optimizers, mine, rates, strict=True):
             if own != rate:
                 warnings.warn(
-                    f"A callback set another learning rate on rank {self._strategy.cluster.rank} ({own}) than on rank "
+                    f"A callback set another learning rate on rank {self._ring.cluster.rank} ({own}) than on rank "
                     f"0 ({rate}); rank 0's holds. Received: {type(optimizer).__name__} {optimizer.name!r}. Decide on "
                     "what is equal on all ranks: logs, the epoch, a seeded random number.",
                     stacklevel=2,
@@ -369,12 +367,12 @@ def all_variables(model: Any) -> list:
     return list({id(v): v for v in variables}.values())
 
 
-def broadcast_variables(strategy: RingStrategy, model: Any) -> None:
+def broadcast_variables(ring: Ring, model: Any) -> None:
     """Gives every rank rank 0's weights and optimizer state."""
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     for variable in all_variables(model):
-        [value] = strategy.extended.world.broadcast(
+        [value] = ring.world.broadcast(
             [tf.convert_to_tensor(np.asarray(variable.numpy()))], name="restored variable"
         )
         variable.assign(value)

@@ -8,15 +8,12 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring import _tf
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, Reason
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 CALL = "the call"  # its name among what ranks compare
 _RULE = (
@@ -45,11 +42,11 @@ def disagreement(call_of_0: str, rank: int, other_call: str) -> MismatchError:
 
 
 @contextlib.contextmanager
-def told(strategy: RingStrategy, caller: str, arguments: dict) -> Iterator[None]:
+def told(ring: Ring, caller: str, arguments: dict) -> Iterator[None]:
     """In here a failure of the ring, or of ranks that differ, also tells this rank's call; the innermost does.
 
     Args:
-      strategy: a RingStrategy.
+      ring: the workers.
       caller: "model.fit" and the like.
       arguments: what it was given, by name.
     """
@@ -58,13 +55,13 @@ def told(strategy: RingStrategy, caller: str, arguments: dict) -> Iterator[None]
     except (MismatchError, PeerLostError, CollectiveTimeoutError) as error:
         of_arguments = isinstance(error, MismatchError) and error.reason not in _OF_CALLS  # alike on all ranks
         if not of_arguments and not hasattr(error, _TOLD):
-            _add(error, _sentences(strategy, caller, arguments, error.reason))
+            _add(error, _sentences(ring, caller, arguments, error.reason))
         setattr(error, _TOLD, True)
         raise
 
 
-def _sentences(strategy: RingStrategy, caller: str, arguments: dict, reason: Reason | None) -> Iterator[str]:
-    yield f"Rank {strategy.cluster.rank} was in {described(caller)}"
+def _sentences(ring: Ring, caller: str, arguments: dict, reason: Reason | None) -> Iterator[str]:
+    yield f"Rank {ring.cluster.rank} was in {described(caller)}"
     if reason in _OF_DATA:
         for name, value in arguments.items():
             if isinstance(value, tf.data.Dataset):

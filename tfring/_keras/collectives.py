@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfring import step
 from tfring._keras.seam import seam
-from tfring.recognition import ring_of
+from tfring.runtime import ring_of
 
 
 def install() -> None:
@@ -65,7 +65,8 @@ def _weighed(
 ) -> Any:
     """Returns `collective(value)`; a replica without rows hands in what `mask(step, value)` leaves of its value."""
     running = step.weighing()
-    if running is None or ring_of(context.strategy) is None:
+    ring = ring_of(context.strategy)
+    if running is None or ring is None:
         return collective(value)
 
     def own(value: Any) -> Any:
@@ -75,10 +76,11 @@ def _weighed(
     flat = tf.nest.flatten(value)
     if any(isinstance(each, tf.IndexedSlices) for each in flat):
         return _backward(running.weigh, collective(value))
-    control = context.strategy.extended.control
-    return _backward(
-        running.weigh, control.call_in_order(lambda *flat: collective(tf.nest.pack_sequence_as(value, flat)), *flat)
-    )
+
+    def of_flat(*flat: Any) -> Any:
+        return collective(tf.nest.pack_sequence_as(value, flat))
+
+    return _backward(running.weigh, ring.control.call_in_order(of_flat, *flat))
 
 
 def _backward(operation: Callable[[Any], Any], values: Any) -> Any:

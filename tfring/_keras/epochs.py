@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
@@ -20,11 +20,8 @@ from tfring._keras.loop import Loop
 from tfring._keras.seam import seam
 from tfring.data.distribute import distribute_for_keras, undistributed
 from tfring.data.pipeline import yields_alike
-from tfring.recognition import ring_of
+from tfring.runtime import ring_of
 from tfring.step import trace
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 
 def install() -> None:
@@ -51,20 +48,21 @@ class RingEpochIterator(trainer.TFEpochIterator):
 
     data_adapter: Any
 
-    def __init__(self, distribute_strategy: RingStrategy, *args: Any, **kwargs: Any) -> None:
-        strategy = distribute_strategy
+    def __init__(self, distribute_strategy: Any, *args: Any, **kwargs: Any) -> None:
+        ring = ring_of(distribute_strategy)
+        assert ring is not None  # by the function that makes it
         seed = None
         self.loop: Loop | None = None
-        if kwargs.get("shuffle") and strategy.cluster.world_size > 1:
+        if kwargs.get("shuffle") and ring.cluster.world_size > 1:
             if isinstance(kwargs.get("x"), py_dataset_adapter.PyDataset):
-                kwargs.update(x=inputs.agreed_order(kwargs["x"], strategy), shuffle=False)
-            elif inputs.global_seed(strategy) is None:  # else Keras' order is the same on all ranks, as in one process
-                seed = inputs.agreed_seed(strategy)
+                kwargs.update(x=inputs.agreed_order(kwargs["x"], ring), shuffle=False)
+            elif inputs.global_seed(ring) is None:  # else Keras' order is the same on all ranks, as in one process
+                seed = inputs.agreed_seed(ring)
         with inputs.shuffling_by(seed):
             # Not that of TFEpochIterator, which distributes the dataset as `tf.distribute` does.
             super(trainer.TFEpochIterator, self).__init__(*args, **kwargs)
-            self._distribute_strategy = strategy
-            given = inputs.dataset_of(self.data_adapter, strategy)
+            self._distribute_strategy, self._ring = distribute_strategy, ring
+            given = inputs.dataset_of(self.data_adapter, ring)
             dataset = undistributed(given)
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
             was_distributed = isinstance(given, tf.distribute.DistributedDataset)
@@ -81,9 +79,9 @@ class RingEpochIterator(trainer.TFEpochIterator):
                 # What is drawn ahead is lost to the next iterator, and how much that is is another on each rank.
                 ahead, dataset = 0, inputs.dataset_before_prefetch(dataset)
             if not is_distributed:
-                if strategy.updater is not None and isinstance(dataset, tf.data.Dataset):
-                    dataset = strategy.updater.claimed(dataset)
-                dataset = distribute_for_keras(strategy, dataset, ahead=ahead)
+                if ring.updater is not None and isinstance(dataset, tf.data.Dataset):
+                    dataset = ring.updater.claimed(dataset)
+                dataset = distribute_for_keras(ring, dataset, ahead=ahead)
             if isinstance(self.data_adapter, tf_dataset_adapter.TFDatasetAdapter):
                 self.data_adapter = tf_dataset_adapter.TFDatasetAdapter(dataset)  # counts the batches of all ranks
                 self._num_batches = self.data_adapter.num_batches
@@ -96,7 +94,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
         loop, self.loop = self.loop, None  # so that no other call enters it meanwhile
         keras_loop = super().catch_stop_iteration()
         inside = keras_loop if loop is None else loop.on_all_ranks(keras_loop)
-        updater = self._distribute_strategy.updater
+        updater = self._ring.updater
         try:
             with inside if updater is None else updater.around_pass(self, loop, inside):
                 yield
@@ -108,7 +106,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
         return (*numbers, predict.as_drawn_from(iterator, self._distributed_dataset))
 
     def _enumerate_iterator(self) -> Iterator[tuple]:
-        trace.begin_loop(self._distribute_strategy)
+        trace.begin_loop(self._ring)
         position, self.position = self.position, None
         return self.begin_pass() if position is None else place.resumed(self, position)
 

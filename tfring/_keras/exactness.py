@@ -12,7 +12,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,10 +21,8 @@ from tfring import _tf, partition
 from tfring import step as steps
 from tfring._keras import batch_shapes
 from tfring._keras.layers import all_layers
+from tfring.runtime import Ring
 from tfring.step import graphs
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 _log = logging.getLogger("tfring")
 _told: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy, the texts it has told
@@ -42,16 +40,16 @@ class OfWholeBatch(Exception):
         self.reason = reason
 
 
-def way_of(strategy: RingStrategy, model: Any) -> tuple[steps.Way, str]:
+def way_of(ring: Ring, model: Any) -> tuple[steps.Way, str]:
     """Returns the way in which a step begins to be traced; and why, if its rows cannot be divided.
 
     Args:
-      strategy: a RingStrategy.
+      ring: the workers.
       model: whose step it is.
     """
-    if strategy.num_replicas_in_sync == 1 or strategy.mesh.pipeline > 1:
+    if ring.num_replicas == 1 or ring.mesh.pipeline > 1:
         return steps.Way.OWN, ""
-    if strategy.updater is not None and not strategy.updater.weighs:  # workers train by themselves, on purpose
+    if ring.updater is not None and not ring.updater.weighs:  # workers train by themselves, on purpose
         return steps.Way.OWN, ""
     if tf.executing_eagerly():
         return steps.Way.WHOLE, "It runs eagerly."
@@ -60,27 +58,27 @@ def way_of(strategy: RingStrategy, model: Any) -> tuple[steps.Way, str]:
     return steps.Way.EDITED, ""
 
 
-def tell_whole(strategy: RingStrategy, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:
+def tell_whole(ring: Ring, model: Any, step: str, reason: Sequence[partition.Finding] | str) -> None:
     """Logs once, on the first rank, that each worker computes the whole batch, and why."""
-    _tell(strategy, partition.text_of_whole(reason, _name(model, step)))
+    _tell(ring, partition.text_of_whole(reason, _name(model, step)))
 
 
 def _name(model: Any, step: str) -> str:
     return f"{step} of {type(model).__name__} {model.name!r}"
 
 
-def _tell(strategy: RingStrategy, text: str) -> None:
-    told = _told.setdefault(strategy, set())
-    if text not in told and strategy.cluster.is_chief:
+def _tell(ring: Ring, text: str) -> None:
+    told = _told.setdefault(ring, set())
+    if text not in told and ring.cluster.is_chief:
         _log.warning(text)
     told.add(text)
 
 
-def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor | Callable[[], tf.Tensor]) -> list:
+def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], tf.Tensor]) -> list:
     """Edits the graph of a step that is being traced.
 
     Args:
-      strategy: a RingStrategy.
+      ring: the workers.
       model: whose step it is.
       step: the name of Keras' method, such as "train_step".
       rows: int64 `[num_replicas]`, each replica's rows of the batch; or a function that exchanges them.
@@ -96,7 +94,7 @@ def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor | C
         if not analysis.findings:
             made = []
             if analysis.edits:
-                made = partition.apply_edits(analysis, _Exchange(strategy, rows() if callable(rows) else rows))
+                made = partition.apply_edits(analysis, _Exchange(ring, rows() if callable(rows) else rows))
     except Exception as error:  # a graph of a kind that was never seen
         _log.debug("A step is not edited.", exc_info=True)
         raise OfWholeBatch(f"Its graph is of an unknown kind: {error!r}.") from error
@@ -104,17 +102,17 @@ def edit_step(strategy: RingStrategy, model: Any, step: str, rows: tf.Tensor | C
         raise OfWholeBatch(analysis.findings)
     gathered = partition.text_of_gathered(analysis, _name(model, step))
     if gathered is not None:
-        _tell(strategy, gathered)
+        _tell(ring, gathered)
     return made
 
 
 class _Exchange:
     """See `partition.Exchange`: over the control channel, whose collectives of a step run in one order with these."""
 
-    def __init__(self, strategy: RingStrategy, rows: tf.Tensor) -> None:
-        self._control: Any = strategy.extended.control
+    def __init__(self, ring: Ring, rows: tf.Tensor) -> None:
+        self._control: Any = ring.control
         self.rows = rows
-        self.replica = self._control.rank * len(strategy.extended.worker_devices)
+        self.replica = ring.first_replica
 
     def others(self) -> list[tf.Operation]:
         return self._control.in_one_order()

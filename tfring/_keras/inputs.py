@@ -14,7 +14,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,16 +26,14 @@ from tfring import _tf, config, seeding
 from tfring._keras.seam import seam
 from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
 from tfring.data.cache_files import own_file as own_cache_file
+from tfring.runtime import Ring
 from tfring.seeding import PlacedSeeds
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 _local = threading.local()
 _num_seeds = itertools.count()  # that this process has drawn
 
 
-def agreed_seed(strategy: RingStrategy) -> int:
+def agreed_seed(ring: Ring) -> int:
     """Returns a random seed, the same on every rank: rank 0's.
 
     From the system, or from TFRING_DATA_SEED, by which a job that is started again draws what it drew before, or else
@@ -46,15 +44,15 @@ def agreed_seed(strategy: RingStrategy) -> int:
     seed = random.SystemRandom().getrandbits(62)
     if given is not None:
         seed = random.Random(f"{given}/{next(_num_seeds)}").getrandbits(62)
-    [agreed] = strategy.extended.world.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
+    [agreed] = ring.world.broadcast([tf.constant(seed, tf.int64)], name="seed of the data")
     return int(agreed)
 
 
-def global_seed(strategy: RingStrategy) -> int | None:
+def global_seed(ring: Ring) -> int | None:
     """Returns TensorFlow's global seed (`keras.utils.set_random_seed`) if all ranks have the same, else None."""
     seed = _tf.eager_context.global_seed()
     seed = -1 if seed is None else int(seed)
-    [bounds] = strategy.extended.world.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
+    [bounds] = ring.world.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
     return seed if seed >= 0 and int(bounds[0]) == -int(bounds[1]) else None
 
 
@@ -69,21 +67,21 @@ def shuffling_by(seed: int | None) -> Iterator[None]:
         _local.seed = before
 
 
-def dataset_of(adapter: Any, strategy: RingStrategy) -> Any:
+def dataset_of(adapter: Any, ring: Ring) -> Any:
     """Returns the dataset of Keras' data adapter; of arrays, on several workers, `ArrayBatches`.
 
     Arrays are in Keras' order, inside `shuffling_by` in that of its seed.
     """
     seed = getattr(_local, "seed", None)
     # A worker of asynchronous servers is alone in its steps, but not in its order of rows.
-    is_keras_own = strategy.extended.is_alone and seed is None
+    is_keras_own = ring.is_alone and seed is None
     if is_keras_own or not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return adapter.get_tf_dataset()
     batches = array_batches(adapter, seed)
-    return batches.full() if strategy.extended.is_alone or strategy.updater is not None else batches
+    return batches.full() if ring.is_alone or ring.updater is not None else batches
 
 
-def agreed_order(dataset: Any, strategy: RingStrategy) -> Any:
+def agreed_order(dataset: Any, ring: Ring) -> Any:
     """Returns a PyDataset that hands out the batches of another in the order rank 0 draws as Keras does, each epoch."""
     class AgreedOrder(py_dataset_adapter.PyDataset):
         def __init__(self) -> None:
@@ -123,7 +121,7 @@ def agreed_order(dataset: Any, strategy: RingStrategy) -> Any:
             if dataset.num_batches is not None:
                 order = list(range(dataset.num_batches))
                 random.shuffle(order)
-                collectives = strategy.extended.world
+                collectives = ring.world
                 [agreed] = collectives.broadcast([tf.constant(order, tf.int64)], name="order of batches")
                 self._order = agreed.numpy().tolist()
 
@@ -292,7 +290,7 @@ def install() -> None:
 _shared = PlacedSeeds()
 
 
-def share_seeds(strategy: RingStrategy) -> None:
+def share_seeds(ring: Ring) -> None:
     """From now on unseeded `tf.data` transformations are shuffled alike on all ranks of `strategy`."""
-    base = agreed_seed(strategy)
+    base = agreed_seed(ring)
     _shared.begin(base if seeding.current() is None else None)  # else they are, by the run's seed, from the start

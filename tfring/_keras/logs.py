@@ -15,7 +15,7 @@ results that are formulas, such as AUC and F1, in one more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -26,10 +26,8 @@ from tfring._keras.losses import before_division
 from tfring._keras.metrics import Results, Source, is_kept_in_parts, local_state, results_from
 from tfring._keras.state import Written, held_by
 from tfring.cross_device_ops import values_of
+from tfring.runtime import Ring
 from tfring.step import Way, graphs
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 _ALL_ROWS = object()  # in place of a source: aggregated within the step
 
@@ -51,12 +49,12 @@ class Logs:
 
     Args:
       model: the Keras model.
-      strategy: its RingStrategy.
+      ring: the workers.
     """
 
-    def __init__(self, model: Any, strategy: RingStrategy) -> None:
+    def __init__(self, model: Any, ring: Ring) -> None:
         self._model = model
-        self._strategy = strategy
+        self._ring = ring
         # Of the values the step returned, when it was last traced or run:
         self._sources: list = []
         self._variables: list = []  # those that were returned as such
@@ -143,7 +141,7 @@ class Logs:
           rows: as in `of_step`.
           shares: float64 `[replicas_per_worker]`, those of the batch; None where padding rows were dropped.
         """
-        if self._strategy.num_replicas_in_sync == 1 or any(n is None for n in rows):
+        if self._ring.num_replicas == 1 or any(n is None for n in rows):
             return outputs
         leaves = tf.nest.flatten(outputs)
         for i, leaf in enumerate(leaves):
@@ -158,8 +156,8 @@ class Logs:
     def _of_all_rows(self, values: Sequence[tf.Tensor], rows: Any) -> tf.Tensor:
         """All rows in order; but the mean by rows of what has the same size everywhere, and it is not that of rows."""
         sizes = [tf.stack([tf.shape(v)[0], tf.cast(n, tf.int32)]) for v, n in zip(values, rows, strict=True)]
-        everyone = self._strategy.extended.control.gather_equal(tf.stack(sizes), name="sizes of logs")
-        together = self._strategy.extended.control_ops.gather_over_workers(tf.concat(values, 0), 0, name="logs")
+        everyone = self._ring.control.gather_equal(tf.stack(sizes), name="sizes of logs")
+        together = self._ring.control_ops.gather_over_workers(tf.concat(values, 0), 0, name="logs")
         sizes, rows = everyone[:, 0], everyone[:, 1]
 
         def mean() -> tf.Tensor:
@@ -183,7 +181,7 @@ class Logs:
         """
         leaves = [values_of(leaf) for leaf in tf.nest.flatten(outputs)]
         logs = [values[0] for values in leaves]
-        if self._strategy.num_replicas_in_sync == 1:
+        if self._ring.num_replicas == 1:
             return [], lambda _: tf.nest.pack_sequence_as(outputs, logs)
         for i, source in enumerate(self._sources):
             if isinstance(source, Holder) and not source.is_in_parts:
@@ -212,7 +210,7 @@ class Logs:
 
     def _local_state(self, metrics: Sequence[Any], others: Iterable[Any]) -> list[tuple]:
         variables = {id(v): v for v in [*(v for metric in metrics for v in metric.variables), *others]}
-        state = [(v, local_state(self._strategy, v)) for v in variables.values()]
+        state = [(v, local_state(self._ring, v)) for v in variables.values()]
         return [(v, value) for v, value in state if value is not None]
 
     def _same_bits(self, values: Sequence[Any], state: Sequence[tuple[Any, tf.Tensor]]) -> Sequence[Any]:
@@ -222,7 +220,7 @@ class Logs:
         if not formulas:
             return values
         flat = [tf.reshape(tf.cast(values[i], tf.float64), [-1]) for i in formulas]
-        [sent] = self._strategy.extended.control.broadcast([tf.concat(flat, 0)], name="results of metrics")
+        [sent] = self._ring.control.broadcast([tf.concat(flat, 0)], name="results of metrics")
         values = list(values)
         for i, part in zip(formulas, tf.split(sent, [f.shape[0] for f in flat]), strict=True):
             values[i] = tf.reshape(tf.cast(part, values[i].dtype), values[i].shape)
@@ -230,9 +228,8 @@ class Logs:
 
     def _packed(self, numbers: Sequence[Sequence[tf.Tensor]], shares: tf.Tensor) -> dict:
         """Returns by dtype `[replicas, 1 + numbers]`: each share and its numbers, 0 for those of other workers."""
-        replicas = len(self._strategy.extended.worker_devices)
-        before = self._strategy.extended.control.rank * replicas
-        after = self._strategy.num_replicas_in_sync - before - replicas
+        before = self._ring.first_replica
+        after = self._ring.num_replicas - before - len(self._ring.devices)
         columns: dict = {}
         for values in numbers:
             dtype = _sent_as(values[0].dtype)

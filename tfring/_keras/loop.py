@@ -79,11 +79,11 @@ class Loop:
 
     def on_exit(self) -> None:
         """Agrees with the other ranks on the end of the loop, once Keras has left it without an error."""
-        strategy = ring_of_model(self.model)
-        assert strategy is not None
-        if strategy.extended.is_alone:
+        ring = ring_of_model(self.model)
+        assert ring is not None
+        if ring.is_alone:
             return
-        stopped, others_drew = status.behind_loop(strategy, bool(getattr(self.model, self._flag)))
+        stopped, others_drew = status.behind_loop(ring, bool(getattr(self.model, self._flag)))
         if stopped:
             self.mark_stopped()
         if others_drew and self.step_function.iterator is not None:

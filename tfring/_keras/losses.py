@@ -24,7 +24,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from tfring import _tf, step
 from tfring._keras.seam import put, seam
-from tfring.recognition import current_ring, ring_in_scope
+from tfring.runtime import current_ring
 
 
 def install() -> None:
@@ -79,12 +79,12 @@ def _replace_scaling() -> None:
             return loss
         if global_batch_size is not None:
             return loss if running.is_plain else running.unweigh(loss)
-        return loss * ring_in_scope().num_replicas_in_sync
+        return loss * tf.distribute.get_strategy().num_replicas_in_sync
 
     @seam(_tf.nn_impl_distribute, "scale_regularization_loss")
     def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
         loss = original(regularization_loss)
-        return loss * ring_in_scope().num_replicas_in_sync if step.weighing() else loss
+        return loss * tf.distribute.get_strategy().num_replicas_in_sync if step.weighing() else loss
 
 
 def _runs_in_no_step() -> bool:

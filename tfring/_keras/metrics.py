@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,9 +18,7 @@ from tfring._keras.losses import before_division
 from tfring._keras.seam import seam
 from tfring._keras.state import held_by
 from tfring.cross_device_ops import values_of
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 
 def install() -> None:
@@ -111,7 +109,7 @@ def is_kept_in_parts(variable: Any) -> bool:
     return is_distributed and held.synchronization == tf.VariableSynchronization.ON_READ
 
 
-def local_state(strategy: RingStrategy, variable: Any) -> tf.Tensor | None:
+def local_state(ring: Ring, variable: Any) -> tf.Tensor | None:
     """Returns what this worker adds to a metric's variable over all replicas; None where all hold the same already.
 
     A boolean is added up as a number, for there is no sum of booleans.
@@ -122,23 +120,23 @@ def local_state(strategy: RingStrategy, variable: Any) -> tf.Tensor | None:
     copies = [tf.convert_to_tensor(copy) for copy in values_of(value)]
     copies = [tf.cast(copy, tf.int32) if copy.dtype == tf.bool else copy for copy in copies]
     if value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-        return copies[0] if strategy.extended.control.rank == 0 else tf.zeros_like(copies[0])
+        return copies[0] if ring.control.rank == 0 else tf.zeros_like(copies[0])
     total = copies[0] if len(copies) == 1 else tf.add_n(copies)
     if value.aggregation == tf.VariableAggregation.MEAN:
-        return total / tf.cast(strategy.num_replicas_in_sync, total.dtype)
+        return total / tf.cast(ring.num_replicas, total.dtype)
     return total
 
 
 @contextlib.contextmanager
-def state_of_all(strategy: RingStrategy, metrics: Sequence[Any]) -> Iterator[None]:
+def state_of_all(ring: Ring, metrics: Sequence[Any]) -> Iterator[None]:
     """Has variables of metrics read as the sums over all replicas, for all of which there is one collective a dtype."""
     import keras
 
     variables = {id(v): v for metric in metrics for v in metric.variables}
-    state = [(v, local_state(strategy, v)) for v in variables.values()]
+    state = [(v, local_state(ring, v)) for v in variables.values()]
     state = [(v, value) for v, value in state if value is not None]
     values = [value for _, value in state]
-    totals = strategy.extended.control_ops.sum_over_workers(values, name="state of metrics") if values else []
+    totals = ring.control_ops.sum_over_workers(values, name="state of metrics") if values else []
     mapping = [(v, tf.cast(total, v.dtype)) for (v, _), total in zip(state, totals, strict=True)]
     with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
         yield

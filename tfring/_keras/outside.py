@@ -19,7 +19,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -30,10 +30,7 @@ from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.adoption import SCOPE, adopt_variables, is_of, ring_of_variable
 from tfring._keras.seam import seam
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring, ring_of_process
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, current_ring, ring_of_process
 
 _warned: weakref.WeakSet = weakref.WeakSet()  # strategies beside which a model has trained alone
 
@@ -55,8 +52,8 @@ def install() -> None:
 
 def scope_of(layer: Any) -> contextlib.AbstractContextManager:
     """The scope in which a layer was made, where it is not open."""
-    strategy = vars(layer).get("_tfring_made_in")
-    return contextlib.nullcontext() if strategy is None or tf.distribute.has_strategy() else strategy.scope()
+    ring = vars(layer).get("_tfring_made_in")
+    return contextlib.nullcontext() if ring is None or tf.distribute.has_strategy() else ring.scope()
 
 
 def take_in_model(model: Any) -> None:
@@ -66,34 +63,34 @@ def take_in_model(model: Any) -> None:
     made_in = [vars(layer).get("_tfring_made_in") for layer in all_layers(model)]
     rings = [ring for ring in (*map(ring_of_variable, model.weights), *made_in) if ring is not None]
     if rings:
-        model._distribute_strategy = rings[0]
+        model._distribute_strategy = rings[0].strategy
 
 
 def warn_of_model(model: Any) -> None:
     """Warns once a strategy of a model that trains on this worker alone, while others train theirs."""
-    strategy = ring_of_process()
-    if strategy is None or strategy in _warned:
+    ring = ring_of_process()
+    if ring is None or ring in _warned:
         return
-    _warned.add(strategy)
+    _warned.add(ring)
     other = getattr(model, "_distribute_strategy", None) or keras.distribution.distribution()
     made = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
         f"{type(model).__name__} {model.name!r} {made}: it trains alone on each of "
-        f"{strategy.cluster.world_size} workers that call fit(), and of what they write to one path the last remains. "
+        f"{ring.cluster.world_size} workers that call fit(), and of what they write to one path the last remains. "
         f"To train one model on all of them, make it {SCOPE}.",
         stacklevel=3,
     )
 
 
-def take_in_metrics(model: Any, strategy: RingStrategy) -> None:
+def take_in_metrics(model: Any, ring: Ring) -> None:
     """Makes metrics that a model holds its strategy's."""
     for metric in metrics_of(model):
-        adopt_variables(metric._variables, strategy)
+        adopt_variables(metric._variables, ring)
 
 
-def refuse_weights(model: Any, strategy: RingStrategy) -> None:
+def refuse_weights(model: Any, ring: Ring) -> None:
     """Raises ConfigurationError where weights that train were made outside the scope, and names their layers."""
-    outside = {id(v) for v in model.trainable_variables if not is_of(v, strategy)}
+    outside = {id(v) for v in model.trainable_variables if not is_of(v, ring)}
     if not outside or model.optimizer is None:
         return
     layers = [layer for layer in _layers_as_written(model) if any(id(v) in outside for v in layer.trainable_variables)]

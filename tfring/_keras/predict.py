@@ -23,6 +23,7 @@ from tfring.cross_device_ops import values_of
 from tfring.data.rows import forget_rows, has_static_rows, num_rows, one_row_at_least, static_rows, with_open_rows
 from tfring.data.shares import Shares
 from tfring.errors import Reason
+from tfring.runtime import Ring
 from tfring.step import Way, status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
@@ -77,18 +78,18 @@ class PredictFunction:
 
     Args:
       model: the Keras model.
-      strategy: its RingStrategy.
+      ring: the workers.
     """
 
-    def __init__(self, model: Any, strategy: Any):
+    def __init__(self, model: Any, ring: Ring):
         self._model = model
-        self._strategy = strategy
-        self._replicas = len(strategy.extended.worker_devices)
+        self._ring = ring
+        self._replicas = len(ring.devices)
         self._way: Way | None = None  # not known before the first batch
         self._refused: exactness.OfWholeBatch | None = None  # why what was traced is to be traced again
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
-        self.is_alone = strategy.extended.is_alone
-        self._can_wait = strategy.extended.control.world_size > 1
+        self.is_alone = ring.is_alone
+        self._can_wait = ring.control.world_size > 1
         self._kept = _Kept(waits=False)  # of the loop that runs
         self._make()
 
@@ -105,10 +106,10 @@ class PredictFunction:
     def __call__(self, batches: Sequence[Any]) -> Any:
         if not entry_under_way("predict"):
             [batch] = batches
-            if self._strategy.updater is not None:
-                self._strategy.updater.before_evaluation(self._model)
+            if self._ring.updater is not None:
+                self._ring.updater.before_evaluation(self._model)
             return self._of_batch(tf.nest.map_structure(to_tensor, batch))
-        with trace.step(self._strategy, "predict"), status.named():
+        with trace.step(self._ring, "predict"), status.named():
             if self.waits:
                 return self._keep(batches)
             self._check_shapes(batches[0])
@@ -123,7 +124,7 @@ class PredictFunction:
             result = compute()
             if self._refused is None:
                 return result
-            exactness.tell_whole(self._strategy, self._model, "predict_step", self._refused.reason)
+            exactness.tell_whole(self._ring, self._model, "predict_step", self._refused.reason)
             self._way, self._refused = Way.WHOLE, None
             self._make()
 
@@ -152,7 +153,7 @@ class PredictFunction:
             return
         nothing = [tf.constant(0, tf.int64)] * self._replicas
         with status.named():
-            told = status.before_step(self._strategy, nothing, False)
+            told = status.before_step(self._ring, nothing, False)
             if told.has_batch:
                 status.why_not(told)
 
@@ -172,7 +173,7 @@ class PredictFunction:
 
         def of_all_rows(results: Any) -> Any:
             with status.named():
-                return kept.exchanged(self._strategy) if kept.outputs else results
+                return kept.exchanged(self._ring) if kept.outputs else results
 
         try:
             yield of_all_rows
@@ -217,7 +218,7 @@ class PredictFunction:
         axes, are_kept = [], True
         if not kept.outputs:  # the first: so all ranks decide alike
             numbers = [int(digest) for digest in prints]
-            status.compare_passes(self._strategy, len(numbers), configuration.number(numbers))
+            status.compare_passes(self._ring, len(numbers), configuration.number(numbers))
             axes, are_dense_rows = known[0].numpy().T.tolist()
             self._can_wait = all(are_dense_rows)
             are_kept = self._can_wait and all(numbers)
@@ -232,10 +233,10 @@ class PredictFunction:
         return _map(lambda *values: _concatenated(values), *gathered)
 
     def _check_shapes(self, batch: Any) -> None:
-        if isinstance(batch, Shares) and self._strategy.cluster.world_size > 1:
+        if isinstance(batch, Shares) and self._ring.cluster.world_size > 1:
             rows = num_rows(_parts(batch)[0])
             if rows is not None and not tf.is_tensor(rows):
-                batch_shapes.check(self._model, rows * self._strategy.num_replicas_in_sync)
+                batch_shapes.check(self._model, rows * self._ring.num_replicas)
 
     def _constants(self, batch: Any) -> tuple | None:
         """Returns for each component whether it is a constant; None where numbers of rows stay static."""
@@ -253,14 +254,14 @@ class PredictFunction:
             with contextlib.nullcontext() if self.is_alone else partition.replica(number):
                 return self._on_replica(element, rows)
 
-        outputs = self._strategy.run(on_replica, args=(numbers, inputs, rows))
+        outputs = self._ring.strategy.run(on_replica, args=(numbers, inputs, rows))
         if self._way is Way.EDITED:
             self._edit(values_of(rows), rows_of_all)
         return outputs
 
     def _edit(self, rows: Sequence[tf.Tensor], rows_of_all: tf.Tensor | None) -> None:
         """Edits the graph of a step; what replicas exchange to count rows comes behind what the model exchanges."""
-        control = self._strategy.extended.control
+        control: Any = self._ring.control
 
         def counted() -> tf.Tensor:
             if rows_of_all is not None:
@@ -270,7 +271,7 @@ class PredictFunction:
             return control.gather_equal(tf.stack(rows), name="rows of the batch")
 
         try:
-            exactness.edit_step(self._strategy, self._model, "predict_step", counted)
+            exactness.edit_step(self._ring, self._model, "predict_step", counted)
         except exactness.OfWholeBatch as refused:
             self._refused = refused
 
@@ -284,7 +285,7 @@ class PredictFunction:
                 element = with_open_rows(element)
             element = partition.declare_batch(element)
         with exactness.declared_layers(self._model):
-            outputs = between_collectives(self._model, "predict", self._strategy)(element)
+            outputs = between_collectives(self._model, "predict", self._ring)(element)
         if is_edited:
             outputs = exactness.expect_outputs(outputs)
         if has_rows is None:
@@ -308,7 +309,7 @@ class PredictFunction:
         """Returns the rows of this worker, of its replicas in turn."""
 
         def joined(value: Any) -> Any:
-            values = self._strategy.experimental_local_results(value)
+            values = self._ring.strategy.experimental_local_results(value)
             return _concatenated(values, self._axis(values[0]))
 
         return _map(joined, outputs)
@@ -317,10 +318,10 @@ class PredictFunction:
         rows = tuple(values_of(n)[0] for n in batch.rows)
         parts = _parts(batch)
         if self._way is None:
-            self._way, _ = exactness.way_of(self._strategy, self._model)
+            self._way, _ = exactness.way_of(self._ring, self._model)
         if self._way is Way.WHOLE:
-            parts = tuple(whole.batch(self._strategy, parts, rows))
-            rows = tuple(tf.unstack(tf.cast(whole.shares(self._strategy), tf.int64)))
+            parts = tuple(whole.batch(self._ring, parts, rows))
+            rows = tuple(tf.unstack(tf.cast(whole.shares(self._ring), tf.int64)))
         if constants is not None:  # static numbers of rows are forgotten: static dimensions of outputs are of others
             parts = tuple(forget_rows(part, constants) for part in parts)
         regroup = _tf.distribute_utils.regroup
@@ -364,10 +365,10 @@ class PredictFunction:
             if not isinstance(batch, Shares):
                 batch = self._as_shares(batch)
             rows = [values_of(n)[0] for n in batch.rows]
-            told = status.before_step(self._strategy, rows, True, values_of(batch.fingerprint)[0])
+            told = status.before_step(self._ring, rows, True, values_of(batch.fingerprint)[0])
             with tf.control_dependencies(status.why_not(told)):
                 outputs = self._of_told_shares(batch, constants, told.rows)
-                if self._strategy.extended.control.world_size > 1:  # nothing is sent where there is no step
+                if self._ring.control.world_size > 1:  # nothing is sent where there is no step
                     outputs = _map(lambda value: self._gather(value, self._axis(value)), outputs)
             steps.append(outputs)
         return _map(lambda *values: _concatenated(values), *steps)
@@ -384,11 +385,11 @@ class PredictFunction:
     def _gather(self, value: Any, axis: int | None) -> Any:
         """Returns the rows of all workers, in order, of a dense, ragged or sparse tensor."""
         def gather(tensor: tf.Tensor) -> tf.Tensor:
-            return self._strategy.extended.control_ops.gather_over_workers(tensor, axis or 0, name="predictions")
+            return self._ring.control_ops.gather_over_workers(tensor, axis or 0, name="predictions")
 
         if isinstance(value, tf.Tensor) and axis is None:
             return _one_for_all(gather(value[None]))
-        return whole.of_workers(value, gather, self._strategy.extended.control.rank)
+        return whole.of_workers(value, gather, self._ring.control.rank)
 
 
 class _Kept:
@@ -399,30 +400,30 @@ class _Kept:
         self.outputs: list = []
         self.prints: list[tf.Tensor] = []
 
-    def exchanged(self, strategy: Any) -> Any:
+    def exchanged(self, ring: Ring) -> Any:
         """Returns the outputs of all rows, in the order of batches and within each of ranks, as Keras returns them.
 
         Raises:
           MismatchError: on every rank, where ranks drew other batches, or not equally many.
         """
         prints = [int(digest) for digest in self.prints]
-        status.compare_passes(strategy, len(self.outputs), configuration.number(prints))
+        status.compare_passes(ring, len(self.outputs), configuration.number(prints))
         leaves = [_flat(outputs) for outputs in self.outputs]
         sizes = tf.constant([[leaf.shape[0] for leaf in batch] for batch in leaves], tf.int64)
-        everyone = strategy.extended.control.gather_equal(sizes, name="sizes of predictions").numpy()
+        everyone = ring.control.gather_equal(sizes, name="sizes of predictions").numpy()
         sizes_of_ranks = everyone.reshape(-1, *sizes.shape)  # [ranks, batches, outputs]
         results = [
-            _of_ranks(strategy, [batch[i] for batch in leaves], sizes_of_ranks[:, :, i])
+            _of_ranks(ring, [batch[i] for batch in leaves], sizes_of_ranks[:, :, i])
             for i in range(len(leaves[0]))
         ]
         return tf.nest.pack_sequence_as(self.outputs[0], results)
 
 
-def _of_ranks(strategy: Any, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
+def _of_ranks(ring: Ring, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
     """Returns one output of all batches.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       values: this worker's rows, a tensor a batch.
       sizes: `[ranks, batches]`, numbers of rows.
     """
@@ -432,7 +433,7 @@ def _of_ranks(strategy: Any, values: list[tf.Tensor], sizes: np.ndarray) -> Any:
     batches: dict[int, list] = {}  # each as the rows of rank 0, of rank 1, ...
     for numbers in by_shape.values():
         mine = values[numbers[0]] if len(numbers) == 1 else tf.concat([values[n] for n in numbers], 0)
-        gathered = strategy.extended.control_ops.gather_over_workers(mine, 0, name="predictions").numpy()
+        gathered = ring.control_ops.gather_over_workers(mine, 0, name="predictions").numpy()
         ends = np.cumsum(sizes[:, numbers]).reshape(len(sizes), -1)
         for place, number in enumerate(numbers):
             pairs = zip(ends[:, place], sizes[:, number], strict=True)

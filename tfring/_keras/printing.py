@@ -6,23 +6,21 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import full_shape, sharding_of
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _local = threading.local()
 
 
 @contextlib.contextmanager
-def on_rank_0(strategy: RingStrategy | None) -> Iterator[None]:
+def on_rank_0(ring: Ring | None) -> Iterator[None]:
     """In here Keras prints on rank 0 of `strategy` only; with None as it does without a strategy."""
     before = getattr(_local, "silent", False)
-    _local.silent = before or _is_silent(strategy)
+    _local.silent = before or _is_silent(ring)
     try:
         yield
     finally:
@@ -40,8 +38,8 @@ def replaced(text: str, other: str) -> Iterator[None]:
         _local.replaced = before
 
 
-def _is_silent(strategy: RingStrategy | None) -> bool:
-    return strategy is not None and not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
+def _is_silent(ring: Ring | None) -> bool:
+    return ring is not None and not ring.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
 
 
 class _Whole(NamedTuple):
@@ -73,7 +71,7 @@ def install() -> None:
 
     @seam(keras.Model, "summary")
     def summary(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-        strategy = ring_of_model(self)
+        ring = ring_of_model(self)
         has_printer = signature.bind(self, *args, **kwargs).arguments.get("print_fn") is not None
-        if strategy is None or has_printer or not _is_silent(strategy):
+        if ring is None or has_printer or not _is_silent(ring):
             original(self, *args, **kwargs)

@@ -9,17 +9,14 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring import partition, step
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
-from tfring.recognition import current_ring
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, current_ring
 
 _local = threading.local()  # .recorded, .replayed: seeds drawn, or to be drawn again
 
@@ -36,7 +33,7 @@ def install() -> None:
         if current_ring() is None or context is None:
             return original()
 
-        def in_thread_of_fit(strategy: RingStrategy) -> Any:
+        def in_thread_of_fit(strategy: tf.distribute.Strategy) -> Any:
             with tf.init_scope(), strategy.scope():  # where it is to be made
                 return original()
 
@@ -100,12 +97,12 @@ def take_global_seed() -> list[int] | None:
     return None if generator is None else values_of(generator.state.value)[0].numpy().tolist()
 
 
-def give_global_seed(strategy: RingStrategy, state: list[int]) -> None:
+def give_global_seed(ring: Ring, state: list[int]) -> None:
     """Sets what `take_global_seed` took."""
     from keras.src.random import seed_generator
 
     before = random.getstate()
-    with strategy.scope():
+    with ring.scope():
         variable = seed_generator.global_seed_generator().state  # a new one takes its seed from Python's numbers
     random.setstate(before)
     for copy in values_of(variable.value):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,10 +20,7 @@ from tfring._keras import aside, printing
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring, ring_of_process
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, current_ring, ring_of_process
 
 
 def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
@@ -49,18 +46,18 @@ def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
     """
     only_weights = str(path).endswith((".weights.h5", ".weights.json"))
     write = model.save_weights if only_weights else model.save
-    strategy = ring_of_model(model) or ring_of_process()
-    if strategy is None or strategy.cluster.world_size == 1:
+    ring = ring_of_model(model) or ring_of_process()
+    if ring is None or ring.cluster.world_size == 1:
         write(path, **options)
         return
     error = None
-    with slots.full_values_of(model, keep=strategy.cluster.is_chief):
-        if strategy.cluster.is_chief:
+    with slots.full_values_of(model, keep=ring.cluster.is_chief):
+        if ring.cluster.is_chief:
             try:
                 write(path, **options)
             except Exception as e:
                 error = e
-    [failed] = strategy.extended.peers.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
+    [failed] = ring.peers.all_reduce([tf.constant([int(error is not None)])], "max", name="saved")
     if error is not None:
         raise error
     if failed[0] > 0:
@@ -103,13 +100,13 @@ def install() -> None:
             return original(model, beside, *args, **kwargs)
 
     def folder(model: Any, filepath: Any, write: Callable[[Any], Any]) -> Any:
-        strategy = ring_of_model(model) or ring_of_process()
-        path = _path_of_several(filepath, strategy)
+        ring = ring_of_model(model) or ring_of_process()
+        path = _path_of_several(filepath, ring)
         if path is None:
-            return write(filepath) if strategy is None or strategy.cluster.is_chief else None
-        assert strategy is not None  # or no other rank would write the path
+            return write(filepath) if ring is None or ring.cluster.is_chief else None
+        assert ring is not None  # or no other rank would write the path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.folder(path, strategy.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
+        with aside.folder(path, ring.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
             return write(beside)
 
     seam(saving_lib, "save_weights_only")(whole_and_aside)
@@ -128,10 +125,10 @@ def install() -> None:
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = [v for v in self.variables if sharding_of(v) is not None]
         if sharded:
-            ring = sharded[0].value.distribute_strategy  # the model is of none, where it was composed outside
+            workers = sharded[0].value.distribute_strategy.world_size  # a model composed outside is of none
             raise ConfigurationError(
                 "An exported model runs in one process, and here each rank has a shard of a weight. Received: export() "
-                f"of a model with {sharded[0].path!r} over {ring.cluster.world_size} workers. Save it by "
+                f"of a model with {sharded[0].path!r} over {workers} workers. Save it by "
                 "`tfring.save(model, path)`, load that in one process and export there."
             )
         with printing.on_rank_0(ring_of_model(self) or ring_of_process()):
@@ -148,10 +145,10 @@ def install() -> None:
         return os.path.join(os.path.dirname(file_prefix), os.path.basename(written))
 
 
-def _path_of_several(filepath: Any, strategy: RingStrategy | None) -> pathlib.Path | None:
+def _path_of_several(filepath: Any, ring: Ring | None) -> pathlib.Path | None:
     """The path, where several ranks may write it: those of a strategy, or else of this process' ring."""
-    strategy = strategy or ring_of_process()
+    ring = ring or ring_of_process()
     is_local = isinstance(filepath, (str, os.PathLike)) and "://" not in str(filepath)
-    if strategy is None or strategy.cluster.world_size == 1 or not is_local:
+    if ring is None or ring.cluster.world_size == 1 or not is_local:
         return None
     return pathlib.Path(os.path.abspath(filepath))

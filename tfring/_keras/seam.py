@@ -7,14 +7,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfring._keras.replaced import REPLACED
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, ring_of
 
 installed: dict[str, Callable] = {}  # the originals, by their names in `REPLACED`
 extended: dict[type, type] = {}  # classes of ours that Keras' derive from, with Keras' classes in whose place they are
@@ -118,8 +115,8 @@ def changed() -> list[str]:
     ]
 
 
-def ring_of_model(model: Any) -> RingStrategy | None:
-    """The RingStrategy in whose scope a model was made."""
+def ring_of_model(model: Any) -> Ring | None:
+    """Returns the ring in whose scope a model was made; None for any other model."""
     return ring_of(getattr(model, "_distribute_strategy", None))
 
 

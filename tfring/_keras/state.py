@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -33,10 +33,7 @@ from tfring._keras.layers import all_layers, objects_in
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring, ring_of
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, current_ring, ring_of
 
 _EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited: for all, or a replica's part
 _local = threading.local()
@@ -131,7 +128,7 @@ def _reset(variable: Any, value: Any) -> bool:
         return False
     value = tf.cast(value, variable.dtype)
     for number, copy in enumerate(values_of(variable)):
-        is_first = number == 0 and ring.extended.control.rank == 0
+        is_first = number == 0 and ring.control.rank == 0
         copy.assign(value if is_first else tf.zeros_like(value), read_value=False)
     return True
 
@@ -191,12 +188,12 @@ def _write_plainly(running: step.Step, variable: Any, value: Any) -> None:
 
 
 def edited_together(
-    strategy: RingStrategy, written: Sequence[Written], edit: Callable[[], list]
+    ring: Ring, written: Sequence[Written], edit: Callable[[], list]
 ) -> tuple[list, list[Written]]:
     """Has the graph of a step edited, and what it wrote be the same on all replicas.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       written: what the step wrote.
       edit: edits the graph; returns operations behind which exchanges have been made.
 
@@ -208,7 +205,7 @@ def edited_together(
     """
     variables = {id(w.variable): w.variable for w in written if w.rule == _EDITED}
     marks = []  # of the first replica's copies, and what they mark
-    for replica in range(len(strategy.extended.worker_devices)):
+    for replica in range(len(ring.devices)):
         with partition.replica(replica, is_scoped=True):
             for variable in variables.values():
                 read = tf.identity(values_of(held_by(variable))[replica])
@@ -219,7 +216,7 @@ def edited_together(
     with tf.control_dependencies(made):
         for variable, read, mark in marks:
             if mark.op.inputs[0] is not read:
-                _write(strategy, variable, mark)
+                _write(ring, variable, mark)
     return made, [w for w in written if w.rule not in (_EDITED, _SUMMED)]
 
 
@@ -297,11 +294,11 @@ def _variables_of_tensorflow(model: Any) -> list:
     return [v for v in objects_in(values, tf.Variable) if isinstance(v, tf.distribute.DistributedValues)]
 
 
-def written_together(strategy: RingStrategy, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
+def written_together(ring: Ring, written: Sequence[Written], shares: tf.Tensor, before: dict) -> tuple:
     """One value for each variable that the replicas wrote; what all wrote alike is written before this returns.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       written: a `Written` of every write, the same on every rank.
       shares: float64 `[replicas_per_worker]`, rows of each replica over those of the batch.
       before: what `values_before` returned.
@@ -309,7 +306,7 @@ def written_together(strategy: RingStrategy, written: Sequence[Written], shares:
     Returns:
       What this worker adds to the sums over all workers, and a function that writes what these sums become.
     """
-    if strategy.num_replicas_in_sync == 1:
+    if ring.num_replicas == 1:
         written = []
     rules: dict = {}
     for variable, rule, _ in written:
@@ -322,9 +319,9 @@ def written_together(strategy: RingStrategy, written: Sequence[Written], shares:
         if rule == "same":
             alike.append((variable, copies))
         else:
-            summed.append((variable, rule, _part(strategy, variable, rule, copies, shares, before)))
+            summed.append((variable, rule, _part(ring, variable, rule, copies, shares, before)))
     for variable, copies in alike:
-        _write(strategy, variable, _written_by_all(strategy, variable, copies, shares))
+        _write(ring, variable, _written_by_all(ring, variable, copies, shares))
 
     def finish(totals: Sequence[tf.Tensor]) -> None:
         for (variable, rule, _), total in zip(summed, totals, strict=True):
@@ -333,20 +330,20 @@ def written_together(strategy: RingStrategy, written: Sequence[Written], shares:
                 total = tf.reshape(total, variable.shape)
             if rule == "increments":
                 total += tf.cast(before[id(variable)], total.dtype)
-            _write(strategy, variable, total)
+            _write(ring, variable, total)
 
     return [part for *_, part in summed], finish
 
 
 def _part(
-    strategy: RingStrategy, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor, before: dict
+    ring: Ring, variable: Any, rule: str, copies: Sequence[tf.Tensor], shares: tf.Tensor, before: dict
 ) -> tf.Tensor:
     if copies[0].dtype.is_integer or copies[0].dtype.is_bool:
         copies = [tf.cast(copy, tf.int64) for copy in copies]
     if rule == "mean":
         return tf.add_n([tf.math.multiply_no_nan(c, tf.cast(shares[i], c.dtype)) for i, c in enumerate(copies)])
     if rule == "first":
-        return _rows_of_replicas(strategy, copies, shares)
+        return _rows_of_replicas(ring, copies, shares)
     # A replica without rows adds nothing, not even NaN.
     copies = [tf.where(shares[i] > 0, c, tf.zeros_like(c)) if rule == "values" else c for i, c in enumerate(copies)]
     if rule == "increments":
@@ -357,17 +354,17 @@ def _part(
     return tf.add_n(copies)
 
 
-def _rows_of_replicas(strategy: RingStrategy, copies: Sequence[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:
+def _rows_of_replicas(ring: Ring, copies: Sequence[tf.Tensor], shares: tf.Tensor) -> tf.Tensor:
     """A row for each replica of all workers: whether it has rows of the batch, then its copy; others' rows are 0."""
-    before = strategy.extended.control.rank * len(copies)
-    after = strategy.num_replicas_in_sync - before - len(copies)
+    before = ring.first_replica
+    after = ring.num_replicas - before - len(copies)
     flags = tf.cast(shares > 0, copies[0].dtype)[:, None]
     mine = tf.concat([flags, tf.reshape(tf.stack(copies), [len(copies), -1])], 1)
     return tf.pad(mine, [[before, after], [0, 0]])
 
 
 def _written_by_all(
-    strategy: RingStrategy, variable: Any, copies: Sequence[tf.Tensor], shares: tf.Tensor
+    ring: Ring, variable: Any, copies: Sequence[tf.Tensor], shares: tf.Tensor
 ) -> tf.Tensor:
     """Returns what all replicas that have rows wrote, which has to be the same."""
     dtype = copies[0].dtype
@@ -375,13 +372,13 @@ def _written_by_all(
     has_rows = tf.reshape(shares > 0, [-1] + [1] * copies[0].shape.rank)
     highest = tf.reduce_max(tf.where(has_rows, numbers, numbers.dtype.min), 0)
     lowest = tf.reduce_min(tf.where(has_rows, numbers, numbers.dtype.max), 0)
-    highest, lowest = strategy.extended.control.all_reduce([highest, -lowest], "max", name="state")
+    highest, lowest = ring.control.all_reduce([highest, -lowest], "max", name="state")
     check = tf.debugging.assert_equal(highest, -lowest, _no_rule(variable))
     with tf.control_dependencies([] if check is None else [check]):
         return tf.cast(highest, dtype)
 
 
-def _write(strategy: RingStrategy, variable: Any, value: Any) -> None:
+def _write(ring: Ring, variable: Any, value: Any) -> None:
     for copy in values_of(held_by(variable)):
         copy.assign(tf.cast(value, copy.dtype))
 

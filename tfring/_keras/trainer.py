@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -42,11 +42,9 @@ from tfring._keras.seam import entered, extend, ring_of_model, seam
 from tfring.data.rows import has_static_rows, num_rows, split_rows
 from tfring.data.shares import Shares
 from tfring.ring import failures
+from tfring.runtime import Ring
 from tfring.step import Way, status, trace
 from tfring.step.functions import OfIterator, between_collectives, graph_function, to_tensor, without_optionals
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 
 def install() -> None:
@@ -69,26 +67,26 @@ class RingTrainer(TensorFlowTrainer):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         outside.take_in_model(self)
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             outside.refuse_model(self, "fit")
             outside.warn_of_model(self)
             return super().fit(*args, **kwargs)
-        with _call("fit", self, strategy, args, kwargs) as (given, _):
+        with _call("fit", self, ring, args, kwargs) as (given, _):
             return super().fit(**given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        strategy = ring_of_model(self)
-        if strategy is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
+        ring = ring_of_model(self)
+        if ring is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
             return super().evaluate(*args, **kwargs)
-        with _call("evaluate", self, strategy, args, kwargs) as (given, _):
+        with _call("evaluate", self, ring, args, kwargs) as (given, _):
             return super().evaluate(**given)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             return super().predict(*args, **kwargs)
-        with _call("predict", self, strategy, args, kwargs) as (given, needed):
+        with _call("predict", self, ring, args, kwargs) as (given, needed):
             self.make_predict_function()
             if not isinstance(self.predict_function, PredictFunction):  # one that the user put there
                 return super().predict(**given)
@@ -96,31 +94,31 @@ class RingTrainer(TensorFlowTrainer):
                 return of_all_rows(super().predict(**given))
 
     def make_train_function(self, force: bool = False) -> Any:
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             return super().make_train_function(force)
-        return _make_step_function(self, strategy, "train", force)
+        return _make_step_function(self, ring, "train", force)
 
     def make_test_function(self, force: bool = False) -> Any:
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             return super().make_test_function(force)
-        return _make_step_function(self, strategy, "test", force)
+        return _make_step_function(self, ring, "test", force)
 
     def make_predict_function(self, force: bool = False) -> Any:
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             return super().make_predict_function(force)
         if self.predict_function is None or force:
-            self.predict_function = PredictFunction(self, strategy)
+            self.predict_function = PredictFunction(self, ring)
         return self.predict_function
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
         else:
-            _build(self, strategy, iterator, data_batch)
+            _build(self, ring, iterator, data_batch)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if data_batch is not None and ring_of_model(self) is not None:
@@ -131,16 +129,16 @@ class RingTrainer(TensorFlowTrainer):
         return additional_loss(super()._aggregate_additional_loss(loss), loss)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        strategy = ring_of_model(self)
-        if strategy is None:
+        ring = ring_of_model(self)
+        if ring is None:
             return super()._get_metrics_result_or_logs(logs)
         logs = logs or place.interrupted_logs() or logs
-        if not logs and strategy.updater is not None and strategy.updater.is_star:
+        if not logs and ring.updater is not None and ring.updater.is_star:
             # A worker of asynchronous servers had no batch of the epoch: its metrics hold those of the others.
             return values_of_results(self.get_metrics_result())
-        if strategy.num_replicas_in_sync == 1:
+        if ring.num_replicas == 1:
             return values_of_results(super()._get_metrics_result_or_logs(logs))
-        with state_of_all(strategy, self.metrics):
+        with state_of_all(ring, self.metrics):
             return values_of_results(super()._get_metrics_result_or_logs(logs))
 
 
@@ -152,28 +150,28 @@ _SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for nam
 def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Compiles a model in its strategy's scope, to which the optimizers and metrics made here then belong."""
     outside.take_in_model(self)
-    strategy = ring_of_model(self)
-    if strategy is None:
+    ring = ring_of_model(self)
+    if ring is None:
         outside.refuse_model(self, "compile")
         original(self, *args, **kwargs)
         return
-    with strategy.scope():
+    with ring.scope():
         original(self, *args, **kwargs)
         RingCompileLoss.adopt(self)
-    adopt_optimizers(self, strategy)
+    adopt_optimizers(self, ring)
     refuse_astray(self)
-    if strategy.updater is not None:
-        strategy.updater.check_model(self)
+    if ring.updater is not None:
+        ring.updater.check_model(self)
 
 
 @contextlib.contextmanager
-def _call(name: str, model: Any, strategy: RingStrategy, args: tuple, kwargs: dict) -> Iterator[tuple[dict, Any]]:
+def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Iterator[tuple[dict, Any]]:
     """Prepares a call of `fit`, `evaluate` or `predict` on all ranks.
 
     Args:
       name: the method.
       model: its model.
-      strategy: the model's RingStrategy.
+      ring: of the model.
       args: what the user passes.
       kwargs: the same by name.
 
@@ -183,34 +181,34 @@ def _call(name: str, model: Any, strategy: RingStrategy, args: tuple, kwargs: di
     bound = _SIGNATURES[name].bind(model, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if given["verbose"] == "auto" and not strategy.cluster.is_chief:
+    if given["verbose"] == "auto" and not ring.cluster.is_chief:
         given["verbose"] = 0  # one progress bar is enough
-    with strategy.lines.timed(strategy), calls.told(strategy, f"model.{name}", given):
+    with ring.lines.timed(ring), calls.told(ring, f"model.{name}", given):
         needs = ring_callbacks.needs(name, model, given["callbacks"], given["verbose"])
-        needs = ring_callbacks.Needs(*agreement.check_call(strategy, model, name, given, needs))
+        needs = ring_callbacks.Needs(*agreement.check_call(ring, model, name, given, needs))
         if not isinstance(given["callbacks"], keras.callbacks.CallbackList):
-            given["callbacks"] = ring_callbacks.arranged(name, given["callbacks"], model, strategy, needs)
+            given["callbacks"] = ring_callbacks.arranged(name, given["callbacks"], model, ring, needs)
         around = ring_callbacks.around(name, given["callbacks"], model)
-        naming = failures.reraise_as_tfring_error(strategy.extended.channels, strategy.mesh)
+        naming = failures.reraise_as_tfring_error(ring.channels, ring.mesh)
         counted = batch_shapes.of_call(given.get("x"))
         del given["self"]
-        with counted, entered(name), on_rank_0(strategy), naming, trace.entry(strategy), around:
-            if name != "fit" and strategy.updater is not None:
-                strategy.updater.before_evaluation(model)
+        with counted, entered(name), on_rank_0(ring), naming, trace.entry(ring), around:
+            if name != "fit" and ring.updater is not None:
+                ring.updater.before_evaluation(model)
             yield bound.kwargs, needs
 
 
-def _make_step_function(model: Any, strategy: RingStrategy, kind: str, force: bool) -> Any:
+def _make_step_function(model: Any, ring: Ring, kind: str, force: bool) -> Any:
     """Returns `model.train_function` or `model.test_function`, made where there is none or by `force`."""
     attribute = f"{kind}_function"
     if getattr(model, attribute) is None or force:
-        function = StepFunction(model, strategy, kind)
+        function = StepFunction(model, ring, kind)
         loop.made(model, kind, function)
         setattr(model, attribute, function)
     return getattr(model, attribute)
 
 
-def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -> None:
+def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
     """Builds a model for the data it is called with, from its specification: a generator's rows are drawn once."""
     if iterator is not None:
         loop.bind(iterator, model)
@@ -221,9 +219,9 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
     if iterator is None and not first:  # the second call of `train_on_batch` or another `..._on_batch`
         return
     if first:
-        outside.refuse_weights(model, strategy)
-        adopt_optimizers(model, strategy)
-    with strategy.scope():
+        outside.refuse_weights(model, ring)
+        adopt_optimizers(model, ring)
+    with ring.scope():
         try:
             model._symbolic_build(data_batch=data_batch)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
@@ -233,7 +231,7 @@ def _build(model: Any, strategy: RingStrategy, iterator: Any, data_batch: Any) -
                     raise
                 _build_eagerly(model, data_batch)
     if first:
-        outside.take_in_metrics(model, strategy)
+        outside.take_in_metrics(model, ring)
 
 
 def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:
@@ -322,17 +320,17 @@ class StepFunction:
 
     Args:
       model: the Keras model.
-      strategy: its RingStrategy.
+      ring: the workers.
       kind: "train" or "test".
     """
 
-    def __init__(self, model: Any, strategy: RingStrategy, kind: str) -> None:
+    def __init__(self, model: Any, ring: Ring, kind: str) -> None:
         self._model = model
-        self._strategy = strategy
+        self._ring = ring
         self._kind = kind
-        self._step = between_collectives(model, kind, strategy)
-        self._replicas = len(strategy.extended.worker_devices)
-        self._logs = Logs(model, strategy)
+        self._step = between_collectives(model, kind, ring)
+        self._replicas = len(ring.devices)
+        self._logs = Logs(model, ring)
         self._way: Way | None = None  # not known before the first step
         self._refused: exactness.OfWholeBatch | None = None  # why the step that was traced is to be traced again
         self._static_rows: int | None = None  # of every batch of all workers, where one process knows their number
@@ -355,17 +353,17 @@ class StepFunction:
         self._logs_of_loop: dict = {}  # that Keras holds for those of the last step
 
     def __call__(self, iterator: Any) -> Any:
-        with trace.step(self._strategy, self._kind):
+        with trace.step(self._ring, self._kind):
             return self._run(iterator)
 
     def _run(self, iterator: Any) -> Any:
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             logs = None
-            if self._kind == "test" and self._strategy.updater is not None:
-                self._strategy.updater.before_evaluation(self._model)
+            if self._kind == "test" and self._ring.updater is not None:
+                self._ring.updater.before_evaluation(self._model)
             for batch in iterator:  # train_on_batch, test_on_batch
                 batch = tf.nest.map_structure(to_tensor, batch)
-                own = own_share(self._strategy, batch)
+                own = own_share(self._ring, batch)
                 self._know_rows(num_rows(batch) if has_static_rows(batch) and own is not batch else None)
                 logs = self._call("_on_batch", own)
             return logs
@@ -382,10 +380,10 @@ class StepFunction:
         """Calls a function of this. Before the first call ranks compare their models, and the graph that was traced."""
         if not self._is_compared:
             graph = None if self._model.run_eagerly else self._traced(name, *args).graph
-            agreement.check_model(self._strategy, self._model, f"{self._kind}_step", graph)
+            agreement.check_model(self._ring, self._model, f"{self._kind}_step", graph)
             self._is_compared = True
-            if self._kind == "train" and self._strategy.updater is not None:
-                self._strategy.updater.before_first_step(graph is not None)
+            if self._kind == "train" and self._ring.updater is not None:
+                self._ring.updater.before_first_step(graph is not None)
         while True:
             try:
                 return getattr(self, name)(*args)
@@ -401,7 +399,7 @@ class StepFunction:
     def _take_whole_batches(self, refused: exactness.OfWholeBatch) -> None:
         """Has each step be that of the whole batch from now on; what was traced is traced again."""
         self._way, self._refused = Way.WHOLE, None
-        exactness.tell_whole(self._strategy, self._model, f"{self._kind}_step", refused.reason)
+        exactness.tell_whole(self._ring, self._model, f"{self._kind}_step", refused.reason)
         self._make()
 
     def _traced(self, name: str, *args: Any) -> Any:
@@ -433,15 +431,15 @@ class StepFunction:
         """Returns the outputs of each replica, or the logs."""
         name = f"{self._kind}_step"
         if self._way is None:
-            self._way, reason = exactness.way_of(self._strategy, self._model)
+            self._way, reason = exactness.way_of(self._ring, self._model)
             if self._way is Way.WHOLE:
-                exactness.tell_whole(self._strategy, self._model, name, reason)
+                exactness.tell_whole(self._ring, self._model, name, reason)
         way, shares = self._way, self._shares(told)
         if way is Way.WHOLE:
-            inputs = whole.batch(self._strategy, inputs, rows, self._static_rows)
+            inputs = whole.batch(self._ring, inputs, rows, self._static_rows)
         before = state.values_before(self._model)
         outputs, written = self._logs.of_step(
-            lambda step: self._strategy.extended.run_step(step, inputs, shares, way),
+            lambda step: self._ring.strategy.extended.run_step(step, inputs, shares, way),
             lambda element: self._step(without_optionals(element)),
             rows,
             way,
@@ -450,8 +448,8 @@ class StepFunction:
             return self._with_state_and_logs(outputs, written, shares, before, with_logs)
         exchanges: list = []
         try:
-            edit = functools.partial(exactness.edit_step, self._strategy, self._model, name, told.rows)
-            exchanges, written = state.edited_together(self._strategy, written, edit)
+            edit = functools.partial(exactness.edit_step, self._ring, self._model, name, told.rows)
+            exchanges, written = state.edited_together(self._ring, written, edit)
         except exactness.OfWholeBatch as refused:
             if self._is_compared:
                 raise
@@ -462,21 +460,21 @@ class StepFunction:
 
     def _shares(self, told: status.Status) -> tf.Tensor:
         """Returns the shares by which the replicas of this worker count."""
-        return whole.shares(self._strategy) if self._way is Way.WHOLE else told.shares
+        return whole.shares(self._ring) if self._way is Way.WHOLE else told.shares
 
     def _with_state_and_logs(
         self, outputs: Any, written: Sequence[state.Written], shares: tf.Tensor, before: dict, with_logs: bool
     ) -> Any:
         """Returns the outputs of each replica, or the logs, once what replicas wrote has one value for all."""
-        parts = [state.written_together(self._strategy, written, shares, before)]
+        parts = [state.written_together(self._ring, written, shares, before)]
         if with_logs and self._logs.read(written):
             self._together([parts.pop()])  # first
         if with_logs:
             parts.append(self._logs.together(outputs, shares))
         logs = self._together(parts)
-        if self._strategy.check_equal:  # gradients accumulate on each worker, and are reduced once an update
+        if self._ring.check_equal:  # gradients accumulate on each worker, and are reduced once an update
             variables = ring_callbacks.all_variables(self._model)
-            self._strategy.assert_equal(
+            self._ring.strategy.assert_equal(
                 [v for v in variables if "gradient_accumulator" not in v.path and not step.is_kept_by_replica(v)]
             )
         return logs[-1] if with_logs else outputs
@@ -484,7 +482,7 @@ class StepFunction:
     def _together(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Any]]]) -> list:
         """Applies `finish` to the sums over all workers, for each `(values, finish)`: one collective a dtype."""
         values = [value for values, _ in parts for value in values]
-        totals = self._strategy.extended.control_ops.sum_over_workers(values, name="state and logs")
+        totals = self._ring.control_ops.sum_over_workers(values, name="state and logs")
         results = []
         for mine, finish in parts:
             results.append(finish(totals[: len(mine)]))
@@ -493,7 +491,7 @@ class StepFunction:
 
     def _on_iterator_body(self, iterator: Any, with_logs: bool) -> Any:
         """The logs; or what the replicas of this worker returned in the last step, and their shares of its batch."""
-        with self._strategy.scope():
+        with self._ring.scope():
             steps = self._model.steps_per_execution
             told, inputs, rows = self._next_batch(iterator)
             taken: list = []
@@ -525,14 +523,14 @@ class StepFunction:
 
     def _on_batch_body(self, batch: Any) -> Any:
         inputs = split_rows(batch, self._replicas)
-        with self._strategy.scope():
+        with self._ring.scope():
             rows = [num_rows(element) for element in inputs]
-            told = status.before_step(self._strategy, rows, True)
+            told = status.before_step(self._ring, rows, True)
             with tf.control_dependencies(status.why_not(told)):
                 return self._one_step(inputs, rows, told, True)
 
     def _logs_of_all_rows_body(self, outputs: Any, shares: tf.Tensor) -> Any:
-        with self._strategy.scope():
+        with self._ring.scope():
             [logs] = self._together([self._logs.together(outputs, shares)])
             return logs
 
@@ -540,7 +538,7 @@ class StepFunction:
 
     def _next_batch(self, iterator: Any) -> tuple[status.Status, list, list]:
         """Returns what all ranks hold before the step, and one element and its number of rows a replica."""
-        inputs, have_value = trace.next_batch(self._strategy, lambda: _tf.next_or_dummy(iterator))
+        inputs, have_value = trace.next_batch(self._ring, lambda: _tf.next_or_dummy(iterator))
         fingerprint = None
         if isinstance(inputs[0], Shares):
             [(inputs, rows, fingerprint)] = inputs
@@ -551,7 +549,7 @@ class StepFunction:
                 for n, drawn in zip(map(num_rows, inputs), have_value, strict=True)
             ]
         has_batch = have_value[0] if len(have_value) == 1 else tf.reduce_any(have_value)
-        return status.before_step(self._strategy, rows, has_batch, fingerprint), inputs, rows
+        return status.before_step(self._ring, rows, has_batch, fingerprint), inputs, rows
 
     def _refuse(self, told: status.Status, iterator: Any, like: Any = None) -> Any:
         """Raises why there is no step; what it returns is never computed, and is like what the step returns."""

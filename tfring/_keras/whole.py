@@ -11,31 +11,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring.data.rows import num_rows as rows_of
 from tfring.data.rows import slice_rows, static_rows, with_inner_shape
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _NAME = "the whole batch"
 
 
-def shares(strategy: RingStrategy) -> tf.Tensor:
+def shares(ring: Ring) -> tf.Tensor:
     """Returns float64 `[replicas_per_worker]`: 1 for the first replica of all workers, 0 for the others."""
     # Of booleans: fractions in a step's graph are compared over ranks.
-    return tf.cast(tf.constant([replica == 0 for replica in _replicas(strategy)]), tf.float64)
+    return tf.cast(tf.constant([replica == 0 for replica in _replicas(ring)]), tf.float64)
 
 
-def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], num_rows: int | None = None) -> list:
+def batch(ring: Ring, inputs: Sequence[Any], rows: Sequence[Any], num_rows: int | None = None) -> list:
     """Returns the rows of all replicas, in order, for each replica of this worker.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       inputs: one element for each replica of this worker.
       rows: the number of rows of each of them; None for an element that has none, which stays as it is.
       num_rows: how many the batch has, where that is known before it is drawn.
@@ -54,7 +52,7 @@ def batch(strategy: RingStrategy, inputs: Sequence[Any], rows: Sequence[Any], nu
         if is_constant or not has_rows or like.dtype == tf.variant:
             gathered.append(like)
         else:
-            gathered.append(_of_all(strategy, [leaves[number] for leaves in flat], num_rows))
+            gathered.append(_of_all(ring, [leaves[number] for leaves in flat], num_rows))
     return [tf.nest.pack_sequence_as(first, gathered)] * len(inputs)
 
 
@@ -87,26 +85,24 @@ def of_workers(value: Any, gather: Callable[[tf.Tensor], tf.Tensor], rank: int) 
     return gather(value)
 
 
-def _replicas(strategy: RingStrategy) -> range:
+def _replicas(ring: Ring) -> range:
     """Returns the numbers of this worker's replicas among all."""
-    here = len(strategy.extended.worker_devices)
-    before = strategy.extended.control.rank * here
-    return range(before, before + here)
+    return range(ring.first_replica, ring.first_replica + len(ring.devices))
 
 
-def _of_all(strategy: RingStrategy, parts: Sequence[Any], num_rows: int | None) -> Any:
+def _of_all(ring: Ring, parts: Sequence[Any], num_rows: int | None) -> Any:
     """Returns the rows of all replicas of one component, of which this worker's have parts."""
-    gather = functools.partial(_gathered, strategy)
-    found = of_workers(concatenated(parts), gather, strategy.extended.control.rank)
+    gather = functools.partial(_gathered, ring)
+    found = of_workers(concatenated(parts), gather, ring.control.rank)
     shape = parts[0].shape
     if isinstance(found, tf.SparseTensor):
         return with_inner_shape(found, shape)
     return tf.ensure_shape(found, [num_rows, *shape[1:]]) if isinstance(found, tf.Tensor) else found
 
 
-def _gathered(strategy: RingStrategy, tensor: tf.Tensor) -> tf.Tensor:
+def _gathered(ring: Ring, tensor: tf.Tensor) -> tf.Tensor:
     """Returns the tensors of all workers, one after another; strings travel as their bytes."""
-    ops = strategy.extended.control_ops
+    ops = ring.control_ops
     if tensor.dtype != tf.string:
         return ops.gather_over_workers(tensor, 0, name=_NAME)
     flat = tf.reshape(tensor, [-1])

@@ -108,7 +108,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._keep = keep
         self._sharded = sharded
         self._grace_seconds = grace_seconds
-        self._strategy: Any = None  # while `fit` runs
+        self._ring: Any = None  # while `fit` runs
         self._restored: Any = None  # the state it goes on from
         self._arrays: list[np.ndarray] | None = None  # on rank 0
         self._problem = ""  # on rank 0: why the last save failed
@@ -117,12 +117,12 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def around_fit(self, model: Any) -> Iterator[None]:
-        self._strategy = ring_of_model(model)
+        self._ring = ring_of_model(model)
         initial_epoch, self._preempted, self.granted = model._initial_epoch, False, _NOTHING
         try:
             if self._sharded:
                 self._check_that_all_see_the_folder()
-            with files.held(self._folder) if self._strategy.cluster.is_chief else contextlib.nullcontext("") as holder:
+            with files.held(self._folder) if self._ring.cluster.is_chief else contextlib.nullcontext("") as holder:
                 self._read(holder)
                 # Those with which data was shuffled; so they are set before data is drawn.
                 states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
@@ -132,18 +132,18 @@ class Backup(RunsLast, keras.callbacks.Callback):
                 with self._sigterm():
                     yield
         finally:
-            self._strategy, self._restored, self._arrays = None, None, None
+            self._ring, self._restored, self._arrays = None, None, None
             model._initial_epoch = initial_epoch
 
     def _check_that_all_see_the_folder(self) -> None:
-        strategy, is_chief = self._strategy, self._strategy.cluster.is_chief
+        ring, is_chief = self._ring, self._ring.cluster.is_chief
         name = f".{secrets.token_hex(8)}" if is_chief else ""
         if is_chief:
             with contextlib.suppress(OSError):  # then no rank sees it
                 self._folder.mkdir(parents=True, exist_ok=True)
                 (self._folder / name).touch()
-        name = variables.broadcast_bytes(strategy, name.encode()).decode()
-        sees = variables.gather_bytes(strategy, b"1" if (self._folder / name).exists() else b"0")
+        name = variables.broadcast_bytes(ring, name.encode()).decode()
+        sees = variables.gather_bytes(ring, b"1" if (self._folder / name).exists() else b"0")
         if is_chief:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
@@ -159,7 +159,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         """On all ranks: the newest state, or None; its arrays on rank 0. Fails where another process has the folder."""
         self._restored = self._arrays = None
         reply: dict = {"holder": holder} if holder else {}
-        if self._strategy.cluster.is_chief and not holder:
+        if self._ring.cluster.is_chief and not holder:
             try:
                 found = files.newest(self._folder)
                 if found:
@@ -167,7 +167,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
                     reply = {"path": str(path), "state": state}
             except OSError as error:
                 reply = {"problem": str(error)}
-        reply = json.loads(variables.broadcast_bytes(self._strategy, json.dumps(reply).encode()))
+        reply = json.loads(variables.broadcast_bytes(self._ring, json.dumps(reply).encode()))
         if "problem" in reply:
             raise OSError(reply["problem"])
         if "holder" in reply:
@@ -185,7 +185,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             self._say(f"training goes on from {reply['path']}")
 
     def _of_rank(self, states: list) -> Any:
-        return states[variables.rank_then(self._strategy, self._restored["cluster"])]
+        return states[variables.rank_then(self._ring, self._restored["cluster"])]
 
     @contextlib.contextmanager
     def _sigterm(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     def _leave(self) -> NoReturn:
         # No rank ends before rank 0 has written.
-        problem = variables.broadcast_bytes(self._strategy, self._problem.encode()).decode()
+        problem = variables.broadcast_bytes(self._ring, self._problem.encode()).decode()
         if problem:
             self._say(self._not_saved(problem))
             raise SystemExit(_NOT_SAVED)
@@ -233,13 +233,13 @@ class Backup(RunsLast, keras.callbacks.Callback):
         )
 
     def _say(self, text: str) -> None:
-        if self._strategy.cluster.is_chief:
+        if self._ring.cluster.is_chief:
             print(f"tfring: {text}", file=sys.stderr, flush=True)
 
     # -- restoring -------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._strategy is None:
+        if self._ring is None:
             raise ConfigurationError(
                 "Backup keeps models that were made in the scope of a `tfring.RingStrategy` (one process will do), and "
                 "stands in the list `callbacks` of `fit`."
@@ -257,8 +257,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
             self._restore(self._restored)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        model, strategy = self.model, self._strategy
-        variables.build_optimizers(strategy, model, state["optimizers"])
+        model, ring = self.model, self._ring
+        variables.build_optimizers(ring, model, state["optimizers"])
         self._give_variables(variables.variables_of(model))
         arrays = self._attribute_arrays(state)
         self._attributes.set(state["callbacks"], arrays)
@@ -280,17 +280,17 @@ class Backup(RunsLast, keras.callbacks.Callback):
         if not place.draws_from_python():  # else they are where drawing again leaves them
             random_states.give(states)
         if states["keras"] is not None:
-            randomness.give_global_seed(strategy, states["keras"])
+            randomness.give_global_seed(ring, states["keras"])
 
     def _give_variables(self, chosen: Sequence[keras.Variable]) -> None:
         state = self._restored
         variables.check_fit(chosen, state["variables"])
-        variables.give(self._strategy, self.model, chosen, state["variables"], self._arrays, state["cluster"])
+        variables.give(self._ring, self.model, chosen, state["variables"], self._arrays, state["cluster"])
 
     def _attribute_arrays(self, state: dict[str, Any]) -> list[np.ndarray]:
         mine = None if self._arrays is None else self._arrays[len(state["variables"]) :]
         return [
-            variables.broadcast(self._strategy, None if mine is None else mine[n], tuple(a["shape"]), a["dtype"])
+            variables.broadcast(self._ring, None if mine is None else mine[n], tuple(a["shape"]), a["dtype"])
             for n, a in enumerate(state["callback_arrays"])
         ]
 
@@ -312,14 +312,14 @@ class Backup(RunsLast, keras.callbacks.Callback):
             return _SAVE_AND_LEAVE
         due_at = self._saved_at + (self._every_seconds or 0)
         due = self._every_seconds is not None and time.monotonic() >= due_at and self._may_save(due_at)
-        return _SAVE if due and self._strategy.cluster.is_chief else _NOTHING
+        return _SAVE if due and self._ring.cluster.is_chief else _NOTHING
 
     def _may_save(self, due_at: float) -> bool:
         """Returns False where saving would end a window of `Delayed` early, for half of the grace at most."""
         steps = self._steps_since_saved + self.model.steps_per_execution  # with those that have just been made
-        if self._strategy.updater is None or (self._every_steps is not None and steps >= self._every_steps):
+        if self._ring.updater is None or (self._every_steps is not None and steps >= self._every_steps):
             return True
-        return self._strategy.updater.is_at_rest(self.model) or time.monotonic() >= due_at + self._grace_seconds / 2
+        return self._ring.updater.is_at_rest(self.model) or time.monotonic() >= due_at + self._grace_seconds / 2
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._executions[-1] += 1
@@ -361,18 +361,18 @@ class Backup(RunsLast, keras.callbacks.Callback):
     def _save(self, stopped: bool = False) -> None:
         """On all ranks; rank 0 writes."""
         self._saved_at, self._steps_since_saved = time.monotonic(), 0
-        strategy, model = self._strategy, self.model
+        ring, model = self._ring, self.model
         step = self._executions[-1] * model.steps_per_execution if self._executions else 0
-        taken = variables.take(strategy, model, variables.variables_of(model), apart=self._sharded)
+        taken = variables.take(ring, model, variables.variables_of(model), apart=self._sharded)
         mine: dict[str, Any] = {"random_at_start": self._random_at_start, "random": random_states.take()}
         if taken.shards:
             try:
-                rank = strategy.cluster.rank
+                rank = ring.cluster.rank
                 mine["pieces"] = files.write_shards(self._folder, self._epoch, step, rank, taken.shards)
             except OSError as error:
                 mine["problem"] = f"rank {rank}: {error}"
-        everyones = [json.loads(data) for data in variables.gather_bytes(strategy, json.dumps(mine).encode())]
-        if not strategy.cluster.is_chief:
+        everyones = [json.loads(data) for data in variables.gather_bytes(ring, json.dumps(mine).encode())]
+        if not ring.cluster.is_chief:
             return
         self._problem = ""
         of_callbacks: list[np.ndarray] = []
@@ -382,7 +382,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             "epoch": self._epoch,
             "step": step,
             "stopped": bool(stopped),
-            "cluster": variables.describe_cluster(strategy),
+            "cluster": variables.describe_cluster(ring),
             "executions": self._executions,
             "validations": self._validations,
             "logs": self._logs,

@@ -49,14 +49,14 @@ class CheckFinite(keras.callbacks.Callback):
         if every_steps < 1:
             raise ConfigurationError(f"`every_steps` is 1 or more. Received: every_steps={every_steps!r}")
         self._every_steps = every_steps
-        self._strategy: Any = None
+        self._ring: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._strategy = ring_of_model(self.model)
-        if self._strategy is None:
+        self._ring = ring_of_model(self.model)
+        if self._ring is None:
             raise ConfigurationError("CheckFinite checks models made in the scope of a `tfring.RingStrategy`.")
         self._steps = 0
-        self._watch = finite.begin(self._strategy)
+        self._watch = finite.begin(self._ring)
         self.model.make_train_function(force=True)  # one traced before does not watch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -69,22 +69,22 @@ class CheckFinite(keras.callbacks.Callback):
             self._check()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        finite.end(self._strategy)
+        finite.end(self._ring)
         self.model.train_function = None
 
     def _check(self) -> None:
         """On all ranks: one collective."""
         self._steps = 0
         variables = [v for v in all_variables(self.model) if v.value.dtype.is_floating]
-        replicas = range(len(self._strategy.extended.worker_devices))
+        replicas = range(len(self._ring.devices))
         mine = [
             tf.concat([self._watch.notes[r], [_first_bad([values_of(v.value)[r] for v in variables])]], 0)
             for r in replicas
         ]
-        everyone = self._strategy.extended.world.gather_equal(tf.stack(mine), name="what is not finite").numpy()
+        everyone = self._ring.world.gather_equal(tf.stack(mine), name="what is not finite").numpy()
         # A worker that goes on by itself has its own notes alone.
-        is_by_itself = len(everyone) < self._strategy.cluster.world_size
-        first = self._strategy.cluster.rank if is_by_itself else 0
+        is_by_itself = len(everyone) < self._ring.cluster.world_size
+        first = self._ring.cluster.rank if is_by_itself else 0
         others = " Of other workers this one does not know: one that names an earlier step came first."
         others = others if is_by_itself else ""
         noted = [(step, number, replica) for replica, (step, number, _) in enumerate(everyone, first) if step >= 0]
@@ -107,9 +107,9 @@ class CheckFinite(keras.callbacks.Callback):
             )
 
     def _raise(self, text: str, replica: int) -> NoReturn:
-        finite.end(self._strategy)
+        finite.end(self._ring)
         self.model.train_function = None
-        per_worker = len(self._strategy.extended.worker_devices)
+        per_worker = len(self._ring.devices)
         raise NotFiniteError(text.format(f"{replica} (rank {replica // per_worker})"))
 
 

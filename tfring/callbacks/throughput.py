@@ -58,8 +58,8 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         seconds, updates, waited, sent = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        strategy = ring_of_model(self.model)
-        world = None if strategy is None else strategy.extended.world
+        ring = ring_of_model(self.model)
+        world = None if ring is None else ring.world
         if world is not None and world.world_size > 1:
             size = world.world_size
             [total] = world.all_reduce([tf.constant([seconds, waited, sent], tf.float64)], name="throughput")
@@ -78,7 +78,7 @@ class Throughput(keras.callbacks.Callback):
     def _now(self) -> tuple[float, float, float, float]:
         """Returns seconds of the clock, updates, seconds waited and bytes sent; NaN where they are not counted."""
         optimizer: Any = self.model.optimizer
-        strategy = ring_of_model(self.model)
-        counts = (0.0, 0) if strategy is None else (strategy.seconds_waited(), strategy.bytes_sent())
+        ring = ring_of_model(self.model)
+        counts = (0.0, 0) if ring is None else (ring.seconds_waited(), ring.bytes_sent())
         waited, sent = (_NOT_COUNTED if count is None else float(count) for count in counts)
         return time.monotonic(), float(optimizer.iterations.numpy()), waited, sent

@@ -8,7 +8,7 @@ A replica may be several workers (`Mesh`), which hold the same or shards of it: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,9 +22,7 @@ from tfring._keras.sharding import full_shape, gradient_is_complete, large, mark
 from tfring.cluster.mesh import Coordinates, Mesh
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 
 def variables_of(model: Any) -> list[keras.Variable]:
@@ -49,12 +47,12 @@ def describe_optimizers(model: Any) -> list[list[int | None] | None]:
     return found
 
 
-def build_optimizers(strategy: RingStrategy, model: Any, descriptions: Sequence[list[int] | None]) -> None:
+def build_optimizers(ring: Ring, model: Any, descriptions: Sequence[list[int] | None]) -> None:
     """Makes the slots of optimizers that were built when they were described, as their first update would."""
     variables = model.variables
     for optimizer, numbers in zip(optimizers_of(model), descriptions, strict=False):
         if not optimizer.built and numbers is not None and max(numbers, default=-1) < len(variables):
-            with strategy.scope():
+            with ring.scope():
                 optimizer.build([variables[number] for number in numbers])
 
 
@@ -83,17 +81,17 @@ class Taken(NamedTuple):
     shards: dict[int, np.ndarray]
 
 
-def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
+def take(ring: Ring, model: Any, variables: Sequence[keras.Variable], apart: bool = False) -> Taken:
     """Reads the values of variables; all ranks call it. `apart`: whether ranks keep their own shards."""
-    if strategy.updater is not None:
-        strategy.updater.before_saving(model)
+    if ring.updater is not None:
+        ring.updater.before_saving(model)
     replicas = [values_of(v.value) for v in variables]
     digests = [tf.stack([equality.digest(large.read(value)) for value in values]) for values in replicas]
-    control = strategy.extended.world
+    control = ring.world
     num_replicas = [len(values) for values in replicas]
     everyone = control.all_gather(tf.concat(digests, 0), name="digests of a backup").numpy()
-    everyone = everyone.reshape(strategy.cluster.world_size, -1)
-    here = strategy.mesh.coordinates(strategy.cluster.rank)
+    everyone = everyone.reshape(ring.cluster.world_size, -1)
+    here = ring.mesh.coordinates(ring.cluster.rank)
     taken = Taken([], [], {})
     accumulators = _accumulators_of(model)
     ends = np.cumsum(num_replicas)
@@ -112,30 +110,30 @@ def take(strategy: RingStrategy, model: Any, variables: Sequence[keras.Variable]
         }
         array = None
         if is_sharded and apart:
-            description["pieces"] = _describe_shards(strategy, variable, differs)
-            if any(rank == strategy.cluster.rank for rank, *_ in description["pieces"]["of"]):
+            description["pieces"] = _describe_shards(ring, variable, differs)
+            if any(rank == ring.cluster.rank for rank, *_ in description["pieces"]["of"]):
                 taken.shards[number] = bits(np.atleast_1d(large.view(variable)))
         elif is_sharded:
-            array = bits(slots.gather_full(variable, keep=strategy.cluster.is_chief, of_each_replica=differs))
+            array = bits(slots.gather_full(variable, keep=ring.cluster.is_chief, of_each_replica=differs))
         else:
             array = bits(np.stack([value.numpy() for value in values]) if differs else values[0].numpy())
             if differs:  # one of the ranks of a replica has it: one that computes with it
                 sends = (here.pipeline, here.model) == (mark_of(variable).stage, 0)
-                array = gather(strategy, array if sends else array[:0], "variable of a backup")
+                array = gather(ring, array if sends else array[:0], "variable of a backup")
         taken.descriptions.append(description)
-        if strategy.cluster.is_chief:
+        if ring.cluster.is_chief:
             taken.arrays.append(array)
     return taken
 
 
-def _describe_shards(strategy: RingStrategy, variable: keras.Variable, of_each_replica: bool) -> dict[str, Any]:
+def _describe_shards(ring: Ring, variable: keras.Variable, of_each_replica: bool) -> dict[str, Any]:
     """Describes the shards of a variable; of ranks that have the same shard, the first."""
     sharding = sharding_of(variable)
     assert sharding is not None
     first: dict[tuple[int, int], int] = {}  # rank, by its replica and its place along the axis
-    for rank in range(strategy.cluster.world_size):
-        replica = strategy.mesh.coordinate("data", rank) if of_each_replica else 0
-        first.setdefault((replica, strategy.mesh.coordinate(sharding.axis, rank)), rank)
+    for rank in range(ring.cluster.world_size):
+        replica = ring.mesh.coordinate("data", rank) if of_each_replica else 0
+        first.setdefault((replica, ring.mesh.coordinate(sharding.axis, rank)), rank)
     of = [
         [rank, [[part.start, part.stop, part.step] for part in sharding.parts[place]], replica]
         for (replica, place), rank in first.items()
@@ -145,7 +143,7 @@ def _describe_shards(strategy: RingStrategy, variable: keras.Variable, of_each_r
 
 
 def give(
-    strategy: RingStrategy,
+    ring: Ring,
     model: Any,
     variables: Sequence[keras.Variable],
     descriptions: Sequence[dict[str, Any]],
@@ -155,7 +153,7 @@ def give(
     """Assigns what was taken.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       model: whose optimizers say which variables accumulate gradients.
       variables: as many as there are descriptions, in the same order.
       descriptions: of `take`, on every rank.
@@ -174,28 +172,28 @@ def give(
         if id(variable) in accumulators:
             step = per_worker_then if of_each else 1  # the replicas of a worker hold the same
             entries = None if entries is None else entries[::step]
-            _give_accumulated(strategy, variable, entries, count_then // step, dtype)
+            _give_accumulated(ring, variable, entries, count_then // step, dtype)
         elif sharding_of(variable) is not None:
-            scatter(strategy, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
+            scatter(ring, None if entries is None else entries[:1], variable, dtype, lambda _: 0)
         else:
             shape = (count_then, *description["shape"])
-            _give_whole(strategy, variable, broadcast(strategy, entries, shape, dtype), of_each, cluster_then)
+            _give_whole(ring, variable, broadcast(ring, entries, shape, dtype), of_each, cluster_then)
 
 
 def _give_whole(
-    strategy: RingStrategy, variable: keras.Variable, entries: np.ndarray, of_each: bool, cluster_then: dict[str, Any]
+    ring: Ring, variable: keras.Variable, entries: np.ndarray, of_each: bool, cluster_then: dict[str, Any]
 ) -> None:
     """Assigns to a replicated variable the value of each replica, or the one of all."""
     replicas = values_of(variable.value)
-    data = strategy.mesh.coordinate("data", strategy.cluster.rank)
+    data = ring.mesh.coordinate("data", ring.cluster.rank)
     same_replicas = (cluster_then["mesh"]["data"], cluster_then["replicas_per_worker"]) == (
-        strategy.mesh.size_along("data"),
-        len(strategy.extended.worker_devices),
+        ring.mesh.size_along("data"),
+        len(ring.devices),
     )
     if not of_each:
         values = [entries[0]] * len(replicas)
     elif same_replicas:
-        values = list(entries[data * len(strategy.extended.worker_devices) :][: len(replicas)])
+        values = list(entries[data * len(ring.devices) :][: len(replicas)])
     else:
         values = _spread(entries, variable, data == 0, len(replicas))
     for replica, value in zip(replicas, values, strict=True):
@@ -214,18 +212,18 @@ def _spread(entries: np.ndarray, variable: keras.Variable, is_first: bool, num_r
 
 
 def _give_accumulated(
-    strategy: RingStrategy, variable: keras.Variable, entries: Any, num_entries: int, dtype: Any
+    ring: Ring, variable: keras.Variable, entries: Any, num_entries: int, dtype: Any
 ) -> None:
     """Assigns gradients that were accumulated by each replica, or are complete.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       variable: that accumulates, of each replica its own gradients unless its shards are of the whole batch's.
       entries: on rank 0 what was accumulated, which is summed when the optimizer takes it.
       num_entries: how many they are.
       dtype: of them.
     """
-    mesh, rank = strategy.mesh, strategy.cluster.rank
+    mesh, rank = ring.mesh, ring.cluster.rank
     data = mesh.coordinate("data", rank)
     are_as_then = num_entries == mesh.size_along("data") and not gradient_is_complete(variable)
     if not are_as_then and num_entries > 1:
@@ -239,10 +237,10 @@ def _give_accumulated(
         return 0 if replica == 0 or gradient_is_complete(variable) else None
 
     if sharding_of(variable) is not None:
-        scatter(strategy, entries, variable, dtype, entry_of)
+        scatter(ring, entries, variable, dtype, entry_of)
         return
     stacked = None if entries is None else np.asarray(entries)
-    everyones = broadcast(strategy, stacked, (num_entries, *full_shape(variable)), dtype)
+    everyones = broadcast(ring, stacked, (num_entries, *full_shape(variable)), dtype)
     entry = entry_of(data)
     value = np.zeros_like(everyones[0]) if entry is None else everyones[entry]
     for replica in values_of(variable.value):
@@ -274,58 +272,58 @@ def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[s
     )
 
 
-def describe_cluster(strategy: RingStrategy) -> dict[str, Any]:
+def describe_cluster(ring: Ring) -> dict[str, Any]:
     """The mesh whose replicas have the entries of what differs, and how many of them a worker has."""
     return {
-        "num_workers": strategy.cluster.world_size,
-        "replicas_per_worker": len(strategy.extended.worker_devices),
-        "mesh": {axis: strategy.mesh.size_along(axis) for axis in ("data", "model", "pipeline")},
+        "num_workers": ring.cluster.world_size,
+        "replicas_per_worker": len(ring.devices),
+        "mesh": {axis: ring.mesh.size_along(axis) for axis in ("data", "model", "pipeline")},
     }
 
 
-def rank_then(strategy: RingStrategy, cluster_then: dict[str, Any]) -> int:
+def rank_then(ring: Ring, cluster_then: dict[str, Any]) -> int:
     """The rank whose random numbers this one goes on with: its own on the same mesh, else one of the same rows."""
-    mesh, rank = Mesh(**cluster_then["mesh"]), strategy.cluster.rank
-    if cluster_then["mesh"] == describe_cluster(strategy)["mesh"]:
+    mesh, rank = Mesh(**cluster_then["mesh"]), ring.cluster.rank
+    if cluster_then["mesh"] == describe_cluster(ring)["mesh"]:
         return rank
-    here = strategy.mesh.coordinates(rank)
+    here = ring.mesh.coordinates(rank)
     return mesh.rank(Coordinates(0, here.data, 0)) if here.data < mesh.size_along("data") else 0
 
 
 # -- bytes: the ring does not carry every dtype ------------------------------------------------------------------------
 
 
-def gather(strategy: RingStrategy, array: np.ndarray, name: str) -> np.ndarray:
+def gather(ring: Ring, array: np.ndarray, name: str) -> np.ndarray:
     """Concatenates arrays of one dtype along dimension 0, by rank."""
-    everyone = strategy.extended.world.all_gather(tf.constant(_octets(array)), name=name).numpy()
+    everyone = ring.world.all_gather(tf.constant(_octets(array)), name=name).numpy()
     return everyone.view(array.dtype).reshape(-1, *array.shape[1:])
 
 
-def gather_bytes(strategy: RingStrategy, data: bytes) -> list[bytes]:
+def gather_bytes(ring: Ring, data: bytes) -> list[bytes]:
     """Every rank's bytes, by rank."""
-    control = strategy.extended.world
+    control = ring.world
     lengths = control.all_gather(tf.constant([len(data)], tf.int64), name="lengths of a backup").numpy()
     joined = control.all_gather(tf.constant(np.frombuffer(data, np.uint8)), name="state of a backup").numpy().tobytes()
     ends = np.cumsum(lengths)
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def broadcast(strategy: RingStrategy, array: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def broadcast(ring: Ring, array: np.ndarray | None, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Rank 0's array, on every rank."""
     dtype = np.dtype(dtype)
     if array is None:
         array = np.empty(shape, dtype)
-    [received] = strategy.extended.world.broadcast([tf.constant(_octets(array))], name="variable of a backup")
+    [received] = ring.world.broadcast([tf.constant(_octets(array))], name="variable of a backup")
     return received.numpy().view(dtype).reshape(shape)
 
 
 def scatter(
-    strategy: RingStrategy, entries: Any, variable: keras.Variable, dtype: Any, entry_of: Callable[[int], int | None]
+    ring: Ring, entries: Any, variable: keras.Variable, dtype: Any, entry_of: Callable[[int], int | None]
 ) -> None:
     """Sends each rank its shard of one of rank 0's arrays, which it writes into its variable, a block at a time.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       entries: arrays, on rank 0.
       variable: of Keras, that holds a shard.
       dtype: of the arrays.
@@ -333,7 +331,7 @@ def scatter(
     """
     dtype, sharding = np.dtype(dtype), sharding_of(variable)
     assert sharding is not None
-    mesh, everyone = strategy.mesh, range(strategy.cluster.world_size)
+    mesh, everyone = ring.mesh, range(ring.cluster.world_size)
     places = [mesh.coordinate(sharding.axis, rank) for rank in everyone]
     chosen = [entry_of(mesh.coordinate("data", rank)) for rank in everyone]
     inner = tuple(np.delete(sharding.lined_up, sharding.dimension))
@@ -343,7 +341,7 @@ def scatter(
     ]
     nothing = np.empty((0, *inner), dtype)
     counts = [*map(sharding.count, places)]
-    mine, shape = counts[strategy.cluster.rank], sharding.shape_of(places[strategy.cluster.rank])
+    mine, shape = counts[ring.cluster.rank], sharding.shape_of(places[ring.cluster.rank])
     step = blocks.rows_of_a_block(nothing, len(places))
     for begin in range(0, max(counts), step):
         octets, sizes = np.empty(0, np.uint8), None
@@ -354,7 +352,7 @@ def scatter(
             ]
             parts = [_octets(blocks.read_rows(begin, step, arrays)) for arrays in everyones]
             octets, sizes = np.concatenate(parts), tf.constant([part.size for part in parts], tf.int64)
-        received = strategy.extended.world.scatter(tf.constant(octets), sizes, name="variable of a backup")
+        received = ring.world.scatter(tf.constant(octets), sizes, name="variable of a backup")
         rows = received.numpy().view(dtype).reshape(-1, *inner)
         num_rows = min(step, mine - begin)
         if num_rows <= 0:
@@ -367,12 +365,12 @@ def scatter(
                 large.write_block(replica, begin, block, sharding.dimension)
 
 
-def broadcast_bytes(strategy: RingStrategy, data: bytes) -> bytes:
+def broadcast_bytes(ring: Ring, data: bytes) -> bytes:
     """Sends rank 0's bytes to every rank."""
-    [length] = strategy.extended.world.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
-    if not strategy.cluster.is_chief:
+    [length] = ring.world.broadcast([tf.constant([len(data)], tf.int64)], name="length of a backup")
+    if not ring.cluster.is_chief:
         data = bytes(int(length[0]))
-    [received] = strategy.extended.world.broadcast(
+    [received] = ring.world.broadcast(
         [tf.constant(np.frombuffer(data, np.uint8))], name="state of a backup"
     )
     return received.numpy().tobytes()

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring import _tf
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of_process
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, ring_of_process
 
 
 def own_file(filename: Any) -> Any:
     """Returns the name of this worker's file, or `filename` where it is empty or there are no other workers."""
-    strategy = ring_of_process()
-    if strategy is None or (isinstance(filename, str) and not filename):
+    ring = ring_of_process()
+    if ring is None or (isinstance(filename, str) and not filename):
         return filename
     filename = tf.convert_to_tensor(filename, tf.string)
-    return tf.where(tf.strings.length(filename) > 0, filename + _suffix(strategy), filename)
+    return tf.where(tf.strings.length(filename) > 0, filename + _suffix(ring), filename)
 
 
-def check(strategy: RingStrategy, dataset: tf.data.Dataset) -> None:
+def check(ring: Ring, dataset: tf.data.Dataset) -> None:
     """Refuses a dataset from before the strategy that workers of one host would cache in one file.
 
     Raises:
       ConfigurationError: on every rank.
     """
-    cluster, world = strategy.cluster, strategy.extended.world
+    cluster, world = ring.cluster, ring.world
     if not tf.executing_eagerly() or world.world_size == 1 or cluster.num_nodes == cluster.world_size:
         return
-    files = [file for file in _files(dataset) if file and not file.endswith(_suffix(strategy))]
+    files = [file for file in _files(dataset) if file and not file.endswith(_suffix(ring))]
     if not files:
         return
     digest = int(tf.strings.to_hash_bucket_fast("\n".join(files), tf.int32.max))
@@ -46,8 +43,8 @@ def check(strategy: RingStrategy, dataset: tf.data.Dataset) -> None:
         )
 
 
-def _suffix(strategy: RingStrategy) -> str:
-    return f".{strategy.cluster.rank}-of-{strategy.cluster.world_size}"
+def _suffix(ring: Ring) -> str:
+    return f".{ring.cluster.rank}-of-{ring.cluster.world_size}"
 
 
 def _files(dataset: tf.data.Dataset) -> list[str]:

@@ -14,10 +14,10 @@ from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
 from tfring.data.shares import Cut, Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
+from tfring.runtime import Ring
 
 if TYPE_CHECKING:
     from tfring.ring.collectives import Collectives
-    from tfring.strategy.ring import RingStrategy
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)
@@ -35,18 +35,17 @@ def is_sliced(dataset: Any) -> bool:
 
 
 def distribute(
-    strategy: RingStrategy, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
+    ring: Ring, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
 ) -> tf.distribute.DistributedDataset:
     """Distributes a sliced dataset for `tf.distribute`'s own iterators, which yield one value a replica."""
-    extended = strategy.extended
-    cache_files.check(strategy, dataset)
-    cardinality = agreed_cardinality(extended.world, int(dataset.cardinality()))
-    _compare_seeds(extended.world, _digest_of_seeds(extended.world, dataset))
-    shares = single_shares(dataset, *_place(strategy))
-    if options is None and len(extended.worker_devices) == 1 and extended.is_on_cpu:
+    cache_files.check(ring, dataset)
+    cardinality = agreed_cardinality(ring.world, int(dataset.cardinality()))
+    _compare_seeds(ring.world, _digest_of_seeds(ring.world, dataset))
+    shares = single_shares(dataset, *_place(ring))
+    if options is None and len(ring.devices) == 1 and ring.is_on_cpu:
         options = _WITHOUT_MULTI_DEVICE_ITERATOR
-    workers = _tf.workers_by_options(extended, options)
-    distributed = _distributed(shares, workers, strategy, options, cardinality)
+    workers = _tf.workers_by_options(ring.strategy.extended, options)
+    distributed = _distributed(shares, workers, ring, options, cardinality)
     distributed._tfring_dataset = dataset
     return distributed
 
@@ -57,7 +56,7 @@ def undistributed(dataset: Any) -> Any:
 
 
 def distribute_for_keras(
-    strategy: RingStrategy, dataset: tf.data.Dataset | ArrayBatches, *, ahead: int = 2
+    ring: Ring, dataset: tf.data.Dataset | ArrayBatches, *, ahead: int = 2
 ) -> tf.distribute.DistributedDataset:
     """Distributes any dataset for Keras' steps of `tfring._keras`: of `Shares`, but for policies FILE and HINT.
 
@@ -65,51 +64,50 @@ def distribute_for_keras(
     `ArrayBatches`, have been compared over ranks (_keras/agreement.py).
 
     Args:
-      strategy: A RingStrategy.
+      ring: A strategy's.
       dataset: Of global batches; with policy OFF of this worker's own rows.
       ahead: Batches drawn before they are asked for. Defaults to 2.
     """
-    if not strategy.extended.is_alone and not is_sliced(dataset) and _policy(dataset) != _Policy.OFF:
-        distributed = strategy.experimental_distribute_dataset(dataset)
+    if not ring.is_alone and not is_sliced(dataset) and _policy(dataset) != _Policy.OFF:
+        distributed = ring.strategy.experimental_distribute_dataset(dataset)
         if distributed.cardinality >= 0:  # of the batches before TensorFlow made more and smaller ones
             _tf.set_cardinality(distributed, tf.data.UNKNOWN_CARDINALITY)
         return distributed
     kept = vars(dataset).get("_tfring_kept")
-    if kept is None or kept.strategy is not strategy or kept.ahead != ahead:
-        kept = vars(dataset)["_tfring_kept"] = _Kept(strategy, dataset, ahead)
+    if kept is None or kept.ring is not ring or kept.ahead != ahead:
+        kept = vars(dataset)["_tfring_kept"] = _Kept(ring, dataset, ahead)
     return kept.distributed()
 
 
 class _Kept:
     """The parts into which a dataset is taken for Keras' steps."""
 
-    def __init__(self, strategy: RingStrategy, dataset: tf.data.Dataset | ArrayBatches, ahead: int) -> None:
-        self.strategy, self.ahead = strategy, ahead
+    def __init__(self, ring: Ring, dataset: tf.data.Dataset | ArrayBatches, ahead: int) -> None:
+        self.ring, self.ahead = ring, ahead
         self._cardinality = int(dataset.cardinality())
         self._seeds: int | None = None
-        extended = strategy.extended
         if not isinstance(dataset, ArrayBatches):
-            cache_files.check(strategy, dataset)
-        rank, replicas, world_size = _place(strategy)
+            cache_files.check(ring, dataset)
+        rank, replicas, world_size = _place(ring)
         drawn: Any = dataset
-        if extended.is_alone:
+        if ring.is_alone:
             pass
         elif is_sliced(dataset):
             if not isinstance(dataset, ArrayBatches):
-                self._seeds = _digest_of_seeds(extended.world, dataset)
-            several = strategy.cluster.world_size > 1
+                self._seeds = _digest_of_seeds(ring.world, dataset)
+            several = ring.cluster.world_size > 1
             drawn = draw(dataset, rank, replicas, world_size, compare=several, by_number=True)
             if ahead and isinstance(drawn.cut, Cut):  # numbers drawn ahead of the rest save nothing
                 drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
         else:
             drawn, self._cardinality = pieces(dataset, replicas, world_size)
-        workers = _tf.workers_of_one_iterator(extended)
-        self._distributed = _distributed(drawn, workers, strategy, _WITHOUT_MULTI_DEVICE_ITERATOR, self._cardinality)
+        workers = _tf.workers_of_one_iterator(ring.strategy.extended)
+        self._distributed = _distributed(drawn, workers, ring, _WITHOUT_MULTI_DEVICE_ITERATOR, self._cardinality)
 
     def distributed(self) -> tf.distribute.DistributedDataset:
         """Returns the distributed dataset, once ranks agree on its length and on seeds."""
-        collectives = self.strategy.extended.world
-        if not self.strategy.extended.is_alone:
+        collectives = self.ring.world
+        if not self.ring.is_alone:
             _compare_seeds(collectives, self._seeds)
             _tf.set_cardinality(self._distributed, agreed_cardinality(collectives, self._cardinality))
         return self._distributed
@@ -169,29 +167,28 @@ def _policy(dataset: tf.data.Dataset | ArrayBatches) -> tf.data.experimental.Aut
     return dataset.options().experimental_distribute.auto_shard_policy
 
 
-def _place(strategy: RingStrategy) -> tuple[int, int, int]:
+def _place(ring: Ring) -> tuple[int, int, int]:
     """Returns this worker's number among those whose rows differ, replicas a worker, and the number of such workers."""
-    extended = strategy.extended
-    return extended.control.rank, len(extended.worker_devices), extended.control.world_size
+    return ring.control.rank, len(ring.devices), ring.control.world_size
 
 
 def _distributed(
     drawn: tf.data.Dataset | Drawn,
     input_workers: Any,
-    strategy: RingStrategy,
+    ring: Ring,
     options: tf.distribute.InputOptions | None,
     cardinality: int,
 ) -> tf.distribute.DistributedDataset:
     dataset = drawn.dataset if isinstance(drawn, Drawn) else drawn
-    if not strategy.extended.is_alone or strategy.updater is not None:  # others wait at the end of an epoch, or the job
+    if not ring.is_alone or ring.updater is not None:  # others wait at the end of an epoch, or the job
         dataset = _untuned(dataset)
     if isinstance(drawn, Drawn):
         specs = drawn.element_spec(), drawn.shares_spec()
         return _tf.distributed_dataset(
-            dataset, input_workers, strategy, options, cardinality,
+            dataset, input_workers, ring.strategy, options, cardinality,
             one_value_a_worker=True, then=drawn.cut, then_spec=specs, next_pass=drawn.next_pass,
         )  # fmt: skip
     shares = isinstance(dataset.element_spec, Shares)  # all of a worker's are one value to TensorFlow
     return _tf.distributed_dataset(
-        dataset, input_workers, strategy, options, cardinality, one_value_a_worker=shares
+        dataset, input_workers, ring.strategy, options, cardinality, one_value_a_worker=shares
     )

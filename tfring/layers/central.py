@@ -15,30 +15,26 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfring.layers.exchange import RingStatistics
 from tfring.ring.collectives import Collectives, RingCollectives
+from tfring.runtime import Ring
 
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
-
-_lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
+_lines: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each ring
 
 
-def connect(strategy: RingStrategy) -> None:
+def connect(ring: Ring) -> None:
     """Connects rank 0 with each other rank, once a strategy; every rank calls it at the same point."""
-    extended = strategy.extended
-    if extended in _lines or extended.control.world_size == 1 or extended.communication != "ring":
+    if ring in _lines or ring.control.world_size == 1 or ring.communication != "ring":
         return
     from tfring.ring import ops
     from tfring.ring.communicator import Communicator
 
-    cluster = strategy.cluster
-    first, *rest = extended.mesh.ranks("data", cluster.rank)
-    world = extended.world
+    cluster = ring.cluster
+    first, *rest = ring.mesh.ranks("data", cluster.rank)
+    world = ring.world
     assert isinstance(world, RingCollectives)
     others = rest if cluster.rank == first else [cluster.rank]
     lines = []
@@ -56,8 +52,8 @@ def connect(strategy: RingStrategy) -> None:
         # can wait for each other in different ones.
         ops.share_order(communicator, world.communicator)
         lines.append(RingCollectives(communicator))
-    extended.channels.extend(lines)  # counted and closed with the others
-    _lines[extended] = lines
+    ring.channels.extend(lines)  # counted and closed with the others
+    _lines[ring] = lines
 
 
 class CentralStatistics(RingStatistics):
@@ -69,7 +65,7 @@ class CentralStatistics(RingStatistics):
 
     def _over_workers(self, replicas: tf.Tensor, what: str, combine: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
         name = f"{self._key}/{what}"
-        lines: list[Collectives] | None = _lines.get(self.extended)
+        lines: list[Collectives] | None = _lines.get(self.ring)
         if lines is None:
             combined = combine(self._control.gather_equal(replicas, name=name))
             return self._control.broadcast([combined], name=f"{name} from rank 0")[0]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfring.layers import central
 from tfring.layers.exchange import LocalStatistics, ReplicaStatistics, RingStatistics
-from tfring.recognition import ring_of
+from tfring.runtime import ring_of
 
 _num_layers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each strategy's extended
 
@@ -25,21 +25,20 @@ def next_layer_number() -> int:
 def prepare(synchronization: str) -> None:
     """Connects an exchange; called where a layer is built, at the same point on every rank."""
     if synchronization == "central" and tf.distribute.has_strategy():
-        strategy = tf.distribute.get_strategy()
-        if ring_of(strategy):
-            central.connect(strategy)
+        ring = ring_of(tf.distribute.get_strategy())
+        if ring is not None:
+            central.connect(ring)
 
 
 def of_replica(synchronization: str, number: int) -> LocalStatistics:
     """Returns the exchange of the replica this code runs in."""
     context = tf.distribute.get_replica_context()
     ring = None if context is None else ring_of(context.strategy)
-    if context is None or (ring.extended.num_replicas if ring else context.num_replicas_in_sync) == 1:
+    if context is None or (ring.num_replicas if ring else context.num_replicas_in_sync) == 1:
         return LocalStatistics()
-    strategy = context.strategy
-    if not ring:
+    if ring is None:
         return ReplicaStatistics(context)
     key = f"batch normalization {number}"
     if synchronization == "central":
-        return central.CentralStatistics(strategy.extended, key)
-    return RingStatistics(strategy.extended, key)
+        return central.CentralStatistics(ring, key)
+    return RingStatistics(ring, key)

@@ -12,15 +12,13 @@ Every replica gets the moments of all, in the order of rank and replica, and mer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
 from tfring.layers.moments import merge
-
-if TYPE_CHECKING:
-    from tfring.strategy.extended import RingExtended
+from tfring.runtime import Ring
 
 
 class LocalStatistics:
@@ -74,9 +72,9 @@ class RingStatistics(LocalStatistics):
     On the control ring and not the gradients', so that no bucket of gradients waits for a statistic.
     """
 
-    def __init__(self, extended: RingExtended, key: str) -> None:
-        self.extended = extended
-        self._control = extended.control
+    def __init__(self, ring: Ring, key: str) -> None:
+        self.ring = ring
+        self._control = ring.control
         self._key = key
 
     def merge(self, moments: tf.Tensor, share: tf.Tensor | None = None) -> tf.Tensor:
@@ -101,7 +99,7 @@ class RingStatistics(LocalStatistics):
                 lambda: tf.zeros_like(replicas[0]),
             )
 
-        combined = self.extended.cross_replica(on_worker, mine, share)
+        combined = self.ring.cross_replica(on_worker, mine, share)
         return combined if share is None else tf.where(share, combined, mine)
 
     def _over_workers(self, replicas: tf.Tensor, what: str, combine: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:

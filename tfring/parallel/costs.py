@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,9 +19,7 @@ from tfring._keras.sharding import is_sharded_along
 from tfring.errors import ConfigurationError
 from tfring.parallel.stages import calls_of, crossings_of, functional_of, outputs_of
 from tfring.reduction.stage_plan import LayerCost
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _SAME_MEMORY = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient")  # as their input
 _NO_ACTIVATIONS = ("ReadVariableOp", "Const", "Placeholder")
@@ -57,16 +55,16 @@ def measure_layers(model: keras.Model, x: Any, *, slots: int = 2, repetitions: i
     """
     functional = functional_of(model)
     _check(model, slots=slots, repetitions=repetitions)
-    strategy = ring_of_model(model)
+    ring = ring_of_model(model)
     nodes = calls_of(functional)
     known = _Known(dict(zip(map(id, functional.inputs), functional._standardize_inputs(x), strict=True)))
     seconds, inside = [], []
     for node in nodes:
-        call = _Call(node, known, strategy)
+        call = _Call(node, known, ring)
         seconds.append(_seconds(call.function, call.taken(), repetitions))
         inside.append(call.bytes_inside)
-    if strategy is not None:
-        world = strategy.extended.world
+    if ring is not None:
+        world = ring.world
         summed = world.all_reduce([tf.constant(seconds, tf.float64)], name="seconds of layers")[0]
         seconds = (summed.numpy() / world.world_size).tolist()
     costs: list[LayerCost] = []
@@ -122,7 +120,7 @@ class _Call:
       bytes_inside: of tensors kept for the backward pass that are neither inputs nor outputs.
     """
 
-    def __init__(self, node: Any, known: _Known, strategy: RingStrategy | None) -> None:
+    def __init__(self, node: Any, known: _Known, ring: Ring | None) -> None:
         self._node = node
         self._known = known
         self._tensors = list({id(tensor): tensor for tensor in node.input_tensors}.values())
@@ -131,10 +129,10 @@ class _Call:
 
         @tf.function(autograph=False)
         def function(values: Sequence[Any]) -> list:
-            if strategy is None:
+            if ring is None:
                 return self._passes(values)
-            results = strategy.run(self._passes, args=(values,))
-            return [strategy.experimental_local_results(result)[0] for result in results]
+            results = ring.strategy.run(self._passes, args=(values,))
+            return [ring.strategy.experimental_local_results(result)[0] for result in results]
 
         self.function = function
         outputs = function(self.taken())[: len(node.outputs)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -34,9 +34,7 @@ from tfring.errors import ConfigurationError
 from tfring.parallel.combined_rows import refuse_combined_rows, spec_of_any_rows
 from tfring.parallel.stages import Crossing, StagedModel
 from tfring.reduction.pipeline_schedule import FORWARD, Schedule
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 
 class Microbatch:
@@ -91,17 +89,17 @@ class Passes:
     Args:
       pipeline: the `Pipeline`, for its losses, metrics and optimizer.
       staged: its model in stages.
-      strategy: the RingStrategy, whose mesh has as many stages.
+      ring: the workers, whose mesh has as many stages.
       recompute: whether forward passes run again before backward passes.
     """
 
-    def __init__(self, pipeline: Any, staged: StagedModel, strategy: RingStrategy, recompute: bool) -> None:
+    def __init__(self, pipeline: Any, staged: StagedModel, ring: Ring, recompute: bool) -> None:
         self._pipeline = pipeline
         self._staged = staged
-        self._strategy = strategy
+        self._ring = ring
         self._recompute = recompute
-        self.control = strategy.extended.along("pipeline", "control")
-        self.gradients = strategy.extended.along("pipeline", "gradients")
+        self.control = ring.along("pipeline", "control")
+        self.gradients = ring.along("pipeline", "gradients")
         self.number = self.control.rank
         self.stage = staged.stages[self.number]
         self.is_last = self.number == len(staged.stages) - 1
@@ -180,7 +178,7 @@ class Passes:
                 "A Pipeline cuts a batch between rows, along the first dimension of its tensors. Received: a batch "
                 f"without rows, {tf.nest.flatten(element)}."
             )
-        replicas = self._strategy.num_replicas_in_sync
+        replicas = self._ring.num_replicas
         return [Microbatch(number, count, element, rows, replicas) for number in range(count)]
 
     def _forward_only(self, element: Any, count: int, counted: _Counted | None, training: bool | None) -> list[Held]:

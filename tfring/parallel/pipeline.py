@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -16,12 +16,9 @@ from tfring._keras.sharding import is_sharded_along, mark, stages
 from tfring.errors import ConfigurationError
 from tfring.parallel.passes import Passes
 from tfring.parallel.stages import StagedModel, batch_normalizations, cut_model
-from tfring.recognition import current_ring
 from tfring.reduction.pipeline_schedule import Schedule, plan_schedule
 from tfring.ring.collectives import RingCollectives
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, current_ring
 
 
 class Pipeline(keras.Model):
@@ -75,35 +72,35 @@ class Pipeline(keras.Model):
         **kwargs: Any,
     ) -> None:
         staged = cut_model(model, stages)
-        strategy = ring_of_model(model)
-        if strategy is None and current_ring() is not None:
+        ring = ring_of_model(model)
+        if ring is None and current_ring() is not None:
             raise ConfigurationError(
                 "A Pipeline belongs to the strategy in whose scope its model was made. Received: model "
                 f"{model.name!r}, made outside. Move the lines that make it inside `with strategy.scope():`."
             )
         self._schedule: Schedule = plan_schedule(schedule, len(staged.stages), num_microbatches)
-        with contextlib.nullcontext() if strategy is None else strategy.scope():
+        with contextlib.nullcontext() if ring is None else ring.scope():
             super().__init__(**{"name": f"pipeline_of_{model.name}", "dtype": model.dtype_policy, **kwargs})
         self.model = model
         if hasattr(model, "output_names"):  # by which losses and metrics are given
             self.output_names = model.output_names
         self.num_microbatches = num_microbatches
         self._passes: Passes | None = None
-        if strategy is not None and strategy.mesh.pipeline > 1:
-            self._divide(staged, strategy, bool(recompute))
+        if ring is not None and ring.mesh.pipeline > 1:
+            self._divide(staged, ring, bool(recompute))
         self.built = True
 
-    def _divide(self, staged: StagedModel, strategy: RingStrategy, recompute: bool) -> None:
+    def _divide(self, staged: StagedModel, ring: Ring, recompute: bool) -> None:
         """Leaves each stage to its workers."""
-        _check(self.model, staged, strategy, self._schedule, recompute)
-        passes = Passes(self, staged, strategy, recompute)
+        _check(self.model, staged, ring, self._schedule, recompute)
+        passes = Passes(self, staged, ring, recompute)
         _check_channels(passes, self._schedule)
         stages.refuse_new_weights()
         for stage in staged.stages:
             for variable in stage.variables:
                 mark(variable, stage=stage.number)
             for variable in stage.weights:
-                stages.give(strategy, variable, stage.number)
+                stages.give(ring, variable, stage.number)
         self._passes = passes
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -176,9 +173,9 @@ class Pipeline(keras.Model):
 
 
 def _check(
-    model: keras.Model, staged: StagedModel, strategy: RingStrategy, schedule: Schedule, recompute: bool
+    model: keras.Model, staged: StagedModel, ring: Ring, schedule: Schedule, recompute: bool
 ) -> None:
-    mesh = strategy.mesh
+    mesh = ring.mesh
     if len(staged.stages) != mesh.pipeline:
         raise ConfigurationError(
             "A Pipeline has a stage for each worker along the pipeline axis: `stages` names the layers with which "

@@ -7,17 +7,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfring.runtime import Ring
 from tfring.sharding import Sharding
 
 
 def clip(
-    optimizer: Any, strategy: Any, grads: Sequence[Any], shardings: Sequence[Sharding | None], by_value: Callable
+    optimizer: Any, ring: Ring | None, grads: Sequence[Any], shardings: Sequence[Sharding | None], by_value: Callable
 ) -> list:
     """Returns the gradients, clipped as Keras' `_clip_gradients` clips full ones.
 
     Args:
       optimizer: which says how to clip.
-      strategy: the RingStrategy; None in one process.
+      ring: the workers; None in one process.
       grads: tensors and IndexedSlices, which stay such.
       shardings: of the value of which each gradient is that of a shard; None for a full one.
       by_value: Keras' `_clip_gradients`, for what needs no norm.
@@ -29,7 +30,8 @@ def clip(
     squares = tf.stack([tf.reduce_sum(tf.square(tf.cast(_values(g), wide))) for g in grads])
     axes = [None if sharding is None else sharding.axis for sharding in shardings]
     for axis in sorted({axis for axis in axes if axis is not None}):
-        collectives = strategy.extended.along(axis, "gradients")
+        assert ring is not None  # which has the shards
+        collectives = ring.along(axis, "gradients")
         [everyones] = collectives.all_reduce([squares], name="squares of gradients")
         squares = tf.where(tf.constant([a == axis for a in axes]), everyones, squares)
     if optimizer.clipnorm:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
+from tfring.runtime import Ring
 
 _watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by strategy
 
@@ -25,27 +26,27 @@ class Watch:
         whose gradient was not finite first; -1 where all were.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, ring: Ring) -> None:
         self.names: list[str] = []
         self.notes = []
-        for device in strategy.extended.worker_devices:
+        for device in ring.devices:
             with tf.device(device):
                 self.notes.append(tf.Variable([-1, -1], dtype=tf.int64, trainable=False))
 
 
-def begin(strategy: Any) -> Watch:
+def begin(ring: Ring) -> Watch:
     """Has steps that are traced from now on note what their replicas find."""
-    _watches[strategy] = watch = Watch(strategy)
+    _watches[ring] = watch = Watch(ring)
     return watch
 
 
-def end(strategy: Any) -> None:
-    _watches.pop(strategy, None)
+def end(ring: Ring) -> None:
+    _watches.pop(ring, None)
 
 
-def note(strategy: Any, optimizer: Any, gradients: Sequence[Any], names: Sequence[str], active: Any) -> None:
+def note(ring: Ring, optimizer: Any, gradients: Sequence[Any], names: Sequence[str], active: Any) -> None:
     """Notes a replica's first gradient that is not finite, in the cross-replica context, before they are reduced."""
-    watch = _watches.get(strategy)
+    watch = _watches.get(ring)
     if watch is None:
         return
     chosen = [(g, name) for g, name in zip(gradients, names, strict=False) if g is not None]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfring.runtime import Ring
 from tfring.step import trace
 
 
@@ -19,7 +20,7 @@ def graph_function(body: Any) -> Any:
     return tf.function(functools.partial(body), reduce_retracing=True, autograph=False)
 
 
-def between_collectives(model: Any, kind: str, strategy: Any) -> Any:
+def between_collectives(model: Any, kind: str, ring: Ring) -> Any:
     """Returns a step of a model whose operations between collectives XLA compiles, if the model was compiled for that.
 
     XLA has no operation of the ring, and so takes no step as a whole. What it has an operation for, it compiles in
@@ -28,7 +29,7 @@ def between_collectives(model: Any, kind: str, strategy: Any) -> Any:
     Args:
       model: a Keras model, with `jit_compile`.
       kind: "train", "test" or "predict".
-      strategy: its RingStrategy.
+      ring: the workers.
     """
     step = getattr(model, f"{kind}_step")
     if not model.jit_compile:
@@ -37,7 +38,7 @@ def between_collectives(model: Any, kind: str, strategy: Any) -> Any:
     def compiled(element: Any) -> Any:
         with tf.xla.experimental.jit_scope():
             results = step(element)
-        trace.compiled(strategy, kind)
+        trace.compiled(ring, kind)
         return results
 
     return compiled

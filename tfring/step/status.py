@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfring.errors import MismatchError, Reason
+from tfring.runtime import Ring
 
 _BEGINS, _STOPS, _ENDS = range(3)  # what a rank is about to do: a step, to leave the loop, to end its epoch
 _HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three
@@ -75,21 +76,21 @@ class Status(NamedTuple):
     rows: tf.Tensor
 
 
-def before_step(strategy: Any, rows: Any, has_batch: Any, fingerprint: Any = None) -> Status:
+def before_step(ring: Ring, rows: Any, has_batch: Any, fingerprint: Any = None) -> Status:
     """Tells the others what this rank has drawn: one collective.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       rows: a list of the number of rows of each replica of this worker, None where that is not known.
       has_batch: bool, whether this rank drew a batch.
       fingerprint: int64 scalar of the global batch, 0 without one; None, or always 0, where ranks have their own rows.
     """
     rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
     has_batch = tf.convert_to_tensor(has_batch)
-    if strategy.extended.is_alone:
+    if ring.is_alone:
         return Status(has_batch, has_batch, None, None, None, tf.ones([1], tf.float64), rows)
     fingerprint = tf.constant(0, tf.int64) if fingerprint is None else fingerprint
-    head, everyones = _told(strategy, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
+    head, everyones = _told(ring, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
     largest, negative, drawn, *flags = tf.unstack(head)
     has_batch = drawn > 0
     is_same = largest == -negative  # 0 where the data has ended
@@ -179,11 +180,11 @@ def named() -> Iterator[None]:
     raise DifferentDataError(Reason(reason))
 
 
-def behind_loop(strategy: Any, stop: bool) -> tuple[bool, bool]:
+def behind_loop(ring: Ring, stop: bool) -> tuple[bool, bool]:
     """Tells the others that this rank has left Keras' loop over batches: one eager collective.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       stop: whether a callback of this rank has stopped it.
 
     Returns:
@@ -192,18 +193,18 @@ def behind_loop(strategy: Any, stop: bool) -> tuple[bool, bool]:
     Raises:
       MismatchError: where others take a step and none has stopped.
     """
-    mine = [tf.int64.min, tf.int64.min, 0, 0, int(stop), int(not stop), *[0] * strategy.num_replicas_in_sync]
-    flags = strategy.extended.world.largest(mine, name="status")[3:_HEAD]
+    mine = [tf.int64.min, tf.int64.min, 0, 0, int(stop), int(not stop), *[0] * ring.num_replicas]
+    flags = ring.world.largest(mine, name="status")[3:_HEAD]
     if flags[_BEGINS] and not flags[_STOPS]:
         raise MismatchError(_OTHER_LENGTHS, reason=Reason.OTHER_LENGTHS)
     return bool(flags[_STOPS]), bool(flags[_BEGINS])
 
 
-def compare_passes(strategy: Any, num_batches: int, fingerprint: int) -> None:
+def compare_passes(ring: Ring, num_batches: int, fingerprint: int) -> None:
     """Compares whole passes over data, of ranks that did not tell each other of each batch: one eager collective.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       num_batches: how many batches this rank drew.
       fingerprint: of all of them.
 
@@ -211,18 +212,18 @@ def compare_passes(strategy: Any, num_batches: int, fingerprint: int) -> None:
       MismatchError: on every rank, where ranks drew other batches, or not equally many.
     """
     mine = [num_batches, -num_batches, fingerprint, -fingerprint]
-    most, least, one, other = strategy.extended.world.largest(mine, name="batches of predictions")
+    most, least, one, other = ring.world.largest(mine, name="batches of predictions")
     if most != -least:
         raise DifferentDataError(Reason.ENDED_EARLY)
     if one != -other:
         raise DifferentDataError(Reason.OTHER_BATCHES)
 
 
-def _told(strategy: Any, prints: Any, has_batch: Any, rows: Any) -> Any:
+def _told(ring: Ring, prints: Any, has_batch: Any, rows: Any) -> Any:
     """Returns the largest of each number over all ranks, of which this one begins a step: the head, and the rows."""
-    before = strategy.extended.control.rank * rows.shape[0]
-    after = strategy.num_replicas_in_sync - before - rows.shape[0]
+    before = ring.first_replica
+    after = ring.num_replicas - before - rows.shape[0]
     flags = [1, 0, 0]  # of _BEGINS, _STOPS, _ENDS
     mine = tf.concat([prints, [tf.cast(has_batch, tf.int64)], flags, tf.pad(rows, [[before, after]])], 0)
-    [everyone] = strategy.extended.world.all_reduce([mine], "max", name="status")
-    return tf.split(everyone, [_HEAD, strategy.num_replicas_in_sync])
+    [everyone] = ring.world.all_reduce([mine], "max", name="status")
+    return tf.split(everyone, [_HEAD, ring.num_replicas])

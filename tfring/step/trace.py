@@ -11,36 +11,36 @@ from tfring import _tf
 from tfring.ring import trace
 
 
-def _recorder(strategy: Any) -> Any:
-    return getattr(strategy, "trace", None)
+def _recorder(ring: Any) -> Any:
+    return getattr(ring, "trace", None)
 
 
-def _control(strategy: Any) -> Any:
-    return getattr(strategy.extended.world, "communicator", None)  # none where there is one worker
+def _control(ring: Any) -> Any:
+    return getattr(ring.world, "communicator", None)  # none where there is one worker
 
 
-def begin_loop(strategy: Any) -> None:
+def begin_loop(ring: Any) -> None:
     """Tells a trace that a pass over batches begins."""
-    recorder = _recorder(strategy)
+    recorder = _recorder(ring)
     if recorder is not None:
         recorder.new_loop()
 
 
-def entry(strategy: Any) -> Any:
+def entry(ring: Any) -> Any:
     """Around `fit`, `evaluate` or `predict`."""
-    recorder = _recorder(strategy)
-    return contextlib.nullcontext() if recorder is None else recorder.entry(strategy.extended.trace_source)
+    recorder = _recorder(ring)
+    return contextlib.nullcontext() if recorder is None else recorder.entry(ring.trace_source)
 
 
-def step(strategy: Any, kind: str) -> Any:
+def step(ring: Any, kind: str) -> Any:
     """Around a call of a step function; `kind` is "train", "test" or "predict"."""
-    recorder = _recorder(strategy)
+    recorder = _recorder(ring)
     return contextlib.nullcontext() if recorder is None else recorder.step(kind)
 
 
-def compiled(strategy: Any, kind: str) -> None:
+def compiled(ring: Any, kind: str) -> None:
     """Tells a trace which operations of a step, whose graph is being made, XLA compiles."""
-    recorder = _recorder(strategy)
+    recorder = _recorder(ring)
     if recorder is None or tf.executing_eagerly():
         return
     types = _tf.types_in_jit_scopes(tf.compat.v1.get_default_graph())
@@ -48,15 +48,15 @@ def compiled(strategy: Any, kind: str) -> None:
     recorder.compiled(kind, len(types), sum(name not in others for name in types), others)
 
 
-def next_batch(strategy: Any, draw: Any) -> Any:
+def next_batch(ring: Any, draw: Any) -> Any:
     """`draw()`, which makes the ops that wait for the next batch, between two marks."""
-    recorder = _recorder(strategy)
+    recorder = _recorder(ring)
     if recorder is None:
         return draw()
     from tfring.ring import ops
 
     recorder.building = not tf.executing_eagerly()
-    control = _control(strategy)  # whose next collective is that of the row counts
+    control = _control(ring)  # whose next collective is that of the row counts
     with tf.control_dependencies(ops.mark(trace.INPUT_BEGINS, control)):
         drawn = draw()
     tensors = [t for t in tf.nest.flatten(drawn, expand_composites=True) if tf.is_tensor(t)]

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,13 +23,9 @@ from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.data.distribute import agreed_cardinality, distribute, is_sliced
 from tfring.data.rows import has_static_rows, num_rows, one_row_at_least, with_open_rows
 from tfring.errors import ConfigurationError
-from tfring.reduction.dense import BucketSizes
-from tfring.ring import trace
-from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
-
-if TYPE_CHECKING:
-    from tfring.reduction.sparse import SparseOptions
-    from tfring.strategy.ring import RingStrategy
+from tfring.reduction.sparse import SparseOptions
+from tfring.ring.collectives import Collectives
+from tfring.runtime import Ring, connect
 
 _NOT_SUMMED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
 _running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
@@ -42,10 +37,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def __init__(
         self,
-        container_strategy: RingStrategy,
+        container_strategy: tf.distribute.Strategy,
         cluster: Cluster,
         mesh: Mesh,
         *,
+        workers: Cluster | None,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
         communication: str,
         devices: Sequence[str] | None,
@@ -59,88 +55,33 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         # TensorFlow's server binds the port itself.
         self.cluster = release_listener(cluster) if communication == "tensorflow" else cluster
         self.mesh = mesh
-        self.communication = communication
         self._requested_devices = tuple(devices) if devices else None
         self._cluster_resolver = cluster_resolver or ClusterResolver(self.cluster, release_port=False)
         self._communication_options = communication_options or _tf.CommunicationOptions()
         self._collective_key_base = container_strategy._collective_key_base
         self._cfer_fn_cache: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._use_var_policy = False
-        self._of_worker = False
         self._of_parts = False  # whether the variable that is made is one of which replicas hold parts of a sum
         self.experimental_enable_get_next_as_optional = True
 
         if communication == "tensorflow" and self.cluster.world_size > 1:
             self._initialize_tensorflow_worker()
-            world = gradients = _tensorflow_runtime[1]
+            channels = (_tensorflow_runtime[1],) * 2
         else:
             self._initialize_ring_worker()
-            world, gradients = _connect(self.cluster)
-        self.world: Collectives = world
-        """All workers, on the control channel: what is to be alike on every rank, files, initial values."""
-        self.peers: Any = world
-        """The same for what a program itself exchanges, in which workers that train by themselves take part, too."""
-        self.channels = [world] if world is gradients else [world, gradients]
-        self._along = {"control": {"world": world}, "gradients": {"world": gradients}}
-        self.control: Collectives = self.along("data")
-        """The workers that share each weight, for everything but gradients: statistics, logs, results."""
-        self.gradients: Collectives = self.along("data", "gradients")
-        """The same on the channel of gradients, so that no bucket waits for a statistic of the backward pass."""
-        buckets = BucketSizes(bucket_bytes) if bucket_bytes else BucketSizes.of(self.cluster.num_nodes)
-        self.control_ops = RingAllReduce(self.control, self.worker_devices, sparse, buckets)
-        self._cross_device_ops = self._host_cross_device_ops = self.control_ops
-        self.gradient_ops = RingAllReduce(self.gradients, self.worker_devices, sparse, buckets, compression)
-
-    def start_trace(self, folder: str | os.PathLike) -> trace.Recorder:
-        """Starts the trace of this rank into a folder; see `tfring.ring.trace`."""
-        communicator = getattr(self.world, "communicator", None)
-        self.trace_source: trace.Source = trace.RingSource(communicator)
-        recorder = trace.start(folder, self.cluster.rank, self.cluster.world_size, self.trace_source)
-        if communicator is not None:
-            self.gradients.marks_ready = True
-        return recorder
-
-    # -- workers ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_replicas(self) -> int:
-        """Returns the number of replicas of all workers."""
-        return self._num_replicas_in_sync
-
-    @property
-    def is_alone(self) -> bool:
-        """Returns True for a single replica of a single worker: there is no other to exchange data with."""
-        return self.cluster.world_size * len(self.worker_devices) == 1
-
-    def along(self, axis: str, channel: str = "control") -> Collectives:
-        """Returns the collectives of the ranks along an axis of the mesh through this one, in the order of their
-        coordinates.
-
-        Those of one channel are called in one order; those of the other may be under way at the same time.
-
-        Args:
-          axis: "data", "model", "pipeline", several joined by "+", or "world".
-          channel: "control" or "gradients".
-        """
-        found = self._along[channel]
-        if axis not in found:
-            ranks = self.mesh.ranks(axis, self.cluster.rank)
-            world = found["world"]
-            if len(ranks) == 1:
-                found[axis] = LocalCollectives()
-            elif len(ranks) == world.world_size:
-                found[axis] = world
-            else:
-                found[axis] = world.group(ranks, f"{axis} of ranks {', '.join(map(str, ranks))}")
-        return found[axis]
-
-    def bytes_sent(self) -> int | None:
-        """Returns the bytes this worker has sent in all collectives; None where the engine does not count."""
-        return _total(channel.bytes_sent() for channel in self.channels)
-
-    def seconds_waited(self) -> float | None:
-        """Returns the seconds that collectives of this worker have waited for others; None if they are not counted."""
-        return _total(channel.seconds_waited() for channel in self.channels)
+            channels = connect(self.cluster)
+        self.ring = Ring(
+            container_strategy,
+            workers or self.cluster,
+            mesh,
+            communication,
+            self.worker_devices,
+            channels,
+            sparse=sparse,
+            bucket_bytes=bucket_bytes,
+            compression=compression,
+        )
+        self._cross_device_ops = self._host_cross_device_ops = self.ring.control_ops
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
@@ -210,11 +151,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             self._collective_keys,
         )
 
-    @property
-    def is_on_cpu(self) -> bool:
-        """Returns True if the replicas of this worker are on CPUs."""
-        return self._local_device_type == "CPU"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RingExtended:
         return self
 
@@ -223,19 +159,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _use_merge_call(self) -> bool:
         # In the cross-replica context there is nothing to merge: optimizers then update variables at once.
         return not _tf.distribute_lib.in_cross_replica_context()
-
-    def cross_replica(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Runs `fn(*args)` in the cross-replica context, from a replica.
-
-        With one replica a worker this needs no `merge_call`, so that it works inside `tf.cond` too.
-        """
-        strategy = self._container_strategy()
-        if len(self.worker_devices) > 1:
-            if _tf.is_in_another_graph():
-                raise ConfigurationError(_in_a_branch(len(self.worker_devices)))
-            return tf.distribute.get_replica_context().merge_call(lambda _, *a: fn(*a), args=args)
-        with _tf.cross_replica_context(strategy):
-            return fn(*args)
 
     # -- reduction -------------------------------------------------------------------------------------------------
 
@@ -281,12 +204,12 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
         def on_worker(active: Any, *gradients: Any) -> list[Any]:
             active = None if active is None else values_of(active)
-            summed = [self.gradient_ops.sum_on_worker(g, active) for g in gradients]
-            return self.gradient_ops.sum_over_workers(summed, name="gradients")
+            summed = [self.ring.gradient_ops.sum_on_worker(g, active) for g in gradients]
+            return self.ring.gradient_ops.sum_over_workers(summed, name="gradients")
 
         present = [i for i, g in enumerate(flat) if g is not None]
         with partition.own():
-            reduced = self.cross_replica(on_worker, running.active, *(running.weigh(flat[i]) for i in present))
+            reduced = self.ring.cross_replica(on_worker, running.active, *(running.weigh(flat[i]) for i in present))
         for i, total in zip(present, reduced, strict=True):
             # A tensor of this replica's own: of one that all replicas hold, TensorFlow would make one value.
             flat[i] = tf.nest.map_structure(
@@ -325,15 +248,6 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     # -- variables -------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def variables_of_worker(self) -> Iterator[None]:
-        """Enters a scope in which variables are this worker's own: those of others may have other shapes."""
-        self._of_worker = True
-        try:
-            yield
-        finally:
-            self._of_worker = False
-
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Callable[[], tf.Tensor]:
@@ -341,8 +255,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             to_value = tf.zeros_like if self._of_parts else tf.identity
             return lambda: to_value(kwargs["initial_value"]())
 
-        of_worker = self._of_worker
-        is_zero = self._of_parts and self.control.rank > 0  # or the sum would have the value of each
+        of_worker = self.ring.makes_own_variables
+        is_zero = self._of_parts and self.ring.control.rank > 0  # or the sum would have the value of each
 
         def local_value() -> tf.Tensor:
             value = kwargs["initial_value"]
@@ -368,17 +282,17 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _initial_value(self, value: tf.Tensor, of_worker: bool) -> tf.Tensor:
         """Returns the first rank's value; a worker's own where it has variables of its own."""
-        is_alone = self.cluster.world_size == 1 and not self.world.reaches_others
+        is_alone = self.cluster.world_size == 1 and not self.ring.world.reaches_others
         if value.dtype == tf.string or is_alone or of_worker:
             return value
         value = partition.expect(value, "same", "the initial value of a variable")
         # Not by the variable's name: Keras numbers names, and a rank may have made another model before.
         with partition.own():
-            value = self.world.broadcast([value], name="initial value of a variable")[0]
+            value = self.ring.world.broadcast([value], name="initial value of a variable")[0]
         return partition.declare(value, "full")
 
     def _update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        updater = self._container_strategy().updater
+        updater = self.ring.updater
         if updater is not None and tf.executing_eagerly() and step.current() is None:
             updater.on_assign(var)
         return super()._update(var, fn, *args, **kwargs)
@@ -388,7 +302,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: tf.distribute.InputOptions | None) -> Any:
         per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
         if is_sliced(dataset) and not (options and options.experimental_replication_mode == per_replica):
-            return distribute(self._container_strategy(), dataset, options)
+            return distribute(self.ring, dataset, options)
         return self._with_agreed_cardinality(super()._experimental_distribute_dataset(dataset, options))
 
     def _distribute_datasets_from_function(
@@ -397,7 +311,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         return self._with_agreed_cardinality(super()._distribute_datasets_from_function(dataset_fn, options))
 
     def _with_agreed_cardinality(self, distributed: Any) -> Any:
-        cardinality = agreed_cardinality(self.world, int(distributed.cardinality))
+        cardinality = agreed_cardinality(self.ring.world, int(distributed.cardinality))
         _tf.set_cardinality(distributed, cardinality)
         return distributed
 
@@ -405,7 +319,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._container_strategy().warn_of_another_cluster()
-        if step.current() is not None or self.is_alone:
+        if step.current() is not None or self.ring.is_alone:
             return self._run_replicas(fn, args, kwargs)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             # Put around all replicas, as TensorFlow does: each in a tf.function of its own, they could not merge.
@@ -450,7 +364,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             with how what replicas wrote becomes one.
         """
         strategy = self._container_strategy()
-        alone = self.is_alone
+        alone = self.ring.is_alone
         written: list = []
 
         def replica_fn(number: int, element: Any, share: tf.Tensor) -> Any:
@@ -495,35 +409,9 @@ def _without_naming_another_strategy() -> Iterator[None]:
         logger.removeFilter(names_no_other)
 
 
-def _in_a_branch(replicas: int) -> str:
-    return (
-        "TensorFlow brings the replicas of one worker together outside of branches and loops of a step alone. "
-        "Received: an optimizer, or another call for all replicas, in a `tf.cond`, a `tf.while_loop` or a function of "
-        f"these, with {replicas} replicas on this worker. Accumulate gradients by the optimizer's "
-        "`gradient_accumulation_steps`, or start one worker a device."
-    )
-
-
 def _like(gradient: Any, total: Any) -> Any:
     """Returns a reduced gradient as IndexedSlices if it was one: the ring may have turned it dense."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(total, tf.IndexedSlices):
         return total
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
 
-
-def _total(counts: Iterable[Any]) -> Any:
-    """Returns the sum, None if one of them is None. A channel counts what its groups do."""
-    found = list(counts)
-    return None if None in found else sum(found)
-
-
-def _connect(cluster: Cluster) -> tuple[Collectives, Collectives]:
-    """Connects two rings over the same workers: control and gradients."""
-    if cluster.world_size == 1:
-        alone = LocalCollectives()
-        return alone, alone
-    from tfring.ring.communicator import Communicator
-
-    control = Communicator.connect(cluster, "control")
-    gradients = Communicator.connect(cluster, "gradients", beside=control)
-    return RingCollectives(control), RingCollectives(gradients)

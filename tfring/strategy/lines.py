@@ -8,13 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfring import config, seeding
 from tfring.cluster import secret
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 _MOST = 0.5  # the share of waiting above which the last line gives advice
 _LINKS = {"shm": "shared memory", "tcp": "TCP"}
@@ -30,25 +28,26 @@ class RunLines:
     It holds no strategy, so that one which nothing refers to is collected; its last line then comes at exit.
 
     Args:
-        strategy: a RingStrategy, complete.
+        ring: the strategy's Ring.
+        num_servers: of parameter servers.
     """
 
-    def __init__(self, strategy: RingStrategy) -> None:
+    def __init__(self, ring: Ring, num_servers: int) -> None:
         self._seconds = 0.0
         self._waited: float | None = 0.0
         self._sent: int | None = 0
         self._depth = 0  # of calls under way: `fit` evaluates
         self._has_failed = False
         self._process = os.getpid()  # what is forked from it prints nothing
-        self._is_open = strategy.world_size > 1 and strategy.is_chief and not config.read("TFRING_QUIET")
+        self._is_open = ring.cluster.world_size > 1 and ring.cluster.is_chief and not config.read("TFRING_QUIET")
         if self._is_open:
-            _print(start_line(strategy))
+            _print(start_line(ring, num_servers))
             atexit.register(self.close)
 
     @contextlib.contextmanager
-    def timed(self, strategy: RingStrategy) -> Iterator[None]:
+    def timed(self, ring: Ring) -> Iterator[None]:
         """Adds the time of a call of `fit`, `evaluate` or `predict`, what it waited and what it sent."""
-        before = (time.monotonic(), strategy.seconds_waited(), strategy.bytes_sent())
+        before = (time.monotonic(), ring.seconds_waited(), ring.bytes_sent())
         self._depth += 1
         self._has_failed = True
         try:
@@ -58,8 +57,8 @@ class RunLines:
         self._has_failed = False
         if self._depth == 0:
             self._seconds += time.monotonic() - before[0]
-            self._waited = _sum(self._waited, before[1], strategy.seconds_waited())
-            self._sent = _sum(self._sent, before[2], strategy.bytes_sent())
+            self._waited = _sum(self._waited, before[1], ring.seconds_waited())
+            self._sent = _sum(self._sent, before[2], ring.bytes_sent())
 
     def close(self) -> None:
         """Prints the last line, once; nothing where no call was made, or the program fails."""
@@ -70,20 +69,19 @@ class RunLines:
             _print(end_line(self._seconds, self._waited, self._sent))
 
 
-def start_line(strategy: RingStrategy) -> str:
+def start_line(ring: Ring, servers: int) -> str:
     """Returns the first line, such as "2 workers on 1 host (TF_CONFIG): ring over shared memory, without a secret."."""
-    cluster = strategy.cluster
+    cluster = ring.cluster
     hosts = f"{cluster.num_nodes} hosts" if cluster.num_nodes > 1 else "1 host"
-    servers = getattr(strategy, "num_servers", 0)
     parts = []
-    communicator = getattr(strategy.extended.world, "communicator", None)
-    if strategy.extended.communication == "tensorflow":
+    communicator = getattr(ring.world, "communicator", None)
+    if ring.communication == "tensorflow":
         parts.append("TensorFlow's collectives")
     elif communicator is not None:
         parts.append(f"ring over {' and '.join(_LINKS[link] for link in sorted(set(communicator.transport)))}")
     if servers:
         parts.append(f"{servers} parameter server{'s' if servers > 1 else ''}")
-    if strategy.extended.communication != "tensorflow":
+    if ring.communication != "tensorflow":
         has_secret = cluster.secret is not None or secret.configured() is not None
         parts.append("with a secret" if has_secret else "without a secret")
     if seeding.current() is not None:

@@ -18,11 +18,11 @@ from tfring._keras.sharding import gradient_is_complete, sharding_of
 from tfring.cluster import Cluster, Mesh, detect, detection
 from tfring.cluster_resolver import ClusterResolver
 from tfring.errors import ConfigurationError
-from tfring.recognition import RingMarker, forget, remember
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring import failures
 from tfring.ring.library import COMPRESSIONS
 from tfring.ring.trace import Recorder
+from tfring.runtime import Ring, forget, remember
 from tfring.strategy.delayed import Delayed
 from tfring.strategy.extended import RingExtended
 from tfring.strategy.lines import RunLines
@@ -52,7 +52,7 @@ _EXCLUSIONS = {  # of two options, why one excludes the other
 }
 
 
-class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
+class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Trains one model on the replicas of several workers, as one process would train it on the whole batch.
 
     Every worker (process) runs the same program. Variables are made on every replica with rank 0's initial value;
@@ -109,7 +109,8 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
     """
 
     extended: RingExtended
-    updater: Any = None  # what stands between optimizers and weights: parameter servers, or steps of a worker's own
+    ring: Ring
+    _workers: Cluster | None = None  # those of parameter servers, where each has a ring of its own
     _extended_class = RingExtended
 
     def __init__(
@@ -181,6 +182,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             self,
             cluster,
             mesh,
+            workers=self._workers,
             cluster_resolver=cluster_resolver,
             communication=communication,
             devices=devices,
@@ -191,25 +193,22 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         )
         # Not the initialiser of MultiWorkerMirroredStrategy: that starts a gRPC server.
         tf.distribute.Strategy.__init__(self, extended)
-        self.shard_optimizer = bool(shard_optimizer)
-        self.check_equal = check_equal
-        self.random = random
+        ring = self.ring = extended.ring
+        ring.shard_optimizer, ring.check_equal, ring.random = bool(shard_optimizer), check_equal, random
         if synchronization is not None:
-            if len(extended.worker_devices) > 1:
+            if len(ring.devices) > 1:
                 raise ConfigurationError(
                     f"With synchronization={type(synchronization).__name__}(...) a worker is one replica. Received: "
-                    f"devices={extended.worker_devices}. Start a worker for each, as `tfring launch` does."
+                    f"devices={ring.devices}. Start a worker for each, as `tfring launch` does."
                 )
-            self.updater = LocalSteps(self, synchronization)
+            ring.updater = LocalSteps(ring, synchronization)
         _keras.install()
         if cluster.world_size > 1:
-            _keras.share_seeds(self)
-        self.trace: Recorder | None = None if trace is None else self._start_trace(trace)
-        remember(self)
-        self.lines = RunLines(self)
-
-    def _start_trace(self, folder: str | os.PathLike) -> Recorder | None:
-        return self.extended.start_trace(folder)
+            _keras.share_seeds(ring)
+        if trace is not None and self._workers is None:  # servers start it once they are there
+            ring.start_trace(trace)
+        remember(ring)
+        ring.lines = RunLines(ring, getattr(self, "num_servers", 0))
 
     @tf.autograph.experimental.do_not_convert
     def scope(self) -> AbstractContextManager[Any]:
@@ -230,9 +229,14 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
             )
 
     @property
+    def trace(self) -> Recorder | None:
+        """The recorder of this rank's trace; None where none is written."""
+        return self.ring.trace
+
+    @property
     def cluster(self) -> Cluster:
         """The rank of this worker and the addresses of all."""
-        return self.extended.cluster
+        return self.ring.cluster
 
     @property
     def rank(self) -> int:
@@ -255,12 +259,12 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         running = step.current()
         if running is not None and running.is_plain and tf.distribute.get_replica_context() is not None:
             return 1
-        return self.extended.num_replicas
+        return self.ring.num_replicas
 
     @property
     def mesh(self) -> Mesh:
         """The arrangement of the workers along the axes data, model and pipeline."""
-        return self.extended.mesh
+        return self.ring.mesh
 
     @tf.autograph.experimental.do_not_convert
     def run(
@@ -275,7 +279,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Where a collective fails, it raises tfring's error, unless TensorFlow runs it later, in a `tf.function` around
         this call.
         """
-        with failures.reraise_as_tfring_error(self.extended.channels, self.mesh):
+        with failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | None) -> Any:
@@ -313,7 +317,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
 
     def bytes_sent(self) -> int | None:
         """Returns the bytes this worker has sent to others so far; None with communication="tensorflow"."""
-        return self.extended.bytes_sent()
+        return self.ring.bytes_sent()
 
     def seconds_waited(self) -> float | None:
         """Returns the seconds this worker's collectives have waited for others so far; None where they are not counted.
@@ -321,7 +325,7 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Those of communication="tensorflow" are not, nor is what parameter servers are waited for. What the backward
         pass hides counts, too.
         """
-        return self.extended.seconds_waited()
+        return self.ring.seconds_waited()
 
     def synchronize(self, model: Any) -> None:
         """Exchanges and applies what workers hold back with `synchronization=...`; every rank calls it.
@@ -333,13 +337,13 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         Args:
           model: a Keras model of this strategy.
         """
-        if self.updater is not None:
-            with failures.reraise_as_tfring_error(self.extended.channels, self.mesh):
-                self.updater.before_evaluation(model)
+        if self.ring.updater is not None:
+            with failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
+                self.ring.updater.before_evaluation(model)
 
     def barrier(self) -> None:
         """Returns once every worker has called it."""
-        self.extended.peers.barrier(name="barrier")
+        self.ring.peers.barrier(name="barrier")
 
     def assert_equal(self, variables: Sequence) -> None:
         """Checks that all replicas hold the same bits of `variables`; every rank calls it, eagerly or in a function.
@@ -359,17 +363,13 @@ class RingStrategy(RingMarker, tf.distribute.MultiWorkerMirroredStrategy):
         variables = [v for v in variables if not gradient_is_complete(v)]  # others have other shards
         names = [getattr(v, "path", None) or v.name for v in variables]
         values = [v.value if hasattr(v, "path") else v for v in variables]  # a Keras variable holds TensorFlow's
-        equality.assert_equal(self, values, names, [sharding_of(v) is not None for v in variables])
+        equality.assert_equal(self.ring, values, names, [sharding_of(v) is not None for v in variables])
 
     def close(self) -> None:
         """Leaves the ring; the strategy cannot be used afterwards."""
-        forget(self)
-        self.lines.close()
-        if self.trace is not None:
-            self.trace.close()
-            self.trace = None
-        for channel in self.extended.channels:
-            channel.close()
+        forget(self.ring)
+        self.ring.lines.close()
+        self.ring.close()
 
 
 def _check_exclusions(given: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ from tfring._keras.sharding import held
 from tfring.cluster import Cluster, launch_variables
 from tfring.cluster.roles import Roles
 from tfring.errors import ConfigurationError
-from tfring.ring.trace import Recorder
 from tfring.ring.trace import start as start_trace
 from tfring.servers.admission import LATE, Admission
 from tfring.servers.client import Client
@@ -114,7 +113,6 @@ class ParameterServerStrategy(RingStrategy):
                 f"launch --max-worker-restarts {max_restarts}`. Use --max-restarts with tfring.callbacks.Backup."
             )
         trace = config.read("TFRING_TRACE") if trace is None else trace
-        self._workers: Cluster | None = None
         if self.roles is not None:
             if self.roles.source == launch_variables.SOURCE:
                 says = b"1"
@@ -130,33 +128,25 @@ class ParameterServerStrategy(RingStrategy):
         # Workers hold other rows of tables: their bits differ until an epoch ends.
         of_ring = Cluster.alone() if self._workers is None or is_star else self._workers
         super().__init__(of_ring, trace=trace, check_equal=False)
-        if len(self.extended.worker_devices) > 1:
+        if len(self.ring.devices) > 1:
             raise ConfigurationError(
                 "A worker of parameter servers computes on one device. Received: "
-                f"devices={self.extended.worker_devices}. Start a worker for each, with CUDA_VISIBLE_DEVICES."
+                f"devices={self.ring.devices}. Start a worker for each, with CUDA_VISIBLE_DEVICES."
             )
         if self.roles is not None:
             client = Client(self.roles, settings, snapshot_dir is not None or replicas > 1, replicas > 1)
             if is_star and self.roles.source == launch_variables.SOURCE:
                 launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""), _JOINED)
-            self.updater = ServerUpdater(client, is_star)
+            self.ring.updater = updater = ServerUpdater(client, is_star)
             if is_star:
-                self.extended.world = PostedCollectives(client)
-                self.extended.peers = MeetingCollectives(self.rank, self.world_size, self.updater.meet)
-                _keras.share_seeds(self)
+                self.ring.world = PostedCollectives(client)
+                self.ring.peers = MeetingCollectives(self.rank, self.world_size, updater.meet)
+                _keras.share_seeds(self.ring)
             if trace is not None:
-                source = self.extended.trace_source = WorkerSource(client)
+                source = self.ring.trace_source = WorkerSource(client)
                 client.known["run"] = client.run
-                self.trace = client.recorder = start_trace(trace, self.rank, self.world_size, source, self.num_servers)
-
-    def _start_trace(self, folder: str | os.PathLike) -> Recorder | None:
-        """Starts none before the servers are there, of which the trace tells."""
-        return super()._start_trace(folder) if self.roles is None else None
-
-    @property
-    def cluster(self) -> Cluster:
-        """The workers, and which of them this process is."""
-        return super().cluster if self._workers is None else self._workers
+                recorder = start_trace(trace, self.rank, self.world_size, source, self.num_servers)
+                self.ring.trace = client.recorder = recorder
 
     @property
     def num_servers(self) -> int:
@@ -169,8 +159,8 @@ class ParameterServerStrategy(RingStrategy):
         `fit` does it at the end of an epoch, and whatever saves does it before. In a callback after a batch, rows of
         tables that later batches have not read yet may be older.
         """
-        if self.updater is not None:
-            self.updater.renew(with_slots=True)
+        if self.ring.updater is not None:
+            self.ring.updater.renew(with_slots=True)
 
     def histograms(self) -> dict[str, dict]:
         """Returns the histograms of the last epoch, of all workers with asynchronous updates, else of this one.
@@ -179,22 +169,13 @@ class ParameterServerStrategy(RingStrategy):
           "staleness": how many gradients were how many updates behind; "waited_seconds": how many waited on servers up
           to how long. `fit` logs their means as `staleness`, `max_staleness`, `waited_seconds`, `dropped_gradients`.
         """
-        return {} if self.updater is None else self.updater.statistics.histograms()
-
-    def bytes_sent(self) -> int | None:
-        """Returns how many bytes this worker has sent to servers and to other workers so far."""
-        to_workers = super().bytes_sent() or 0
-        return to_workers + (0 if self.updater is None else self.updater.client.bytes_sent())
-
-    def seconds_waited(self) -> float | None:
-        """Returns 0 for a process that trains alone, else None: `fit` logs what is waited for servers."""
-        return super().seconds_waited() if self.updater is None else None
+        return {} if self.ring.updater is None else self.ring.updater.statistics.histograms()
 
     def close(self) -> None:
         """Leaves the servers and the ring; the strategy cannot be used afterwards."""
-        if self.updater is not None:
-            self.updater.client.close()
-            self.updater = None
+        if self.ring.updater is not None:
+            self.ring.updater.client.close()
+            self.ring.updater = None
         super().close()
 
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,49 +22,46 @@ from tfring._keras.optimizers.optimizer_class import join_ring, register
 from tfring._keras.optimizers.ring_optimizer import RingOptimizer
 from tfring._keras.sharding import mark_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring, ring_of
 
 SCOPE = "inside `with strategy.scope():`"
 
 
-def adopt_optimizers(model: Any, strategy: RingStrategy) -> None:
+def adopt_optimizers(model: Any, ring: Ring) -> None:
     """Makes optimizers that a model holds its strategy's.
 
     Raises:
       ConfigurationError: an optimizer was built outside the scope.
     """
     for optimizer in optimizers_of(model):
-        if getattr(optimizer, "_distribution_strategy", strategy) is strategy:
+        if getattr(optimizer, "_distribution_strategy", ring.strategy) is ring.strategy:
             continue
         if optimizer.built:
             raise _not_of_scope(optimizer, "built outside the scope of the model's strategy")
-        optimizer._distribution_strategy = strategy
+        optimizer._distribution_strategy = ring.strategy
         join_ring(optimizer)
-        adopt_variables(optimizer._variables, strategy)
+        adopt_variables(optimizer._variables, ring)
 
 
-def adopt_variables(variables: Sequence[Any], strategy: RingStrategy) -> None:
+def adopt_variables(variables: Sequence[Any], ring: Ring) -> None:
     """Makes Keras variables again in the scope of a strategy, with the values they have."""
     for variable in variables:
-        if not is_of(variable, strategy):
+        if not is_of(variable, ring):
             value = variable._value.numpy()
-            with strategy.scope():
+            with ring.scope():
                 variable._initialize(value)
 
 
-def is_of(variable: Any, strategy: RingStrategy) -> bool:
+def is_of(variable: Any, ring: Ring) -> bool:
     """Returns whether a Keras variable was made in the scope of a strategy, or will be made later."""
     value = variable._value
     if value is None:  # Keras makes it later
         return True
-    return isinstance(value, tf.distribute.DistributedValues) and value.distribute_strategy is strategy
+    return isinstance(value, tf.distribute.DistributedValues) and ring_of(value.distribute_strategy) is ring
 
 
 def ring_of_variable(variable: Any) -> Any:
-    """Returns the RingStrategy in whose scope a variable of Keras or TensorFlow was made; None where there is none."""
+    """Returns the ring in whose scope a variable of Keras or TensorFlow was made; None where there is none."""
     value = getattr(variable, "_value", variable)
     return ring_of(value.distribute_strategy) if isinstance(value, tf.distribute.DistributedValues) else None
 

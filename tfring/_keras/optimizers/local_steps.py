@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -35,9 +35,7 @@ from tfring._keras.sharding.shards import is_value
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
+from tfring.runtime import Ring
 
 NORM = "difference_norm"  # in the logs of an epoch
 _NOT_WITH = ("use_ema", "gradient_accumulation_steps")
@@ -48,7 +46,7 @@ class Window:
     """The weights of one optimizer since the last synchronization, on this worker.
 
     Args:
-      strategy: the RingStrategy, whose scope is entered.
+      ring: the workers, whose scope is entered.
       variables: the weights.
       outer: the optimizer of the averaged difference, not built yet.
       by_diversity: whether rows of tables are combined by their diversity.
@@ -61,12 +59,12 @@ class Window:
       tables: the positions of weights whose gradients are sparse.
     """
 
-    def __init__(self, strategy: RingStrategy, variables: Sequence[Any], outer: Any, by_diversity: bool) -> None:
+    def __init__(self, ring: Ring, variables: Sequence[Any], outer: Any, by_diversity: bool) -> None:
         self.variables = list(variables)
         self.outer = outer
         self.by_diversity = by_diversity
         self.tables: set[int] = set()
-        with strategy.extended.variables_of_worker():
+        with ring.variables_of_worker():
             self.anchors = [zeros(v.shape, v.dtype, "anchor") for v in self.variables]
             self.num_steps = zeros((), "int64", "steps_of_window")
             self.rows = zeros((1,), "float64", "rows_of_window")
@@ -126,19 +124,19 @@ class LocalSteps(Updater):
     """Updates each worker's weights by its own gradients, and synchronizes them at the end of a window.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       delayed: the `tfring.Delayed`.
     """
 
     weighs = False
 
-    def __init__(self, strategy: RingStrategy, delayed: Any) -> None:
-        self.strategy = strategy
+    def __init__(self, ring: Ring, delayed: Any) -> None:
+        self.ring = ring
         self._asked = delayed
         self._outers: weakref.WeakSet = weakref.WeakSet()
-        ops = strategy.extended.gradient_ops
+        ops = ring.gradient_ops
         self._on_worker = ops.over(LocalCollectives())
-        self._over_workers = ops.over(strategy.extended.gradients)
+        self._over_workers = ops.over(ring.gradients)
 
     def settings(self) -> dict[str, Any]:
         return {f"{name} of Delayed": getattr(self._asked, name) for name in ("every", "local_momentum", "tables")}
@@ -160,10 +158,10 @@ class LocalSteps(Updater):
         if optimizer in self._outers or optimizer._tfring_window is not None:
             return
         self._check_optimizer(optimizer, variables)
-        with self.strategy.scope():
+        with self.ring.scope():
             outer = type(self._asked.outer).from_config(self._asked.outer.get_config())
             self._outers.add(outer)
-            window = Window(self.strategy, variables, outer, self._asked.tables == "diversity")
+            window = Window(self.ring, variables, outer, self._asked.tables == "diversity")
         object.__setattr__(optimizer, "_tfring_outer", outer)  # where `optimizers_of` finds it
         object.__setattr__(optimizer, "_tfring_window", window)
 
@@ -199,7 +197,7 @@ class LocalSteps(Updater):
     def _running_step(self, optimizer: Any) -> step.Step:
         """Returns the step under way, in which the rows of each worker are known."""
         running = step.current()
-        if running is None or (self.strategy.num_replicas_in_sync > 1 and running.share is None):
+        if running is None or (self.ring.num_replicas > 1 and running.share is None):
             raise ConfigurationError(
                 "With synchronization=Delayed(...) models are trained by Keras' steps, which know the rows of each "
                 f"worker. Received: apply of {type(optimizer).__name__} {optimizer.name!r} in a loop of your own. Use "
@@ -242,7 +240,7 @@ class LocalSteps(Updater):
         """Ends the window of an optimizer on all workers, in a graph or eagerly."""
         window, outer = optimizer._tfring_window, optimizer._tfring_outer
         # On the channel on which other ranks tell their status, if this one alone should come here.
-        [total] = self.strategy.extended.control_ops.sum_over_workers([read(window.rows)], name="rows of a window")
+        [total] = self.ring.control_ops.sum_over_workers([read(window.rows)], name="rows of a window")
         share = tf.math.divide_no_nan(read(window.rows), total)[0]
         differences = [window.difference(i, share) for i in range(len(window.variables))]
         slots = _slots_of(optimizer) if self._asked.local_momentum == "average" else []
@@ -268,7 +266,7 @@ class LocalSteps(Updater):
         for optimizer in optimizers_of(model):
             window = getattr(optimizer, "_tfring_window", None)
             if window is not None and int(read(window.num_steps)) > 0:
-                with self.strategy.scope():
+                with self.ring.scope():
                     self._synchronize(optimizer)
 
     def before_saving(self, model: Any, keep: bool = True) -> None:

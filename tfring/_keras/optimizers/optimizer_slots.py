@@ -10,7 +10,7 @@ import keras
 
 from tfring._keras.sharding import mark, mark_of, shard_of, sharding_of, slots, stores, tables
 from tfring._keras.sharding.shards import Shards, refuse_unless_element_wise, shards_of
-from tfring.recognition import ring_of
+from tfring.runtime import ring_of
 
 _ACCUMULATOR = "gradient_accumulator"  # of each worker's own gradients, which are full
 
@@ -69,10 +69,9 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         update = tables.update_of(reference_variable)
         if update is not None:
             initializer = tables.without_copies(initializer)
-        marked, own = mark_of(reference), contextlib.nullcontext()
-        if marked.sharding is not None:
-            own = reference.value.distribute_strategy.extended.variables_of_worker()
-        with own:
+        marked = mark_of(reference)
+        ring = None if marked.sharding is None else ring_of(reference.value.distribute_strategy)
+        with contextlib.nullcontext() if ring is None else ring.variables_of_worker():
             slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
         return mark(slot, sharding=marked.sharding, rank=marked.rank, update=update, weight=reference_variable)
 

@@ -65,7 +65,7 @@ class ReducedForOverrides:
         """Returns the gradients of the whole batch, in each replica; those of shards are, and values are none."""
         grads = list(grads)
         chosen = [i for i, v in enumerate(variables) if not gradient_is_complete(v) and not is_value(v)]
-        reduced = self._ring.all_reduce_gradients([grads[i] for i in chosen])
+        reduced = self._ring.strategy.all_reduce_gradients([grads[i] for i in chosen])
         for i, gradient in zip(chosen, reduced, strict=True):
             grads[i] = gradient
         return grads

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -44,10 +44,8 @@ from tfring._keras.sharding import gradient_is_complete, mark_of, shard_of, shar
 from tfring._keras.sharding.shards import Shards, is_value, shards_of
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
+from tfring.runtime import Ring
 from tfring.step import clipping, finite
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 
 @dataclasses.dataclass
@@ -83,7 +81,7 @@ class RingOptimizer(OptimizerSlots):
         """Has optimizers that this one hands gradients to join its ring."""
         for inner in optimizers_of(self) if self._ring is not None else ():
             if not isinstance(inner, RingOptimizer):
-                inner._distribution_strategy = self._ring
+                inner._distribution_strategy = self._distribution_strategy
                 join_ring(inner)
 
     # -- 0. a loss, on its way to the tape -------------------------------------------------------------------------
@@ -131,7 +129,7 @@ class RingOptimizer(OptimizerSlots):
                     updater.apply(self, summed, every, worker_active, apply)
 
         with partition.own():
-            ring.extended.cross_replica(in_cross_replica, weighed, running.active)
+            ring.cross_replica(in_cross_replica, weighed, running.active)
         return None
 
     def _note_finite(self, grads: Sequence[Any], variables: Sequence[Any], active: Any) -> None:
@@ -145,7 +143,7 @@ class RingOptimizer(OptimizerSlots):
 
         A worker without rows of the batch has shards whose gradients are of the rows of others.
         """
-        ops = self._ring.extended.gradient_ops
+        ops = self._ring.gradient_ops
         flags = None if active is None else values_of(active)
         # One replica without rows is left to the ring, which then adds zeros for free. Not so where gradients are
         # accumulated: those of earlier steps count.
@@ -219,9 +217,9 @@ class RingOptimizer(OptimizerSlots):
           variables: the weights.
           shards: whose gradients are returned in place of those of weights that are sharded; None for full ones.
         """
-        update, extended = self._current_update, self._ring.extended
+        update, ring = self._current_update, self._ring
         assert update is not None
-        ops, names, results = extended.gradient_ops, _names(variables), list(grads)
+        ops, names, results = ring.gradient_ops, _names(variables), list(grads)
 
         def reduce(positions: Sequence[int], function: Callable, *more: Any, **options: Any) -> None:
             reduced = function(
@@ -235,7 +233,7 @@ class RingOptimizer(OptimizerSlots):
             for i, gradient in zip(positions, reduced, strict=True):
                 results[i] = gradient
 
-        alone = extended.gradients.world_size == 1  # and the ids of tables are there once
+        alone = ring.gradients.world_size == 1  # and the ids of tables are there once
         chosen = [
             i
             for i, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
@@ -335,7 +333,7 @@ class RingLossScaleOptimizer(keras.optimizers.LossScaleOptimizer, RingOptimizer)
         if self._current_update is None or not self._current_update.differs_by_rank:
             return is_finite
         flags = [tf.reshape(tf.cast(is_finite, tf.int32), [1])]
-        everyone = self._ring.extended.along("world", "gradients")
+        everyone = self._ring.along("world", "gradients")
         [agreed] = everyone.all_reduce(flags, "min", name="gradients are finite")
         return agreed[0] > 0
 
@@ -364,11 +362,11 @@ def _names(variables: Sequence[Any]) -> list[str]:
     return [getattr(v, "path", None) or v.name for v in variables]
 
 
-def _no_replica(optimizer: Any, strategy: RingStrategy) -> ConfigurationError:
+def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
     return ConfigurationError(
         "Gradients are applied where those of all workers are reduced: in `fit`, or in the function given to "
         f"`strategy.run`. Received: a call of apply of {type(optimizer).__name__} {optimizer.name!r} outside of both, "
-        f"which would train a model on each of {strategy.cluster.world_size} workers alone. Write the step as "
+        f"which would train a model on each of {ring.cluster.world_size} workers alone. Write the step as "
         "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
     )
 

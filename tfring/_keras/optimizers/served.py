@@ -34,8 +34,8 @@ from tfring.cross_device_ops import values_of
 from tfring.data import fingerprint
 from tfring.data.chance import reached_by_chance
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
 from tfring.ring.collectives import LocalCollectives
+from tfring.runtime import ring_of
 from tfring.servers import messages
 from tfring.servers.client import Client
 from tfring.servers.shard_plan import SPLIT_BYTES, Piece, plan
@@ -72,6 +72,12 @@ class ServerUpdater(Updater):
         self._lock = threading.RLock()
 
     # -- an update, called where a step is traced --------------------------------------------------------------------
+
+    def bytes_sent(self) -> int:
+        return self.client.bytes_sent()
+
+    def seconds_waited(self) -> None:  # `fit` logs what is waited for servers
+        return None
 
     def apply(
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
@@ -901,8 +907,8 @@ def _check_variable(variable: Any) -> None:
 
 def updater_of(variable: Any) -> Updater | None:
     """Returns what updates a Keras variable in place of an optimizer on this worker; None where nothing does."""
-    strategy = ring_of(getattr(getattr(variable, "value", None), "distribute_strategy", None))
-    return None if strategy is None else strategy.updater
+    ring = ring_of(getattr(getattr(variable, "value", None), "distribute_strategy", None))
+    return None if ring is None else ring.updater
 
 
 def install() -> None:

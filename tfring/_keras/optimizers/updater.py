@@ -24,6 +24,14 @@ class Updater:
         """Returns what has to be the same on all ranks, by name."""
         return {}
 
+    def bytes_sent(self) -> int:
+        """Returns the bytes this worker has sent beside the ring."""
+        return 0
+
+    def seconds_waited(self) -> float | None:
+        """Returns the seconds this worker has waited beside the ring; None if they are not counted."""
+        return 0.0
+
     def check_model(self, model: Any) -> None:
         """Raises ConfigurationError for a compiled model that cannot be trained so."""
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
-from tfring.recognition import ring_of
 from tfring.ring.collectives import LocalCollectives
+from tfring.runtime import Ring, ring_of
 from tfring.sharding import Sharding
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 _AXES_OF_LAYERS = ("model", "data")  # along which a layer can be sharded
 
@@ -62,9 +59,9 @@ def mark(variable: Any, **fields: Any) -> Any:
     return variable
 
 
-def mark_shard(variable: Any, strategy: RingStrategy, sharding: Sharding) -> Any:
+def mark_shard(variable: Any, ring: Ring, sharding: Sharding) -> Any:
     """Notes that a Keras variable holds this worker's shard, and returns the variable."""
-    return mark(variable, sharding=sharding, rank=strategy.mesh.coordinate(sharding.axis, strategy.cluster.rank))
+    return mark(variable, sharding=sharding, rank=ring.mesh.coordinate(sharding.axis, ring.cluster.rank))
 
 
 def sharding_of(variable: Any) -> Sharding | None:
@@ -92,11 +89,11 @@ class ShardGroup:
     """The ranks over which a layer is sharded: those along an axis of a strategy's mesh, or this process alone.
 
     Attributes:
-      strategy: the RingStrategy; None for this process alone.
+      ring: of the strategy; None for this process alone.
       axis: "model" or "data".
     """
 
-    strategy: Any = None
+    ring: Ring | None = None
     axis: str = "data"
 
     @classmethod
@@ -115,7 +112,7 @@ class ShardGroup:
             return cls()
         strategy = tf.distribute.get_strategy()
         ring = ring_of(strategy)
-        here = strategy.num_replicas_in_sync if ring is None else len(ring.extended.worker_devices)
+        here = strategy.num_replicas_in_sync if ring is None else len(ring.devices)
         if here > 1:
             raise ConfigurationError(
                 f"A {layer} works for one replica of each worker. Received: {type(strategy).__name__} with {here} "
@@ -128,17 +125,17 @@ class ShardGroup:
 
     @property
     def is_alone(self) -> bool:
-        return self.strategy is None
+        return self.ring is None
 
     @property
     def collectives(self) -> Any:
         """The collectives of its ranks, on the channel of everything but gradients."""
-        return LocalCollectives() if self.is_alone else self.strategy.extended.along(self.axis)
+        return LocalCollectives() if self.ring is None else self.ring.along(self.axis)
 
     @property
     def world(self) -> Any:
         """The collectives of all workers."""
-        return LocalCollectives() if self.is_alone else self.strategy.extended.world
+        return LocalCollectives() if self.ring is None else self.ring.world
 
     def add_weight(self, add_weight: Callable, sharding: Sharding, initializer: Any, **options: Any) -> Any:
         """Makes the weight of a layer that holds this worker's shard, and returns it.
@@ -149,11 +146,11 @@ class ShardGroup:
           initializer: called with the shape of the shard, and its dtype.
           **options: for `add_weight`.
         """
-        own = contextlib.nullcontext() if self.is_alone else self.strategy.extended.variables_of_worker()
+        own = contextlib.nullcontext() if self.ring is None else self.ring.variables_of_worker()
         with own:
             shape = sharding.shape_of(self.collectives.rank)
             variable = add_weight(shape=shape, initializer=initializer, **options)
-        return variable if self.is_alone else mark_shard(variable, self.strategy, sharding)
+        return variable if self.ring is None else mark_shard(variable, self.ring, sharding)
 
 
 class InitialShard:

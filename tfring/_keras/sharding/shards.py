@@ -12,16 +12,14 @@ assign them at any time. Keras' optimizer makes slots for shards and updates the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from tfring._keras.sharding import gather, mark_of, mark_shard
 from tfring.errors import ConfigurationError
+from tfring.runtime import Ring
 from tfring.sharding import plan_shards
-
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
 _ELEMENT_WISE = (
     *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
@@ -33,13 +31,13 @@ class Shards:
     """This worker's shards of the weights of one optimizer.
 
     Args:
-      strategy: the RingStrategy.
+      ring: the workers.
       optimizer: of Keras, not built yet.
       variables: of Keras, to be trained.
     """
 
-    def __init__(self, strategy: RingStrategy, optimizer: Any, variables: Sequence[Any]) -> None:
-        self.strategy = strategy
+    def __init__(self, ring: Ring, optimizer: Any, variables: Sequence[Any]) -> None:
+        self.ring = ring
         self.key = optimizer._var_key  # of a weight; later of its shard too
         self.weights: dict = {}  # by their keys
         self.shards: dict = {}  # by the keys of the weights
@@ -48,7 +46,7 @@ class Shards:
             marked = mark_of(variable)
             if is_value(variable) or marked.sharding is not None or marked.update is not None:
                 continue  # or a shard already, or a table, of which some rows are updated
-            shard = _new_shard(strategy, variable)
+            shard = _new_shard(ring, variable)
             key = self.key(variable)
             self.weights[key], self.shards[key], self.keys[self.key(shard)] = variable, shard, key
 
@@ -70,7 +68,7 @@ class Shards:
 
     def gather_into(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Assigns to weights, on all ranks, the full values of which each rank has shards or slots."""
-        gathered = gather(self.strategy.extended.gradient_ops, values, name="weights")
+        gathered = gather(self.ring.gradient_ops, values, name="weights")
         for variable, value in zip(variables, gathered, strict=True):
             variable.assign(value)
 
@@ -107,15 +105,15 @@ def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
     )
 
 
-def _new_shard(strategy: RingStrategy, variable: Any) -> Any:
-    sharding = plan_shards(variable.shape, strategy.cluster.world_size)
-    with strategy.extended.variables_of_worker():
+def _new_shard(ring: Ring, variable: Any) -> Any:
+    sharding = plan_shards(variable.shape, ring.cluster.world_size)
+    with ring.variables_of_worker():
         shard = keras.Variable(
             "zeros",
-            shape=sharding.shape_of(strategy.cluster.rank),
+            shape=sharding.shape_of(ring.cluster.rank),
             dtype=variable.dtype,
             trainable=False,
             name="shard",
         )
     shard._path = getattr(variable, "path", None) or variable.name.replace(":", "_")  # after which slots are named
-    return mark_shard(shard, strategy, sharding)
+    return mark_shard(shard, ring, sharding)

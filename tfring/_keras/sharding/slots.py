@@ -22,6 +22,7 @@ from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import full_shape, gather, held_of, large, shard_of, sharding_of, stores
 from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
+from tfring.runtime import ring_of
 
 _gathered: dict[int, np.ndarray] = {}  # full values while a model is saved, by the identity of the variable
 
@@ -35,9 +36,9 @@ def sharded_variables_of(model: Any) -> list:
 @contextlib.contextmanager
 def full_values_of(model: Any, keep: bool = True) -> Iterator[None]:
     """Gathers the full values of a model's shards while it is saved; all ranks call it. `keep`: this rank writes."""
-    strategy = ring_of_model(model)
-    if strategy is not None and strategy.updater is not None:
-        strategy.updater.before_saving(model, keep)
+    ring = ring_of_model(model)
+    if ring is not None and ring.updater is not None:
+        ring.updater.before_saving(model, keep)
     sharded = [] if _gathered else sharded_variables_of(model)
     for variable in sharded:  # one by one: a rank that does not write has memory for no more
         value = gather_full(variable, keep)
@@ -66,11 +67,12 @@ def gather_full(variable: Any, keep: bool = True, of_each_replica: bool = False)
     if id(variable) in _gathered:
         return _gathered[id(variable)]
     held = np.atleast_1d(large.view(variable))
-    strategy = variable.value.distribute_strategy
-    mesh = strategy.mesh
+    ring = ring_of(variable.value.distribute_strategy)
+    assert ring is not None  # which has the shards
+    mesh = ring.mesh
     along = f"{sharding.axis}+data" if of_each_replica else sharding.axis
-    collectives = strategy.extended.along(along)
-    ranks = mesh.ranks(along, strategy.cluster.rank)
+    collectives = ring.along(along)
+    ranks = mesh.ranks(along, ring.cluster.rank)
     places = [(mesh.coordinate("data", r) if of_each_replica else 0, mesh.coordinate(sharding.axis, r)) for r in ranks]
     sizes = [sharding.count(place) for _, place in places]
     replicas = mesh.size_along("data") if of_each_replica else 1
@@ -171,7 +173,7 @@ def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:
     for variable, average in _averaged(optimizer):
         value = held_of(average)
         if sharding_of(variable) is None:  # and of a table the average is as large a shard
-            [value] = gather(shards.strategy.extended.control_ops, [average], name="moving average of a weight")
+            [value] = gather(shards.ring.control_ops, [average], name="moving average of a weight")
         average.assign(variable)
         variable.assign(value)
     return None

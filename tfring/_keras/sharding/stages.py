@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,23 +19,21 @@ from tfring._keras.seam import seam, undo
 from tfring._keras.sharding import full_shape, is_sharded_along, mark_shard, sharding_of
 from tfring._keras.sharding.tables import update_of
 from tfring.errors import ConfigurationError
+from tfring.runtime import Ring
 from tfring.sharding import at_stage
 
-if TYPE_CHECKING:
-    from tfring.strategy.ring import RingStrategy
 
-
-def give(strategy: RingStrategy, variable: Any, stage: int) -> None:
+def give(ring: Ring, variable: Any, stage: int) -> None:
     """Leaves a Keras variable, or its shards, to the workers of a stage; frees the memory of the others."""
     assert not is_sharded_along(variable, "pipeline")
-    sharding = at_stage(full_shape(variable), sharding_of(variable), stage, strategy.mesh.pipeline)
-    if strategy.mesh.coordinate("pipeline", strategy.cluster.rank) != stage:
-        shape = sharding.shape_of(strategy.mesh.coordinate(sharding.axis, strategy.cluster.rank))
-        with strategy.scope(), strategy.extended.variables_of_worker():
+    sharding = at_stage(full_shape(variable), sharding_of(variable), stage, ring.mesh.pipeline)
+    if ring.mesh.coordinate("pipeline", ring.cluster.rank) != stage:
+        shape = sharding.shape_of(ring.mesh.coordinate(sharding.axis, ring.cluster.rank))
+        with ring.scope(), ring.variables_of_worker():
             variable._initialize(np.zeros(shape, variable.value.dtype.as_numpy_dtype))
         variable._shape = shape
         variable._ndim = len(shape)
-    mark_shard(variable, strategy, sharding)
+    mark_shard(variable, ring, sharding)
 
 
 @functools.cache
