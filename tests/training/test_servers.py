@@ -5,6 +5,7 @@ A test's processes are the ranks of a pool: the first are workers, the last serv
 
 import os
 import pathlib
+import time
 
 import harness
 import numpy as np
@@ -774,6 +775,39 @@ def train_with_an_update_that_fails(update):
 def test_an_update_that_fails_ends_all_workers(update):
     *of_workers, _ = workers(3).run(train_with_an_update_that_fails, update, timeout=100)
     assert all("it fails here" in error for error in of_workers), of_workers
+
+
+def fit_with_a_worker_that_raises(strategy, folder):
+    """The batches that each worker has trained; worker 1 raises, and its process lives until worker 0 has trained."""
+    import keras
+
+    class Raises(keras.callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+            time.sleep(0.02)
+            if strategy.rank == 1 and self.batches == 2:
+                raise ValueError("no such row")
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    raises, ended = Raises(), pathlib.Path(folder) / "ended"
+    try:
+        model.fit(np.ones([80, 2]), np.ones([80, 1]), batch_size=4, verbose=0, callbacks=[raises])
+        ended.touch()
+    except ValueError:
+        deadline = time.monotonic() + 100
+        while not ended.exists():
+            assert time.monotonic() < deadline, "worker 0 waits for this one"
+            time.sleep(0.1)
+    return raises.batches
+
+
+def test_workers_go_on_without_one_whose_program_raised(tmp_path):
+    of_0, of_1 = run(2, 1, fit_with_a_worker_that_raises, str(tmp_path), update="async")
+    assert of_1 == 2 and of_0 >= 18
 
 
 def train_float16_statistics(strategy):

@@ -220,6 +220,11 @@ class Client:
         """Returns how many bytes this worker has sent to servers."""
         return sum(self._bytes_before) + sum(connection.bytes_sent() for connection in self._connections)
 
+    def tell_raised(self, error: BaseException) -> None:
+        """Tells all servers that the program of this worker raised, so that the others go on if it does not."""
+        for connection in self._connections:
+            connection.tell_raised(error)
+
     def close(self, is_done: bool = True) -> None:
         """Leaves all servers. Where `is_done` is False they learn that this worker has failed."""
         self._closing.set()

@@ -39,6 +39,9 @@ class PostedCollectives(LocalCollectives):
         in_graph = "" if tf.executing_eagerly() else " in a graph"
         return [self._posted(tf.convert_to_tensor(t), f"{name} {next(self._numbers)}{in_graph}") for t in tensors]
 
+    def tell_raised(self, error: BaseException) -> None:
+        self._client.tell_raised(error)
+
     def _posted(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         if tensor.dtype.name not in messages.DTYPES:
             return tensor

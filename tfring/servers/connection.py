@@ -84,6 +84,10 @@ class Connection:
         """Returns why the connection is broken; None while it is not."""
         return self._communicator.failure()
 
+    def tell_raised(self, error: BaseException) -> None:
+        """Has the other give this end up, unless it is asked something within three seconds."""
+        self._communicator.tell_raised(error)
+
     def bytes_sent(self) -> int:
         """Returns how many bytes this end has sent."""
         if self._bytes_sent is not None:

@@ -140,6 +140,7 @@ class ParameterServerStrategy(RingStrategy):
             self.ring.updater = updater = ServerUpdater(client, is_star)
             if is_star:
                 self.ring.world = PostedCollectives(client)
+                self.ring.channels.append(self.ring.world)
                 self.ring.peers = MeetingCollectives(self.rank, self.world_size, updater.meet)
                 _keras.share_seeds(self.ring)
             if trace is not None:
