@@ -186,7 +186,7 @@ def test_gradients_of_different_calls_are_a_mismatch():
 
 
 def threads_on_one_communicator(name, how):
-    """Two threads, in opposite order on two ranks: never a wrong number."""
+    """Two threads, in opposite order on two ranks: an error on both."""
     import tensorflow as tf
 
     from tfring.errors import MismatchError

@@ -45,7 +45,8 @@ def training_options(only, check_equal=False):
     case("clipnorm, weight_decay", tower(sgd(clipnorm=0.01, weight_decay=0.01)))
     case("clipvalue, use_ema", tower(sgd(clipvalue=0.001, use_ema=True, ema_overwrite_frequency=3)))
     # The update of the second epoch's last batch: the ranks without a row in it contribute what they have accumulated.
-    case("accumulation", tower(sgd(gradient_accumulation_steps=2, global_clipnorm=0.1)), x[:41], y[:41])
+    accumulated = sgd(gradient_accumulation_steps=2, global_clipnorm=0.1, use_ema=True, ema_overwrite_frequency=3)
+    case("accumulation", tower(accumulated), x[:41], y[:41])
     case("loss_scale", tower(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))))
     case("regularizers", tower(sgd(), kernel_regularizer="l2", activity_regularizer="l2"))
     case("sum", tower(lambda: keras.optimizers.SGD(1e-4), loss=keras.losses.MeanSquaredError(reduction="sum")))

@@ -265,22 +265,27 @@ def test_steps_that_run_eagerly_may_call_numpy():
     assert_equal(workers(2).run(numpy_in_steps))
 
 
-def of_another_strategy():
-    """A model made under TensorFlow's own strategy of one device, within a worker."""
+def of_another_strategy(by_keras):
+    """A model made under another strategy of one device, TensorFlow's or Keras' own, within a worker."""
+    import keras
     import tensorflow as tf
 
     ring = strategy()
     x, y = skewed_rows()
-    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+    mirrored = tf.distribute.MirroredStrategy(["CPU:0"])
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]) if by_keras else None)
+    with contextlib.nullcontext() if by_keras else mirrored.scope():
         model = functional()
         model.compile("sgd", "mse")
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         for _ in range(2):
             model.fit(x, y, verbose=0)
+    keras.distribution.set_distribution(None)
     return ring.cluster.world_size, [str(w.message) for w in noted if w.filename == __file__]
 
 
-def test_a_model_of_another_strategy():
-    for _, (said,) in workers(2).run(of_another_strategy):
-        assert "is of a MirroredStrategy: it trains alone on each of 2 workers" in said
+@pytest.mark.parametrize(("by_keras", "name"), [(False, "MirroredStrategy"), (True, "DataParallel")])
+def test_a_model_of_another_strategy(by_keras, name):
+    for _, (said,) in workers(2).run(of_another_strategy, by_keras):
+        assert f"is of a {name}: it trains alone on each of 2 workers" in said
