@@ -270,7 +270,7 @@ def tuning():
     asks = tf.data.Options()
     asks.autotune.enabled = True
     datasets = [tf.data.Dataset.range(8).batch(4), tf.data.Dataset.range(8).batch(4).with_options(asks)]
-    ways = [lambda d: distribute_for_keras(ring, d), ring.experimental_distribute_dataset]
+    ways = [lambda d: distribute_for_keras(ring.ring, d), ring.experimental_distribute_dataset]
     return [[way(d)._cloned_datasets[0].options().autotune.enabled for d in datasets] for way in ways]
 
 

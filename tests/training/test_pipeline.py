@@ -380,7 +380,7 @@ def with_dropout(recompute):
         compiled(pipeline, "chain")
     history = pipeline.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
     of_model = variables.variables_of(pipeline)
-    taken = variables.take(ring, pipeline, of_model).arrays
+    taken = variables.take(ring.ring, pipeline, of_model).arrays
     pairs = zip(of_model, taken, strict=False)  # rank 0 has them
     draws = [int(array.view("int64").ravel()[1]) for v, array in pairs if "seed_generator" in v.path]
     return pipeline.get_weights(), pipeline(x[:5]).numpy(), history["loss"], draws
