@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.core.framework import full_type_pb2  # kinds of variants
+from tensorflow.core.framework import (
+    attr_value_pb2,  # attributes of operations
+    full_type_pb2,  # kinds of variants
+)
 
 # Why each is needed; `tf.distribute` has no public way to write a strategy outside TensorFlow.
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx  # turns AutoGraph on, within what turned it off
@@ -595,6 +598,16 @@ def is_compiled_by_xla(function: Any) -> bool:
     return bool(function._jit_compile)
 
 
+def name_squeezed_dimensions(graph: tf.Graph) -> None:
+    """Has each `tf.squeeze` without an axis remove the dimensions that are 1 as it is traced, and no others later."""
+    for op in graph.get_operations():
+        if op.type == "Squeeze" and not op.get_attr("squeeze_dims") and op.inputs[0].shape.rank is not None:
+            ones = [axis for axis, size in enumerate(op.inputs[0].shape) if size == 1]
+            if ones:
+                numbers = attr_value_pb2.AttrValue.ListValue(i=ones)
+                op._set_attr("squeeze_dims", attr_value_pb2.AttrValue(list=numbers))
+
+
 def types_in_jit_scopes(graph: Any) -> list[str]:
     """Returns the types of a graph's operations that were made in `tf.xla.experimental.jit_scope`."""
     return [operation.type for operation in graph.get_operations() if operation.node_def.attr["_XlaCompile"].b]
@@ -830,6 +843,7 @@ __all__ = [
     "is_watched",
     "leaves_order_open",
     "mark_as_unsaveable",
+    "name_squeezed_dimensions",
     "next_or_dummy",
     "next_or_error",
     "nn_impl_distribute",

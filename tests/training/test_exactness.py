@@ -96,6 +96,20 @@ def _to_prototypes(m, x, y):
     return tf.reduce_mean((outputs - tf.gather(prototypes, _classes(y))) ** 2)
 
 
+def _by_rare_classes(m, x, y):
+    """Weighs rows by their class' frequency; one class is in no row."""
+    classes = _classes(y)
+    weights = 1.0 / (tf.reduce_sum(tf.one_hot(classes, 3), 0) + 1e-6)
+    weights = 1e6 * weights / tf.reduce_sum(weights)
+    return tf.reduce_mean(tf.gather(weights, classes)[:, None] * _error(m, x, y) ** 2)
+
+
+def _of_pairs(m, x, y):
+    """Compares rows in pairs, after a `tf.squeeze` that removes no rows where there is one."""
+    outputs, targets = tf.squeeze(m(x)), tf.squeeze(y)
+    return tf.reduce_mean(tf.nn.relu(1.0 - (outputs[:, None] - outputs) * (targets[:, None] - targets)))
+
+
 def _added(m, x, y):
     outputs = m.adds(m(x))
     [added] = m.adds.losses
@@ -110,6 +124,8 @@ LOSSES = {
     ),
     "products of rows": lambda m, x, y: tf.reduce_mean(tf.tanh(tf.matmul(m(x), y, transpose_b=True)) ** 2),
     "prototypes": _to_prototypes,
+    "rare classes": _by_rare_classes,
+    "squeezed pairs": _of_pairs,
     "added mean of gathered rows": _added,
     "mean": lambda m, x, y: tf.reduce_mean(_error(m, x, y) ** 2),
     "mean by the number of rows": lambda m, x, y: (
@@ -582,8 +598,42 @@ PREDICTIONS = {
     "means": lambda x: (x, tf.reduce_mean(x, 0)),
     "a number of each batch": lambda x: {"x": x, "largest": tf.reduce_max(x), "nan": tf.math.log(-tf.reduce_max(x))},
     "no rule": lambda x: tf.ensure_shape(tf.numpy_function(lambda v: v - v.max(), [x], tf.float32), [None, 6]),
+    "entries at tiled numbers of rows": lambda x: tf.gather_nd(
+        x, tf.stack([tf.tile(tf.range(tf.shape(x)[0])[:, None], [1, 2]), tf.tile([[1, 3]], [tf.shape(x)[0], 1])], -1)
+    ),
+    "functions of numbers of rows": lambda x: [f(_numbers(x)) for f in (tf.negative, tf.square, tf.sqrt, tf.abs)],
+    "which ids there are": lambda x: (
+        x[:, 0] + tf.cast(tf.reduce_sum(tf.math.bincount(_ids(x), None, 4, 4, binary_output=True)), tf.float32)
+    ),
+    "places of maxima": lambda x: tf.reshape(
+        tf.nn.max_pool_with_argmax(_images(x), (2, 3), 1, "VALID", include_batch_in_index=True)[1], [-1]
+    ),
+    "contrast over the rows": lambda x: tf.image.adjust_contrast(tf.reshape(x, [-1, 2, 3]), 2.0),
+    "inverse of products": lambda x: tf.linalg.inv(tf.eye(tf.shape(x)[0]) + tf.matmul(x, x, transpose_b=True)) @ x,
+    "the third of the rows": lambda x: x - keras.ops.sort(x[:, 0])[2],
+    "quantized": lambda x: tf.quantization.quantize_and_dequantize_v2(x, 0.0, 0.0, num_bits=4, range_given=False),
+    "rotated": lambda x: keras.ops.image.affine_transform(
+        _images(x), tf.concat([x, tf.zeros_like(x[:, :2])], 1)
+    ),
     "a table": lambda x: tf.gather(tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0] > 0.0, tf.int32), 2), [1, 0, 1]),
 }
+
+
+def _numbers(x):
+    return tf.cast(tf.range(tf.shape(x)[0]), tf.float32)
+
+
+def _images(x):
+    return tf.reshape(x, [-1, 2, 3, 1])
+
+
+def _ids(x):
+    return tf.cast(x[:, 0] > 0.0, tf.int32) + 2 * tf.cast(x[:, 1] > 0.0, tf.int32)
+
+
+def _spectrum(x):
+    """Returns what no collective carries the parts of, so each worker computes it."""
+    return tf.abs(tf.transpose(tf.signal.fft(tf.cast(tf.transpose(x), tf.complex64))))
 
 
 class Returns(keras.Model):
@@ -606,7 +656,7 @@ def _predictions(names, options, devices=1):
     for name in names:
         with _logged() as texts:
             with strategy.scope():
-                model = Returns(PREDICTIONS[name])
+                model = Returns(PREDICTIONS.get(name, _spectrum))
                 model.compile(**options.get("compile", {}))
             given = {"callbacks": callbacks} if options.get("callbacks") else {}
             outputs = model.predict(x, batch_size=BATCH, verbose=0, **given)
@@ -640,6 +690,67 @@ def test_predictions_that_combine_rows_equal_one_process(world_size, devices, op
         for other in several[1:]:
             for got, wanted in zip(other[name][0], outputs, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_predictions_whose_rows_cannot_be_divided_are_those_of_the_whole_batch(devices):
+    [(one, _)] = [found["spectrum"] for found in workers(1).run(_predictions, ["spectrum"], {})]
+    several = workers(2, logical_cpus=devices).run(_predictions, ["spectrum"], {}, devices)
+    assert len(several[0]["spectrum"][1]) == 1  # rank 0 says so
+    for found in several:
+        outputs, _ = found["spectrum"]
+        np.testing.assert_allclose(outputs[0], one[0], rtol=1e-5, atol=1e-5)
+
+
+class EncoderAlone(keras.Model):
+    """A model whose `call` uses one of the layers that its step trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.layers.Dense(3, kernel_initializer="ones")
+        self.head = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.encoder(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.head(self.encoder(x)) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def _fit_an_encoder():
+    with harness.strategy().scope():
+        model = EncoderAlone()
+        model.compile("adam")
+    x, y = _data()
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    return [history["loss"], *(w.tolist() for w in model.get_weights())]
+
+
+def test_a_layer_that_the_step_alone_calls():
+    [one] = workers(1).run(_fit_an_encoder)
+    for several in workers(2).run(_fit_an_encoder):
+        for got, wanted in zip(several, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def _draw_of_a_seed(devices):
+    """Predictions that differ by row by numbers that TensorFlow draws of a seed."""
+    with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+        model = Returns(lambda x: x + tf.random.normal(tf.shape(x), seed=5))
+    keras.utils.set_random_seed(1)
+    return model.predict(np.zeros([7, 2], "float32"), batch_size=7, verbose=0)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_tensorflow_draws_of_a_seed_is_drawn_for_all_rows(devices):
+    [one] = workers(1).run(_draw_of_a_seed, 1)
+    for several in workers(2, logical_cpus=devices).run(_draw_of_a_seed, devices):
+        np.testing.assert_array_equal(several, one)
 
 
 def test_steps_and_predictions_are_edited_on_the_runtime_of_tensorflow():

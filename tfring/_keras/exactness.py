@@ -90,7 +90,9 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
       OfWholeBatch: if something cannot be converted.
     """
     try:
-        analysis = partition.analyze(tf.compat.v1.get_default_graph(), _is_held_in_parts)
+        graph = tf.compat.v1.get_default_graph()
+        _tf.name_squeezed_dimensions(graph)
+        analysis = partition.analyze(graph, _is_held_in_parts)
         if not analysis.findings:
             made = []
             if analysis.edits:

@@ -182,7 +182,7 @@ class PredictFunction:
             self._kept = before
 
     def of_uncut(self, iterator: Any) -> Any:
-        """Returns a tf.function of what an iterator draws, which cuts it, too; None where rows are cut beforehand.
+        """Returns a function of what an iterator draws, which cuts it, too; None where rows are cut beforehand.
 
         It returns the outputs of this worker's rows, what is known of them, and the fingerprint of the batch.
         """
@@ -200,7 +200,14 @@ class PredictFunction:
                 self._concrete[function] = _tf.concrete(function)
             return self._concrete[function]
 
-        return self._divided_or_whole(traced)
+        kept: list = []  # the functions there were, and that of this iterator
+
+        def compute(*tensors: Any) -> Any:
+            if not kept or kept[0] is not self._of_uncut:
+                kept[:] = self._of_uncut, traced()
+            return kept[1](*tensors)
+
+        return lambda *tensors: self._divided_or_whole(lambda: compute(*tensors))  # it is traced by its first call
 
     def _of_worker_rows(self, batch: Any) -> tuple:
         """Returns the outputs of this worker's rows of a batch, what is known of them, and the batch's fingerprint."""

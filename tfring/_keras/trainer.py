@@ -223,7 +223,7 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         adopt_optimizers(model, ring)
     with ring.scope():
         try:
-            model._symbolic_build(data_batch=data_batch)
+            _build_symbolically(model, data_batch)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # One process does not build here. A step of its own need not call the model, which may lack `call`.
             if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
@@ -232,6 +232,20 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
                 _build_eagerly(model, data_batch)
     if first:
         outside.take_in_metrics(model, ring)
+
+
+def _build_symbolically(model: Any, data_batch: Any) -> None:
+    """Builds a model as Keras does; its optimizer is left to a step of the user's that builds more layers."""
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.built or type(model).train_step is RingTrainer.train_step:
+        return model._symbolic_build(data_batch=data_batch)
+    optimizer.built = True  # else Keras would build it for the layers that `call` has built
+    try:
+        model._symbolic_build(data_batch=data_batch)
+    finally:
+        optimizer.built = False
+    if all(layer.built for layer in model._flatten_layers()):
+        optimizer.build(model.trainable_variables)
 
 
 def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:

@@ -121,7 +121,6 @@ class Value:
         the batch has its part, too; None where it is such a part beside one of the batch, in a body.
       adds_to: what a variable held when it was read, where it is that, or that plus a part of the batch.
       is_zero: whether it is zeros, which fit every scale.
-      is_guard: whether it is a constant so small that it only guards a division or a root; in a sum it fits any scale.
       is_uniform: whether all rows are alike, so that they fit any order of rows.
       handle: of a resource, which variable it is.
       is_list: whether it is a list of tensors; its shape, placement and numbers are those of the stacked items, where
@@ -135,7 +134,6 @@ class Value:
     const: Any = None
     points_into: Any = None
     is_zero: bool = False
-    is_guard: bool = False
     is_uniform: bool = False
     handle: Any = None
     is_list: bool = False

@@ -25,19 +25,19 @@ from tfring.partition.types import (
 _LONGEST = 12  # walks over the body of a loop until its types stay
 
 
-@rule("PartitionedCall", "StatefulPartitionedCall")
+@rule("PartitionedCall", "StatefulPartitionedCall", takes_numbers=True)
 def call(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The results of the function."""
     return walk.body(op, ins, "f")
 
 
-@rule("IdentityN")
+@rule("IdentityN", takes_numbers=True)
 def identity_n(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each input, as a tf.custom_gradient returns it."""
     return list(ins)
 
 
-@rule("If", "StatelessIf")
+@rule("If", "StatelessIf", takes_numbers=True)
 def if_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Joins the results of both branches, if all replicas take the same."""
     condition, *arguments = ins
@@ -55,7 +55,7 @@ def if_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [joined(walk, op, i, a, b) for i, (a, b) in enumerate(zip(first, second, strict=True))]
 
 
-@rule("While", "StatelessWhile")
+@rule("While", "StatelessWhile", takes_numbers=True)
 def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Walks over the body until the placements of its variables stay."""
     is_same = walk.unchanged(op)

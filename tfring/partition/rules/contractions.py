@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.dims import Dim, Size
-from tfring.partition.rules.table import NoRule, Walk, beside, kept, rule, scale_of, shard_of, with_numbers
+from tfring.partition.rules.table import NoRule, Walk, beside, kept, rule, scale_of, shard_of
 from tfring.partition.types import (
     Partial,
     Placement,
@@ -81,7 +81,6 @@ def _contracted(
 ) -> Value:
     """Returns Einstein's sum of two values whose axes have labels."""
     one, other = ins
-    with_numbers(ins)
     if one.shape is None or other.shape is None:
         raise NoRule
     sizes: dict[str, Size] = dict(zip(second, other.shape, strict=True))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import tensorflow as tf
+
 from tfring.partition import dims, slices
 from tfring.partition.dims import Dim, Size
 from tfring.partition.rules.table import (
@@ -20,7 +22,6 @@ from tfring.partition.rules.table import (
     shard_of,
     summed,
     unscaled,
-    with_numbers,
 )
 from tfring.partition.types import (
     ROWS,
@@ -63,6 +64,7 @@ _NONLINEAR = (
     *("RightShift", "Rint", "Round", "Selu", "Sigmoid", "Sin", "Sinh", "Softplus", "Softsign", "Tan", "Tanh"),
     *("TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"),
 )
+_INTEGERS = (tf.int32, tf.int64)
 _SUMS = ("AddV2", "Add", "Sub", "AddN")
 _PRODUCTS = ("Mul", "MulNoNan")
 _RATIOS = ("RealDiv", "Div", "DivNoNan")
@@ -87,12 +89,15 @@ _GRADIENTS = {
 }
 
 
-@rule(*_LINEAR)
+@rule(*_LINEAR, takes_numbers=True)
 def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """`f(a x + b y) = a f(x) + b f(y)`; a Cast of a part to integers is none, for it rounds."""
     [value] = ins[:1]
     if value.is_list or value.handle is not None:
         return [value]
+    keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
+    if value.points_into is not None and not keeps_numbers:
+        raise NoRule
     rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
     if rounds and is_partial(value):
         raise NoRule
@@ -115,7 +120,7 @@ def bitcast(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(value.shape, value.placement, is_zero=value.is_zero)]
 
 
-@rule("OnesLike", "ZerosLike")
+@rule("OnesLike", "ZerosLike", takes_numbers=True)
 def constant_like(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The same whatever the input holds."""
     [value] = ins
@@ -241,7 +246,6 @@ def _shape(value: Value) -> tuple:
 
 def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
     """Returns the result of "sum", "product", "ratio", or "choice" (of one scale, of no part)."""
-    with_numbers(ins)
     shape = slices.sizes([_shape(value) for value in ins])
     is_zero = _is_zero(ins, how)
     if any(map(is_sharded, ins)):

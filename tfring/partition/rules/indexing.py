@@ -78,7 +78,6 @@ def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A new last dimension."""
     value = ins[0]
-    with_numbers([value])
     unscaled(walk, [value, *ins[2:]])
     depth = None if ins[1].const is None else ins[1].const.item()
     if value.shape is None or op.get_attr("axis") not in (-1, value.rank):
@@ -89,7 +88,7 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(walk.shape(op.outputs[0], known), value.placement)]
 
 
-@rule("GatherV2", "Gather")
+@rule("GatherV2", "Gather", takes_numbers=True)
 def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Rows of a table by ids; or of this replica's rows by their numbers."""
     value, ids = ins[:2]
@@ -112,7 +111,7 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if shard_of(value).axis == at:
             raise NoRule
         axis = shard_of(value).axis + (ids.rank - 1 if at < shard_of(value).axis else 0)
-        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
+        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), points_into=value.points_into)]
     placement = Shard(at + shard_of(ids).axis, shard_of(ids).blocks)
     if ids.points_into is not None:
         if value.placement == Shard(at) and value.shape[at] == ids.points_into:
@@ -130,7 +129,8 @@ def _of_each_row(walk: Walk, value: Value, ids: Value, at: int, shape: tuple) ->
     if is_sharded(value) and is_sharded(ids):
         if value.placement != ids.placement or shard_of(value).axis >= at:
             raise NoRule
-        return kept(walk, value, shape, is_uniform=False)
+        with_numbers([ids])
+        return kept(walk, value, shape, is_uniform=False, points_into=value.points_into)
     if is_sharded(value) or is_sharded(ids):
         raise NoRule
     return kept(walk, value, shape)
@@ -141,7 +141,6 @@ def resource_gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Rows of a variable by ids."""
     handle, ids = ins
     content = walk.contents.get(handle.handle, Value(None))
-    with_numbers([ids])
     unscaled(walk, [ids])
     if ids.shape is None or (op.type == "ResourceGather" and op.get_attr("batch_dims")):
         raise NoRule
@@ -156,7 +155,6 @@ def resource_gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Entries by their indices."""
     value, ids = ins
-    with_numbers([ids])
     unscaled(walk, [ids])
     if ids.shape is None or value.shape is None or not isinstance(ids.shape[-1], int):
         raise NoRule
@@ -170,10 +168,11 @@ def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [kept(walk, value, shape)]
 
 
-@rule("UnsortedSegmentSum")
+@rule("UnsortedSegmentSum", takes_numbers=True)
 def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Adds up rows by ids: a part of the sum over all rows; or rows back to where they were gathered."""
     value, ids, count = ins
+    with_numbers([value])
     no_extremes([value])
     if not is_sharded(value) and not is_sharded(ids):
         if is_partial(ids):
@@ -205,7 +204,7 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, shape)]
     if not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform):
         raise NoRule
-    if ids.points_into is not None or (shape is not None and any(rows_in(size, walk.rows) for size in shape)):
+    if shape is not None and any(rows_in(size, walk.rows) for size in shape):
         raise NoRule
     return [kept(walk, value, shape, Partial(), is_uniform=False)]
 
@@ -237,6 +236,8 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(op.outputs[0]))]
     scale = scale_of(walk, weights) if is_sharded(weights) else ()
     if value.rank == 1:
+        if op.type == "DenseBincount" and op.get_attr("binary_output"):
+            raise NoRule  # whether there is any, which is no sum
         return [Value(walk.shape(op.outputs[0]), Partial(), scale)]
     assert value.shape is not None
     return [Value(walk.shape(op.outputs[0], {0: value.shape[0]}), Shard(0), scale)]
@@ -247,7 +248,6 @@ def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each value by itself, among those that are sorted."""
     if not is_replicated(ins[0]):
         raise NoRule
-    with_numbers(ins)
     unscaled(walk, ins)
     return [Value(walk.shape(op.outputs[0], like=ins[1].shape), ins[1].placement)]
 

@@ -22,7 +22,6 @@ from tfring.partition.rules.table import (
     shard_of,
     summed,
     unscaled,
-    with_numbers,
 )
 from tfring.partition.types import (
     Placement,
@@ -34,7 +33,7 @@ from tfring.partition.types import (
 )
 
 
-@rule("Reshape")
+@rule("Reshape", takes_numbers=True)
 def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Rows stay rows where what is before them stays before them."""
     value, sizes = ins
@@ -79,7 +78,7 @@ def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
     return Shard(found[0], outer)
 
 
-@rule("ExpandDims")
+@rule("ExpandDims", takes_numbers=True)
 def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """One dimension more."""
     value, axis = ins
@@ -90,20 +89,22 @@ def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [kept(walk, value, shape, _moved(value, lambda rows: rows + (at <= rows)), points_into=value.points_into)]
 
 
-@rule("Squeeze")
+@rule("Squeeze", takes_numbers=True)
 def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Without dimensions of 1."""
     [value] = ins
     if value.shape is None:
         raise NoRule
     given = op.get_attr("squeeze_dims")
+    if not given and is_sharded(value):
+        raise NoRule  # of a replica that has one row it would take the dimension of rows
     gone = {axis % value.rank for axis in given} if given else {i for i, size in enumerate(value.shape) if size == 1}
     shape = tuple(size for i, size in enumerate(value.shape) if i not in gone)
     placement = _moved(value, lambda rows: rows - sum(axis < rows for axis in gone))
     return [kept(walk, value, shape, placement, points_into=value.points_into)]
 
 
-@rule("Transpose")
+@rule("Transpose", takes_numbers=True)
 def transpose(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Dimensions in another order."""
     value, permutation = ins
@@ -125,7 +126,6 @@ def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     *values, axis = ins
     if axis.const is None or any(value.shape is None for value in values):
         raise NoRule
-    with_numbers(values)
     at = int(axis.const) % values[0].rank
     size = dims.total(value.shape[at] for value in values)  # type: ignore[index]
     shape = list(values[0].shape or ())
@@ -163,7 +163,6 @@ def _blocks(value: Value, axis: int) -> Sequence[Size]:
 @rule("Pack")
 def pack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along a new axis."""
-    with_numbers(ins)
     if any(value.shape is None for value in ins):
         raise NoRule
     at = op.get_attr("axis") % (ins[0].rank + 1)
@@ -251,7 +250,7 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [kept(walk, value, walk.shape(op.outputs[0], known), is_uniform=False, is_zero=is_zero)]
 
 
-@rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp", "Reverse")
+@rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp")
 def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along other axes than that of rows."""
     value, axes = ins[0], ins[-1]
@@ -342,7 +341,7 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-@rule("StridedSlice")
+@rule("StridedSlice", takes_numbers=True)
 def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Cuts other dimensions than that of rows."""
     value, *limits = ins
@@ -373,8 +372,7 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if found is not None:
             known[at] = found
         at += 1
-    changes = {} if value.points_into is None else {"points_into": value.points_into}
-    return [kept(walk, value, walk.shape(op.outputs[0], known), placement, **changes)]
+    return [kept(walk, value, walk.shape(op.outputs[0], known), placement, points_into=value.points_into)]
 
 
 def _length(part: slices.Part, size: Size) -> Size:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfring.partition import dims
 from tfring.partition.constants import array, same_numbers
-from tfring.partition.rules.table import NoRule, Walk, rule, scale_of, shard_of, with_numbers
+from tfring.partition.rules.table import NoRule, Walk, rule, scale_of, shard_of
 from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, rows_in
 
 
@@ -26,7 +26,6 @@ def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The items along the first axis."""
     value = ins[0]
-    with_numbers([value])
     if is_sharded(value) and shard_of(value).axis == 0:
         raise NoRule  # an item for each row
     return [Value(value.shape, value.placement, scale_of(walk, value), is_zero=value.is_zero, is_list=True)]
@@ -36,7 +35,6 @@ def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """An item like those that are there."""
     items, item = ins[0], ins[2 if op.type == "TensorListSetItem" else 1]
-    with_numbers([item])
     is_new = items.is_empty or items.is_zero
     placement: Placement = item.placement
     if isinstance(placement, Shard):
@@ -87,7 +85,7 @@ def describe(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(walk.shape(op.outputs[0]))]
 
 
-@rule("OptionalFromValue")
+@rule("OptionalFromValue", takes_numbers=True)
 def optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A value that a branch hands to its gradient, as a list of one item."""
     if len(ins) != 1:
@@ -101,7 +99,7 @@ def no_optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(None, is_list=True, is_empty=True)]
 
 
-@rule("OptionalGetValue")
+@rule("OptionalGetValue", takes_numbers=True)
 def optional_value(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The value, in the branch that had it."""
     [value] = ins

@@ -16,7 +16,6 @@ from tfring.partition.rules.table import (
     scale_of,
     shard_of,
     unscaled,
-    with_numbers,
 )
 from tfring.partition.types import (
     UNSCALED,
@@ -36,7 +35,6 @@ _OVER_ROWS = {"Sum": "sum", "Mean": "sum", "Max": "max", "Min": "min", "All": "m
 def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A sum over rows is a part of the whole; a mean is one of scale n^1."""
     value, axes = ins
-    with_numbers([value])
     if value.shape is None or axes.const is None:
         raise NoRule
     keeps, rank = op.get_attr("keep_dims"), value.rank

@@ -17,7 +17,6 @@ from tfring.partition.rules.table import (
     shard_of,
     summed,
     unscaled,
-    with_numbers,
 )
 from tfring.partition.types import UNSCALED, Partial, Replicate, Value, is_partial, is_sharded, times
 
@@ -28,19 +27,16 @@ _BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
     "AdjustSaturation": ((0,), None),
     "AvgPool": ((0,), 0),
     "AvgPool3D": ((0,), 0),
-    "Cholesky": ((0,), None),
     "CropAndResize": ((), None),
     "DecodeRaw": ((0,), None),
     "DepthToSpace": ((0,), 0),
     "Dilation2D": ((0,), None),
     "ExtractImagePatches": ((0,), 0),
     "HSVToRGB": ((0,), None),
-    "ImageProjectiveTransformV3": ((0,), 0),
+    "ImageProjectiveTransformV3": ((0, 1), 0),
     "InTopKV2": ((0, 1), None),
     "LRN": ((0,), None),
     "LRNGrad": ((0, 1, 2), 0),
-    "MatrixDeterminant": ((0,), None),
-    "MatrixInverse": ((0,), None),
     "MaxPool": ((0,), 0),
     "MaxPool3D": ((0,), 0),
     "MaxPool3DGrad": ((0, 1, 2), 2),
@@ -48,7 +44,6 @@ _BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
     "MaxPoolGradGrad": ((0, 1, 2), 2),
     "MaxPoolV2": ((0,), 0),
     "MaxPoolWithArgmax": ((0,), None),
-    "NthElement": ((0,), None),
     "QuantizeAndDequantizeV4": ((0,), None),
     "RGBToHSV": ((0,), None),
     "ResizeBicubic": ((0,), 0),
@@ -67,6 +62,12 @@ _BY_ROW: dict[str, tuple[Sequence[int], int | None]] = {
     "AsString": ((0,), None),
     "LookupTableFindV2": ((1,), None),
 }
+_INNER = {"AdjustContrastv2": 3}  # the last dimensions, which belong together
+# Attributes with other values have it look at all rows together.
+_OF_EACH_ROW = {
+    "MaxPoolWithArgmax": [("include_batch_in_index", False)],
+    "QuantizeAndDequantizeV4": [("range_given", True)],
+}
 _LIKE_FIRST = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits", "MaxPoolGrad", "StringLower")
 # Every element by itself, wherever rows are.
 _ANY_AXIS = ("AsString", "StringLower", "StringToHashBucketFast", "StringToNumber", "LookupTableFindV2", "DecodeRaw")
@@ -76,7 +77,8 @@ _ANY_AXIS = ("AsString", "StringLower", "StringToHashBucketFast", "StringToNumbe
 def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each row of the result from the same rows of the inputs."""
     positions, linear = _BY_ROW[op.type]
-    with_numbers(ins)
+    if any(op.get_attr(name) is not wanted for name, wanted in _OF_EACH_ROW.get(op.type, ())):
+        raise NoRule
     rest = [value for i, value in enumerate(ins) if i != linear]
     if any(is_sharded(value) for i, value in enumerate(ins) if i not in positions):
         raise NoRule
@@ -95,9 +97,12 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(output, known), placement, scale) for output in op.outputs]
     rows = sharded[0]
     axis = shard_of(rows).axis
-    if axis and op.type not in _ANY_AXIS:
+    if (axis and op.type not in _ANY_AXIS) or rows.rank <= _INNER.get(op.type, 0):
         raise NoRule
-    if any(value.placement != rows.placement if is_sharded(value) else value.shape for value in given):
+    of_all = [value.shape for value in given if not is_sharded(value)]  # one for all rows
+    if any(shape is None or shape[:1] not in ((), (1,)) for shape in of_all):
+        raise NoRule
+    if any(value.placement != rows.placement for value in sharded):
         raise NoRule
     assert rows.shape is not None
     known = {axis: rows.shape[axis]}
@@ -130,11 +135,10 @@ def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Val
     return [kept(walk, value, shape, is_uniform=False)]
 
 
-@rule("Softmax", "LogSoftmax", "TopKV2", "FFT", "RFFT", "IRFFT", "FFT2D", "IFFT2D")
+@rule("Softmax", "LogSoftmax", "TopKV2", "NthElement", "FFT", "RFFT", "IRFFT", "FFT2D", "IFFT2D")
 def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Combines the last axis, which is not that of rows."""
     value = ins[0]
-    with_numbers(ins)
     unscaled(walk, ins)
     if value.shape is None:
         raise NoRule
@@ -146,7 +150,13 @@ def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
 
 
-@rule("QrV2", "Qr", "Svd", "SelfAdjointEigV2", "MatrixSolve", "MatrixTriangularSolve", "MatrixSolveLs")
+_OF_MATRICES = (
+    *("QrV2", "Qr", "Svd", "SelfAdjointEigV2", "MatrixSolve", "MatrixTriangularSolve", "MatrixSolveLs", "Cholesky"),
+    *("MatrixDeterminant", "LogMatrixDeterminant", "MatrixInverse"),
+)
+
+
+@rule(*_OF_MATRICES)
 def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each matrix in the last two dimensions by itself."""
     unscaled(walk, ins)

@@ -23,7 +23,6 @@ from tfring.partition.types import (
     rows_in,
 )
 
-_GUARD = 1e-6  # constants up to this one only guard a division or a root
 _LOOKED_AT = 64
 
 
@@ -33,9 +32,7 @@ def const(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     [output] = op.outputs
     value = Value(tuple(output.shape.as_list()), const=constants.of_constant(op))
     if (output.dtype.is_floating or output.dtype.is_integer) and output.shape.num_elements() <= _LOOKED_AT:
-        numbers = np.abs(tf.make_ndarray(op.get_attr("value")).astype(np.float64))
-        value.is_zero = not numbers.any()
-        value.is_guard = not value.is_zero and bool((numbers <= _GUARD).all())
+        value.is_zero = not tf.make_ndarray(op.get_attr("value")).any()
     return [value]
 
 
@@ -80,9 +77,14 @@ DRAWS = (
 _PARAMETERS = ("alpha", "rate", "counts", "probs")
 
 
+def _draws_alike(op: Any) -> bool:
+    """Returns True if replicas that draw by themselves would draw the same, as of a seed that the program gives."""
+    return op.op_def.is_stateful and any(op.get_attr(name) for name in ("seed", "seed2"))
+
+
 @rule(*DRAWS)
 def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Numbers of each replica's own, for its rows or for all of them; the same where a user gives the seed."""
+    """Numbers of each replica's own, for its rows or for all of them; of a seed those for all rows."""
     sizes = ins[0]
     # The parameters of a distribution, of which there may be one for each row.
     given = [v for v, each in zip(ins, op.op_def.input_arg, strict=True) if each.name in _PARAMETERS]
@@ -98,7 +100,7 @@ def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = tuple(np.ravel(sizes.const).tolist())
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     with_rows = [] if sizes.is_total else with_rows
-    if with_rows and not is_own:
+    if with_rows and (not is_own or _draws_alike(op)):
         raise NoRule  # each would draw those of the first rows
     if len(with_rows) > 1:
         raise NoRule
@@ -112,7 +114,7 @@ SHUFFLES = ("RandomShuffle", "Multinomial", "StatelessShuffle", "StatelessMultin
 @rule(*SHUFFLES)
 def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Among all rows."""
-    if op.type == "Multinomial" and ins[0].placement == Shard(0):
+    if op.type == "Multinomial" and ins[0].placement == Shard(0) and not _draws_alike(op):
         assert ins[0].shape is not None
         return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
     if any(map(is_sharded, ins)):

@@ -58,13 +58,23 @@ Rule = Callable[[Walk, Any, Sequence[Value]], list[Value]]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*types: str) -> Callable[[Rule], Rule]:
-    """Adds a rule for operations of these types to the table."""
+def rule(*types: str, takes_numbers: bool = False) -> Callable[[Rule], Rule]:
+    """Adds a rule for operations of these types to the table.
+
+    Args:
+      *types: of the operations.
+      takes_numbers: whether the rule is for numbers of rows, too, which begin at each replica's first: it says which
+        results are such numbers. Any other is given those of the whole batch.
+    """
 
     def add(function: Rule) -> Rule:
+        def of_all_rows(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+            with_numbers(ins)
+            return function(walk, op, ins)
+
         for name in types:
             assert name not in RULES, name
-            RULES[name] = function
+            RULES[name] = function if takes_numbers else of_all_rows
         return function
 
     return add
@@ -133,7 +143,7 @@ def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
 
 
 def _counted(values: Iterable[Value]) -> list[Value]:
-    return [value for value in values if not value.is_zero and not value.is_guard]
+    return [value for value in values if not value.is_zero]
 
 
 def kept(
