@@ -17,6 +17,7 @@
 
 #include "clock.h"
 #include "core.h"
+#include "kinds.h"
 #include "liveness.h"
 
 #define CHECK(condition, ...)                                             \
@@ -63,8 +64,16 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
 namespace {
 
 constexpr int kFloat32 = 1;
-const tfring_call kCall{
-    "a name that is longer than what a string holds by itself", 0, 0, 0, 0, 0, 0, nullptr};
+
+tfring_call call_of(int32_t kind) {
+  tfring_call call{};
+  call.name = "a name that is longer than what a string holds by itself";
+  call.kind = kind;
+  return call;
+}
+const tfring_call kAllReduce = call_of(static_cast<int32_t>(tfring::Kind::kAllReduce));
+const tfring_call kAllGather = call_of(static_cast<int32_t>(tfring::Kind::kAllGather));
+const tfring_call kBarrier = call_of(static_cast<int32_t>(tfring::Kind::kBarrier));
 
 struct Ends {
   int mine;
@@ -112,7 +121,7 @@ void every_entry_point_without_memory() {
   static float rows[64];
   const int64_t dims[1] = {1};
   const tfring_tensor tensor{&value, &sum, dims, 1, kFloat32};
-  const auto place = [](void*, const int64_t*, void** outputs, int32_t* placed) {
+  const auto place = [](void*, const int64_t*, int32_t, void** outputs, int32_t* placed) {
     outputs[0] = rows;
     *placed = 1;
   };
@@ -135,22 +144,40 @@ void every_entry_point_without_memory() {
     CHECK(ring > 0, "%s", error.message);
     const int32_t members[1] = {0};
     int64_t group = 0;
-    try_it([&] { group = tfring_group(ring, members, 1, kCall.name, &error); });
+    try_it([&] { group = tfring_group(ring, members, 1, kBarrier.name, &error); });
     check_answer(group > 0 ? TFRING_OK : error.code, error);
     int code = TFRING_OK;
-    try_it([&] { code = tfring_all_reduce(ring, &kCall, &tensor, 1, &error); });
+    try_it([&] { code = tfring_run(ring, &kAllReduce, &tensor, 1, nullptr, nullptr, nullptr, &error); });
     check_answer(code, error);
-    try_it([&] { code = tfring_all_gather(ring, &kCall, &tensor, 1, place, nullptr, &error); });
+    try_it([&] { code = tfring_run(ring, &kAllGather, &tensor, 1, nullptr, place, nullptr, &error); });
     check_answer(code, error);
-    try_it([&] { code = tfring_barrier(-1, &kCall, &error); });  // of no ring: its words take memory
+    // Of no ring: its words take memory.
+    try_it([&] { code = tfring_run(-1, &kBarrier, nullptr, 0, nullptr, nullptr, nullptr, &error); });
     CHECK(code == TFRING_INVALID || code == TFRING_INTERNAL, "%d", code);
     try_it([&] { tfring_failure(ring, &error); });
-    try_it([&] { tfring_tell_raised(ring, kCall.name); });
-    try_it([&] { tfring_mark(kCall.name); });
+    try_it([&] { tfring_tell_raised(ring, kBarrier.name); });
+    try_it([&] { tfring_mark(kBarrier.name); });
     tfring_close(group);
     tfring_close(ring);
   }
   CHECK(num_short > 10, "%d", num_short);
+}
+
+// A number that is no collective's is refused, and the ring goes on.
+void no_collective_has_another_number() {
+  tfring_error error{};
+  const tfring_options options = options_of(0, 1, nullptr);
+  const int64_t ring = tfring_open(&options, &error);
+  CHECK(ring > 0, "%s", error.message);
+  for (const int kind : {-1, tfring::kNumKinds, 256}) {
+    const tfring_call call = call_of(kind);
+    const int code = tfring_run(ring, &call, nullptr, 0, nullptr, nullptr, nullptr, &error);
+    CHECK(code == TFRING_INVALID, "%d: %s", code, error.message);
+    CHECK(tfring_kind_name(kind) == nullptr, "%d", kind);
+  }
+  const int code = tfring_run(ring, &kBarrier, nullptr, 0, nullptr, nullptr, nullptr, &error);
+  CHECK(code == TFRING_OK, "%s", error.message);
+  tfring_close(ring);
 }
 
 // A rank without memory breaks the ring: the other does not wait for its timeout.
@@ -170,7 +197,9 @@ void the_other_rank_learns_of_it() {
       std::vector<float> value(1 << 16), sum(value.size());
       const int64_t dims[1] = {static_cast<int64_t>(value.size())};
       const tfring_tensor tensor{value.data(), sum.data(), dims, 1, kFloat32};
-      const auto call = [&] { codes[rank] = tfring_all_reduce(ring, &kCall, &tensor, 1, &error); };
+      const auto call = [&] {
+        codes[rank] = tfring_run(ring, &kAllReduce, &tensor, 1, nullptr, nullptr, nullptr, &error);
+      };
       if (rank == 0) {
         is_short = with_allocations(count, call);
       } else {
@@ -249,6 +278,7 @@ int main() {
   without_a_watcher_no_ring_opens();
   frames_without_room_are_sent_later();
   every_entry_point_without_memory();
+  no_collective_has_another_number();
   the_other_rank_learns_of_it();
   std::puts("no memory, no thread, no room: an error each");
   return 0;

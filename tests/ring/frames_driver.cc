@@ -20,6 +20,7 @@
 
 #include "core.h"
 #include "frame.h"
+#include "kinds.h"
 #include "world.h"
 
 #define CHECK(condition, what)                                         \
@@ -29,6 +30,8 @@
       std::abort();                                                    \
     }                                                                  \
   } while (false)
+
+using tfring::Kind;
 
 namespace {
 
@@ -75,13 +78,13 @@ void mutate(Random* random, char* bytes, size_t size) {
 void read_frames(Random* random, int64_t count) {
   const int64_t dims[3] = {5, 7, 11};
   const tfring_tensor tensor{nullptr, nullptr, dims, 3, kFloat32};
-  const tfring_call call{"a name of some length", 0, 0, 0, 0, 0, 0, nullptr};
+  tfring_call call{"a name of some length", 0, 0, 0, 0, 0, 0, 0, nullptr};
   tfring::Group group;
   group.name = "a group";
   size_t length = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const tfring::CallHeader mine = tfring::make_header(
-        group, static_cast<tfring::Kind>(i % tfring::kNumKinds), call, &tensor, 1, static_cast<uint64_t>(i));
+    call.kind = static_cast<int32_t>(i % tfring::kNumKinds);
+    const tfring::CallHeader mine = tfring::make_header(group, call, &tensor, 1, static_cast<uint64_t>(i));
     // On the heap, where the sanitizer sees a step beyond the end.
     const std::unique_ptr<tfring::CallHeader> theirs(new tfring::CallHeader(mine));
     if (i % 16 == 15) {
@@ -195,7 +198,7 @@ Pair connect_pair() {
   return {fds[0], fds[1]};
 }
 
-void take_rows(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+void take_rows(void* context, const int64_t* rows, int32_t, void** outputs, int32_t* placed) {
   auto* memory = static_cast<std::vector<float>*>(context);
   CHECK(rows[0] >= 0 && rows[1] >= 0, "numbers of rows that should have been refused");
   if (rows[0] > kMostRows || rows[1] > kMostRows) return;
@@ -205,7 +208,7 @@ void take_rows(void* context, const int64_t* rows, void** outputs, int32_t* plac
 }
 
 // Of one table, the rows of both shares and their ids.
-void take_sums(void* context, const int64_t* numbers, void** outputs, int32_t* placed) {
+void take_sums(void* context, const int64_t* numbers, int32_t, void** outputs, int32_t* placed) {
   auto* memory = static_cast<std::vector<float>*>(context);
   const int64_t rows = numbers[0] + numbers[2];
   CHECK(numbers[0] >= 0 && numbers[2] >= 0 && rows <= kMostRows, "more rows than have come");
@@ -241,30 +244,35 @@ void live_through_one(uint64_t seed, int64_t* failed) {
   const tfring_tensor table[2] = {tensor, {ids.data(), nullptr, dims, 1, kInt64}};
   int code = TFRING_OK;
   for (int i = 0; i < 20 && code == TFRING_OK; ++i) {
-    const tfring_call call{"mirrored", 0, static_cast<int32_t>(below(&random, 2)), 0, 0, 0, 0, nullptr};
+    tfring_call call{};
+    call.name = "mirrored";
+    call.root = static_cast<int32_t>(below(&random, 2));
+    const auto run = [&](Kind kind, const tfring_tensor* tensors, int num_tensors, const int64_t* counts,
+                         tfring_place place) {
+      call.kind = static_cast<int32_t>(kind);
+      return tfring_run(ring, &call, tensors, num_tensors, counts, place, &memory, &error);
+    };
     const int64_t counts[2] = {dims[0] / 3, dims[0] - dims[0] / 3};
     switch (below(&random, 8)) {
       case 0:
-        code = tfring_all_reduce(ring, &call, &tensor, 1, &error);
+        code = run(Kind::kAllReduce, &tensor, 1, nullptr, nullptr);
         break;
       case 1:
-        code = tfring_reduce_scatter(ring, &call, &tensor, 1, &error);
+        code = run(Kind::kReduceScatter, &tensor, 1, nullptr, nullptr);
         break;
       case 2:
-        code = tfring_barrier(ring, &call, &error);
+        code = run(Kind::kBarrier, nullptr, 0, nullptr, nullptr);
         break;
       case 3:
-        code = tfring_all_to_all(ring, &call, &tensor, 1, counts, take_rows, &memory, &error);
+        code = run(Kind::kAllToAll, &tensor, 1, counts, take_rows);
         break;
       case 4:
-      case 5: {
-        const tfring_call sum{"mirrored", 5 + static_cast<int32_t>(below(&random, 2)), 0, 0, 0, 0, 0,
-                              nullptr};
-        code = tfring_all_reduce_rows(ring, &sum, table, 2, take_sums, &memory, &error);
+      case 5:
+        call.op = 5 + static_cast<int32_t>(below(&random, 2));
+        code = run(Kind::kAllReduceRows, table, 2, nullptr, take_sums);
         break;
-      }
       default:
-        code = tfring_all_gather(ring, &call, &tensor, 1, take_rows, &memory, &error);
+        code = run(Kind::kAllGather, &tensor, 1, nullptr, take_rows);
     }
   }
   if (code != TFRING_OK) ++*failed;

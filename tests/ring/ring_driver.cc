@@ -18,6 +18,7 @@
 #include "calls.h"
 #include "core.h"
 #include "dtype.h"
+#include "kinds.h"
 #include "process.h"
 
 #define CHECK(condition, ...)                                             \
@@ -29,6 +30,8 @@
       std::abort();                                                       \
     }                                                                     \
   } while (false)
+
+using tfring::Kind;
 
 namespace {
 
@@ -129,8 +132,14 @@ class World {
   std::vector<std::vector<tfring_link>> links_;
 };
 
-tfring_call named(const char* name, int op = 0, int root = 0) {
-  return {name, op, root, 0, 0, 0, 0, nullptr};
+tfring_call named(Kind kind, const char* name, int op = 0, int root = 0) {
+  return {name, static_cast<int32_t>(kind), op, root, 0, 0, 0, 0, nullptr};
+}
+
+// Of a kind whose sizes are known.
+int run(int64_t ring, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+        tfring_error* error) {
+  return tfring_run(ring, &call, tensors, num_tensors, nullptr, nullptr, nullptr, error);
 }
 
 void reduce_in_pieces(int rank, int64_t ring, int size, int64_t count) {
@@ -145,8 +154,8 @@ void reduce_in_pieces(int rank, int64_t ring, int size, int64_t count) {
                                     {b.data(), b.data(), &dims[1], 1, kFloat32},
                                     {c.data(), c_out.data(), &dims[2], 1, kFloat32}};
   tfring_error error{};
-  const tfring_call call = named("pieces");
-  CHECK(tfring_all_reduce(ring, &call, tensors, 3, &error) == TFRING_OK, "%s", error.message);
+  const tfring_call call = named(Kind::kAllReduce, "pieces");
+  CHECK(run(ring, call, tensors, 3, &error) == TFRING_OK, "%s", error.message);
   const float ranks = static_cast<float>(size * (size - 1) / 2);
   for (float value : a_out)
     CHECK(value == ranks + size, "%g at rank %d of %d, %ld", value, rank, size, long(count));
@@ -167,7 +176,7 @@ void gather_uneven(int rank, int64_t ring, int size, int64_t rows_each) {
     std::vector<int64_t> first;
     std::vector<int64_t> second;
   } result{size, rows_each, {}, {}};
-  const auto place = [](void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+  const auto place = [](void* context, const int64_t* rows, int32_t, void** outputs, int32_t* placed) {
     Result& to = *static_cast<Result*>(context);
     int64_t total = 0;
     for (int r = 0; r < to.size; ++r) {
@@ -182,8 +191,9 @@ void gather_uneven(int rank, int64_t ring, int size, int64_t rows_each) {
     *placed = 1;
   };
   tfring_error error{};
-  const tfring_call call = named("rows");
-  CHECK(tfring_all_gather(ring, &call, tensors, 2, place, &result, &error) == TFRING_OK, "%s", error.message);
+  const tfring_call call = named(Kind::kAllGather, "rows");
+  CHECK(tfring_run(ring, &call, tensors, 2, nullptr, place, &result, &error) == TFRING_OK, "%s",
+        error.message);
   size_t at = 0;
   for (int r = 0; r < size; ++r) {
     CHECK(result.second[static_cast<size_t>(r)] == 100 + r, "rank %d", r);
@@ -201,8 +211,8 @@ void scatter_and_send(int rank, int64_t ring, int size, int64_t rows) {
   std::vector<float> output(static_cast<size_t>((end - begin) * 7));
   const tfring_tensor tensor{input.data(), output.data(), dims, 2, kFloat32};
   tfring_error error{};
-  tfring_call call = named("scatter");
-  CHECK(tfring_reduce_scatter(ring, &call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
+  tfring_call call = named(Kind::kReduceScatter, "scatter");
+  CHECK(run(ring, call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
   for (size_t i = 0; i < output.size(); ++i) {
     CHECK(output[i] == size * input[static_cast<size_t>(begin * 7) + i], "%g", output[i]);
   }
@@ -210,8 +220,8 @@ void scatter_and_send(int rank, int64_t ring, int size, int64_t rows) {
   for (int root = 0; root < size; ++root) {
     std::vector<float> mine(input.size(), static_cast<float>(rank));
     const tfring_tensor copied{mine.data(), sent.data(), dims, 2, kFloat32};
-    call = named("send", 0, root);
-    CHECK(tfring_broadcast(ring, &call, &copied, 1, &error) == TFRING_OK, "%s", error.message);
+    call = named(Kind::kBroadcast, "send", 0, root);
+    CHECK(run(ring, call, &copied, 1, &error) == TFRING_OK, "%s", error.message);
     for (float value : sent) CHECK(value == static_cast<float>(root), "%g", value);
   }
 }
@@ -222,8 +232,8 @@ void total_at_each(int rank, int64_t ring, int size, int64_t count) {
   const tfring_tensor tensor{input.data(), output.data(), &count, 1, kFloat32};
   for (int root = 0; root < size; ++root) {
     tfring_error error{};
-    const tfring_call call = named("total", 0, root);
-    CHECK(tfring_reduce(ring, &call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
+    const tfring_call call = named(Kind::kReduce, "total", 0, root);
+    CHECK(run(ring, call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
     const float want = rank == root ? static_cast<float>(size * (size - 1) / 2) : -1.0f;
     for (float value : output) CHECK(value == want, "%g", value);
     output.assign(output.size(), -1.0f);
@@ -243,7 +253,7 @@ void rows_to_each(int rank, int64_t ring, int size, int64_t rows_each) {
     int64_t rows_each;
     std::vector<int64_t> rows;
   } result{rank, size, rows_each, {}};
-  const auto place = [](void* context, const int64_t* from, void** outputs, int32_t* placed) {
+  const auto place = [](void* context, const int64_t* from, int32_t, void** outputs, int32_t* placed) {
     Result& to = *static_cast<Result*>(context);
     int64_t total = 0;
     for (int r = 0; r < to.size; ++r) {
@@ -257,8 +267,8 @@ void rows_to_each(int rank, int64_t ring, int size, int64_t rows_each) {
   const int64_t dims[1] = {static_cast<int64_t>(rows.size())};
   const tfring_tensor tensor{rows.data(), nullptr, dims, 1, kInt64};
   tfring_error error{};
-  const tfring_call call = named("to each");
-  CHECK(tfring_all_to_all(ring, &call, &tensor, 1, counts.data(), place, &result, &error) == TFRING_OK, "%s",
+  const tfring_call call = named(Kind::kAllToAll, "to each");
+  CHECK(tfring_run(ring, &call, &tensor, 1, counts.data(), place, &result, &error) == TFRING_OK, "%s",
         error.message);
   size_t at = 0;
   for (int r = 0; r < size; ++r) {
@@ -293,7 +303,7 @@ void rows_under_ids(int rank, int64_t ring, int size, int64_t count) {
     std::vector<char> memory[4];
     int64_t numbers[4];
   } result{size, {}, {}};
-  const auto place = [](void* context, const int64_t* numbers, void** outputs, int32_t* placed) {
+  const auto place = [](void* context, const int64_t* numbers, int32_t, void** outputs, int32_t* placed) {
     Result& to = *static_cast<Result*>(context);
     constexpr size_t kSizes[4] = {28, 2, 8, 8};
     for (int t = 0; t < 4; ++t) {
@@ -306,8 +316,8 @@ void rows_under_ids(int rank, int64_t ring, int size, int64_t count) {
   };
   for (int way : {0, 5, 6, 0}) {
     tfring_error error{};
-    const tfring_call call = named("under ids", way);
-    CHECK(tfring_all_reduce_rows(ring, &call, tensors, 4, place, &result, &error) == TFRING_OK, "%s",
+    const tfring_call call = named(Kind::kAllReduceRows, "under ids", way);
+    CHECK(tfring_run(ring, &call, tensors, 4, nullptr, place, &result, &error) == TFRING_OK, "%s",
           error.message);
     const int64_t different = count == 0 ? 0 : count + size - 1;
     for (int64_t number : result.numbers) CHECK(number == different, "%ld", long(number));
@@ -335,23 +345,26 @@ void rows_under_ids(int rank, int64_t ring, int size, int64_t count) {
 void pass_on(int rank, int64_t ring, int size, int64_t count) {
   if (size == 1) return;
   std::vector<float> values(static_cast<size_t>(count), 1.0f);
-  const auto place = [](void* context, const int64_t* dims, int32_t num_dims, void** output,
+  const auto place = [](void* context, const int64_t* dims, int32_t num_dims, void** outputs,
                         int32_t* placed) {
     auto* to = static_cast<std::vector<float>*>(context);
     CHECK(num_dims == 1 && dims[0] == static_cast<int64_t>(to->size()), "another shape");
-    *output = to->data();
+    outputs[0] = to->data();
     *placed = 1;
   };
   tfring_error error{};
-  const tfring_call from = named("pass", 0, (rank + size - 1) % size);
-  const tfring_call to = named("pass", 0, (rank + 1) % size);
+  const tfring_tensor like{nullptr, nullptr, nullptr, 0, kFloat32};
+  const tfring_call from = named(Kind::kReceive, "pass", 0, (rank + size - 1) % size);
+  const tfring_call to = named(Kind::kSend, "pass", 0, (rank + 1) % size);
   if (rank > 0)
-    CHECK(tfring_receive(ring, &from, kFloat32, place, &values, &error) == TFRING_OK, "%s", error.message);
+    CHECK(tfring_run(ring, &from, &like, 1, nullptr, place, &values, &error) == TFRING_OK, "%s",
+          error.message);
   for (float& value : values) value += 1.0f;
   const tfring_tensor tensor{values.data(), nullptr, &count, 1, kFloat32};
-  CHECK(tfring_send(ring, &to, &tensor, &error) == TFRING_OK, "%s", error.message);
+  CHECK(run(ring, to, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
   if (rank == 0)
-    CHECK(tfring_receive(ring, &from, kFloat32, place, &values, &error) == TFRING_OK, "%s", error.message);
+    CHECK(tfring_run(ring, &from, &like, 1, nullptr, place, &values, &error) == TFRING_OK, "%s",
+          error.message);
   for (float value : values) CHECK(value == (rank == 0 ? size + 1 : rank + 2), "%g", value);
 }
 
@@ -381,8 +394,8 @@ void halves(int rank, int64_t ring) {
   const int64_t dims[1] = {65536};
   const tfring_tensor tensor{input.data(), output.data(), dims, 1, kFloat16};
   tfring_error error{};
-  const tfring_call call = named("halves");
-  CHECK(tfring_all_reduce(ring, &call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
+  const tfring_call call = named(Kind::kAllReduce, "halves");
+  CHECK(run(ring, call, &tensor, 1, &error) == TFRING_OK, "%s", error.message);
   for (size_t i = 0; i < input.size(); ++i) {
     const double want = half_value(static_cast<uint16_t>(i));
     const double got = half_value(output[i]);
@@ -402,8 +415,8 @@ void everything(int size, bool shared, int algorithm = 0, int num_hosts = 1) {
       rows_to_each(rank, ring, size, count / 20);
       rows_under_ids(rank, ring, size, count / 20);
       pass_on(rank, ring, size, count);
-      const tfring_call call = named("wait");
-      CHECK(tfring_barrier(ring, &call, &error) == TFRING_OK, "%s", error.message);
+      const tfring_call call = named(Kind::kBarrier, "wait");
+      CHECK(run(ring, call, nullptr, 0, &error) == TFRING_OK, "%s", error.message);
     }
     halves(rank, ring);
     in_groups(rank, ring, size);
@@ -457,21 +470,22 @@ void disagreement(int size, bool shared) {
     const int64_t dims[1] = {rank == 1 ? 9 : 100000};
     std::vector<float> values(100000);
     const tfring_tensor tensor{values.data(), values.data(), dims, 1, kFloat32};
-    const tfring_call call = named("odd");
+    const tfring_call call = named(Kind::kAllReduce, "odd");
     tfring_error error{};
-    CHECK(tfring_all_reduce(ring, &call, &tensor, 1, &error) == TFRING_MISMATCH, "%s", error.message);
+    CHECK(run(ring, call, &tensor, 1, &error) == TFRING_MISMATCH, "%s", error.message);
     CHECK(std::strstr(error.message, "rank 1 called all_reduce \"odd\" sum float32[9]") != nullptr, "%s",
           error.message);
-    CHECK(tfring_barrier(ring, &call, &error) == TFRING_MISMATCH, "%s", error.message);
+    CHECK(run(ring, named(Kind::kBarrier, "odd"), nullptr, 0, &error) == TFRING_MISMATCH, "%s",
+          error.message);
   });
 }
 
 void leaving(int size, bool shared) {
   World(size, shared, 30).run([](int rank, int64_t ring) {
     if (rank == 0) return;
-    const tfring_call call = named("left");
+    const tfring_call call = named(Kind::kBarrier, "left");
     tfring_error error{};
-    CHECK(tfring_barrier(ring, &call, &error) == TFRING_PEER_LOST, "%s", error.message);
+    CHECK(run(ring, call, nullptr, 0, &error) == TFRING_PEER_LOST, "%s", error.message);
     CHECK(std::strstr(error.message, "rank 0 left the ring") != nullptr, "%s", error.message);
   });
 }
@@ -479,12 +493,12 @@ void leaving(int size, bool shared) {
 void standing_still(int size, bool shared) {
   std::atomic<int> told{0};
   World(size, shared, 0.3).run([&told, size](int rank, int64_t ring) {
-    const tfring_call call = named("late");
+    const tfring_call call = named(Kind::kBarrier, "late");
     tfring_error error{};
     if (rank == 0) {
       while (told < size - 1) usleep(1000);
     } else {
-      CHECK(tfring_barrier(ring, &call, &error) == TFRING_TIMEOUT, "%s", error.message);
+      CHECK(run(ring, call, nullptr, 0, &error) == TFRING_TIMEOUT, "%s", error.message);
       CHECK(std::strstr(error.message, "rank 0 takes no part") != nullptr, "%s", error.message);
       ++told;
     }
@@ -493,7 +507,7 @@ void standing_still(int size, bool shared) {
 
 void closing_meanwhile(int size, bool shared) {
   World(size, shared, 30).run([](int rank, int64_t ring) {
-    const tfring_call call = named("closed");
+    const tfring_call call = named(Kind::kBarrier, "closed");
     tfring_error error{};
     std::thread closer;
     if (rank == 0) {
@@ -503,7 +517,7 @@ void closing_meanwhile(int size, bool shared) {
       });
     }
     int code = TFRING_OK;
-    for (int i = 0; i < 100000000 && code == TFRING_OK; ++i) code = tfring_barrier(ring, &call, &error);
+    for (int i = 0; i < 100000000 && code == TFRING_OK; ++i) code = run(ring, call, nullptr, 0, &error);
     CHECK(code == TFRING_PEER_LOST || code == TFRING_INVALID, "%s", error.message);
     if (closer.joinable()) closer.join();
   });
@@ -513,10 +527,10 @@ void closing_meanwhile(int size, bool shared) {
 void sharing() {
   World(2, true, 30).run([](int, int64_t ring) {
     const auto body = [ring] {
-      const tfring_call call = named("shared");
+      const tfring_call call = named(Kind::kBarrier, "shared");
       tfring_error error{};
       for (int i = 0; i < 200; ++i)
-        CHECK(tfring_barrier(ring, &call, &error) == TFRING_OK, "%s", error.message);
+        CHECK(run(ring, call, nullptr, 0, &error) == TFRING_OK, "%s", error.message);
     };
     std::thread other(body);
     body();
@@ -574,10 +588,9 @@ static void comparing_calls() {
   const auto begin = [&calls](int rank, int with, const char* name) {
     tfring::Group group;
     group.ranks = {rank, with};
-    const tfring_call call = named(name);
-    const uint64_t sequence = calls[static_cast<size_t>(rank)].count(tfring::Kind::kBarrier, 0, &group);
-    calls[static_cast<size_t>(rank)].begin(
-        tfring::make_header(group, tfring::Kind::kBarrier, call, nullptr, 0, sequence));
+    const tfring_call call = named(Kind::kBarrier, name);
+    const uint64_t sequence = calls[static_cast<size_t>(rank)].count(Kind::kBarrier, 0, &group);
+    calls[static_cast<size_t>(rank)].begin(tfring::make_header(group, call, nullptr, 0, sequence));
   };
   const auto of = [&calls](int rank) -> tfring::Calls& { return calls[static_cast<size_t>(rank)]; };
   const auto report = [&](int from, int to) {
@@ -620,8 +633,8 @@ static void crossed_groups(bool shared) {
     const int32_t pair[2] = {0, 1};
     const int64_t group = tfring_group(ring, pair, 2, "pair", &error);
     CHECK(group > 0, "%s", error.message);
-    const tfring_call call = named("crossed");
-    const int code = rank == 0 ? tfring_barrier(group, &call, &error) : tfring_barrier(ring, &call, &error);
+    const tfring_call call = named(Kind::kBarrier, "crossed");
+    const int code = rank == 0 ? run(group, call, nullptr, 0, &error) : run(ring, call, nullptr, 0, &error);
     CHECK(code == TFRING_MISMATCH, "%s", error.message);
     CHECK(std::strstr(error.message, "of group \"pair\"") != nullptr, "%s", error.message);
     tfring_close(group);
@@ -636,7 +649,7 @@ static void contending_threads(bool shared) {
       bool contends;
       std::vector<float> values;
     } result{ring, rank == 0, {}};
-    const auto place = [](void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+    const auto place = [](void* context, const int64_t* rows, int32_t, void** outputs, int32_t* placed) {
       Result* into = static_cast<Result*>(context);
       into->values.resize(static_cast<size_t>(rows[0] + rows[1]));
       outputs[0] = into->values.data();
@@ -647,17 +660,17 @@ static void contending_threads(bool shared) {
         float value = 0;
         const int64_t dims[1] = {1};
         const tfring_tensor tensor{&value, &value, dims, 1, kFloat32};
-        const tfring_call call = named("contended");
-        const int code = tfring_all_reduce(into->ring, &call, &tensor, 1, &error);
+        const tfring_call call = named(Kind::kAllReduce, "contended");
+        const int code = run(into->ring, call, &tensor, 1, &error);
         CHECK(code == TFRING_MISMATCH, "%s", error.message);
       }).join();
     };
     tfring_error error{};
-    const tfring_call call = named("contended");
+    const tfring_call call = named(Kind::kAllGather, "contended");
     float row = static_cast<float>(rank);
     const int64_t dims[1] = {1};
     const tfring_tensor tensor{&row, nullptr, dims, 1, kFloat32};
-    const int code = tfring_all_gather(ring, &call, &tensor, 1, place, &result, &error);
+    const int code = tfring_run(ring, &call, &tensor, 1, nullptr, place, &result, &error);
     if (rank == 1 && code == TFRING_OK) return;  // it was through before
     CHECK(code == TFRING_MISMATCH, "%s", error.message);
     CHECK(std::strstr(error.message, "two threads of rank 0") != nullptr, "%s", error.message);

@@ -17,20 +17,76 @@ from tfring.errors import MismatchError
 from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds
 
+_NUMBERS = ctypes.POINTER(ctypes.c_int64)
+_NO_PLACE = library.Place()  # null
 
-def all_reduce(
+
+def run(
     communicator: Any,
+    kind: str,
     value: Any,
-    op: str = "sum",
+    make: Callable[[np.ndarray], np.ndarray] = np.empty_like,
     *,
     out: Any = None,
+    op: str = "sum",
+    root: int = 0,
     compression: str | None = None,
-    name: str = "all_reduce",
+    name: str | None = None,
 ) -> Any:
+    """Calls a collective whose results are of a size that is known before.
+
+    Args:
+        communicator: A `tfring.ring.communicator.Communicator`.
+        kind: The collective, one of `library.kinds()`.
+        value: An array, or a list of arrays.
+        make: Returns the memory for the result of an array.
+        out: Takes the results instead.
+        op: "sum", "max", "min" or "product".
+        root: A rank.
+        compression: See `Communicator.all_reduce`.
+        name: What to call it in errors. Default: the kind.
+
+    Returns:
+        An array, or a list of arrays, as `value`.
+    """
     many, values = _as_list(value)
-    results = [np.empty_like(value) for value in values] if out is None else _outputs(out, values, many)
-    _run("all_reduce", communicator, name, values, results, op=op, compression=compression)
+    results = [make(each) for each in values] if out is None else _outputs(out, values, many)
+    call, tensors = _prepare(kind, name or kind, values, results, op=op, root=root, compression=compression)
+    _run(communicator, call, tensors, len(values))
     return results if many else results[0]
+
+
+def exchange(
+    communicator: Any,
+    kind: str,
+    value: Any,
+    *,
+    counts: Any = None,
+    splits: bool = False,
+    root: int = 0,
+    name: str | None = None,
+) -> tuple[Any, np.ndarray]:
+    """Calls a collective whose numbers of rows are learned on the way.
+
+    Args:
+        communicator: A `tfring.ring.communicator.Communicator`.
+        kind: The collective, one of `library.kinds()`.
+        value: `[rows, ...]`, or a list of such arrays.
+        counts: As of `Communicator.all_to_all`.
+        splits: Each rank gets some of the rows, by `counts`, not all of them.
+        root: A rank.
+        name: What to call it in errors. Default: the kind.
+
+    Returns:
+        The rows that come to this rank, an array or a list as `value`; and int64 `[tensors, world_size]`, how many
+        come from each rank.
+    """
+    many, values = _as_list(value)
+    numbers = _counts(communicator, values, counts, many) if splits else None
+    call, tensors = _prepare(kind, name or kind, values, [None] * len(values), root=root)
+    rows = _Rows(values, communicator.world_size)
+    _run_asking(communicator, call, tensors, len(values), rows, numbers)
+    return rows.results if many else rows.results[0], rows.received.T.copy()
 
 
 class PlannedAllReduce:
@@ -54,182 +110,124 @@ class PlannedAllReduce:
         self._communicator, self._result = communicator, results if many else results[0]
         self._arrays = values, results  # which the calls point to
         _, self._tensors = _prepare("all_reduce", name, values, results, op=op, compression=compression)
-        self._calls = [_call(name, op, 0, is_main, compression) for is_main in (False, True)]
+        self._calls = [_call("all_reduce", name, op, 0, is_main, compression) for is_main in (False, True)]
         self._count = len(values)
-        self._function = library.core().tfring_all_reduce
 
     def __call__(self) -> Any:
         """Reduces what the arrays hold now, and returns the result: the same arrays each time."""
         call = self._calls[threading.get_ident() == _main_thread]
-        _check(self._function, self._communicator.handle, call, self._tensors, self._count)
+        _run(self._communicator, call, self._tensors, self._count)
         return self._result
 
 
-def reduce(communicator: Any, value: Any, root: int = 0, op: str = "sum", *, name: str = "reduce") -> Any:
-    many, values = _as_list(value)
-    make = np.empty_like if communicator.rank == root else np.zeros_like
-    results = [make(value) for value in values]
-    _run("reduce", communicator, name, values, results, op=op, root=root)
-    return results if many else results[0]
+def barrier(communicator: Any, name: str) -> None:
+    _run(communicator, _call("barrier", name, "sum", 0, threading.get_ident() == _main_thread), None, 0)
 
 
-def reduce_scatter(communicator: Any, value: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
-    many, values = _as_list(value)
-    results = []
-    for each in values:
-        begin, end = chunk_bounds(each.shape[0] if each.ndim else 0, communicator.world_size)[communicator.rank]
-        results.append(np.empty((end - begin, *each.shape[1:]), each.dtype))
-    _run("reduce_scatter", communicator, name, values, results, op=op)
-    return results if many else results[0]
-
-
-def broadcast(communicator: Any, value: Any, root: int = 0, *, name: str = "broadcast") -> Any:
-    many, values = _as_list(value)
-    results = [np.empty_like(value) for value in values]
-    _run("broadcast", communicator, name, values, results, root=root)
-    return results if many else results[0]
-
-
-def barrier(communicator: Any, *, name: str = "barrier") -> None:
-    call = _call(name, "sum", 0, threading.get_ident() == _main_thread)
-    _check(library.core().tfring_barrier, communicator.handle, call)
-
-
-def all_gather(communicator: Any, value: Any, *, name: str = "all_gather") -> Any:
-    many, values = _as_list(value)
-    results, _ = _exchange("all_gather", communicator, name, values, None)
-    return results if many else results[0]
-
-
-def gather(communicator: Any, value: Any, root: int = 0, *, name: str = "gather") -> Any:
-    many, values = _as_list(value)
-    results, _ = _exchange("gather", communicator, name, values, None, root)
-    return results if many else results[0]
-
-
-def scatter(
-    communicator: Any, value: Any, counts: Any = None, root: int = 0, *, name: str = "scatter"
-) -> Any:
-    many, values = _as_list(value)
-    if communicator.rank == root:
-        numbers = _counts(communicator, values, counts, many)
-    else:
-        numbers = np.zeros((communicator.world_size, len(values)), np.int64)  # the root's count
-    results, _ = _exchange("scatter", communicator, name, values, numbers, root)
-    return results if many else results[0]
-
-
-def all_to_all(communicator: Any, value: Any, counts: Any = None, *, name: str = "all_to_all") -> Any:
-    many, values = _as_list(value)
-    results, rows = _exchange("all_to_all", communicator, name, values, _counts(communicator, values, counts, many))
-    return (results, list(rows.T.copy())) if many else (results[0], rows[:, 0].copy())
-
-
-def all_reduce_rows(
-    communicator: Any, values: Any, indices: Any, *, reduction: str = "auto", name: str = "all_reduce_rows"
-) -> Any:
+def all_reduce_rows(communicator: Any, values: Any, indices: Any, *, reduction: str, name: str) -> Any:
     many, values = _as_list(values)
     _, indices = _as_list(indices)
     if len(values) != len(indices):
         raise ValueError(
             f"`values` and `indices` are lists of equal length. Received: {len(values)} and {len(indices)}"
         )
-    results, _ = _exchange(
-        "all_reduce_rows", communicator, name, [*values, *indices], None, way=library.row_sums_number(reduction)
-    )
-    pairs = list(zip(results[: len(values)], results[len(values) :], strict=True))
+    inputs, way = [*values, *indices], library.row_sums_number(reduction)
+    call, tensors = _prepare("all_reduce_rows", name, inputs, [None] * len(inputs), way=way)
+    rows = _Rows(inputs, communicator.world_size)
+    _run_asking(communicator, call, tensors, len(inputs), rows)
+    pairs = list(zip(rows.results[: len(values)], rows.results[len(values) :], strict=True))
     return pairs if many else pairs[0]
 
 
-def send(communicator: Any, value: Any, to: int, *, name: str = "send") -> None:
+def send(communicator: Any, value: Any, to: int, *, name: str) -> None:
     value = _as_array(value)
     call, tensors = _prepare("send", name, [value], [None], root=to)
-    _check(library.core().tfring_send, communicator.handle, call, tensors)
+    _run(communicator, call, tensors, 1)
 
 
-def receive(
-    communicator: Any, source: int, dtype: Any, shape: Any = None, *, name: str = "receive"
-) -> np.ndarray:
-    dtype = np.dtype(dtype)
-    results: list[np.ndarray] = []
-    raised: list[BaseException] = []
-
-    @library.Shape
-    def place(_: Any, dims: Any, num_dims: int, output: Any, placed: Any) -> None:
-        try:
-            received = tuple(dims[:num_dims])
-            placed[0] = library.UNWANTED
-            check_shape(name, source, shape, received)
-            placed[0] = 0
-            results.append(np.empty(received, dtype))
-            output[0] = results[0].ctypes.data
-            placed[0] = 1
-        except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
-            raised.append(error)
-
-    call, _ = _prepare("receive", name, [np.empty(0, dtype)], [None], root=source)
-    arguments = (communicator.handle, call, library.DTYPES[dtype.name], place, None)
-    _check(library.core().tfring_receive, *arguments, raised=raised)
-    return results[0]
+def receive(communicator: Any, source: int, dtype: Any, shape: Any, *, name: str) -> np.ndarray:
+    like = np.empty((), dtype)
+    call, tensors = _prepare("receive", name, [like], [None], root=source)
+    received = _Received(name, source, like.dtype, shape)
+    _run_asking(communicator, call, tensors, 1, received)
+    return received.result
 
 
-def check_shape(name: str, source: int, wanted: Any, received: tuple[int, ...]) -> None:
-    """Raises MismatchError where what comes is not of the shape it should have; None stands for any size."""
-    if wanted is None:
-        return
-    wanted = tuple(wanted)
-    if len(wanted) != len(received) or any(w not in (None, r) for w, r in zip(wanted, received, strict=True)):
-        raise MismatchError(
-            f'receive "{name}" wants shape {list(wanted)}, and rank {source} sends {list(received)}. '
-            "Send and receive the same, or leave `shape` out."
-        )
-
-
-def _exchange(
-    kind: str, communicator: Any, name: str, values: list[np.ndarray], counts: Any, root: int = 0, way: int = 0
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """The rows that come to this rank, and `[rank, tensor]` how many from each."""
-    call, tensors = _prepare(kind, name, values, [None] * len(values), root=root, way=way)
-    coming = _Coming(values, communicator.world_size)
-    numbers = () if counts is None else (counts.ctypes.data_as(_NUMBERS),)
-    function = getattr(library.core(), f"tfring_{kind}")
-    before, _thread.coming = getattr(_thread, "coming", None), coming  # a signal handler's is inside another's
-    try:
-        _check(
-            function, communicator.handle, call, tensors, len(values), *numbers, _place, None, raised=coming.raised
-        )
-    finally:
-        _thread.coming = before
-    return coming.results, coming.received
-
-
-class _Coming:
+class _Rows:
     """Receives the rows of an exchange into arrays that it allocates once their number is known."""
 
     def __init__(self, values: list[np.ndarray], size: int) -> None:
         self.results = [value[:0].copy() for value in values] if all(v.ndim for v in values) else []
         self.received = np.zeros((size, len(values)), np.int64)
-        self.raised: list[BaseException] = []
 
-    def place(self, rows: Any, outputs: Any) -> None:
-        ctypes.memmove(self.received.__array_interface__["data"][0], rows, self.received.nbytes)
+    def place(self, numbers: Any, count: int, outputs: Any) -> None:
+        ctypes.memmove(self.received.__array_interface__["data"][0], numbers, self.received.nbytes)
         for t, total in enumerate(self.received.sum(axis=0).tolist()):
             result = np.empty((total, *self.results[t].shape[1:]), self.results[t].dtype)
             outputs[t] = result.__array_interface__["data"][0]
             self.results[t] = result
 
 
-_NUMBERS = ctypes.POINTER(ctypes.c_int64)
+class _Received:
+    """Receives one array, of a shape that the sender tells."""
+
+    result: np.ndarray
+
+    def __init__(self, name: str, source: int, dtype: np.dtype, shape: Any) -> None:
+        self._name, self._source, self._dtype = name, source, dtype
+        self._shape = None if shape is None else tuple(shape)
+
+    def place(self, numbers: Any, count: int, outputs: Any) -> None:
+        shape, wanted = numbers[:count], self._shape
+        if wanted is not None and (
+            len(wanted) != count or any(w not in (None, s) for w, s in zip(wanted, shape, strict=True))
+        ):
+            raise MismatchError(
+                f'receive "{self._name}" wants shape {list(wanted)}, and rank {self._source} sends {shape}. '
+                "Send and receive the same, or leave `shape` out."
+            )
+        self.result = np.empty(shape, self._dtype)
+        outputs[0] = self.result.__array_interface__["data"][0]
 
 
-@library.Place  # one for all exchanges: to make one takes longer than a small exchange
-def _place(_: Any, rows: Any, outputs: Any, placed: Any) -> None:
-    coming: _Coming = _thread.coming
+@library.Place  # one for all calls: to make one takes longer than a small exchange
+def _place(_: Any, numbers: Any, count: int, outputs: Any, placed: Any) -> None:
+    coming, raised = _thread.asked
     try:
-        coming.place(rows, outputs)
+        coming.place(numbers, count, outputs)
         placed[0] = 1
     except BaseException as error:  # no memory, or Ctrl-C, unless it came before `try`
-        coming.raised.append(error)
+        raised.append(error)
+        placed[0] = library.UNWANTED if isinstance(error, MismatchError) else 0
+
+
+def _run_asking(
+    communicator: Any, call: Any, tensors: Any, count: int, coming: _Rows | _Received, counts: Any = None
+) -> None:
+    """Runs a call that asks `coming` for memory."""
+    numbers = None if counts is None else counts.ctypes.data_as(_NUMBERS)
+    raised: list[BaseException] = []
+    before, _thread.asked = getattr(_thread, "asked", None), (coming, raised)  # a signal handler's is inside another's
+    try:
+        _run(communicator, call, tensors, count, numbers, _place, raised)
+    finally:
+        _thread.asked = before
+
+
+def _run(
+    communicator: Any,
+    call: library.Call,
+    tensors: Any,
+    count: int,
+    counts: Any = None,
+    place: Any = _NO_PLACE,
+    raised: Sequence[BaseException] = (),
+) -> None:
+    error: library.Error = getattr(_thread, "error", None) or _thread.__dict__.setdefault("error", library.Error())
+    if library.core().tfring_run(communicator.handle, call, tensors, count, counts, place, None, error):
+        if raised:
+            raise raised[0]
+        library.raise_error(error)
 
 
 def _counts(communicator: Any, values: list[np.ndarray], counts: Any, many: bool) -> np.ndarray:
@@ -261,21 +259,6 @@ def _shares(rows: tuple[int, ...], size: int) -> np.ndarray:
     return np.array(columns, np.int64).T.copy()
 
 
-def _run(
-    kind: str, communicator: Any, name: str, inputs: list[np.ndarray], outputs: list[Any], **settings: Any
-) -> None:
-    call, tensors = _prepare(kind, name, inputs, outputs, **settings)
-    _check(getattr(library.core(), f"tfring_{kind}"), communicator.handle, call, tensors, len(inputs))
-
-
-def _check(function: Callable[..., int], *arguments: Any, raised: Sequence[BaseException] = ()) -> None:
-    error: library.Error = getattr(_thread, "error", None) or _thread.__dict__.setdefault("error", library.Error())
-    if function(*arguments, error):
-        if raised:
-            raise raised[0]
-        library.raise_error(error)
-
-
 def _prepare(
     kind: str,
     name: str,
@@ -287,7 +270,7 @@ def _prepare(
     way: int = 0,
 ) -> tuple[Any, Any]:
     """Returns the arguments of a native call; the caller keeps the arrays alive until it returns."""
-    call = _call(name, op, root, threading.get_ident() == _main_thread, compression, way)
+    call = _call(kind, name, op, root, threading.get_ident() == _main_thread, compression, way)
     tensors = []
     for source, target in zip(inputs, outputs, strict=True):
         dtype = _number(source.dtype)
@@ -314,15 +297,16 @@ _main_thread = threading.main_thread().ident  # a forked child's has the same
 
 @functools.lru_cache(1024)
 def _call(
-    name: str, op: str, root: int, on_main_thread: bool, compression: str | None = None, way: int = 0
+    kind: str, name: str, op: str, root: int, on_main_thread: bool, compression: str | None = None, way: int = 0
 ) -> library.Call:
     if op not in library.OPERATIONS:
         raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
     if not -(2**31) <= root < 2**31:  # or the core would be told another
         raise ValueError(f"A rank, as a root or a peer, is below the number of ranks. Received: {root}")
     caller = library.PYTHON_MAIN_THREAD if on_main_thread else library.ANY_THREAD
+    number, op_number = library.kinds().index(kind), way or library.OPERATIONS[op]
     return library.Call(
-        name.encode(), way or library.OPERATIONS[op], root, 0, caller, library.compression_number(compression)
+        name.encode(), number, op_number, root, 0, caller, library.compression_number(compression)
     )
 
 

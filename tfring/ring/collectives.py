@@ -54,7 +54,10 @@ def sum_duplicates(
 
 
 class Collectives(abc.ABC):
-    """Defines the collectives of an engine; all ranks must make the same calls in the same order."""
+    """Defines the collectives of an engine; all ranks must make the same calls in the same order.
+
+    An engine has them all by its `_run`, or has its own of some.
+    """
 
     rank: int
     world_size: int
@@ -63,6 +66,9 @@ class Collectives(abc.ABC):
     marks_ready = False  # whether a trace is told when what is reduced is there, which may be before its turn comes
 
     @abc.abstractmethod
+    def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:
+        """Calls the collective that `tfring.ring.ops` has under this name, with these arguments."""
+
     def all_reduce(
         self,
         tensors: Sequence[tf.Tensor],
@@ -76,15 +82,16 @@ class Collectives(abc.ABC):
 
         `compression` is what float32 travels as, where the engine can; see `Communicator.all_reduce`.
         """
+        return self._run("all_reduce", list(tensors), op, name=name, active=active, compression=compression)
 
     def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
         """Returns the largest of each number over all ranks, which call this eagerly; numbers are those of int64."""
         [agreed] = self.all_reduce([tf.constant(numbers, tf.int64)], "max", name=name)
         return agreed.numpy().tolist()
 
-    @abc.abstractmethod
     def all_gather(self, tensor: tf.Tensor | Sequence[tf.Tensor], *, name: str) -> Any:
         """Concatenates over ranks along dimension 0, which may differ from rank to rank; a list gives a list."""
+        return self._run("all_gather", tensor, name=name)
 
     def gather_equal(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
         """As `all_gather`, of tensors that have the same static shape on every rank: one collective on any engine."""
@@ -105,7 +112,7 @@ class Collectives(abc.ABC):
 
         Not where `needs_fixed_shapes`.
         """
-        raise NotImplementedError
+        return self._run("sum_rows", values, indices, name=name, active=active, reduction=reduction)
 
     def gather_rows(
         self, values: Sequence[tf.Tensor], indices: Sequence[tf.Tensor], *, name: str
@@ -113,24 +120,23 @@ class Collectives(abc.ABC):
         """Padded (values, indices) of every rank with their padding, in rank order; where `needs_fixed_shapes`."""
         raise NotImplementedError
 
-    @abc.abstractmethod
     def reduce_scatter(self, tensor: tf.Tensor | Sequence[tf.Tensor], op: str = "sum", *, name: str) -> tf.Tensor:
         """Reduces over ranks; each rank keeps its chunk of dimension 0 (chunk bounds as in `schedule.py`).
 
         A list of one dtype gives a list.
         """
+        return self._run("reduce_scatter", tensor, op, name=name)
 
-    @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
         """Returns the tensors of rank `root` on every rank; shapes and dtypes must agree."""
+        return self._run("broadcast", list(tensors), root, name=name)
 
-    @abc.abstractmethod
     def reduce(
         self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str
     ) -> list[tf.Tensor]:
         """As `all_reduce`, for rank `root` only: zeros on the others."""
+        return self._run("reduce", list(tensors), root, op, name=name)
 
-    @abc.abstractmethod
     def all_to_all(
         self, tensor: tf.Tensor | Sequence[tf.Tensor], counts: tf.Tensor | None = None, *, name: str
     ) -> tuple[Any, Any]:
@@ -146,16 +152,17 @@ class Collectives(abc.ABC):
             The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a
             list, two lists.
         """
+        return self._run("all_to_all", tensor, counts, name=name)
 
-    @abc.abstractmethod
     def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
         """As `all_gather`, for rank `root` only: no rows on the others."""
+        return self._run("gather", tensor, root, name=name)
 
-    @abc.abstractmethod
     def scatter(
         self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str
     ) -> tf.Tensor:
         """Distributes rank `root`'s rows by its `counts` (as of `all_to_all`); other ranks' rows are ignored."""
+        return self._run("scatter", tensor, counts, root, name=name)
 
     @abc.abstractmethod
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
@@ -165,15 +172,14 @@ class Collectives(abc.ABC):
             ConfigurationError: The engine has no groups.
         """
 
-    @abc.abstractmethod
     def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Tensor:
         """Sends to one rank, which calls `receive` with this name. Returns a receipt, float32 0.
 
         Raises:
             ConfigurationError: The engine passes nothing between two ranks.
         """
+        return self._run("send", tensor, to, name=name)
 
-    @abc.abstractmethod
     def receive(
         self, source: int, dtype: tf.DType, shape: Sequence[int | None] | None = None, *, anchor: Any = 0.0, name: str
     ) -> tf.Tensor:
@@ -182,10 +188,11 @@ class Collectives(abc.ABC):
         Raises:
             ConfigurationError: The engine passes nothing between two ranks.
         """
+        return self._run("receive", source, dtype, shape, anchor=anchor, name=name)
 
-    @abc.abstractmethod
     def barrier(self, *, name: str) -> None:
         """Returns once every rank has called it."""
+        self._run("barrier", name=name)
 
     def call_in_order(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function of tensors that calls collectives in its gradient, as a `tf.custom_gradient` does.
@@ -229,6 +236,9 @@ class LocalCollectives(Collectives):
     rank = 0
     world_size = 1
 
+    def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:
+        return tf.nest.map_structure(tf.identity, values[0])
+
     def all_reduce(
         self,
         tensors: Sequence[tf.Tensor],
@@ -242,9 +252,6 @@ class LocalCollectives(Collectives):
 
     def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
         return list(numbers)
-
-    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return tf.nest.map_structure(tf.identity, tensor)
 
     def sum_rows(
         self,
@@ -263,27 +270,12 @@ class LocalCollectives(Collectives):
         pairs = [sum_duplicates(v, i, active) for v, i in zip(values, indices, strict=True)]
         return pairs, tf.stack([tf.size(ids, tf.int64) for _, ids in pairs])
 
-    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
-        return tf.nest.map_structure(tf.identity, tensor)
-
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
-        return [tf.identity(t) for t in tensors]
-
-    def reduce(self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str) -> list[tf.Tensor]:
-        return [tf.identity(t) for t in tensors]
-
     def all_to_all(
         self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
     ) -> tuple[tf.Tensor, tf.Tensor]:
         if isinstance(tensor, Sequence):
             return [tf.identity(each) for each in tensor], [tf.shape(each, tf.int64)[:1] for each in tensor]
         return tf.identity(tensor), tf.shape(tensor, tf.int64)[:1]
-
-    def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
-        return tf.identity(tensor)
-
-    def scatter(self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str) -> tf.Tensor:
-        return tf.identity(tensor)
 
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
         if list(ranks) != [0]:
@@ -332,79 +324,21 @@ class RingCollectives(Collectives):
         self.identity = communicator.identity
         self.world_size = communicator.world_size
 
-    def all_reduce(
-        self,
-        tensors: Sequence[tf.Tensor],
-        op: str = "sum",
-        *,
-        name: str,
-        active: tf.Tensor | None = None,
-        compression: str | None = None,
-    ) -> list[tf.Tensor]:
-        if self.marks_ready:
-            self._ops.mark(f"{READY} {name}", after=tensors)
-        return self._ops.all_reduce(
-            self.communicator, list(tensors), op, name=name, active=active, compression=compression
-        )
+    def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:
+        if self.marks_ready and kind in ("all_reduce", "reduce_scatter", "sum_rows"):
+            reduced = [each for each in tf.nest.flatten(values) if tf.is_tensor(each)]
+            self._ops.mark(f"{READY} {name}", after=reduced)
+        return getattr(self._ops, kind)(self.communicator, *values, name=name, **settings)
 
     def largest(self, numbers: Sequence[int], *, name: str) -> list[int]:
         # From NumPy: a tenth of what an operation of TensorFlow's takes.
         return self.communicator.all_reduce(np.array(numbers, np.int64), "max", name=name).tolist()
-
-    def all_gather(self, tensor: tf.Tensor, *, name: str) -> tf.Tensor:
-        return self._ops.all_gather(self.communicator, tensor, name=name)
-
-    def sum_rows(
-        self,
-        values: Sequence[tf.Tensor],
-        indices: Sequence[tf.Tensor],
-        *,
-        name: str,
-        active: tf.Tensor | None = None,
-        reduction: str = "auto",
-    ) -> Any:
-        if self.marks_ready:
-            self._ops.mark(f"{READY} {name}", after=[*values, *indices])
-        return self._ops.sum_rows(
-            self.communicator, values, indices, name=name, active=active, reduction=reduction
-        )
-
-    def reduce_scatter(self, tensor: tf.Tensor, op: str = "sum", *, name: str) -> tf.Tensor:
-        if self.marks_ready:
-            self._ops.mark(f"{READY} {name}", after=tf.nest.flatten(tensor))
-        return self._ops.reduce_scatter(self.communicator, tensor, op, name=name)
-
-    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0, *, name: str) -> list[tf.Tensor]:
-        return self._ops.broadcast(self.communicator, list(tensors), root, name=name)
-
-    def reduce(self, tensors: Sequence[tf.Tensor], root: int = 0, op: str = "sum", *, name: str) -> list[tf.Tensor]:
-        return self._ops.reduce(self.communicator, list(tensors), root, op, name=name)
-
-    def all_to_all(
-        self, tensor: tf.Tensor, counts: tf.Tensor | None = None, *, name: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        return self._ops.all_to_all(self.communicator, tensor, counts, name=name)
-
-    def gather(self, tensor: tf.Tensor, root: int = 0, *, name: str) -> tf.Tensor:
-        return self._ops.gather(self.communicator, tensor, root, name=name)
-
-    def scatter(self, tensor: tf.Tensor, counts: tf.Tensor | None = None, root: int = 0, *, name: str) -> tf.Tensor:
-        return self._ops.scatter(self.communicator, tensor, counts, root, name=name)
 
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
         return RingCollectives(self.communicator.group(ranks, name))
 
     def call_in_order(self, function: Callable, *args: Any) -> Any:
         return self._ops.call_in_order(self.communicator, function, *args)
-
-    def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
-        return self._ops.send(self.communicator, tensor, to, name=name)
-
-    def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
-        return self._ops.receive(self.communicator, source, dtype, shape, anchor=anchor, name=name)
-
-    def barrier(self, *, name: str) -> None:
-        self._ops.barrier(self.communicator, name=name)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """See `ops.apart`."""

@@ -243,7 +243,7 @@ class Communicator:
             The group of this rank, or None without a color.
         """
         mine = np.array([[color is not None, 0 if color is None else color, key]], np.int64)
-        all_of_them = arrays.all_gather(self, mine, name=name).tolist()
+        all_of_them = self.all_gather(mine, name=name).tolist()
         number = next(self._num_splits)  # collectives run in one order, so it is the same on all ranks
         if color is None:
             return None
@@ -293,12 +293,11 @@ class Communicator:
         """
         if compression is not None:
             self._ensure_links(range(self.world_size))
-        settings = {"compression": compression, "name": name or "all_reduce"}
-        if out is not None:
-            if is_tensorflow(value):
+        if is_tensorflow(value):
+            if out is not None:
                 raise ValueError("`out` is for arrays: nothing is written to TensorFlow's tensors. Received: a tensor")
-            settings["out"] = out
-        return self._on(value).all_reduce(self, value, op, **settings)
+            return _ops().all_reduce(self, value, op, compression=compression, name=name or "all_reduce")
+        return arrays.run(self, "all_reduce", value, out=out, op=op, compression=compression, name=name)
 
     def plan_all_reduce(
         self, value: Any, op: str = "sum", *, out: Any = None, compression: str | None = None, name: str | None = None
@@ -337,7 +336,10 @@ class Communicator:
 
     def reduce(self, value: Any, root: int = 0, op: str = "sum", *, name: str | None = None) -> Any:
         """As `all_reduce`, for one rank only: zeros on the others."""
-        return self._on(value).reduce(self, value, root, op, name=name or "reduce")
+        if is_tensorflow(value):
+            return _ops().reduce(self, value, root, op, name=name or "reduce")
+        make = np.empty_like if self.rank == root else np.zeros_like
+        return arrays.run(self, "reduce", value, make, op=op, root=root, name=name)
 
     def reduce_scatter(self, value: Any, op: str = "sum", *, name: str | None = None) -> Any:
         """Reduces as `all_reduce` and returns this rank's share of the rows.
@@ -352,7 +354,14 @@ class Communicator:
         Returns:
             `[rows of this rank, ...]`.
         """
-        return self._on(value).reduce_scatter(self, value, op, name=name or "reduce_scatter")
+        if is_tensorflow(value):
+            return _ops().reduce_scatter(self, value, op, name=name or "reduce_scatter")
+
+        def make(rows: np.ndarray) -> np.ndarray:
+            begin, end = schedule.chunk_bounds(rows.shape[0] if rows.ndim else 0, self.world_size)[self.rank]
+            return np.empty((end - begin, *rows.shape[1:]), rows.dtype)
+
+        return arrays.run(self, "reduce_scatter", value, make, op=op, name=name)
 
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Sends the root's value to all ranks.
@@ -362,7 +371,9 @@ class Communicator:
             root: The rank whose value it is.
             name: What to call it in errors. Default: "broadcast".
         """
-        return self._on(value).broadcast(self, value, root, name=name or "broadcast")
+        if is_tensorflow(value):
+            return _ops().broadcast(self, value, root, name=name or "broadcast")
+        return arrays.run(self, "broadcast", value, root=root, name=name)
 
     def barrier(self, *, name: str | None = None) -> None:
         """Returns when all ranks have called it."""
@@ -379,12 +390,16 @@ class Communicator:
         Returns:
             `[rows of rank 0 + rows of rank 1 + ..., ...]`.
         """
-        return self._on(value).all_gather(self, value, name=name or "all_gather")
+        if is_tensorflow(value):
+            return _ops().all_gather(self, value, name=name or "all_gather")
+        return arrays.exchange(self, "all_gather", value, name=name)[0]
 
     def gather(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """As `all_gather`, for one rank only: the others get no rows."""
         self._ensure_links_for_root(root)
-        return self._on(value).gather(self, value, root, name=name or "gather")
+        if is_tensorflow(value):
+            return _ops().gather(self, value, root, name=name or "gather")
+        return arrays.exchange(self, "gather", value, root=root, name=name)[0]
 
     def scatter(self, value: Any, counts: Any = None, root: int = 0, *, name: str | None = None) -> Any:
         """Sends some of the root's rows to each rank.
@@ -400,7 +415,10 @@ class Communicator:
             `[rows for this rank, ...]`.
         """
         self._ensure_links_for_root(root)
-        return self._on(value).scatter(self, value, counts, root, name=name or "scatter")
+        if is_tensorflow(value):
+            return _ops().scatter(self, value, counts, root, name=name or "scatter")
+        counts = counts if self.rank == root else None  # the root's count
+        return arrays.exchange(self, "scatter", value, counts=counts, splits=True, root=root, name=name)[0]
 
     def all_to_all(self, value: Any, counts: Any = None, *, name: str | None = None) -> Any:
         """Sends some rows of every rank to every rank.
@@ -417,7 +435,10 @@ class Communicator:
             lists.
         """
         self._ensure_links(range(self.world_size))
-        return self._on(value).all_to_all(self, value, counts, name=name or "all_to_all")
+        if is_tensorflow(value):
+            return _ops().all_to_all(self, value, counts, name=name or "all_to_all")
+        results, received = arrays.exchange(self, "all_to_all", value, counts=counts, splits=True, name=name)
+        return results, list(received) if isinstance(results, list) else received[0]
 
     def all_reduce_rows(
         self, values: Any, indices: Any, *, reduction: str = "auto", name: str | None = None
@@ -453,7 +474,7 @@ class Communicator:
                    [2.]]), array([7, 3]))
         """
         self._ensure_links_for_rows(reduction)
-        where = self._on(values)
+        where = _ops() if is_tensorflow(values) else arrays
         return where.all_reduce_rows(self, values, indices, reduction=reduction, name=name or "all_reduce_rows")
 
     def send(self, value: Any, to: int, *, name: str | None = None) -> Any:
@@ -464,7 +485,8 @@ class Communicator:
         something for each other, `all_to_all` in a group of the two does not.
         """
         self._ensure_links([to])
-        return self._on(value).send(self, value, to, name=name or "send")
+        where = _ops() if is_tensorflow(value) else arrays
+        return where.send(self, value, to, name=name or "send")
 
     def receive(
         self, source: int, dtype: Any, shape: Any = None, *, name: str | None = None
@@ -499,7 +521,7 @@ class Communicator:
             "bytes_received": statistics.bytes_received,
             "seconds_waited": statistics.seconds_waited,
             "scratch_bytes": statistics.scratch_bytes,
-            "collectives": dict(zip(library.KINDS, statistics.collectives, strict=True)),
+            "collectives": dict(zip(library.kinds(), statistics.collectives, strict=False)),
         }
 
     def close(self) -> None:
@@ -546,14 +568,6 @@ class Communicator:
         place = f"rank={self.rank}, world_size={self.world_size}"
         return f"Communicator(name={self.name!r}, {place}, transport={self.transport})"
 
-    def _on(self, value: Any) -> Any:
-        """Returns the module with the collectives on such values."""
-        if not is_tensorflow(value):
-            return arrays
-        from tfring.ring import ops  # imports TensorFlow, which the caller has imported already
-
-        return ops
-
     def _layout(self) -> schedule.Layout:
         return schedule.Layout.of([self._world.hosts[rank] for rank in self.ranks])
 
@@ -589,6 +603,13 @@ def _num_spins(cluster: Any) -> int:
     """Returns the polls of shared memory before sleeping: none where ranks of this host share cores."""
     ranks = getattr(cluster, "local_world_size", cluster.world_size)
     return 1000 if ranks <= available_cpus() else 0
+
+
+def _ops() -> Any:
+    """Returns the collectives on TensorFlow's tensors."""
+    from tfring.ring import ops  # imports TensorFlow, which the caller has imported already
+
+    return ops
 
 
 def is_tensorflow(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 
 def _directory() -> pathlib.Path:
@@ -34,25 +34,12 @@ DIRECTORY = _directory()
 CORE = DIRECTORY / "libtfring_core.so"
 OPS = DIRECTORY / "libtfring_ops.so"
 
+MOST_KINDS = 32
 MARK = 255  # the kind of a record that is no collective's
 UNWANTED = 2  # what a receive says of a shape it does not want
 ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a collective
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
-KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "barrier",
-    "all_to_all",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "receive",
-    "all_reduce_rows",
-)
 ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4}
 ROW_SUMS = {"auto": 0, "gather": 5, "owner": 6}
 OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
@@ -129,6 +116,7 @@ class Tensor(ctypes.Structure):
 class Call(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
+        ("kind", ctypes.c_int32),
         ("op", ctypes.c_int32),
         ("root", ctypes.c_int32),
         ("inactive", ctypes.c_int32),
@@ -176,7 +164,7 @@ class Statistics(ctypes.Structure):
         ("bytes_sent", ctypes.c_int64),
         ("bytes_received", ctypes.c_int64),
         ("seconds_waited", ctypes.c_double),
-        ("collectives", ctypes.c_int64 * len(KINDS)),
+        ("collectives", ctypes.c_int64 * MOST_KINDS),
         ("scratch_bytes", ctypes.c_int64),
     ]
 
@@ -217,16 +205,8 @@ class _Python(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in _FUNCTIONS), ("interrupt_raises", ctypes.CFUNCTYPE(ctypes.c_int))]
 
 
-# context, rows [world_size][tensors], outputs [tensors], placed
+# context, numbers (rows [world_size][tensors], or dimensions) and their count, outputs [tensors], placed
 Place = ctypes.CFUNCTYPE(
-    None,
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_int64),
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.POINTER(ctypes.c_int32),
-)
-# context, dims, num_dims, output, placed
-Shape = ctypes.CFUNCTYPE(
     None,
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_int64),
@@ -269,6 +249,17 @@ def core() -> ctypes.CDLL:
     return library
 
 
+@functools.cache
+def kinds() -> tuple[str, ...]:
+    """Returns the collectives by their numbers, as the core has them.
+
+    >>> kinds()[0]
+    'all_reduce'
+    """
+    names = map(core().tfring_kind_name, range(MOST_KINDS))
+    return tuple(name.decode() for name in names if name is not None)
+
+
 def _declare(library: ctypes.CDLL) -> None:
     handle, size, error = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(Error)
     call, tensors, rows = ctypes.POINTER(Call), ctypes.POINTER(Tensor), ctypes.POINTER(ctypes.c_int64)
@@ -290,18 +281,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_world_size": (ctypes.c_int, handle),
         "tfring_group": (ctypes.c_int64, handle, ctypes.POINTER(ctypes.c_int32), size, ctypes.c_char_p, error),
         "tfring_add_link": (ctypes.c_int, handle, ctypes.POINTER(Link), error),
-        "tfring_all_reduce": (ctypes.c_int, handle, call, tensors, size, error),
-        "tfring_reduce": (ctypes.c_int, handle, call, tensors, size, error),
-        "tfring_reduce_scatter": (ctypes.c_int, handle, call, tensors, size, error),
-        "tfring_broadcast": (ctypes.c_int, handle, call, tensors, size, error),
-        "tfring_barrier": (ctypes.c_int, handle, call, error),
-        "tfring_all_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
-        "tfring_gather": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
-        "tfring_all_to_all": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
-        "tfring_scatter": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
-        "tfring_all_reduce_rows": (ctypes.c_int, handle, call, tensors, size, Place, ctypes.c_void_p, error),
-        "tfring_send": (ctypes.c_int, handle, call, tensors, error),
-        "tfring_receive": (ctypes.c_int, handle, call, ctypes.c_int32, Shape, ctypes.c_void_p, error),
+        "tfring_run": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
+        "tfring_kind_name": (ctypes.c_char_p, size),
         "tfring_send_abort": (None, size, error),
         "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),

@@ -241,13 +241,13 @@ def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str
 
 def gather(communicator: Any, tensor: Any, root: int = 0, *, name: str = "gather") -> Any:
     """As `all_gather`, for one rank only: no rows on the others. Differentiable: the gradient is scattered."""
-    results, _ = _exchange(communicator, tensor, None, _GATHER, name, root)
+    results, _ = _exchange(communicator, tensor, None, "gather", name, root)
     return results
 
 
 def scatter(communicator: Any, tensor: Any, counts: Any = None, root: int = 0, *, name: str = "scatter") -> Any:
     """Sends some of the root's rows to each rank; see `Communicator.scatter`. The gradient is gathered."""
-    results, _ = _exchange(communicator, tensor, counts, _SCATTER, name, root)
+    results, _ = _exchange(communicator, tensor, counts, "scatter", name, root)
     return results
 
 
@@ -267,7 +267,7 @@ def all_to_all(communicator: Any, tensor: Any, counts: Any = None, *, name: str 
         The rows for this rank, those of rank 0 first, and int64 `[world_size]` how many come from each; for a list,
         two lists.
     """
-    return _exchange(communicator, tensor, counts, _ALL_TO_ALL, name)
+    return _exchange(communicator, tensor, counts, "all_to_all", name)
 
 
 def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.Tensor:
@@ -351,13 +351,10 @@ def mark(name: str, communicator: Any = None, after: Sequence[tf.Tensor] = ()) -
     return [] if made is None else [made]
 
 
-_ALL_TO_ALL, _GATHER, _SCATTER = range(3)
-
-
 def _exchange(
-    communicator: Any, tensor: Any, counts: Any, which: int, name: str, root: int = 0
+    communicator: Any, tensor: Any, counts: Any, kind: str, name: str, root: int = 0
 ) -> tuple[Any, Any]:
-    if which == _ALL_TO_ALL:
+    if kind == "all_to_all":
         communicator._ensure_links(range(communicator.world_size))
     else:
         communicator._ensure_links_for_root(root)
@@ -365,13 +362,13 @@ def _exchange(
     if not tensors:
         return [], []
     size = communicator.world_size
-    if which == _GATHER:
+    if kind == "gather":
         numbers = tf.zeros([size, len(tensors)], tf.int64)
     elif counts is None:
         numbers = tf.stack([_shares(tf.shape(each, tf.int64)[0], size) for each in tensors], axis=1)
     else:
         numbers = tf.stack([tf.cast(column, tf.int64) for column in (counts if many else [counts])], axis=1)
-    inputs = {"counts": numbers, "tensors": tensors, "which": which, "root": root}
+    inputs = {"counts": numbers, "tensors": tensors, "which": library.kinds().index(kind), "root": root}
     results, rows = _call_in_order("exchange", communicator, name, tensors, **inputs)
     for result, each in zip(results, tensors, strict=True):
         if each.shape.rank:
@@ -727,18 +724,18 @@ def _reduce_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.T
 
 @_register("TfringExchange")
 def _exchange_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
-    which, root = op.get_attr("which"), op.get_attr("root")
+    kind, root = library.kinds()[op.get_attr("which")], op.get_attr("root")
     tensors, rows = inputs[2:], op.outputs[-2]
     floats = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating or tensor.dtype.is_complex]
     results: list[Any] = [None] * len(inputs)
     if not floats:
         return results
     sent = [gradients[i] for i in floats]
-    which_back = {_GATHER: _SCATTER, _SCATTER: _GATHER}.get(which, which)
+    back_again = library.kinds().index({"gather": "scatter", "scatter": "gather"}.get(kind, kind))
     with tf.device("CPU:0"):
         counts = tf.gather(rows, floats, axis=1)
-    back, _ = _call_for_gradient("exchange", op, sent, counts=counts, tensors=sent, which=which_back, root=root)
-    ignored = which == _SCATTER and library.core().tfring_rank(op.get_attr("handle")) != root
+    back, _ = _call_for_gradient("exchange", op, sent, counts=counts, tensors=sent, which=back_again, root=root)
+    ignored = kind == "scatter" and library.core().tfring_rank(op.get_attr("handle")) != root
     for i, result in zip(floats, back, strict=True):
         result.set_shape([None, *tensors[i].shape[1:]])
         results[i + 2] = tf.zeros_like(tensors[i]) if ignored else result

@@ -85,6 +85,9 @@ class TensorFlowCollectives(Collectives):
             "ordering_token": self._line.token.handle,
         }
 
+    def _run(self, kind: str, *values: Any, name: str, **settings: Any) -> Any:
+        raise _not_here(f'{kind} "{name}"', "it passes nothing between two workers alone")
+
     def _all_reduce(self, tensor: tf.Tensor, op: str) -> tf.Tensor:
         with tf.device(self._device):
             return _tf.collective_ops.all_reduce_v2(
@@ -215,12 +218,6 @@ class TensorFlowCollectives(Collectives):
 
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
         raise _not_here(f'group "{name}"', "its collectives are of all workers")
-
-    def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
-        raise _not_here(f'send "{name}"', "it passes nothing between two workers alone")
-
-    def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
-        raise _not_here(f'receive "{name}"', "it passes nothing between two workers alone")
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:

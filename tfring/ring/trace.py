@@ -58,7 +58,6 @@ _TYPES = {field[0]: field[1] for field in library.Record._fields_}
 _CALL_FIELDS = list(_TYPES)
 # As ctypes has it, but text instead of lists of letters.
 _CALL = np.dtype([(name, f"S{kind._length_}" if hasattr(kind, "_length_") else kind) for name, kind in _TYPES.items()])
-_KINDS = {**dict(enumerate(library.KINDS)), library.MARK: "mark"}
 _ALGORITHMS = {number: name for name, number in {**library.ALGORITHMS, **library.ROW_SUMS}.items()}
 
 _log = logging.getLogger("tfring")
@@ -374,7 +373,8 @@ class Recorder:
         for field in _CALL_FIELDS:
             column = taken[field].tolist()
             if field == "kind":
-                column = [_KINDS[number] for number in column]
+                kinds = {**dict(enumerate(library.kinds())), library.MARK: "mark"}
+                column = [kinds[number] for number in column]
             elif field == "algorithm":
                 column = [_ALGORITHMS[number] for number in column]
             elif taken[field].dtype.kind == "S":

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "kinds.h"
 #include "tensor.h"
 #include "trace.h"
 
@@ -41,6 +42,23 @@ void cut(int64_t num_bytes, int64_t item, int num_pieces, std::vector<Range>* ch
 
 }  // namespace
 
+Status Collectives::run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  switch (static_cast<Kind>(call.kind)) {
+    case Kind::kAllReduce:
+      return all_reduce(call, tensors, num_tensors);
+    case Kind::kReduce:
+      return reduce(call, tensors, num_tensors);
+    case Kind::kReduceScatter:
+      return reduce_scatter(call, tensors, num_tensors);
+    case Kind::kBroadcast:
+      return broadcast(call, tensors, num_tensors);
+    case Kind::kBarrier:
+      return small_all_reduce(call, nullptr, 0);
+    default:
+      return execution_.fail(Code::kInternal, "the ring has no plan of " + execution_.here());
+  }
+}
+
 Status Collectives::all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   const int64_t size = num_bytes(tensors, num_tensors);
@@ -53,8 +71,6 @@ Status Collectives::all_reduce(const tfring_call& call, const tfring_tensor* ten
              ? small_all_reduce(call, tensors, num_tensors)
              : large_all_reduce(algorithm, call, tensors, num_tensors);
 }
-
-Status Collectives::barrier(const tfring_call& call) { return small_all_reduce(call, nullptr, 0); }
 
 Status Collectives::need_scratch(int64_t size) {
   if (scratch_.reserve(size)) return {};

@@ -18,11 +18,7 @@ class Collectives {
  public:
   explicit Collectives(Execution* execution) : execution_(*execution) {}
 
-  Status all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status barrier(const tfring_call& call);
+  Status run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
 
   // Scratch, which grows before the first byte is sent.
   Status need_scratch(int64_t size);
@@ -31,6 +27,10 @@ class Collectives {
   Status gather_slots(int64_t slot);
 
  private:
+  Status all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
+  Status reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
+  Status reduce_scatter(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
+  Status broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   void add_slots_up(int64_t slot);
   Status small_all_reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status large_all_reduce(Algorithm algorithm, const tfring_call& call, const tfring_tensor* tensors,

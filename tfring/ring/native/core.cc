@@ -12,6 +12,7 @@
 
 #include "border.h"
 #include "fd.h"
+#include "kinds.h"
 #include "process.h"
 #include "trace.h"
 #include "watcher.h"
@@ -74,19 +75,6 @@ int64_t keep(Handle kept, tfring_error* error) {
   return handle;
 }
 
-template <typename Body>
-int with(int64_t handle, const char* name, tfring_error* error, Body body) {
-  return at_border(error, [&] {
-    const Handle found = find(handle);
-    if (found.world == nullptr) return report({Code::kInvalid, why_unknown(handle)}, error);
-    const Status status = body(*found.world, found.group.get());
-    report(status, error);
-    fill_text(error->call, sizeof(error->call), name, std::strlen(name));
-    if (!status.ok() && status.code != Code::kInvalid) error->ring = found.world->identity();
-    return static_cast<int>(error->code);
-  });
-}
-
 }  // namespace
 
 void break_ring(uint64_t ring, const Status& why) {
@@ -102,8 +90,6 @@ void break_ring(uint64_t ring, const Status& why) {
 
 }  // namespace tfring
 
-using tfring::Group;
-using tfring::Kind;
 using tfring::Status;
 using tfring::World;
 
@@ -213,90 +199,30 @@ int tfring_world_size(int64_t handle) {
   return found.group == nullptr ? -1 : found.group->size();
 }
 
-int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                      tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.all_reduce(group, *call, tensors, num_tensors);
+int tfring_run(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
+               const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
+  return tfring::at_border(error, [&] {
+    const tfring::Handle found = tfring::find(handle);
+    if (found.world == nullptr) {
+      return tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
+    }
+    const Status status =
+        found.world->run(found.group.get(), *call, tensors, num_tensors, counts, place, context);
+    tfring::report(status, error);
+    tfring::fill_text(error->call, sizeof(error->call), call->name, std::strlen(call->name));
+    if (!status.ok() && status.code != tfring::Code::kInvalid) error->ring = found.world->identity();
+    return static_cast<int>(error->code);
   });
 }
 
-int tfring_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                  tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.reduce(group, *call, tensors, num_tensors);
-  });
-}
-
-int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                          int num_tensors, tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.reduce_scatter(group, *call, tensors, num_tensors);
-  });
-}
-
-int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                     tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.broadcast(group, *call, tensors, num_tensors);
-  });
-}
-
-int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error) {
-  return tfring::with(handle, call->name, error,
-                      [&](World& world, Group* group) { return world.barrier(group, *call); });
-}
-
-int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                      tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.exchange(group, Kind::kAllGather, *call, tensors, num_tensors, nullptr, place, context);
-  });
-}
-
-int tfring_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                  tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.exchange(group, Kind::kGather, *call, tensors, num_tensors, nullptr, place, context);
-  });
-}
-
-int tfring_all_to_all(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                      const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.exchange(group, Kind::kAllToAll, *call, tensors, num_tensors, counts, place, context);
-  });
-}
-
-int tfring_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
-                   const int64_t* counts, tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.exchange(group, Kind::kScatter, *call, tensors, num_tensors, counts, place, context);
-  });
-}
-
-int tfring_all_reduce_rows(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                           int num_tensors, tfring_place place, void* context, tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.all_reduce_rows(group, *call, tensors, num_tensors, place, context);
-  });
+const char* tfring_kind_name(int kind) {
+  return kind >= 0 && kind < tfring::kNumKinds ? tfring::kKinds[kind].name : nullptr;
 }
 
 int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                     tfring_place place, void* context, tfring_error* error) {
   return tfring::at_border(error, [&] {
     return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
-  });
-}
-
-int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor, tfring_error* error) {
-  return tfring::with(handle, call->name, error,
-                      [&](World& world, Group* group) { return world.send(group, *call, *tensor); });
-}
-
-int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place, void* context,
-                   tfring_error* error) {
-  return tfring::with(handle, call->name, error, [&](World& world, Group* group) {
-    return world.receive(group, *call, {nullptr, nullptr, nullptr, 0, dtype}, place, context);
   });
 }
 

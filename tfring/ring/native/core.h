@@ -9,8 +9,8 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 13
-#define TFRING_NUM_KINDS 12
+#define TFRING_ABI_VERSION 14
+#define TFRING_MOST_KINDS 32
 
 // Codes of tfring_error; 0 is success.
 enum {
@@ -67,6 +67,7 @@ typedef struct tfring_tensor {
 
 typedef struct tfring_call {
   const char* name;
+  int32_t kind;         // of kinds.h
   int32_t op;           // of a sum of rows: which way it goes, as in schedule.h
   int32_t root;         // a member of the group; of a send or receive, the peer
   int32_t inactive;     // 1: contribute zeros, whatever the inputs hold
@@ -110,8 +111,8 @@ typedef struct tfring_statistics {
   int64_t bytes_sent;
   int64_t bytes_received;
   double seconds_waited;
-  int64_t collectives[TFRING_NUM_KINDS];  // by kind, in the order of frame.h
-  int64_t scratch_bytes;                  // memory held in addition to the caller's
+  int64_t collectives[TFRING_MOST_KINDS];  // by kind
+  int64_t scratch_bytes;                   // memory held in addition to the caller's
 } tfring_statistics;
 
 // A record of one call, or a mark. Times are nanoseconds of CLOCK_MONOTONIC.
@@ -126,7 +127,7 @@ typedef struct tfring_record {
   int64_t sent;
   int64_t received;
   uint64_t sequence;  // as in the header
-  int32_t kind;       // of frame.h, or TFRING_MARK
+  int32_t kind;       // of kinds.h, or TFRING_MARK
   int32_t algorithm;  // of an all_reduce or a sum of rows, as in schedule.h
   int32_t last;       // the rank whose header came last, -1 for none
   int32_t code;       // how it ended
@@ -196,58 +197,25 @@ TFRING_API int tfring_get_statistics(int64_t handle, tfring_statistics* statisti
 TFRING_API int tfring_rank(int64_t handle);
 TFRING_API int tfring_world_size(int64_t handle);
 
-// Tensors share one dtype. Equal shapes on all ranks.
-TFRING_API int tfring_all_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                 int num_tensors, tfring_error* error);
-// Only the root's outputs are written.
-TFRING_API int tfring_reduce(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                             int num_tensors, tfring_error* error);
-// The outputs hold this rank's rows: tfring_chunk of the first dimension.
-TFRING_API int tfring_reduce_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                     int num_tensors, tfring_error* error);
-TFRING_API int tfring_broadcast(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                int num_tensors, tfring_error* error);
-TFRING_API int tfring_barrier(int64_t handle, const tfring_call* call, tfring_error* error);
-
-// Collectives whose sizes are known only on the way: `place` is called once, on this thread, when they are.
-// From rank r come rows[r * num_tensors + t] rows of tensor t; `place` sets outputs[t] to where all of them
-// go, in rank order, and then *placed to 1. Else the collective fails on all ranks, on this one with
-// TFRING_INTERRUPTED.
-typedef void (*tfring_place)(void* context, const int64_t* rows, void** outputs, int32_t* placed);
-TFRING_API int tfring_all_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                 int num_tensors, tfring_place place, void* context, tfring_error* error);
-// Only the root is asked for a place.
-TFRING_API int tfring_gather(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                             int num_tensors, tfring_place place, void* context, tfring_error* error);
-// counts[r * num_tensors + t] rows of tensor t go to rank r, in rank order.
-TFRING_API int tfring_all_to_all(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                 int num_tensors, const int64_t* counts, tfring_place place, void* context,
-                                 tfring_error* error);
-// As tfring_all_to_all, with rows from the root only; the others' counts and rows do not matter.
-TFRING_API int tfring_scatter(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                              int num_tensors, const int64_t* counts, tfring_place place, void* context,
-                              tfring_error* error);
-
-// Rows under ids: `num_tensors / 2` tables' values, then the ids of each, int32 or int64. Each id comes out
-// once, with the sum of all ranks' rows for it; the same order on all ranks. rows[r * num_tensors + t] are of
-// rank r's share of the ids, and for r = world_size the numbers of different ids that this rank itself has.
-TFRING_API int tfring_all_reduce_rows(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
-                                      int num_tensors, tfring_place place, void* context,
-                                      tfring_error* error);
-// The same of this process alone.
+// Memory for a call whose sizes are known only on the way: called once, on this thread, when they are. From
+// rank r come numbers[r * num_tensors + t] rows of tensor t; sets outputs[t] to where all of them go, in rank
+// order, and then *placed to 1. Of a receive the numbers are the dimensions. If *placed stays 0 the call
+// fails on all ranks, on this one with TFRING_INTERRUPTED; TFRING_UNWANTED says that a receive wants another
+// shape.
+#define TFRING_UNWANTED 2
+typedef void (*tfring_place)(void* context, const int64_t* numbers, int32_t count, void** outputs,
+                             int32_t* placed);
+// Runs a collective, a send or a receive: the one that call->kind names. Tensors that are reduced share one
+// dtype; shapes are the same on all ranks, but for the number of rows where that is learned on the way.
+// `counts`, which only some kinds have, and `place` are null for the others.
+TFRING_API int tfring_run(int64_t handle, const tfring_call* call, const tfring_tensor* tensors,
+                          int num_tensors, const int64_t* counts, tfring_place place, void* context,
+                          tfring_error* error);
+// The sum of rows under ids, as an all_reduce_rows, of this process alone.
 TFRING_API int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int num_tensors,
                                tfring_place place, void* context, tfring_error* error);
-
-// One tensor, to or from call->root.
-TFRING_API int tfring_send(int64_t handle, const tfring_call* call, const tfring_tensor* tensor,
-                           tfring_error* error);
-// `place` is told the shape, and sets *output and *placed as above; or *placed to TFRING_UNWANTED, if another
-// shape is wanted.
-#define TFRING_UNWANTED 2
-typedef void (*tfring_shape)(void* context, const int64_t* dims, int32_t num_dims, void** output,
-                             int32_t* placed);
-TFRING_API int tfring_receive(int64_t handle, const tfring_call* call, int32_t dtype, tfring_shape place,
-                              void* context, tfring_error* error);
+// The name of a kind; null for a number that is none.
+TFRING_API const char* tfring_kind_name(int kind);
 
 // Tells a peer, over a control connection no world owns yet, that this rank gives up.
 TFRING_API void tfring_send_abort(int control_fd, const tfring_error* why);

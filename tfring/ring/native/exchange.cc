@@ -41,8 +41,22 @@ struct Exchange::Rows {
   }
 };
 
-Status Exchange::exchange(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+Status Exchange::run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                     const int64_t* counts, tfring_place place, void* context) {
+  switch (static_cast<Kind>(call.kind)) {
+    case Kind::kSend:
+      return send(call, *tensors);
+    case Kind::kReceive:
+      return receive(call, place, context);
+    default:
+      return exchange(call, tensors, num_tensors, counts, place, context);
+  }
+}
+
+// Rows of tensors: an all_gather, gather, scatter or all_to_all.
+Status Exchange::exchange(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
                           const int64_t* counts, tfring_place place, void* context) {
+  const Kind kind = static_cast<Kind>(call.kind);
   const Group& group = execution_.group();
   Rows rows{kind,    has_root(kind) ? call.root : -1,  group.member, group.size(),
             tensors, static_cast<size_t>(num_tensors), {},           {},
@@ -64,7 +78,7 @@ Status Exchange::exchange(Kind kind, const tfring_call& call, const tfring_tenso
   TFRING_TRY(check_rows(rows));
   std::vector<void*> outputs(rows.count);
   if (kind != Kind::kGather || rows.root == rows.member) {
-    TFRING_TRY(ask_for_place(rows.theirs.data(), place, context, outputs.data()));
+    TFRING_TRY(ask_for_place(rows.theirs, place, context, outputs.data()));
     take_rows(rows, outputs.data());
   }
   return execution_.execute(Until::kDone);
@@ -169,11 +183,12 @@ Status Exchange::check_rows(const Rows& rows) const {
   return {};
 }
 
-Status Exchange::ask_for_place(const int64_t* numbers, tfring_place place, void* context, void** outputs) {
+Status Exchange::ask_for_place(const std::vector<int64_t>& numbers, tfring_place place, void* context,
+                               void** outputs) {
   // Or Ctrl-C would be raised as `place` begins, where no caller can catch it.
   TFRING_TRY(execution_.waiting().look_up_at_once());
   int32_t placed = 0;
-  place(context, numbers, outputs, &placed);
+  place(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs, &placed);
   return placed == 0 ? execution_.waiting().interrupt() : Status();
 }
 
@@ -223,7 +238,7 @@ Status Exchange::send(const tfring_call& call, const tfring_tensor& tensor) {
   return execution_.execute(Until::kDone);
 }
 
-Status Exchange::receive(const tfring_call& call, tfring_shape place, void* context) {
+Status Exchange::receive(const tfring_call& call, tfring_place place, void* context) {
   Plan& plan = execution_.plan();
   const int rank = execution_.group().rank_of(call.root);
   const std::string who = "rank " + std::to_string(rank);

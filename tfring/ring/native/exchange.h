@@ -7,7 +7,7 @@
 #include "collectives.h"
 #include "core.h"
 #include "execute.h"
-#include "frame.h"
+#include "kinds.h"
 #include "memory.h"
 #include "schedule.h"
 #include "status.h"
@@ -20,18 +20,20 @@ class Exchange {
   Exchange(Execution* execution, Collectives* collectives)
       : execution_(*execution), collectives_(*collectives) {}
 
-  // Rows of tensors: an all_gather, gather, scatter or all_to_all.
-  Status exchange(Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                  const int64_t* counts, tfring_place place, void* context);
+  Status run(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, const int64_t* counts,
+             tfring_place place, void* context);
   // Bytes to each member, or all to all, and theirs to `to`, in the order of the members.
   Status exchange_bytes(Kind kind, const char* bytes, const std::vector<int64_t>& sizes, Memory* to,
                         std::vector<int64_t>* theirs);
-  Status ask_for_place(const int64_t* numbers, tfring_place place, void* context, void** outputs);
-  Status send(const tfring_call& call, const tfring_tensor& tensor);
-  Status receive(const tfring_call& call, tfring_shape place, void* context);
+  Status ask_for_place(const std::vector<int64_t>& numbers, tfring_place place, void* context,
+                       void** outputs);
 
  private:
   struct Rows;
+  Status exchange(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                  const int64_t* counts, tfring_place place, void* context);
+  Status send(const tfring_call& call, const tfring_tensor& tensor);
+  Status receive(const tfring_call& call, tfring_place place, void* context);
   Status announce_rows(Rows* rows);
   Status check_rows(const Rows& rows) const;
   void take_rows(const Rows& rows, void* const* outputs);

@@ -10,8 +10,6 @@ namespace {
 
 constexpr int64_t kNoWorld = 0;  // a sum of this process's rows alone
 
-enum Which { kAllToAll = 0, kGather = 1, kScatter = 2 };  // as in ops.py
-
 // The tensors of an exchange, and where their rows go once it is known how many there are.
 struct Exchanged {
   Invocation* invocation;
@@ -60,7 +58,11 @@ struct Exchanged {
     return true;
   }
 
-  static void place(void* context, const int64_t* rows, void** outputs, int32_t* placed) {
+  int run(Kind kind, const int64_t* counts = nullptr) {
+    return invocation->run(kind, tensors.data(), count(), counts, place, this);
+  }
+
+  static void place(void* context, const int64_t* rows, int32_t, void** outputs, int32_t* placed) {
     if (static_cast<Exchanged*>(context)->allocate(rows, outputs)) *placed = 1;
   }
 };
@@ -87,29 +89,24 @@ void all_gather_rows(void* state, TF_OpKernelContext* context) {
     }
     dims[0] = rows;
   }
-  const int code = tfring_all_gather(invocation.handle(), &invocation.call(), exchanged.tensors.data(),
-                                     exchanged.count(), &Exchanged::place, &exchanged, invocation.error());
-  invocation.finish(code);
+  invocation.finish(exchanged.run(Kind::kAllGather));
 }
 
 void all_reduce_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
-  const TF_Tensor* active = invocation.input(1);  // after token
+  invocation.read_active(1);  // after token
   Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 1};
   if (!invocation.ok() || !exchanged.take(2)) return;
-  invocation.call().inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
-  const tfring_call* call = &invocation.call();
-  const tfring_tensor* tensors = exchanged.tensors.data();
   const int code = invocation.handle() == kNoWorld
-                       ? tfring_sum_rows(call, tensors, exchanged.count(), &Exchanged::place, &exchanged,
-                                         invocation.error())
-                       : tfring_all_reduce_rows(invocation.handle(), call, tensors, exchanged.count(),
-                                                &Exchanged::place, &exchanged, invocation.error());
+                       ? tfring_sum_rows(&invocation.call(), exchanged.tensors.data(), exchanged.count(),
+                                         &Exchanged::place, &exchanged, invocation.error())
+                       : exchanged.run(Kind::kAllReduceRows);
   if (invocation.ok()) invocation.check(code);  // else memory was short
 }
 
 void exchange_rows(void* state, TF_OpKernelContext* context) {
   const Attributes& attributes = *static_cast<Attributes*>(state);
+  const Kind kind = static_cast<Kind>(attributes.which);
   Invocation invocation(attributes, context);
   const TF_Tensor* counts = invocation.input(1);  // after token: [rank][tensor]
   Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 0};
@@ -117,9 +114,8 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
   const auto* numbers = static_cast<const int64_t*>(tf.TF_TensorData(counts));
   const int size = exchanged.world_size;
   const int num_tensors = exchanged.count();
-  const bool counted =
-      attributes.which == kAllToAll ||
-      (attributes.which == kScatter && tfring_rank(invocation.handle()) == invocation.call().root);
+  const bool is_root = tfring_rank(invocation.handle()) == invocation.call().root;
+  const bool counted = kind == Kind::kAllToAll || (kind == Kind::kScatter && is_root);
   if (tf.TF_NumDims(counts) != 2 || tf.TF_Dim(counts, 0) != size || tf.TF_Dim(counts, 1) != num_tensors) {
     return invocation.fail(kTfInvalidArgument, "counts holds one number a rank and tensor");
   }
@@ -140,19 +136,8 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
               " and more or less than tensor " + std::to_string(t) + " has");
     }
   }
-  const tfring_call* call = &invocation.call();
-  const tfring_tensor* tensors = exchanged.tensors.data();
-  const int code = attributes.which == kGather
-                       ? tfring_gather(invocation.handle(), call, tensors, num_tensors, &Exchanged::place,
-                                       &exchanged, invocation.error())
-                   : attributes.which == kScatter
-                       ? tfring_scatter(invocation.handle(), call, tensors, num_tensors, numbers,
-                                        &Exchanged::place, &exchanged, invocation.error())
-                       : tfring_all_to_all(invocation.handle(), call, tensors, num_tensors, numbers,
-                                           &Exchanged::place, &exchanged, invocation.error());
-  invocation.finish(code);
-  if (!invocation.ok() || attributes.which != kGather || tfring_rank(invocation.handle()) == call->root)
-    return;
+  invocation.finish(exchanged.run(kind, kind == Kind::kGather ? nullptr : numbers));
+  if (!invocation.ok() || kind != Kind::kGather || is_root) return;
   exchanged.allocate(std::vector<int64_t>(static_cast<size_t>(size * num_tensors)).data(), nullptr);
 }
 

@@ -26,20 +26,6 @@ uint64_t hash_text(const char* text) {
 
 }  // namespace
 
-bool reduces(Kind kind) {
-  return kind == Kind::kAllReduce || kind == Kind::kReduceScatter || kind == Kind::kReduce;
-}
-bool learns_rows(Kind kind) {
-  return kind == Kind::kAllGather || kind == Kind::kAllToAll || kind == Kind::kGather ||
-         kind == Kind::kScatter || kind == Kind::kAllReduceRows;
-}
-bool by_rows(Kind kind) { return learns_rows(kind) || kind == Kind::kReduceScatter; }
-bool is_pairwise(Kind kind) { return kind == Kind::kSend || kind == Kind::kReceive; }
-bool has_root(Kind kind) {
-  return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather ||
-         kind == Kind::kScatter || is_pairwise(kind);
-}
-
 void copy_text(char* to, size_t size, const char* from) {
   size_t length = std::min(std::strlen(from), size - 1);
   if (from[length] != '\0') {
@@ -49,38 +35,9 @@ void copy_text(char* to, size_t size, const char* from) {
   std::memset(to + length, 0, size - length);
 }
 
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kBarrier:
-      return "barrier";
-    case Kind::kAllToAll:
-      return "all_to_all";
-    case Kind::kReduce:
-      return "reduce";
-    case Kind::kGather:
-      return "gather";
-    case Kind::kScatter:
-      return "scatter";
-    case Kind::kSend:
-      return "send";
-    case Kind::kReceive:
-      return "receive";
-    case Kind::kAllReduceRows:
-      return "all_reduce_rows";
-  }
-  return "unknown collective";
-}
-
-CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
+CallHeader make_header(const Group& group, const tfring_call& call, const tfring_tensor* tensors,
                        int num_tensors, uint64_t sequence) {
+  const Kind kind = static_cast<Kind>(call.kind);
   CallHeader header{};
   header.magic = kCallMagic;
   header.version = kProtocolVersion;

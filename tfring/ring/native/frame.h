@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core.h"
+#include "kinds.h"
 #include "status.h"
 
 namespace tfring {
@@ -21,28 +22,6 @@ constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
 constexpr uint16_t kProtocolVersion = 8;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
-
-enum class Kind : uint8_t {
-  kAllReduce = 0,
-  kAllGather = 1,
-  kReduceScatter = 2,
-  kBroadcast = 3,
-  kBarrier = 4,
-  kAllToAll = 5,
-  kReduce = 6,
-  kGather = 7,
-  kScatter = 8,
-  kSend = 9,
-  kReceive = 10,
-  kAllReduceRows = 11,
-};
-constexpr int kNumKinds = TFRING_NUM_KINDS;
-const char* name_of(Kind kind);
-bool reduces(Kind kind);
-bool by_rows(Kind kind);      // tensors have rows
-bool learns_rows(Kind kind);  // whose number may differ from rank to rank
-bool has_root(Kind kind);     // or a peer
-bool is_pairwise(Kind kind);
 
 struct Group;
 
@@ -118,7 +97,7 @@ struct Pong {
 };
 static_assert(sizeof(Pong) <= sizeof(ControlFrame::message), "a pong fits its frame");
 
-CallHeader make_header(const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
+CallHeader make_header(const Group& group, const tfring_call& call, const tfring_tensor* tensors,
                        int num_tensors, uint64_t sequence);
 // Returns whether the two agree; a receive agrees with a send of its name and dtype, of any shape.
 bool agree(const CallHeader& mine, const CallHeader& theirs);

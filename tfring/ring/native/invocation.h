@@ -8,6 +8,7 @@
 #include "core.h"
 #include "dtype.h"
 #include "huge_pages.h"
+#include "kinds.h"
 #include "tf_api.h"
 
 namespace tfring {
@@ -71,6 +72,12 @@ class Invocation {
   bool ok() const { return status_.ok(); }
   // Without those about the order of gradients, which come last.
   int num_inputs() const { return tf.TF_NumInputs(context_) - (attributes_.has_gradient ? kNumOrdering : 0); }
+  // Calls a collective; returns the core's answer.
+  int run(Kind kind, const tfring_tensor* tensors, int num_tensors, const int64_t* counts = nullptr,
+          tfring_place place = nullptr, void* to = nullptr) {
+    call_.kind = static_cast<int32_t>(kind);
+    return tfring_run(attributes_.handle, &call_, tensors, num_tensors, counts, place, to, &error_);
+  }
   // Ends a call whose last output is its sequence, which its gradient names.
   void finish(int code) {
     if (ok()) check(code);  // else memory was short
@@ -86,6 +93,12 @@ class Invocation {
     TF_Tensor* tensor = nullptr;
     tf.TF_GetInput(context_, index, &tensor, status_.get());
     return hold(tensor);
+  }
+
+  // Reads the input that says whether this rank takes part; else it contributes zeros.
+  void read_active(int index) {
+    const TF_Tensor* active = input(index);
+    if (ok()) call_.inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
   }
 
   std::vector<int64_t> input_dims(int index, TfDataType* dtype) {

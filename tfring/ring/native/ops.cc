@@ -23,23 +23,20 @@ constexpr char kTypes[] =
     "{float, double, half, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, complex64, "
     "complex128, bool}";
 
-void all_reduce(void* state, TF_OpKernelContext* context) {
+// The tensors from input kFirst on, each with an output of its shape; input 1 before them is `active`.
+template <Kind kKind, int kFirst>
+void in_place(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
-  const TF_Tensor* active = invocation.input(1);
+  if (kFirst > 1) invocation.read_active(1);
+  const InPlaceTensors tensors(&invocation, kFirst);
   if (!invocation.ok()) return;
-  invocation.call().inactive = *static_cast<const unsigned char*>(tf.TF_TensorData(active)) == 0;
-  const InPlaceTensors tensors(&invocation, 2);  // after token and active
-  if (!invocation.ok()) return;
-  invocation.finish(tfring_all_reduce(invocation.handle(), &invocation.call(), tensors.data(),
-                                      tensors.count(), invocation.error()));
-}
-
-void broadcast(void* state, TF_OpKernelContext* context) {
-  Invocation invocation(*static_cast<Attributes*>(state), context);
-  const InPlaceTensors tensors(&invocation, 1);  // after token
-  if (!invocation.ok()) return;
-  invocation.finish(tfring_broadcast(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
-                                     invocation.error()));
+  const int code = invocation.run(kKind, tensors.data(), tensors.count());
+  invocation.finish(code);
+  if (kKind != Kind::kReduce || code != TFRING_OK) return;
+  if (tfring_rank(invocation.handle()) == invocation.call().root) return;
+  for (int t = 0; t < tensors.count(); ++t) {  // zeros but at the root
+    std::memset(tensors.data()[t].output, 0, static_cast<size_t>(num_bytes(tensors.data()[t])));
+  }
 }
 
 // This rank's share of each tensor's rows, in outputs of that shape.
@@ -66,27 +63,12 @@ void reduce_scatter(void* state, TF_OpKernelContext* context) {
     tensors[i] = {tf.TF_TensorData(input), output, dims[i].data(), static_cast<int32_t>(dims[i].size()),
                   tf.TF_TensorType(input)};
   }
-  invocation.finish(tfring_reduce_scatter(invocation.handle(), &invocation.call(), tensors.data(),
-                                          static_cast<int>(count), invocation.error()));
-}
-
-// Zeros but at the root.
-void reduce(void* state, TF_OpKernelContext* context) {
-  Invocation invocation(*static_cast<Attributes*>(state), context);
-  const InPlaceTensors tensors(&invocation, 1);  // after token
-  if (!invocation.ok()) return;
-  const int code = tfring_reduce(invocation.handle(), &invocation.call(), tensors.data(), tensors.count(),
-                                 invocation.error());
-  invocation.finish(code);
-  if (code != TFRING_OK || tfring_rank(invocation.handle()) == invocation.call().root) return;
-  for (int t = 0; t < tensors.count(); ++t) {
-    std::memset(tensors.data()[t].output, 0, static_cast<size_t>(num_bytes(tensors.data()[t])));
-  }
+  invocation.finish(invocation.run(Kind::kReduceScatter, tensors.data(), static_cast<int>(count)));
 }
 
 void barrier(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
-  invocation.check(tfring_barrier(invocation.handle(), &invocation.call(), invocation.error()));
+  invocation.check(invocation.run(Kind::kBarrier, nullptr, 0));
 }
 
 // Copies rows of an array whose elements stand in two tensors, one behind the other: `head`, which ends
@@ -147,7 +129,7 @@ void send(void* state, TF_OpKernelContext* context) {
   *receipt = 0;
   const tfring_tensor tensor{tf.TF_TensorData(input), nullptr, dims.data(), static_cast<int32_t>(dims.size()),
                              tf.TF_TensorType(input)};
-  invocation.finish(tfring_send(invocation.handle(), &invocation.call(), &tensor, invocation.error()));
+  invocation.finish(invocation.run(Kind::kSend, &tensor, 1));
 }
 
 void receive(void* state, TF_OpKernelContext* context) {
@@ -157,14 +139,13 @@ void receive(void* state, TF_OpKernelContext* context) {
     Invocation* invocation;
     TfDataType dtype;
   } output{&invocation, static_cast<TfDataType>(attributes.which)};
-  const auto place = [](void* to, const int64_t* dims, int32_t num_dims, void** memory, int32_t* placed) {
+  const auto place = [](void* to, const int64_t* dims, int32_t num_dims, void** outputs, int32_t* placed) {
     const Output& self = *static_cast<Output*>(to);
-    *memory = self.invocation->allocate(0, self.dtype, std::vector<int64_t>(dims, dims + num_dims));
+    outputs[0] = self.invocation->allocate(0, self.dtype, std::vector<int64_t>(dims, dims + num_dims));
     if (self.invocation->ok()) *placed = 1;
   };
-  const int code = tfring_receive(invocation.handle(), &invocation.call(),
-                                  static_cast<int32_t>(attributes.which), place, &output, invocation.error());
-  invocation.finish(code);
+  const tfring_tensor tensor{nullptr, nullptr, nullptr, 0, output.dtype};
+  invocation.finish(invocation.run(Kind::kReceive, &tensor, 1, nullptr, place, &output));
 }
 
 template <bool kHasGradient>
@@ -281,7 +262,7 @@ __attribute__((constructor)) void register_ops() {
        {"results: N * T"},
        {one_type, "N: int >= 1"},
        same_shapes<2>,
-       at_kernel<all_reduce>},
+       at_kernel<in_place<Kind::kAllReduce, 2>>},
       {"TfringAllGatherRows",
        {"num_rows: int64", "tensors: T"},
        {"results: T", "rows: int64"},
@@ -312,10 +293,15 @@ __attribute__((constructor)) void register_ops() {
        {"results: N * T"},
        {one_type, "N: int >= 1"},
        same_shapes<1>,
-       at_kernel<reduce>},
+       at_kernel<in_place<Kind::kReduce, 1>>},
       {"TfringSend", {"tensor: T"}, {"receipt: float"}, {one_type}, unknown_shapes, at_kernel<send>},
       {"TfringReceive", {"anchor: float"}, {"tensor: T"}, {one_type}, unknown_shapes, at_kernel<receive>},
-      {"TfringBroadcast", {"tensors: T"}, {"results: T"}, {types}, same_shapes<1>, at_kernel<broadcast>},
+      {"TfringBroadcast",
+       {"tensors: T"},
+       {"results: T"},
+       {types},
+       same_shapes<1>,
+       at_kernel<in_place<Kind::kBroadcast, 1>>},
       {"TfringBarrier", {}, {}, {}, unknown_shapes, at_kernel<barrier>, false},
       {"TfringAdam",
        {"scalars: T", "gradient: T", "momentum: T", "velocity: T", "weight: T"},

@@ -123,7 +123,7 @@ Status RowReduction::write_rows(tfring_place place, void* context) {
 Status RowReduction::place_rows(const std::vector<int64_t>& counts, tfring_place place, void* context,
                                 std::vector<void*>* outputs) {
   outputs->assign(2 * row_sums_.num_tables(), nullptr);
-  return exchange_.ask_for_place(row_sums_.numbers(counts).data(), place, context, outputs->data());
+  return exchange_.ask_for_place(row_sums_.numbers(counts), place, context, outputs->data());
 }
 
 // All members learn the same numbers, so they choose alike the next time.

@@ -337,7 +337,8 @@ Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_t
   sums.number(sums.own());
   std::vector<void*> outputs(static_cast<size_t>(num_tensors));
   int32_t placed = 0;
-  place(context, sums.numbers(sums.counts()).data(), outputs.data(), &placed);
+  const std::vector<int64_t> numbers = sums.numbers(sums.counts());
+  place(context, numbers.data(), static_cast<int32_t>(numbers.size()), outputs.data(), &placed);
   if (placed == 0) return {Code::kInterrupted, "interrupted"};
   sums.write_all(outputs.data());
   return {};

@@ -116,7 +116,7 @@ class RowSums {
   std::vector<float> wide_;        // sums of 16-bit floats
 };
 
-// As World::all_reduce_rows, without a world.
+// An all_reduce_rows without a world.
 Status sum_rows(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, tfring_place place,
                 void* context);
 

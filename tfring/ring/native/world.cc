@@ -11,8 +11,12 @@ namespace tfring {
 namespace {
 
 // Validates a call without asking the other ranks; a rank rejected here has not begun, and may go on.
-Status check(int rank, const Group& group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
+Status check(int rank, const Group& group, const tfring_call& call, const tfring_tensor* tensors,
              int num_tensors) {
+  if (call.kind < 0 || call.kind >= kNumKinds) {
+    return {Code::kInvalid, "the ring has no collective number " + std::to_string(call.kind)};
+  }
+  const Kind kind = static_cast<Kind>(call.kind);
   const auto invalid = [&](const std::string& rule) {
     return Status(Code::kInvalid, std::string(name_of(kind)) + " \"" + call.name + "\": " + rule);
   };
@@ -102,7 +106,11 @@ Status World::connect(const tfring_options& options, Group* all) {
   }
   TFRING_TRY(status);
   execution_.waiting().set_timeout(options.opening_timeout_seconds);
-  TFRING_TRY(barrier(all, {"opening", 0, 0, 0, TFRING_PYTHON_MAIN_THREAD, 0, 0, nullptr}));
+  tfring_call opening{};
+  opening.name = "opening";
+  opening.kind = static_cast<int32_t>(Kind::kBarrier);
+  opening.caller = TFRING_PYTHON_MAIN_THREAD;
+  TFRING_TRY(run(all, opening, nullptr, 0, nullptr, nullptr, nullptr));
   execution_.statistics() = tfring_statistics{};
   execution_.waiting().set_timeout(settings_.timeout_seconds);
   if (settings_.world_size > 1) {
@@ -166,18 +174,18 @@ int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
   return liveness_.lock()->watch(now, late, fds);
 }
 
-template <typename Body>
-Status World::run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
-                  int num_tensors, Body body) {
-  Turn::Claim claim(&turn_, call, kind == Kind::kBarrier ? nullptr : group);
+Status World::run(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                  const int64_t* counts, tfring_place place, void* context) {
+  const bool is_barrier = call.kind == static_cast<int32_t>(Kind::kBarrier);
+  Turn::Claim claim(&turn_, call, is_barrier ? nullptr : group);
   const Status taken = claim.take();
   if (!taken.ok()) return taken.code == Code::kMismatch ? liveness_.lock()->break_up(taken) : taken;
   Status status;
   bool has_begun = true;
   try {
-    status = begin(group, kind, call, tensors, num_tensors);
+    status = begin(group, call, tensors, num_tensors);
     has_begun = status.ok();
-    if (has_begun) status = body();
+    if (has_begun) status = run_begun(call, tensors, num_tensors, counts, place, context);
   } catch (const std::bad_alloc&) {  // perhaps after the call was counted, so the ring is of no more use
     status = execution_.fail_without_memory();
   }
@@ -187,9 +195,9 @@ Status World::run(Group* group, Kind kind, const tfring_call& call, const tfring
   return status;
 }
 
-Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
-                    int num_tensors) {
-  TFRING_TRY(check(settings_.rank, *group, kind, call, tensors, num_tensors));
+Status World::begin(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
+  TFRING_TRY(check(settings_.rank, *group, call, tensors, num_tensors));
+  const Kind kind = static_cast<Kind>(call.kind);
   Plan& plan = execution_.plan();
   plan.clear(settings_.world_size);
   plan.dtype = num_tensors > 0 ? static_cast<DType>(tensors[0].dtype) : DType::kUint8;
@@ -204,7 +212,7 @@ Status World::begin(Group* group, Kind kind, const tfring_call& call, const tfri
     TFRING_TRY(liveness->check_usable());
     const uint64_t sequence = liveness->calls().count(kind, call.root, group);
     if (call.sequence != nullptr) *call.sequence = sequence;
-    begun.header = make_header(*group, kind, call, tensors, num_tensors, sequence);
+    begun.header = make_header(*group, call, tensors, num_tensors, sequence);
     begun.header.algorithm = static_cast<uint8_t>(settings_.algorithm);
     if (kind == Kind::kAllReduceRows) {
       begun.header.op = static_cast<uint8_t>(choose_way(*group, call, begun.header));
@@ -222,44 +230,14 @@ void World::end(const Status& status) {
   liveness_.lock()->end(status);
 }
 
-Status World::all_reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                         int num_tensors) {
-  return run(group, Kind::kAllReduce, call, tensors, num_tensors,
-             [&] { return collectives_.all_reduce(call, tensors, num_tensors); });
-}
-Status World::reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
-  return run(group, Kind::kReduce, call, tensors, num_tensors,
-             [&] { return collectives_.reduce(call, tensors, num_tensors); });
-}
-Status World::reduce_scatter(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                             int num_tensors) {
-  return run(group, Kind::kReduceScatter, call, tensors, num_tensors,
-             [&] { return collectives_.reduce_scatter(call, tensors, num_tensors); });
-}
-Status World::broadcast(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                        int num_tensors) {
-  return run(group, Kind::kBroadcast, call, tensors, num_tensors,
-             [&] { return collectives_.broadcast(call, tensors, num_tensors); });
-}
-Status World::barrier(Group* group, const tfring_call& call) {
-  return run(group, Kind::kBarrier, call, nullptr, 0, [&] { return collectives_.barrier(call); });
-}
-Status World::exchange(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
-                       int num_tensors, const int64_t* counts, tfring_place place, void* context) {
-  return run(group, kind, call, tensors, num_tensors,
-             [&] { return exchange_.exchange(kind, call, tensors, num_tensors, counts, place, context); });
-}
-Status World::all_reduce_rows(Group* group, const tfring_call& call, const tfring_tensor* tensors,
-                              int num_tensors, tfring_place place, void* context) {
-  return run(group, Kind::kAllReduceRows, call, tensors, num_tensors,
-             [&] { return row_reduction_.all_reduce_rows(call, tensors, num_tensors, place, context); });
-}
-Status World::send(Group* group, const tfring_call& call, const tfring_tensor& tensor) {
-  return run(group, Kind::kSend, call, &tensor, 1, [&] { return exchange_.send(call, tensor); });
-}
-Status World::receive(Group* group, const tfring_call& call, const tfring_tensor& like, tfring_shape place,
-                      void* context) {
-  return run(group, Kind::kReceive, call, &like, 1, [&] { return exchange_.receive(call, place, context); });
+Status World::run_begun(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                        const int64_t* counts, tfring_place place, void* context) {
+  const Kind kind = static_cast<Kind>(call.kind);
+  if (kind == Kind::kAllReduceRows)
+    return row_reduction_.all_reduce_rows(call, tensors, num_tensors, place, context);
+  if (learns_rows(kind) || is_pairwise(kind))
+    return exchange_.run(call, tensors, num_tensors, counts, place, context);
+  return collectives_.run(call, tensors, num_tensors);
 }
 
 }  // namespace tfring

@@ -68,18 +68,9 @@ class World final : private Watched {
   // Adds a link to an open world, and takes over its descriptors.
   Status adopt_link(const tfring_link& link);
 
-  Status all_reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status reduce(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status reduce_scatter(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status broadcast(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
-  Status barrier(Group* group, const tfring_call& call);
-  Status exchange(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
-                  int num_tensors, const int64_t* counts, tfring_place place, void* context);
-  Status all_reduce_rows(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-                         tfring_place place, void* context);
-  Status send(Group* group, const tfring_call& call, const tfring_tensor& tensor);
-  Status receive(Group* group, const tfring_call& call, const tfring_tensor& like, tfring_shape place,
-                 void* context);
+  // Runs the call of call.kind.
+  Status run(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+             const int64_t* counts, tfring_place place, void* context);
 
   tfring_statistics statistics();
   // The first failure, after which nothing works; ok if there was none.
@@ -96,11 +87,9 @@ class World final : private Watched {
   Status add_link(const tfring_link& link, bool is_open);
   int watch(int64_t now, int64_t late, std::vector<pollfd>* fds) override;
 
-  template <typename Body>
-  Status run(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
-             Body body);
-  Status begin(Group* group, Kind kind, const tfring_call& call, const tfring_tensor* tensors,
-               int num_tensors);
+  Status begin(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
+  Status run_begun(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
+                   const int64_t* counts, tfring_place place, void* context);
   void end(const Status& status);
 
   const Settings settings_;
