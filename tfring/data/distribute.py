@@ -14,9 +14,9 @@ from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
 from tfring.data.shares import Cut, Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
+from tfring.ring.collectives import Collectives
 
 if TYPE_CHECKING:
-    from tfring.ring.collectives import Collectives
     from tfring.strategy.ring import RingStrategy
 
 _Policy = tf.data.experimental.AutoShardPolicy

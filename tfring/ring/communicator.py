@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from tfring import config
-from tfring.cluster.address import parse_address
 from tfring.cpus import available_cpus
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import arrays, library, schedule
 from tfring.ring.links import Links
+from tfring.transport.address import parse_address
 
 _OPENING_GRACE_SECONDS = 10.0
 _WARNING_BYTES = 4096

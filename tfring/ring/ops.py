@@ -25,9 +25,10 @@ import tensorflow as tf
 
 from tfring import _tf
 from tfring.errors import ConfigurationError, NativeLibraryError
-from tfring.ring import failures, library, order
+from tfring.ring import library, order
 from tfring.ring.schedule import chunk_bounds
 
+_PAYLOAD = "tfring"  # of the status of an operation whose ring is broken: the ring's identity; native/invocation.h
 _log = logging.getLogger("tfring")
 _tokens: dict[int | str, tf.Tensor] = {}
 _apart = threading.local()  # .token, in `apart`
@@ -466,13 +467,28 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
             token = _token(communicator) if token is None else token
             return op(token=token, handle=communicator.handle, key=name, **inputs)
     except tf.errors.OpError as error:  # eagerly
-        failure = communicator.failure() if failures.rings_of(error) else None
+        failure = communicator.failure() if rings_of(error) else None
         if failure is None:
             raise
         raise failure from error
     except RuntimeError as error:
-        failures.raise_interrupt(error)
+        raise_interrupt(error)
         raise
+
+
+def rings_of(error: tf.errors.OpError) -> set[int]:
+    """Returns the identities of the broken rings because of which TensorFlow's operations failed."""
+    return {int(value) for key, value in error.experimental_payloads.items() if _text(key) == _PAYLOAD}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def raise_interrupt(error: RuntimeError) -> None:
+    """Raises KeyboardInterrupt where Ctrl-C came while TensorFlow made this error of a collective that it ended."""
+    if "REPLACED BY KeyboardInterrupt" in str(error):  # pybind11's words
+        raise KeyboardInterrupt from None
 
 
 def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:

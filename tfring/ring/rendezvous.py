@@ -26,12 +26,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from tfring import config
-from tfring.cluster import ports, secret
-from tfring.cluster.address import parse_address
 from tfring.errors import PeerLostError, Reason, RendezvousError
 from tfring.ring import library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
-from tfring.transport import handshake, mailbox, sockets, wire
+from tfring.transport import handshake, mailbox, ports, secret, sockets, wire
+from tfring.transport.address import parse_address
 from tfring.transport.dial import dial, probe
 from tfring.transport.listener import Connection, Listener
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tfring import config, seeding
-from tfring.cluster import secret
+from tfring.transport import secret
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
