@@ -15,7 +15,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -43,7 +43,7 @@ def connect(strategy: RingStrategy) -> None:
     others = rest if cluster.rank == first else [cluster.rank]
     lines = []
     for other in others:
-        pair = types.SimpleNamespace(
+        pair: Any = types.SimpleNamespace(
             rank=0 if cluster.rank == first else 1,
             world_size=2,
             local_world_size=cluster.local_world_size,
