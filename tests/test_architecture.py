@@ -9,7 +9,7 @@ import ast
 import importlib.util
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -71,27 +71,33 @@ def module_name(file: pathlib.Path, root: pathlib.Path) -> str:
 
 
 def imports(file: pathlib.Path, root: pathlib.Path = ROOT) -> Iterator[Import]:
-    """Every import of a file, but those for the type checker."""
+    """Every import of a file."""
 
-    def walk(node: ast.AST, at_once: bool) -> Iterator[tuple[str, bool, int]]:
+    def walk(node: ast.AST, at_once: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
+            names = []
             if isinstance(child, ast.Import):
-                yield from ((alias.name, at_once, child.lineno) for alias in child.names)
+                names = [alias.name for alias in child.names]
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{file}:{child.lineno}: relative import; write it in full"
-                for alias in child.names:
-                    yield f"{child.module}.{alias.name}", at_once, child.lineno
+                names = [f"{child.module}.{alias.name}" for alias in child.names]
+            for name in names:
+                yield Import(name, at_once, f"{file.relative_to(root)}:{child.lineno}")
             inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from walk(child, at_once and not inside)
+            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from walk(child, at_once and not inside and not typing)
 
-    for name, at_once, line in walk(ast.parse(file.read_text()), True):
-        yield Import(name, at_once, f"{file.relative_to(root)}:{line}")
+    yield from walk(ast.parse(file.read_text()), True)
 
 
 def files(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
     return sorted((root / "tfring").rglob("*.py"))
+
+
+def run_by(name: str, modules: Container[str]) -> list[str]:
+    """Importing `tfring.a.b.symbol` runs `tfring`, `tfring.a` and `tfring.a.b`."""
+    parts = name.split(".")
+    return [module for n in range(1, len(parts) + 1) if (module := ".".join(parts[:n])) in modules]
 
 
 def room_of(module: str) -> str:
@@ -115,18 +121,14 @@ def upward_imports(root: pathlib.Path = ROOT) -> list[str]:
 
 
 def circles(root: pathlib.Path = ROOT) -> list[list[str]]:
-    """Files that import each other, also from within functions, and also inside a row: each circle sorted."""
+    """Files that import each other, also in functions, for types, through `__init__`, in a row: each circle sorted."""
     by_name = {module_name(file, root): file for file in files(root)}
-
-    def file_of(name: str) -> str | None:
-        """`tfring.ring.ops.token` -> `tfring.ring.ops`."""
-        parts = name.split(".")
-        return next((n for k in range(len(parts), 0, -1) if (n := ".".join(parts[:k])) in by_name), None)
-
-    graph = {
-        name: {target for found in imports(file, root) if (target := file_of(found.module)) not in (None, name)}
-        for name, file in by_name.items()
-    }
+    graph: dict[str, set[str]] = {name: set() for name in by_name}
+    for name, file in by_name.items():
+        for found in imports(file, root):
+            *packages, target = run_by(found.module, by_name) or [name]
+            # The packages that a file is in run before it.
+            graph[name] |= {target, *(it for it in packages if not name.startswith(f"{it}."))} - {name}
 
     def reachable(start: str) -> set[str]:
         todo, seen = list(graph[start]), set()
@@ -147,7 +149,7 @@ def imports_outside(package: str, door: str, root: pathlib.Path = ROOT) -> list[
         f"{place}: {name} is imported in tfring/{door} alone"
         for file in files(root)
         if room_of(module_name(file, root)) != door
-        for name, _, place in imports(file, root)
+        for name, *_, place in imports(file, root)
         if is_in(name, (package,))
     ]
 
@@ -184,14 +186,9 @@ def imported_at_once(module: str, root: pathlib.Path = ROOT) -> Iterator[Import]
     by_name = {module_name(file, root): file for file in files(root)}
     todo, seen = [module], set()
     while todo:
-        name = todo.pop()
-        # `tfring.a.b.symbol` runs tfring, tfring.a and tfring.a.b.
-        parts = name.split(".")
-        for file in [by_name.get(".".join(parts[:n])) for n in range(1, len(parts) + 1)]:
-            if file is None or file in seen:
-                continue
-            seen.add(file)
-            for found in imports(file, root):
+        for name in set(run_by(todo.pop(), by_name)) - seen:
+            seen.add(name)
+            for found in imports(by_name[name], root):
                 if found.at_once:
                     yield found
                     todo.append(found.module)
@@ -320,6 +317,11 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         "tfring/layers/a.py": "from tfring.layers import b\n",
         "tfring/layers/b.py": "def f():\n    from tfring.layers.c import x\n",
         "tfring/layers/c.py": "from tfring.layers.a import y\n",
+        "tfring/cluster/__init__.py": "from tfring.cluster.a import x\n",
+        "tfring/cluster/a.py": "if TYPE_CHECKING:\n    from tfring.transport.a import x\n",
+        "tfring/cluster/b.py": "from tfring.strategy.ring import RingStrategy\n",
+        "tfring/transport/a.py": "from tfring.cluster.c import x\n",
+        "tfring/cluster/c.py": "if TYPE_CHECKING:\n    from tfring.strategy.ring import RingStrategy\n",
         "tfring/ring/native/world.h": "//   world.cc   opening\n//   gone.cc   what is no more\n#pragma once\n"
         '#include "links.h"\n#include <new>\nclass World final {};\n',
         "tfring/ring/native/links.h": "class Links {};\n",
@@ -332,14 +334,19 @@ def test_the_test_sees_what_it_looks_for(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert [line.split(":")[0] for line in upward_imports(tmp_path)] == [
+        "tfring/cluster/b.py",
+        "tfring/cluster/c.py",
         "tfring/config.py",
         "tfring/errors.py",
     ]
     uses = private_uses({"_worker_device", "_own"}, ("_tf.py",), tmp_path)
     assert uses == ["tfring/data/__init__.py:3: _worker_device"]
-    assert circles(tmp_path) == [["tfring.layers.a", "tfring.layers.b", "tfring.layers.c"]]
+    assert circles(tmp_path) == [
+        ["tfring.cluster", "tfring.cluster.a", "tfring.transport.a"],
+        ["tfring.layers.a", "tfring.layers.b", "tfring.layers.c"],
+    ]
     assert len(imports_outside("tensorflow.python", "_tf", tmp_path)) == 1
-    assert len(imports_outside("keras.src", "_keras", tmp_path)) == 1
+    assert len(imports_outside("keras.src", "_keras", tmp_path)) == 2
     assert len(tensorflow_at_once("tfring.ring.rendezvous", tmp_path)) == 2
     assert long_files(tmp_path) == ["tfring/ring/native/world.cc: 401 lines"]
     assert unnamed_files(tmp_path) == ["gone.cc", "links.cc", "neighbour.py", "new.cc", "rendezvous.py"]

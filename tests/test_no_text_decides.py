@@ -10,7 +10,7 @@ import tfring
 ROOT = pathlib.Path(tfring.__file__).parent
 # Errors of other libraries, which give nothing but words for what tfring answers to.
 OF_OTHERS = {
-    ("ring/failures.py", "raise_interrupt"),  # pybind11: Ctrl-C came while it made an exception
+    ("ring/ops.py", "raise_interrupt"),  # pybind11: Ctrl-C came while it made an exception
 }
 READERS = {"startswith", "endswith", "find", "index", "count", "split", "partition", "search", "match", "fullmatch"}
 

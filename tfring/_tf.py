@@ -81,6 +81,8 @@ mark_as_unsaveable = _values_util.mark_as_unsaveable
 simple_broadcast = _cross_device_ops.simple_broadcast
 devices_of = _cross_device_ops.get_devices_from
 aggregate_slices = _cross_device_utils.aggregate_tensors_or_indexed_slices
+# Types of operations that hand on their input, in another shape or dtype at most.
+PASSES_ON = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeeze", "ExpandDims")
 _MAX_GRAPH_BYTES = 64 << 20  # of arrays, which the graph of a dataset is several times as large as
 
 

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from tfring.cluster import Cluster, detect, listen, meeting, parse_address, ports
+from tfring.cluster import Cluster, detect, listen, meeting, parse_address
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster.meeting import meet
 from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.errors import ConfigurationError, RendezvousError
-from tfring.transport import sockets, wire
+from tfring.transport import ports, sockets, wire
 
 SECONDS = 30
 

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import ranks
 
-from tfring.cluster import parse_address, secret
-from tfring.cluster.address import Address
+from tfring.cluster import parse_address
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import link
 from tfring.ring.communicator import Communicator
-from tfring.transport import dial, handshake, mailbox, sockets, wire
+from tfring.transport import dial, handshake, mailbox, secret, sockets, wire
 from tfring.transport import listener as listening
+from tfring.transport.address import Address
 from tfring.transport.listener import Listener
 
 SECRET = "a secret of these tests, and no other's"

@@ -5,6 +5,7 @@ import pytest
 from common import assert_equal, devices, skewed_rows, train_both
 from harness import strategy, workers
 
+from tfring.cluster import Mesh
 from tfring.reduction import buckets
 
 
@@ -198,6 +199,10 @@ def test_compressions_that_there_are_not():
         (
             {"communication": "tensorflow", "trace": "some/folder"},
             r"collectives of communication=\"ring\". Received: trace='some/folder' with communication='tensorflow'",
+        ),
+        (  # before workers are sought
+            {"mesh": Mesh(model=2), "shard_optimizer": True},
+            r"all that its weights need. Received: mesh=Mesh\(.*model=2.*\) with shard_optimizer=True. Leave out one",
         ),
         ({"devices": ["GPU:99"]}, r"`devices` must be devices of this .* Received: devices=\['GPU:99'\]; .*CPU:0"),
     ],

@@ -11,7 +11,8 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from tfring.cluster import Cluster, parse_address, ports
+from tfring.cluster import Cluster, parse_address
+from tfring.transport import ports
 
 SOCKET, COPY = "raw socket", "memory copy"
 _SECONDS = 20.0  # for the connections, and for what is sent

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfring.cluster import tf_config
-from tfring.cluster.address import host_key, parse_address
 from tfring.errors import ConfigurationError
+from tfring.transport.address import host_key, parse_address
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 
 from tfring import config
 from tfring.cluster import meeting
-from tfring.cluster.address import host_key, parse_address
 from tfring.cluster.cluster import Cluster
 from tfring.errors import ConfigurationError, PeerLostError, RendezvousError
 from tfring.transport import listener
+from tfring.transport.address import host_key, parse_address
 
 # A worker started by `tfring launch -n 2` holds, say:
 #   TFRING_RANK=1  TFRING_WORLD_SIZE=2  TFRING_LOCAL_RANK=1  TFRING_LOCAL_WORLD_SIZE=2

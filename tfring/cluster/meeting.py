@@ -22,12 +22,11 @@ import time
 from typing import Any
 
 from tfring import config
-from tfring.cluster import ports, secret
-from tfring.cluster.address import Address
 from tfring.cluster.cluster import Cluster
 from tfring.cluster.unresolved import UnresolvedCluster
 from tfring.errors import ConfigurationError, RendezvousError
-from tfring.transport import dial, handshake, listener, wire
+from tfring.transport import dial, handshake, listener, ports, secret, wire
+from tfring.transport.address import Address
 
 _DIAL_SECONDS = 2.0  # for rank 0 to take a connection and say that it is there
 _PAUSE_SECONDS = 0.1

@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tfring.cluster.address import Address, parse_address
 from tfring.errors import ConfigurationError
+from tfring.transport.address import Address, parse_address
 
 VARIABLE = "TF_CONFIG"
 # What users, Kubeflow and Vertex AI write. Keys beside "cluster" and "task" ("environment", "rpc_layer") mean

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfring.cluster.address import parse_address
 from tfring.cluster.unresolved import UnresolvedCluster, read_numbers, unset
 from tfring.errors import ConfigurationError
+from tfring.transport.address import parse_address
 
 # One of two workers of `torchrun --nproc-per-node 2` holds, among others:
 #   RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=node1 MASTER_PORT=29500

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tfring import config
 from tfring.errors import ConfigurationError
+from tfring.transport.address import parse_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +133,6 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int | None] | None:
     >>> rendezvous({"TFRING_RENDEZVOUS": "node1"}), rendezvous({"TFRING_RENDEZVOUS": "[fd00::1]:20000"})
     (('node1', None), ('fd00::1', 20000))
     """
-    from tfring.cluster.address import parse_address
-
     text = config.read("TFRING_RENDEZVOUS", environ)
     if text is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,10 +14,8 @@ from tfring.data.chance import reached_by_chance
 from tfring.data.pieces import pieces
 from tfring.data.shares import Cut, Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
+from tfring.ring.collectives import Collectives
 from tfring.runtime import Ring
-
-if TYPE_CHECKING:
-    from tfring.ring.collectives import Collectives
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SLICED_POLICIES = (_Policy.AUTO, _Policy.DATA)

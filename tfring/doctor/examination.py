@@ -22,12 +22,12 @@ import threading
 import time
 from typing import Any
 
-from tfring.cluster import Cluster, detect, detection, launch_variables, parse_address, ports, secret
+from tfring.cluster import Cluster, detect, detection, launch_variables, parse_address
 from tfring.cluster.roles import Roles
 from tfring.doctor import findings, host, links, report
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
-from tfring.transport import handshake, wire
+from tfring.transport import handshake, ports, secret, wire
 from tfring.transport.dial import dial
 from tfring.transport.listener import Connection, Listener
 

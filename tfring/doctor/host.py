@@ -14,13 +14,13 @@ import socket
 from typing import Any
 
 from tfring._version import __version__
-from tfring.cluster import Cluster, parse_address, ports
+from tfring.cluster import Cluster, parse_address
 from tfring.cpus import available_cpus
 from tfring.doctor.parallel import in_parallel
 from tfring.errors import TfringError
 from tfring.ring import library
 from tfring.ring.schedule import Layout
-from tfring.transport import mailbox
+from tfring.transport import mailbox, ports
 
 _NAMES = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu", "tensorflow-rocm", "intel-tensorflow")
 _RINGS = 2  # control and gradients

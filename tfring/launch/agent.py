@@ -20,11 +20,11 @@ import threading
 import time
 from typing import Any
 
-from tfring.cluster import Cluster, launch_variables, ports
+from tfring.cluster import Cluster, launch_variables
 from tfring.errors import ConfigurationError
 from tfring.launch import exit_codes, frames, processes, worker
 from tfring.launch.guard import STOP_SIGNALS, run_guarded
-from tfring.transport import sockets, wire
+from tfring.transport import ports, sockets, wire
 
 _STDIN, _STDOUT = 0, 1
 _TERMINATE_SECONDS = 5.0

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 from tfring import config, cpus, gpus
 from tfring._version import __version__
 from tfring.bench import options
-from tfring.cluster import detection, secret, slurm, tf_config
+from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
 from tfring.launch import completion, exit_codes, plan, remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
 from tfring.launch.restarts import Limits, Restarts
+from tfring.transport import secret
 
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _BENCH_FAILED = 2  # rank 0 has said why

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
-from tfring.cluster import Address, Cluster, launch_variables, secret
+from tfring.cluster import Address, Cluster, launch_variables
 from tfring.launch import exit_codes, frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
 from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_frames
 from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import FDS_OF_A_WORKER, start
-from tfring.transport import sockets
+from tfring.transport import secret, sockets
 
 # Ladders: signals to send, and the seconds each is given. Ctrl-C lets the scripts write a checkpoint.
 _INTERRUPT = ((signal.SIGINT, 10.0), (signal.SIGTERM, 3.0), (signal.SIGKILL, 5.0))

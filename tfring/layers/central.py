@@ -15,6 +15,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -39,7 +40,7 @@ def connect(ring: Ring) -> None:
     others = rest if cluster.rank == first else [cluster.rank]
     lines = []
     for other in others:
-        pair = types.SimpleNamespace(
+        pair: Any = types.SimpleNamespace(
             rank=0 if cluster.rank == first else 1,
             world_size=2,
             local_world_size=cluster.local_world_size,

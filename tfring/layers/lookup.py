@@ -35,16 +35,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring import partition, step
+from tfring._keras.sharding import ShardGroup
 from tfring.layers.row_numbers import RowNumbers
 from tfring.sharding import Sharding
-
-if TYPE_CHECKING:
-    from tfring._keras.sharding import ShardGroup
 
 
 class Exchange:

@@ -15,14 +15,12 @@ whole batch, complete when the optimizer takes it. Gradients of the inputs are e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring import step
-
-if TYPE_CHECKING:
-    from tfring.ring.collectives import Collectives
+from tfring.ring.collectives import Collectives
 
 
 class OwnRows:

@@ -18,14 +18,12 @@ the gradients of the engine's own `all_gather` and `all_reduce`, which add up th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from tfring.layers.own_rows import unflatten_columns
-
-if TYPE_CHECKING:
-    from tfring.ring.collectives import Collectives
+from tfring.ring.collectives import Collectives
 
 
 class SameRows:

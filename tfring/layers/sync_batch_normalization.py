@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,10 +11,8 @@ import tensorflow as tf
 from tfring import partition, step
 from tfring._keras import layers
 from tfring.layers import choice
+from tfring.layers.exchange import LocalStatistics
 from tfring.layers.moments import along, channel_sums, local_moments, mean_and_variance
-
-if TYPE_CHECKING:
-    from tfring.layers.exchange import LocalStatistics
 
 _SYNCHRONIZATIONS = ("all_reduce", "central")
 

@@ -646,15 +646,12 @@ def _terms(op: Any) -> list[int]:
 
 def _adds_to(op: Any, ins: Sequence[Value]) -> Any:
     """Returns what a variable held that a result is the value of, or that plus a part of the batch."""
-    if op.type in _PASSES:
+    if op.type in _tf.PASSES_ON:
         return ins[0].adds_to
     others = [value for value in ins if value.adds_to is None]
     is_sum = op.type in ("Add", "AddV2") or (op.type == "Sub" and ins[0].adds_to is not None)
     is_added = is_sum and len(others) == 1 and others[0].is_held is False
     return next(value.adds_to for value in ins if value.adds_to is not None) if is_added else None
-
-
-_PASSES = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeeze", "ExpandDims")
 
 
 # The inputs that are sizes of results, or where slices begin and end.

@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -257,7 +256,7 @@ def _table_size(gradient: tf.IndexedSlices) -> tuple[int | None, int | None]:
 
 def _agreed_capacities(
     collectives: Collectives, capacities: Sequence[int | None], num_rows: Sequence[tf.Tensor], name: str
-) -> Sequence[Any]:
+) -> Sequence[int | tf.Tensor]:
     """Fills in what no option says."""
     if None not in capacities:
         return capacities
@@ -271,7 +270,7 @@ def _agreed_capacities(
     return chosen
 
 
-def _check_capacity(num_rows: tf.Tensor, capacity: int, variable_name: str, options: SparseOptions) -> Any:
+def _check_capacity(num_rows: tf.Tensor, capacity: int, variable_name: str, options: SparseOptions) -> tf.Tensor:
     tf.debugging.assert_less_equal(
         num_rows,
         tf.constant(capacity, tf.int64),

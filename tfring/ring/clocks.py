@@ -18,9 +18,11 @@ import hashlib
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from tfring.ring.communicator import Communicator
 
 ROUNDS = 24
 NAME = "clock"  # of these gathers, which no trace shows
@@ -41,7 +43,7 @@ def now() -> int:
     return time.monotonic_ns()
 
 
-def distance(communicator: Any, rounds: int = ROUNDS, clock: Callable[[], int] = now) -> Distance:
+def distance(communicator: Communicator | None, rounds: int = ROUNDS, clock: Callable[[], int] = now) -> Distance:
     """Measures it; a collective of all ranks.
 
     Two processes of one kernel read one clock: where the measurement does not deny it, the offset is 0.

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.ring import library, order
+from tfring.ring.communicator import Communicator
 from tfring.ring.trace import READY
 
 _LINE = order.Line("an engine without a token", None, lambda tensor: tf.zeros([]))
@@ -315,7 +316,7 @@ class LocalCollectives(Collectives):
 class RingCollectives(Collectives):
     """The compiled ring (`tfring/ring/native`)."""
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         from tfring.ring import ops
 
         self._ops = ops

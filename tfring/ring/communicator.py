@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from tfring import config
-from tfring.cluster.address import parse_address
+from tfring.cluster import Cluster
 from tfring.cpus import available_cpus
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import arrays, library, schedule
 from tfring.ring.links import Links
+from tfring.transport.address import parse_address
 
 _OPENING_GRACE_SECONDS = 10.0
 _WARNING_BYTES = 4096
@@ -104,7 +105,7 @@ class Communicator:
     @classmethod
     def connect(
         cls,
-        cluster: Any,
+        cluster: Cluster,
         name: str = "world",
         *,
         transport: str | None = None,
@@ -116,8 +117,7 @@ class Communicator:
         """Joins the ring of this name; returns when all ranks have.
 
         Args:
-            cluster: Anything with `rank`, `world_size`, `addresses` and `listen_fd`, such as
-                `tfring.cluster.Cluster`.
+            cluster: A `tfring.cluster.Cluster`; `rank`, `world_size`, `addresses` and `listen_fd` do.
             name: The same on all ranks. Processes may form several rings, one after the other or at once.
             transport: "auto" (shared memory between ranks of a host, TCP otherwise), "tcp" or "shm".
                 Default: `TFRING_TRANSPORT`, else "auto".
@@ -599,7 +599,7 @@ class _World:
     order: int = dataclasses.field(default_factory=lambda: next(_numbers))
 
 
-def _num_spins(cluster: Any) -> int:
+def _num_spins(cluster: Cluster) -> int:
     """Returns the polls of shared memory before sleeping: none where ranks of this host share cores."""
     ranks = getattr(cluster, "local_world_size", cluster.world_size)
     return 1000 if ranks <= available_cpus() else 0
@@ -625,7 +625,7 @@ def is_tensorflow(value: Any) -> bool:
     )
 
 
-def _identity(cluster: Any, name: str) -> int:
+def _identity(cluster: Cluster, name: str) -> int:
     """Returns a number that tells rings apart, the same on all ranks of one."""
     digest = hashlib.sha256("\n".join((name, *cluster.addresses)).encode()).digest()
     return int.from_bytes(digest[:8], "little")

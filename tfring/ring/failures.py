@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from tfring.cluster import Mesh
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TfringError
+from tfring.ring.collectives import Collectives
+from tfring.ring.ops import raise_interrupt, rings_of
 
-if TYPE_CHECKING:
-    from tfring.cluster.mesh import Mesh
-    from tfring.ring.collectives import Collectives
-
-_PAYLOAD = "tfring"  # of the status of an operation whose ring is broken: the ring's identity; native/invocation.h
 _PLACED = "_tfring_placed"  # of an error that tells the places of its ranks
-
-
-def rings_of(error: tf.errors.OpError) -> set[int]:
-    """Returns the identities of the broken rings because of which TensorFlow's operations failed."""
-    return {int(value) for key, value in error.experimental_payloads.items() if _text(key) == _PAYLOAD}
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 @contextlib.contextmanager
@@ -89,9 +77,3 @@ def _placed(failure: BaseException, mesh: Mesh) -> BaseException:
     placed = type(failure)(f"{failure} ({places})")
     vars(placed).update(vars(failure), **{_PLACED: True})
     return placed
-
-
-def raise_interrupt(error: RuntimeError) -> None:
-    """Raises KeyboardInterrupt where Ctrl-C came while TensorFlow made this error of a collective that it ended."""
-    if "REPLACED BY KeyboardInterrupt" in str(error):  # pybind11's words
-        raise KeyboardInterrupt from None

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
+from tfring.cluster import Cluster
 from tfring.errors import PeerLostError, RendezvousError
 from tfring.ring import library, rendezvous
 from tfring.ring.link import Link
@@ -43,7 +44,7 @@ class Links:
     """
 
     def __init__(
-        self, cluster: Any, name: str, transport: str, timeout_seconds: float, host_names: list[str]
+        self, cluster: Cluster, name: str, transport: str, timeout_seconds: float, host_names: list[str]
     ) -> None:
         self.transports: dict[int, str] = {}
         self._cluster = cluster
@@ -171,7 +172,7 @@ _served: dict[Listener, weakref.WeakValueDictionary[tuple[str, str], Links]] = {
 _served_lock = threading.Lock()
 
 
-def _serve(cluster: Any, name: str, links: Links) -> None:
+def _serve(cluster: Cluster, name: str, links: Links) -> None:
     listener = Listener.of(cluster)
     with _served_lock:
         is_first = listener not in _served

@@ -19,30 +19,32 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfring import _tf
 from tfring.errors import ConfigurationError, NativeLibraryError
-from tfring.ring import failures, library, order
+from tfring.ring import library, order
 from tfring.ring.schedule import chunk_bounds
 
+_PAYLOAD = "tfring"  # of the status of an operation whose ring is broken: the ring's identity; native/invocation.h
+Tensors: TypeAlias = tf.Tensor | Sequence[tf.Tensor]
 _log = logging.getLogger("tfring")
 _tokens: dict[int | str, tf.Tensor] = {}
 _apart = threading.local()  # .token, in `apart`
 _lines: dict[int, order.Line] = {}  # by the handle of a communicator that has called an op with a gradient
 # The communicators each graph calls, which live as long as it does.
-_users: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[tf.Graph, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
     communicator: Any,
-    tensors: Any,
+    tensors: Tensors,
     op: str = "sum",
     *,
     name: str = "all_reduce",
-    active: Any = None,
+    active: tf.Tensor | None = None,
     compression: str | None = None,
 ) -> Any:
     """Reduces tensors element-wise over all ranks; a list is sent as one buffer.
@@ -83,7 +85,7 @@ def all_reduce(
 
 
 def reduce(
-    communicator: Any, tensors: Any, root: int = 0, op: str = "sum", *, name: str = "reduce"
+    communicator: Any, tensors: Tensors, root: int = 0, op: str = "sum", *, name: str = "reduce"
 ) -> Any:
     """As `all_reduce`, for one rank only: zeros on the others.
 
@@ -96,7 +98,7 @@ def reduce(
     return list(results) if many else results[0]
 
 
-def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> Any:
+def all_gather(communicator: Any, tensor: Tensors, *, name: str = "all_gather") -> Any:
     """Concatenates the rows of all ranks, in rank order.
 
     Differentiable: a rank's gradient is the sum over all ranks of the gradient of its own rows.
@@ -117,7 +119,7 @@ def all_gather(communicator: Any, tensor: Any, *, name: str = "all_gather") -> A
 
 
 def all_gather_rows(
-    communicator: Any, values: Any, indices: Any, num_rows: Any, *, name: str = "all_gather_rows"
+    communicator: Any, values: Tensors, indices: Tensors, num_rows: Tensors, *, name: str = "all_gather_rows"
 ) -> Any:
     """Concatenates the first `num_rows` rows of all ranks, in rank order; padding is not sent.
 
@@ -149,11 +151,11 @@ def all_gather_rows(
 
 def all_reduce_rows(
     communicator: Any,
-    values: Any,
-    indices: Any,
+    values: Tensors,
+    indices: Tensors,
     *,
     name: str = "all_reduce_rows",
-    active: Any = None,
+    active: tf.Tensor | None = None,
     reduction: str = "auto",
 ) -> Any:
     """Sums rows under ids, each id once; see `Communicator.all_reduce_rows`. Has no gradient.
@@ -181,7 +183,7 @@ def sum_rows(
     indices: Sequence[tf.Tensor],
     *,
     name: str,
-    active: Any = None,
+    active: tf.Tensor | None = None,
     reduction: str = "auto",
 ) -> tuple[list[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
     """As `all_reduce_rows` of lists; without a communicator, of this process alone.
@@ -212,7 +214,7 @@ def sum_rows(
     return list(zip(sums, ids, strict=True)), rows[-1, : len(values)]
 
 
-def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
+def reduce_scatter(communicator: Any, tensor: Tensors, op: str = "sum", *, name: str = "reduce_scatter") -> Any:
     """Reduces over all ranks and returns this rank's share of the rows.
 
     Differentiable for "sum": the gradient is gathered.
@@ -239,19 +241,19 @@ def reduce_scatter(communicator: Any, tensor: Any, op: str = "sum", *, name: str
     return list(results) if many else results[0]
 
 
-def gather(communicator: Any, tensor: Any, root: int = 0, *, name: str = "gather") -> Any:
+def gather(communicator: Any, tensor: Tensors, root: int = 0, *, name: str = "gather") -> Any:
     """As `all_gather`, for one rank only: no rows on the others. Differentiable: the gradient is scattered."""
     results, _ = _exchange(communicator, tensor, None, "gather", name, root)
     return results
 
 
-def scatter(communicator: Any, tensor: Any, counts: Any = None, root: int = 0, *, name: str = "scatter") -> Any:
+def scatter(communicator: Any, tensor: Tensors, counts: Any = None, root: int = 0, *, name: str = "scatter") -> Any:
     """Sends some of the root's rows to each rank; see `Communicator.scatter`. The gradient is gathered."""
     results, _ = _exchange(communicator, tensor, counts, "scatter", name, root)
     return results
 
 
-def all_to_all(communicator: Any, tensor: Any, counts: Any = None, *, name: str = "all_to_all") -> tuple[Any, Any]:
+def all_to_all(communicator: Any, tensor: Tensors, counts: Any = None, *, name: str = "all_to_all") -> tuple[Any, Any]:
     """Sends some rows of every rank to every rank.
 
     Differentiable: the gradient goes the same way back.
@@ -270,7 +272,7 @@ def all_to_all(communicator: Any, tensor: Any, counts: Any = None, *, name: str 
     return _exchange(communicator, tensor, counts, "all_to_all", name)
 
 
-def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.Tensor:
+def send(communicator: Any, tensor: tf.Tensor, to: int, *, name: str = "send") -> tf.Tensor:
     """Sends a tensor to one rank, which calls `receive`; see `Communicator.send`.
 
     Differentiable through what it returns: where that is part of a loss, the gradient of `tensor` is received from
@@ -293,7 +295,7 @@ def send(communicator: Any, tensor: Any, to: int, *, name: str = "send") -> tf.T
 
 
 def receive(
-    communicator: Any, source: int, dtype: Any, shape: Any = None, *, anchor: Any = 0.0, name: str = "send"
+    communicator: Any, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str = "send"
 ) -> tf.Tensor:
     """Receives a tensor that rank `source` sends to this one.
 
@@ -314,7 +316,7 @@ def receive(
     return received if shape is None else tf.ensure_shape(received, shape)
 
 
-def broadcast(communicator: Any, tensors: Any, root: int = 0, *, name: str = "broadcast") -> Any:
+def broadcast(communicator: Any, tensors: Tensors, root: int = 0, *, name: str = "broadcast") -> Any:
     """Sends the root's values to all ranks; a list is sent as one buffer.
 
     Differentiable: the root's gradient is the sum over all ranks, the others' is zero.
@@ -352,8 +354,8 @@ def mark(name: str, communicator: Any = None, after: Sequence[tf.Tensor] = ()) -
 
 
 def _exchange(
-    communicator: Any, tensor: Any, counts: Any, kind: str, name: str, root: int = 0
-) -> tuple[Any, Any]:
+    communicator: Any, tensor: Tensors, counts: Any, kind: str, name: str, root: int = 0
+) -> tuple[Tensors, Tensors]:
     if kind == "all_to_all":
         communicator._ensure_links(range(communicator.world_size))
     else:
@@ -391,7 +393,7 @@ def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], na
     return list(results)
 
 
-def adam(weight: Any, momentum: Any, velocity: Any, gradient: Any, scalars: Any) -> list[tf.Tensor]:
+def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars: tf.Tensor) -> list[tf.Tensor]:
     """Computes one update of Adam (Kingma and Ba 2015) in one pass over memory, in Keras' operations and order.
 
     Args:
@@ -428,7 +430,7 @@ def adam(weight: Any, momentum: Any, velocity: Any, gradient: Any, scalars: Any)
         return _ops().tfring_adam(gradient=tf.convert_to_tensor(gradient, weight.dtype), **common, **slots)
 
 
-def gather_rows(head: Any, body: Any, like: Any, indices: Any) -> tf.Tensor:
+def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     """Gathers rows of an array whose elements stand in two tensors, one behind the other.
 
     TensorFlow shares the memory of an array from its first aligned address on; the elements before are the head.
@@ -463,13 +465,28 @@ def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
             token = _token(communicator) if token is None else token
             return op(token=token, handle=communicator.handle, key=name, **inputs)
     except tf.errors.OpError as error:  # eagerly
-        failure = communicator.failure() if failures.rings_of(error) else None
+        failure = communicator.failure() if rings_of(error) else None
         if failure is None:
             raise
         raise failure from error
     except RuntimeError as error:
-        failures.raise_interrupt(error)
+        raise_interrupt(error)
         raise
+
+
+def rings_of(error: tf.errors.OpError) -> set[int]:
+    """Returns the identities of the broken rings because of which TensorFlow's operations failed."""
+    return {int(value) for key, value in error.experimental_payloads.items() if _text(key) == _PAYLOAD}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def raise_interrupt(error: RuntimeError) -> None:
+    """Raises KeyboardInterrupt where Ctrl-C came while TensorFlow made this error of a collective that it ended."""
+    if "REPLACED BY KeyboardInterrupt" in str(error):  # pybind11's words
+        raise KeyboardInterrupt from None
 
 
 def _call_in_order(kind: str, communicator: Any, name: str, watched: Sequence[tf.Tensor], **inputs: Any) -> Any:

@@ -38,14 +38,14 @@ class Line(NamedTuple):
 class _Chain:
     """Holds the last of the collectives that run in one order in one graph, or eagerly."""
 
-    last: Any = None  # the scalar of the last
+    last: tf.Tensor | None = None  # the scalar of the last
     num_seen: int = 0  # operations of the graph that were looked at
 
 
 _eager = _Chain()  # one for all communicators, for a thread waits in one of them at a time
-_chains: weakref.WeakKeyDictionary[Any, dict[int | str, _Chain]] = weakref.WeakKeyDictionary()
-_zeros: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_eager_zero: list[Any] = []
+_chains: weakref.WeakKeyDictionary[tf.Graph, dict[int | str, _Chain]] = weakref.WeakKeyDictionary()
+_zeros: weakref.WeakKeyDictionary[tf.Graph, tf.Tensor] = weakref.WeakKeyDictionary()
+_eager_zero: list[tf.Tensor] = []
 
 
 class Place:
@@ -55,7 +55,7 @@ class Place:
         before: float32 scalar to take as an input.
     """
 
-    def __init__(self, line: Line, inputs: Sequence[Any]) -> None:
+    def __init__(self, line: Line, inputs: Sequence[tf.Tensor]) -> None:
         self._records = True
         if tf.executing_eagerly():
             self._chain = _eager if _tf.is_watched(inputs) else _Chain()
@@ -66,15 +66,15 @@ class Place:
             self._records = last is None or not _tf.is_watched([last]) or _tf.is_watched(inputs)
         self.before = self.latest()
 
-    def latest(self) -> Any:
+    def latest(self) -> tf.Tensor:
         """Returns the scalar of the last one by now."""
         return zero() if self._chain.last is None else self._chain.last
 
-    def recording(self) -> Any:
+    def recording(self) -> contextlib.AbstractContextManager:
         """Returns the context in which to make the operation."""
         return contextlib.nullcontext() if self._records else _tf.stop_recording()
 
-    def take(self, done: Any) -> None:
+    def take(self, done: tf.Tensor) -> None:
         """Makes `done` the last one's."""
         if self._records:
             self._chain.last = done
@@ -117,7 +117,7 @@ def _make_zero() -> tf.Tensor:
         return tf.constant(0.0)
 
 
-def _chain_of(graph: Any, line: Line) -> _Chain:
+def _chain_of(graph: tf.Graph, line: Line) -> _Chain:
     """Returns the chain of a graph, up to date with calls of functions in which collectives may be.
 
     The branches of a `tf.cond` and the body of a `tf.while_loop` begin where the graph around them is; another

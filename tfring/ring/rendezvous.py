@@ -26,12 +26,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from tfring import config
-from tfring.cluster import ports, secret
-from tfring.cluster.address import parse_address
+from tfring.cluster import Cluster
 from tfring.errors import PeerLostError, Reason, RendezvousError
 from tfring.ring import library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
-from tfring.transport import handshake, mailbox, sockets, wire
+from tfring.transport import handshake, mailbox, ports, secret, sockets, wire
+from tfring.transport.address import parse_address
 from tfring.transport.dial import dial, probe
 from tfring.transport.listener import Connection, Listener
 
@@ -63,7 +63,7 @@ _warned: set[str] = set()  # texts of warnings, which are logged once each
 
 
 def connect(
-    cluster: Any,
+    cluster: Cluster,
     ring: str,
     peers: Collection[int],
     *,
@@ -92,7 +92,7 @@ def connect(
 
 
 def connect_to(
-    cluster: Any,
+    cluster: Cluster,
     ring: str,
     rank: int,
     *,
@@ -125,7 +125,7 @@ def connect_to(
     return forming.run().get(rank)
 
 
-def answer(cluster: Any, ring: str, connection: Connection, *, transport: str) -> Link | None:
+def answer(cluster: Cluster, ring: str, connection: Connection, *, transport: str) -> Link | None:
     """Answers `connect_to` of another rank. Returns the link; None where that rank went away.
 
     Raises:
@@ -142,7 +142,7 @@ class _Forming:
 
     def __init__(
         self,
-        cluster: Any,
+        cluster: Cluster,
         ring: str,
         peers: Collection[int],
         transport: str,
@@ -498,7 +498,7 @@ def _warn_once(text: str) -> None:
         _log.warning("%s", text)
 
 
-def _missing_ranks(cluster: Any) -> dict[int, str]:
+def _missing_ranks(cluster: Cluster) -> dict[int, str]:
     """Probes every rank. Returns those that do not answer, and why."""
 
     def problem(rank: int) -> str | None:

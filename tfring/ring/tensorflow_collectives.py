@@ -28,8 +28,8 @@ _GATHERED_AS = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), 
 class _Line(NamedTuple):
     """Variables by which collectives run in one order: what each of them waits for, and how many there have been."""
 
-    token: Any
-    count: Any
+    token: tf.Tensor
+    count: tf.Tensor
 
 
 class TensorFlowCollectives(Collectives):
@@ -262,7 +262,7 @@ def _from_wire(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(tensor, dtype) if same_bits else tf.cast(tensor, dtype)
 
 
-def _pad(tensor: tf.Tensor, num_rows: Any) -> tf.Tensor:
+def _pad(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
     missing = num_rows - tf.shape(tensor)[0]
     paddings = tf.concat([[[0, missing]], tf.zeros([tf.rank(tensor) - 1, 2], tf.int32)], 0)
     padded = tf.pad(tensor, paddings)

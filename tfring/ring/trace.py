@@ -43,6 +43,7 @@ import numpy as np
 from tfring._version import __version__
 from tfring.errors import ConfigurationError
 from tfring.ring import clocks, library
+from tfring.ring.communicator import Communicator
 
 SCHEMA = 1
 STEPS_KEPT = 200  # of each kind in each fit, evaluate or predict
@@ -114,7 +115,7 @@ class RingSource:
         communicator: Of all ranks; None where there is one.
     """
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
 
     def run(self) -> int:

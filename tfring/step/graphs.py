@@ -6,9 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfring import _tf
 from tfring.cross_device_ops import values_of
-
-_PASSES = ("Identity", "Cast", "Reshape", "StopGradient", "EnsureShape", "Squeeze", "ExpandDims")
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -30,7 +29,7 @@ def outermost(tensor: tf.Tensor) -> tf.Tensor:
 def _passed_on(tensor: tf.Tensor) -> Any:
     """The tensor that reaches this one through operations that leave its numbers as they are."""
     tensor = outermost(tensor)
-    while _is_symbolic(tensor) and tensor.op.type in _PASSES:
+    while _is_symbolic(tensor) and tensor.op.type in _tf.PASSES_ON:
         tensor = outermost(tensor.op.inputs[0])
     return tensor
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfring import config, seeding
-from tfring.cluster import secret
 from tfring.runtime import Ring
+from tfring.transport import secret
 
 _MOST = 0.5  # the share of waiting above which the last line gives advice
 _LINKS = {"shm": "shared memory", "tcp": "TCP"}

@@ -150,34 +150,32 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                 "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), or None. "
                 f"Received: synchronization={synchronization!r}"
             )
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ConfigurationError(
+                f"`mesh` is a tfring.Mesh, such as tfring.Mesh(model=2), or None. Received: mesh={mesh!r}"
+            )
+        mesh = mesh or Mesh()
+        check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
+        settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
+        trace = settings.read("TFRING_TRACE") if trace is None else trace
         given = {
             "cluster": cluster,
             "cluster_resolver": cluster_resolver,
+            "mesh": None if mesh.is_data_only else mesh,
             "communication": communication if communication == "tensorflow" else None,
+            "devices": devices if devices is not None and len(devices) > 1 else None,
             "compression": compression,
             "shard_optimizer": shard_optimizer or None,
             "synchronization": synchronization,
+            "check_equal": check_equal or None,
+            "trace": None if trace is None else str(trace),
         }
         _check_exclusions(given)
         if cluster_resolver is not None:
             cluster = _cluster_of(cluster_resolver)
         self._found = detection.Outlook(os.environ) if cluster is None else None
         cluster = detect(cluster)
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise ConfigurationError(
-                f"`mesh` is a tfring.Mesh, such as tfring.Mesh(model=2), or None. Received: mesh={mesh!r}"
-            )
-        mesh = (mesh or Mesh()).of(cluster.world_size)
-        check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
-        settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
-        trace = settings.read("TFRING_TRACE") if trace is None else trace
-        given |= {
-            "mesh": None if mesh.is_data_only else mesh,
-            "devices": devices if devices is not None and len(devices) > 1 else None,
-            "check_equal": check_equal or None,
-            "trace": None if trace is None else str(trace),
-        }
-        _check_exclusions(given)
+        mesh = mesh.of(cluster.world_size)
         extended = self._extended_class(
             self,
             cluster,

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tfring.cluster import ports, secret
-from tfring.cluster.address import Address, parse_address
-from tfring.transport import handshake, sockets, wire
+from tfring.transport import handshake, ports, secret, sockets, wire
+from tfring.transport.address import Address, parse_address
 
 
 def dial(

@@ -26,8 +26,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-from tfring.cluster import ports, secret
-from tfring.transport import handshake, sockets, wire
+from tfring.transport import handshake, ports, secret, sockets, wire
 
 _MAX_UNAUTHENTICATED = 64  # the oldest is dropped for the next
 _MAX_PENDING = 64  # besides two for each rank of the largest job

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from tfring.cluster import ports
-from tfring.cluster.address import parse_address
 from tfring.errors import RendezvousError
+from tfring.transport import ports
+from tfring.transport.address import parse_address
 
 CONNECT_SECONDS = 5.0
 LOOPBACKS = ("127.0.0.1", "::1")

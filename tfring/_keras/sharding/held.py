@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfring.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from tfring.servers.shard_plan import Piece
+from tfring.servers.shard_plan import Piece
 
 TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a shard called, and so begin its slots
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own

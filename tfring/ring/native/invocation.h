@@ -33,7 +33,7 @@ constexpr int kNumOrdering = 2;
 // exactly.
 constexpr uint64_t kNumNames = (1 << 24) - 1;
 
-// The payload of a status that a broken ring has set; its value is the ring's identity (failures.py).
+// The payload of a status that a broken ring has set; its value is the ring's identity (ops.py).
 constexpr char kPayload[] = "tfring";
 
 // The attributes of a node.

@@ -13,8 +13,8 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from tfring import config
-from tfring.cluster.address import Address, host_key, parse_address
 from tfring.errors import ConfigurationError
+from tfring.transport.address import Address, host_key, parse_address
 
 _ANY = ("::", "0.0.0.0")
 _SIOCGIFADDR = 0x8915
