@@ -30,12 +30,6 @@ from tfring.recognition import current_ring, ring_in_scope
 def install() -> None:
     _replace_scaling()
     _replace_reductions()
-
-    @seam(Layer, "_get_regularization_losses")
-    def regularization_losses(original: Callable[..., Any], self: Any) -> list:
-        losses = original(self)
-        return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
-
     put(Layer, "_losses", _AddedLosses())
 
 
@@ -111,9 +105,14 @@ def before_division(loss: Any) -> Any:
 
 
 def additional_loss(total: Any, loss: Any) -> Any:
-    """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
+    """Returns what one of `model.losses` adds to the loss, where Keras would add `total`.
+
+    A vector that a layer has added is of the rows of a replica. That of a regularizer is equal on all replicas.
+    """
     running = step.of_own_rows()
-    return running.unweigh(total) if running and len(loss.shape) else total
+    if running is None or not len(loss.shape):
+        return total
+    return running.unweigh(total) if any(loss is each for added in running.added.values() for each in added) else total
 
 
 class _AddedLosses:

@@ -45,7 +45,6 @@ REPLACED = {
         "overwrite_with_gradient, name",
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
     ),
-    f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(
         "self, inputs", "pulls the rows of a table that parameter servers hold"
     ),
