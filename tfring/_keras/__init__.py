@@ -42,7 +42,6 @@ def install() -> None:
     from tfring._keras import (
         bases,
         callbacks,
-        collectives,
         downloads,
         empty,
         epochs,
@@ -56,7 +55,6 @@ def install() -> None:
         randomness,
         saving,
         seam,
-        state,
         trainer,
     )
     from tfring._keras.optimizers import adoption, served, tensorflow_1
@@ -66,14 +64,12 @@ def install() -> None:
     for module in (
         metrics,
         losses,
-        collectives,
         downloads,
         empty,
         inlining,
         adoption,
         bases,
         slots,
-        state,
         randomness,
         inputs,
         layers,

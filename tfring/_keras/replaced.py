@@ -1,9 +1,9 @@
 """The functions of Keras and TensorFlow that are replaced: each once, with its parameters and the reason.
 
-What a class can say by deriving from Keras' own does so (bases.py, trainer.py, ring_optimizer.py, epochs.py). These
-functions belong to classes and modules that Keras chooses itself. A replacement acts on objects of a RingStrategy and
-calls the original for all others. The first RingStrategy warns where Keras has changed one. The attribute `_losses` of
-Keras' Layer is a property besides (losses.py).
+What a class can say by deriving from theirs does so (bases.py, trainer.py, ring_optimizer.py, epochs.py, state.py,
+strategy/replica_context.py). These functions belong to classes and modules that Keras chooses itself. A replacement
+acts on objects of a RingStrategy and calls the original for all others. The first RingStrategy warns where Keras has
+changed one. The attribute `_losses` of Keras' Layer is a property besides (losses.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _LAYER = "keras.src.layers.layer.Layer"
 _LOSS = "keras.src.losses.loss"
 _FILES = "keras.src.saving.saving_lib"
 _HDF5 = "keras.src.legacy.saving.legacy_h5_format"
-_CONTEXT = "tensorflow.python.distribute.distribute_lib.ReplicaContext"
 
 REPLACED = {
     # models
@@ -52,9 +51,6 @@ REPLACED = {
         "", "keeps an open scope through `keras.backend.clear_session()`"
     ),
     # variables
-    "tensorflow.python.distribute.values._on_write_update_replica": Function(
-        "var, update_fn, value, **kwargs", "aggregates `tf.Variable`s that replicas write without an aggregation"
-    ),
     "keras.src.random.seed_generator.global_seed_generator": Function(
         "", "gives replicas, which run in threads, the generator of the thread of `fit`"
     ),
@@ -83,8 +79,6 @@ REPLACED = {
         "self, values, sample_weight", "weighs a number by its replica's rows, in pipelines and with `Delayed`"
     ),
     # steps
-    f"{_CONTEXT}.all_reduce": Function("self, reduce_op, value, options", "reduces over all ranks in a step"),
-    f"{_CONTEXT}.all_gather": Function("self, value, axis, options", "gathers from all ranks in a step"),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__": Function(
         "self, *args, **kwds", "traces a user's function into the step that calls it"
     ),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfring import _tf, partition, step
+from tfring._keras.state import RingMirroredVariable
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
@@ -27,6 +28,7 @@ from tfring.errors import ConfigurationError
 from tfring.reduction.dense import BucketSizes
 from tfring.ring import trace
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
+from tfring.strategy.replica_context import RingReplicaContext
 
 if TYPE_CHECKING:
     from tfring.reduction.sparse import SparseOptions
@@ -259,6 +261,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)
+        if type(variable) is _tf.distribute_values.MirroredVariable:
+            variable.__class__ = RingMirroredVariable
         return variable
 
     def _reduce_to(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, destinations: Any, options: Any) -> Any:
@@ -427,6 +431,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _run_replicas(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Each replica has a thread of its own; this one runs what they merge.
+        if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            fn = RingReplicaContext.around(fn)
         before = getattr(_running, "replicas", False)
         _running.replicas = True
         try:
