@@ -27,13 +27,6 @@ def current_ring() -> RingStrategy | None:
     return ring_of(tf.distribute.get_strategy()) if tf.distribute.has_strategy() else None
 
 
-def ring_in_scope() -> RingStrategy:
-    """The RingStrategy in whose scope this code runs; there is one, as in a step."""
-    ring = current_ring()
-    assert ring is not None
-    return ring
-
-
 def remember(strategy: RingStrategy) -> None:
     """Notes that this process takes part in the ring of a strategy, until `forget`."""
     forget(strategy)

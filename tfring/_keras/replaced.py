@@ -26,7 +26,6 @@ class Function(NamedTuple):
 
 
 _LAYER = "keras.src.layers.layer.Layer"
-_LOSS = "keras.src.losses.loss"
 _FILES = "keras.src.saving.saving_lib"
 _HDF5 = "keras.src.legacy.saving.legacy_h5_format"
 
@@ -62,17 +61,13 @@ REPLACED = {
     ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
     # losses
-    f"{_LOSS}.scale_loss_for_distribution": Function("value", "leaves out the division by the number of replicas"),
-    f"{_LOSS}.unscale_loss_for_distribution": Function("value", "the same"),
-    f"{_LOSS}.apply_mask": Function(
-        "sample_weight, mask, dtype, reduction", "divides by the unmasked elements of all replicas"
+    "keras.src.losses.loss.reduce_weighted_values": Function(
+        "values, sample_weight, mask, reduction, dtype",
+        "divides a sum by the replica's share, in pipelines and where workers train by themselves; outside of a step a "
+        "loss in the scope is that of its rows",
     ),
-    f"{_LOSS}.reduce_values": Function("values, sample_weight, reduction", "divides by the weights of all replicas"),
     "tensorflow.python.ops.nn_impl_distribute.compute_average_loss": Function(
-        "per_example_loss, sample_weight, global_batch_size", "divides by the rows of all replicas"
-    ),
-    "tensorflow.python.ops.nn_impl_distribute.scale_regularization_loss": Function(
-        "regularization_loss", "divides by the replicas whose gradients are summed"
+        "per_example_loss, sample_weight, global_batch_size", "the same, of a sum over a given number of rows"
     ),
     # metrics
     "keras.src.metrics.reduction_metrics.Mean.update_state": Function(

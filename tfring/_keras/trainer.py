@@ -128,7 +128,7 @@ class RingTrainer(TensorFlowTrainer):
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
-        return additional_loss(super()._aggregate_additional_loss(loss), loss)
+        return additional_loss(super()._aggregate_additional_loss, loss)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         strategy = ring_of_model(self)

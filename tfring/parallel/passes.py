@@ -180,7 +180,7 @@ class Passes:
                 "A Pipeline cuts a batch between rows, along the first dimension of its tensors. Received: a batch "
                 f"without rows, {tf.nest.flatten(element)}."
             )
-        replicas = self._strategy.num_replicas_in_sync
+        replicas = self._strategy.extended.num_replicas
         return [Microbatch(number, count, element, rows, replicas) for number in range(count)]
 
     def _forward_only(self, element: Any, count: int, counted: _Counted | None, training: bool | None) -> list[Held]:
