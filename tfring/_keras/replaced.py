@@ -31,12 +31,6 @@ _HDF5 = "keras.src.legacy.saving.legacy_h5_format"
 
 REPLACED = {
     # models
-    "keras.src.trainers.trainer.Trainer.compile": Function(
-        "self, optimizer, loss, loss_weights, metrics, weighted_metrics, run_eagerly, steps_per_execution, "
-        "jit_compile, auto_scale_loss",
-        "enters the scope and adopts the optimizer; Keras compares a class's `compile` with this one to see whether a "
-        "user overrides it",
-    ),
     f"{_LAYER}._maybe_build": Function("self, call_spec", "builds a layer without `build` in the scope it was made in"),
     f"{_LAYER}.add_weight": Function(
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
