@@ -41,7 +41,6 @@ def install() -> None:
         )
     from tfring._keras import (
         bases,
-        callbacks,
         downloads,
         empty,
         epochs,
@@ -75,7 +74,6 @@ def install() -> None:
         layers,
         served,
         tensorflow_1,
-        callbacks,
         outside,
         saving,
         printing,

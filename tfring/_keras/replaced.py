@@ -86,10 +86,7 @@ REPLACED = {
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"
     ),
-    # callbacks and what is printed
-    "keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model": Function(
-        "self, epoch, batch, logs", "has all ranks take part where state is sharded"
-    ),
+    # what is printed
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
     "keras.src.models.model.Model.summary": Function(
         "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",
