@@ -25,13 +25,13 @@ def all_of_them():
 
 def test_the_table_is_what_is_replaced():
     assert set(installed) == set(REPLACED)
-    assert len(REPLACED) <= 34, "more functions than there were: derive from a class of Keras'"
+    assert len(REPLACED) <= 33, "more functions than there were: derive from a class of Keras'"
 
 
 @pytest.mark.parametrize("key", REPLACED)
 def test_parameters_are_those_expected(key):
     expected = REPLACED[key]
-    assert parameters(installed[key]) in (expected.parameters, expected.formerly)
+    assert parameters(installed[key]) == expected.parameters
     assert expected.reason
 
 

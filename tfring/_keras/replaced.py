@@ -17,12 +17,10 @@ class Function(NamedTuple):
     Attributes:
       parameters: names of its parameters, in order.
       reason: what it does for objects of a RingStrategy.
-      formerly: the parameters in the oldest version that is supported, where they were others.
     """
 
     parameters: str
     reason: str
-    formerly: str | None = None
 
 
 _LAYER = "keras.src.layers.layer.Layer"
@@ -103,7 +101,9 @@ REPLACED = {
     ),
     f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes aside, and then renames"),
     f"{_FILES}.save_weights_only": Function("model, filepath, max_shard_size, objects_to_skip", "the same"),
-    f"{_HDF5}.save_model_to_hdf5": Function("model, filepath, overwrite, include_optimizer", "the same"),
+    f"{_HDF5}.save_model_to_hdf5": Function(
+        "model, filepath, overwrite, include_optimizer", "the same, with full slots; rejects sharded weights"
+    ),
     "keras.src.models.model.Model.export": Function(
         "self, filepath, format, verbose, input_signature, **kwargs", "the same, for a folder"
     ),
@@ -116,7 +116,4 @@ REPLACED = {
     f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks"),
     f"{_LAYER}.get_weights": Function("self", "gives full weights"),
     f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
-    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
-        "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
-    ),
 }

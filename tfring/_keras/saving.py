@@ -91,10 +91,6 @@ def install() -> None:
             else:
                 folder(model, filepath, lambda path: original(model, path, weights_format, zipped))
 
-    def whole_and_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        with slots.full_values_of(model):
-            return written_aside(original, model, filepath, *args, **kwargs)
-
     def written_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path_of_several(filepath, ring_of_model(model))
         if path is None or not path.parent.is_dir():  # Keras makes the folder or says that there is none
@@ -112,7 +108,10 @@ def install() -> None:
         with aside.folder(path, strategy.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
             return write(beside)
 
-    seam(saving_lib, "save_weights_only")(whole_and_aside)
+    @seam(saving_lib, "save_weights_only")
+    def save_weights_only(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        with slots.full_values_of(model):
+            return written_aside(original, model, *args, **kwargs)
 
     @seam(legacy_h5_format, "save_model_to_hdf5")
     def save_model_to_hdf5(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +121,8 @@ def install() -> None:
                 "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
                 f"{sharded[0].path!r}. Save a .keras or a .weights.h5 file."
             )
-        return whole_and_aside(original, model, *args, **kwargs)
+        with slots.full_values_of(model), slots.written_to_hdf5():
+            return written_aside(original, model, *args, **kwargs)
 
     @seam(Model, "export")
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:

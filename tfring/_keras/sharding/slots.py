@@ -24,6 +24,7 @@ from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 
 _gathered: dict[int, np.ndarray] = {}  # full values while a model is saved, by the identity of the variable
+_in_hdf5 = False
 
 
 def sharded_variables_of(model: Any) -> list:
@@ -100,11 +101,20 @@ class _Whole:
         return self._value if dtype is None else self._value.astype(dtype)
 
 
-class _Weights:
-    """Stands for an optimizer where Keras asks for its weights."""
+@contextlib.contextmanager
+def written_to_hdf5() -> Iterator[None]:
+    """While a model is saved to a file of Keras' older format, which takes slots as they are."""
+    global _in_hdf5
+    _in_hdf5 = True
+    try:
+        yield
+    finally:
+        _in_hdf5 = False
 
-    def __init__(self, weights: list) -> None:
-        self.weights = weights
+
+def as_written(slots: list) -> list:
+    """Returns the variables of an optimizer; within `written_to_hdf5` full values in place of shards."""
+    return [_Whole(slot) if _in_hdf5 and sharding_of(slot) is not None else slot for slot in slots]
 
 
 def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
@@ -127,7 +137,6 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
 
 def install() -> None:
     import keras
-    from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
 
     @seam(saving_lib.H5IOStore, "__setitem__")
@@ -154,13 +163,6 @@ def install() -> None:
         pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
         held = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
         return original(self, [*held, *weights[len(held) :]])
-
-    @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
-    def save_optimizer_weights_to_hdf5_group(original: Callable[..., Any], group: Any, optimizer: Any) -> Any:
-        variables = getattr(optimizer, "variables", ())
-        if any(map(sharding_of, variables)):
-            optimizer = _Weights([v if sharding_of(v) is None else _Whole(v) for v in variables])
-        return original(group, optimizer)
 
 
 def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:
