@@ -42,6 +42,11 @@ def install() -> None:
 class RingVariable(core.Variable):
     """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard."""
 
+    @property
+    def shape(self) -> tf.TensorShape:
+        spread = sharding.sharding_of(self) if sharding.shows_full_shapes() else None
+        return super().shape if spread is None else tf.TensorShape(spread.shape)
+
     def assign(self, value: Any) -> Any:
         if isinstance(value, stores.Stored):
             mark = sharding.mark_of(self)

@@ -6,11 +6,11 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import full_shape, sharding_of
+from tfring._keras.sharding import full_shapes
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -44,13 +44,6 @@ def _is_silent(strategy: RingStrategy | None) -> bool:
     return strategy is not None and not strategy.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
 
 
-class _Whole(NamedTuple):
-    """Stands for a sharded weight where Keras counts elements and bytes."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def install() -> None:
     import keras
     from keras.src.utils import io_utils, summary_utils
@@ -62,12 +55,10 @@ def install() -> None:
         if not getattr(_local, "silent", False):
             original(message, *args, **kwargs)
 
-    for name in ("count_params", "weight_memory_size"):
-
-        @seam(summary_utils, name)
-        def count_whole(original: Callable[..., Any], weights: Iterable[Any]) -> Any:
-            """Counts whole weights, also where this worker has a shard of them."""
-            return original([v if sharding_of(v) is None else _Whole(full_shape(v), v.dtype) for v in weights])
+    @seam(summary_utils, "count_params")
+    def count_params(original: Callable[..., Any], weights: Iterable[Any]) -> int:
+        with full_shapes():
+            return original(weights)
 
     signature = inspect.signature(keras.Model.summary)
 
@@ -76,4 +67,5 @@ def install() -> None:
         strategy = ring_of_model(self)
         has_printer = signature.bind(self, *args, **kwargs).arguments.get("print_fn") is not None
         if strategy is None or has_printer or not _is_silent(strategy):
-            original(self, *args, **kwargs)
+            with full_shapes():
+                original(self, *args, **kwargs)

@@ -88,10 +88,9 @@ REPLACED = {
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
     "keras.src.models.model.Model.summary": Function(
         "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",
-        "prints on rank 0, and the full shapes of sharded weights",
+        "prints on rank 0, and counts full weights",
     ),
     "keras.src.utils.summary_utils.count_params": Function("weights", "counts full weights"),
-    "keras.src.utils.summary_utils.weight_memory_size": Function("weights", "the same"),
     # files
     "keras.src.utils.file_utils.urlretrieve": Function(
         "url, filename, reporthook, data", "downloads once a host what several workers ask for, whole"

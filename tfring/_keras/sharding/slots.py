@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfring import blocks
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import full_shape, gather, held_of, large, shard_of, sharding_of, stores
+from tfring._keras.sharding import full_shape, full_shapes, gather, held_of, large, shard_of, sharding_of, stores
 from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 
@@ -150,7 +150,8 @@ def install() -> None:
     def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
         """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
         sizes = [math.prod(full_shape(v)) * v.value.dtype.size for v in sharded_variables_of(model)]
-        return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)
+        with full_shapes():
+            return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)
 
     @seam(keras.layers.Layer, "get_weights")
     def get_weights(original: Callable[..., Any], self: Any) -> list:
