@@ -13,6 +13,7 @@ sharded layers alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -114,7 +115,11 @@ class OptimizerOfScope(TFOptimizer):
     """Makes an optimizer of the scope, or of sharded tables, a RingOptimizer; rejects one made outside."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        # One of no kind is what Keras makes, as it reads or writes a file, to see which attributes optimizers have. Its
+        # variables are no business of other ranks: they are in a graph, in which no scope was entered.
+        is_example = type(self) is keras.optimizers.Optimizer and current_ring() is not None
+        with tf.Graph().as_default() if is_example else contextlib.nullcontext():
+            super().__init__(*args, **kwargs)
         if ring_of(self._distribution_strategy) is not None:
             join_ring(self)
         else:

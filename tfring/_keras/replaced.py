@@ -110,7 +110,6 @@ REPLACED = {
         "self, file_prefix, checkpoint_number, session, options", "writes on rank 0"
     ),
     "keras.src.utils.naming.to_snake_case": Function("name", "names weights in files by the class of Keras' layer"),
-    f"{_FILES}.get_attr_skipset": Function("obj_type", "makes an optimizer, to see its attributes, outside the scope"),
     f"{_FILES}.is_memory_sufficient": Function("model", "puts large full values into a file in place of memory"),
     f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks"),
     f"{_LAYER}.get_weights": Function("self", "gives full weights"),

@@ -20,7 +20,7 @@ from tfring._keras import aside, printing
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
-from tfring.recognition import current_ring, ring_of_process
+from tfring.recognition import ring_of_process
 
 if TYPE_CHECKING:
     from tfring.strategy.ring import RingStrategy
@@ -71,15 +71,6 @@ def install() -> None:
     from keras.src.legacy.saving import legacy_h5_format
     from keras.src.models.model import Model
     from keras.src.saving import saving_lib
-
-    @seam(saving_lib, "get_attr_skipset")
-    def get_attr_skipset(original: Callable[..., Any], obj_type: str) -> set[str]:
-        # Keras makes an optimizer to see which attributes it has. Its variables are no business of other ranks.
-        own = {"_tfring_outer"} if obj_type == "Optimizer" else set()  # not for files, which other processes load
-        if current_ring() is None:
-            return original(obj_type) | own
-        with tf.Graph().as_default():  # in which no scope was entered
-            return original(obj_type) | own
 
     @seam(saving_lib, "save_model")
     def save_model(
