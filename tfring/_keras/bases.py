@@ -41,7 +41,15 @@ def install() -> None:
 
 
 class RingVariable(core.Variable):
-    """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard."""
+    """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard.
+
+    One that Keras makes later, behind the trace of a layer without `build`, is then made in the scope that was open.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._value is None:
+            self._tfring_made_in = current_ring()
 
     @property
     def shape(self) -> tf.TensorShape:
@@ -68,10 +76,11 @@ class RingVariable(core.Variable):
         state.write(self, value, super()._direct_assign)
 
     def _deferred_initialize(self) -> None:
-        if sharding.sharding_of(self) is None:
-            return super()._deferred_initialize()
-        with tf.distribute.get_strategy().extended.variables_of_worker():
-            return super()._deferred_initialize()
+        with outside.scope_of(self):
+            if sharding.sharding_of(self) is None:
+                return super()._deferred_initialize()
+            with tf.distribute.get_strategy().extended.variables_of_worker():
+                return super()._deferred_initialize()
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Returns what files hold of a layer's weight."""

@@ -29,7 +29,6 @@ _HDF5 = "keras.src.legacy.saving.legacy_h5_format"
 
 REPLACED = {
     # models
-    f"{_LAYER}._maybe_build": Function("self, call_spec", "builds a layer without `build` in the scope it was made in"),
     f"{_LAYER}.add_weight": Function(
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
         "overwrite_with_gradient, name",
