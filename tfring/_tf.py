@@ -50,6 +50,7 @@ from tensorflow.python.distribute import (
     distribute_utils,  # regroup values of replicas
     input_lib,  # DistributedDataset over one worker's share
 )
+from tensorflow.python.distribute import mirrored_run as _mirrored_run  # the context of one of several replicas
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
 from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
@@ -77,6 +78,7 @@ CollectiveAllReduceExtended = _mwms.CollectiveAllReduceExtended
 CommunicationOptions = _collective_util.Options
 CollectiveKeys = _cross_device_utils.CollectiveKeys
 StrategyExtendedV1 = distribute_lib.StrategyExtendedV1
+MirroredReplicaContext = _mirrored_run._MirroredReplicaContext
 mark_as_unsaveable = _values_util.mark_as_unsaveable
 simple_broadcast = _cross_device_ops.simple_broadcast
 devices_of = _cross_device_ops.get_devices_from
@@ -812,6 +814,7 @@ __all__ = [
     "CommunicationOptions",
     "Dataset",
     "DatasetStep",
+    "MirroredReplicaContext",
     "PolymorphicFunction",
     "ResourceVariable",
     "StrategyExtendedV1",

@@ -51,7 +51,9 @@ def gather_for_loss(tensors: Any) -> Any:
     if running is not None:
         running.refuse_in_parts("gather_for_loss")
     flat = [_checked(t) for t in tf.nest.flatten(tensors)]
-    if ring is not None and ring.strategy.num_replicas_in_sync > 1 and tf.distribute.get_replica_context() is not None:
+    has_all_rows = running is not None and running.is_plain
+    has_others = ring is not None and ring.num_replicas > 1 and not has_all_rows
+    if ring is not None and has_others and tf.distribute.get_replica_context() is not None:
         present = [i for i, t in enumerate(flat) if t is not None]
         gathered = _gather(ring, [flat[i] for i in present])
         for i, t in zip(present, gathered, strict=True):

@@ -98,6 +98,44 @@ def test_windows_of_one_step_equal_the_ring(n, sparse):
         np.testing.assert_allclose(local[0]["sgd"]["history"][name], values, rtol=1e-5)
 
 
+def train_by_losses_of_tensorflow(delay):
+    """The weights, the history, and the numbers of replicas that a `train_step` with losses of `tf.nn` sees."""
+    import keras
+    import tensorflow as tf
+
+    strategy = harness.strategy(synchronization=delayed(**delay) if delay else None)
+    replicas = set()
+
+    class Model(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            replicas.add(tf.distribute.get_strategy().num_replicas_in_sync)
+            with tf.GradientTape() as tape:
+                rows = tf.reduce_mean((y - self(x, training=True)) ** 2, -1)
+                loss = tf.nn.compute_average_loss(rows) + tf.nn.compute_average_loss(rows, global_batch_size=BATCH)
+                loss += tf.nn.scale_regularization_loss([tf.reduce_sum(v**2) for v in self.trainable_variables])
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    x, y = skewed_ids(ROWS, vocabulary=VOCABULARY)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = embedding_model("sgd", lookup="one_hot")
+        model = Model(model.inputs, model.outputs)
+        model.compile(keras.optimizers.SGD(0.02))
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    return model.get_weights(), history["loss"], replicas
+
+
+def test_losses_of_tensorflow_are_those_of_all_rows():
+    [(wanted, losses, _), *_] = workers(3).run(train_by_losses_of_tensorflow, None)
+    for weights, history, replicas in workers(3).run(train_by_losses_of_tensorflow, {"every": 1}):
+        assert relative_error(weights, wanted) <= 1e-6
+        np.testing.assert_allclose(history, losses, rtol=1e-5)
+        assert replicas == {1}
+
+
 def combined_by_diversity(differences, shares):
     """Combines the rows of each worker's differences as `tables="diversity"` says, one row after the other."""
     result = np.zeros_like(differences[0])

@@ -41,8 +41,6 @@ def install() -> None:
         )
     from tfring._keras import (
         bases,
-        callbacks,
-        collectives,
         downloads,
         empty,
         epochs,
@@ -56,7 +54,6 @@ def install() -> None:
         randomness,
         saving,
         seam,
-        state,
         trainer,
     )
     from tfring._keras.optimizers import adoption, served, tensorflow_1
@@ -66,20 +63,17 @@ def install() -> None:
     for module in (
         metrics,
         losses,
-        collectives,
         downloads,
         empty,
         inlining,
         adoption,
         bases,
         slots,
-        state,
         randomness,
         inputs,
         layers,
         served,
         tensorflow_1,
-        callbacks,
         outside,
         saving,
         printing,

@@ -13,6 +13,7 @@ sharded layers alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,20 @@ def install() -> None:
 
 
 class RingVariable(core.Variable):
-    """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard."""
+    """Aggregates what replicas write to a variable in a step, and takes and shows full values of a shard.
+
+    One that Keras makes later, behind the trace of a layer without `build`, is then made in the scope that was open.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._value is None:
+            self._tfring_made_in = current_ring()
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        spread = sharding.sharding_of(self) if sharding.shows_full_shapes() else None
+        return super().shape if spread is None else tf.TensorShape(spread.shape)
 
     def assign(self, value: Any) -> Any:
         if isinstance(value, stores.Stored):
@@ -62,12 +76,13 @@ class RingVariable(core.Variable):
         state.write(self, value, super()._direct_assign)
 
     def _deferred_initialize(self) -> None:
-        if sharding.sharding_of(self) is None:
-            return super()._deferred_initialize()
-        ring = current_ring()
-        assert ring is not None  # which has the shards
-        with ring.variables_of_worker():
-            return super()._deferred_initialize()
+        with outside.scope_of(self):
+            if sharding.sharding_of(self) is None:
+                return super()._deferred_initialize()
+            ring = current_ring()
+            assert ring is not None  # which has the shards
+            with ring.variables_of_worker():
+                return super()._deferred_initialize()
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Returns what files hold of a layer's weight."""
@@ -111,7 +126,11 @@ class OptimizerOfScope(TFOptimizer):
     """Makes an optimizer of the scope, or of sharded tables, a RingOptimizer; rejects one made outside."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        # One of no kind is what Keras makes, as it reads or writes a file, to see which attributes optimizers have. Its
+        # variables are no business of other ranks: they are in a graph, in which no scope was entered.
+        is_example = type(self) is keras.optimizers.Optimizer and current_ring() is not None
+        with tf.Graph().as_default() if is_example else contextlib.nullcontext():
+            super().__init__(*args, **kwargs)
         if ring_of(self._distribution_strategy) is not None:
             join_ring(self)
         else:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -20,7 +20,7 @@ from keras.src import utils
 
 from tfring._keras import configuration, loop, place
 from tfring._keras.optimizers import optimizers_of
-from tfring._keras.seam import ring_of_model, seam
+from tfring._keras.seam import ring_of_model
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring
@@ -64,9 +64,13 @@ class _SaveNothing:
 
 
 @contextlib.contextmanager
-def _swapping_shards(callback: Any) -> Iterator[None]:
-    """While it lasts, a SwapEMAWeights swaps the averages of an optimizer that is sharded, too."""
-    ours = {"_tf_swap_variables": slots.swap_averages, "_tf_finalize_ema_values": slots.keep_averages}
+def _of_ring(callback: Any) -> Iterator[None]:
+    """While it lasts, a ModelCheckpoint saves on rank 0, and a SwapEMAWeights swaps averages in shards, too."""
+    ours: dict[str, Callable] = {}
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        ours = {"_save_model": functools.partial(_save_model, callback)}
+    elif isinstance(callback, keras.callbacks.SwapEMAWeights):
+        ours = {"_tf_swap_variables": slots.swap_averages, "_tf_finalize_ema_values": slots.keep_averages}
     found = [name for name in ours if name not in vars(callback)]  # else a call around this one did
     for name in found:
         vars(callback)[name] = functools.partial(ours[name], getattr(callback, name))
@@ -77,27 +81,23 @@ def _swapping_shards(callback: Any) -> Iterator[None]:
             del vars(callback)[name]
 
 
-def install() -> None:
-    seam(keras.callbacks.ModelCheckpoint, "_save_model")(_save_model)
-
-
-def _save_model(original: Any, self: Any, epoch: int, batch: int | None, logs: Any) -> None:
+def _save_model(callback: Any, original: Callable[..., Any], epoch: int, batch: int | None, logs: Any) -> None:
     """Saves ModelCheckpoint's file on rank 0; the others take part in what rank 0 needs of them."""
-    ring = ring_of_model(self.model)
-    is_keras_own = type(self) is keras.callbacks.ModelCheckpoint
-    if ring is not None and not is_keras_own:
+    ring = ring_of_model(callback.model)
+    if ring is None:
+        return original(epoch, batch, logs)
+    if type(callback) is not keras.callbacks.ModelCheckpoint:
         # What extends ModelCheckpoint may go on to use the file: there every rank writes, and none finds half of one.
         # Keras makes the folder where it sees none, though another rank may have made it since.
-        tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(self._get_file_path(epoch, batch, logs))))
-    if ring is None or ring.cluster.is_chief or not is_keras_own:
-        original(self, epoch, batch, logs)
-        return
-    model, path = self._model, self.filepath
-    self._model, self.filepath = _SaveNothing(model), os.path.basename(path)  # so no folder is made either
-    try:
-        original(self, epoch, batch, logs)
-    finally:
-        self._model, self.filepath = model, path
+        tf.io.gfile.makedirs(os.path.dirname(os.path.abspath(callback._get_file_path(epoch, batch, logs))))
+    elif not ring.cluster.is_chief:
+        model, path = callback._model, callback.filepath
+        callback._model, callback.filepath = _SaveNothing(model), os.path.basename(path)  # so no folder is made either
+        try:
+            return original(epoch, batch, logs)
+        finally:
+            callback._model, callback.filepath = model, path
+    return original(epoch, batch, logs)
 
 
 def for_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
@@ -216,8 +216,7 @@ def around(name: str, callbacks: Any, model: Any) -> Iterator[None]:
                 if isinstance(callback, RunsLast):
                     stack.enter_context(callback.around_fit(model))
         for callback in getattr(callbacks, "callbacks", callbacks) or ():  # also of a CallbackList
-            if isinstance(callback, keras.callbacks.SwapEMAWeights):
-                stack.enter_context(_swapping_shards(callback))
+            stack.enter_context(_of_ring(callback))
         yield
 
 

@@ -5,16 +5,17 @@ replica i   rows ─► loss_i, whatever it is ─► gradient_i ─► optimize
 ```
 
 Means over rows need nothing more: the sum of `share_i * mean_i` is the mean over the global batch; a regularizer,
-equal on every replica, weighs to itself. Keras' division by the number of replicas is left out. In microbatches of a
-pipeline, and where workers train by themselves, sums over rows are divided by the share: `reduction="sum"`, and vectors
-of a value a row, which Keras or the tape sum (`reduction=None`, `add_loss`). The mean over unmasked elements, or by the
-sum of weights, needs a replica's rows in one part. A step that is edited, or of the whole batch, is that of one
-process, and nothing of this is done.
+equal on every replica, weighs to itself. Keras divides by the number of replicas, which is 1 in a step. In
+microbatches of a pipeline, and where workers train by themselves, sums over rows are divided by the share:
+`reduction="sum"`, and vectors of a value a row, which Keras or the tape sum (`reduction=None`, `add_loss`). The mean
+over unmasked elements, or by the sum of weights, needs a replica's rows in one part. A step that is edited, or of the
+whole batch, is that of one process, and nothing of this is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -28,15 +29,40 @@ from tfring.runtime import current_ring
 
 
 def install() -> None:
-    _replace_scaling()
-    _replace_reductions()
-
-    @seam(Layer, "_get_regularization_losses")
-    def regularization_losses(original: Callable[..., Any], self: Any) -> list:
-        losses = original(self)
-        return [tf.reduce_sum(loss) for loss in losses] if step.weighing() else losses  # equal on all replicas
-
     put(Layer, "_losses", _AddedLosses())
+
+    @seam(loss_module, "reduce_weighted_values")
+    def reduce_weighted_values(
+        original: Callable[..., Any],
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        running = step.of_own_rows()
+        with _of_one_replica():
+            loss = original(values, sample_weight, mask, reduction, dtype)
+        if running is None or reduction in (None, "none"):
+            return loss
+        if mask is not None and reduction in ("mean", "sum_over_batch_size"):
+            running.refuse_in_parts("a mean by the unmasked elements of a batch")
+        if not len(tf.convert_to_tensor(values).shape):
+            return loss
+        if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+            running.refuse_in_parts("a mean by the sample weights of a batch")
+        if tuple(loss.shape) == (0,):
+            # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none.
+            return tf.reduce_sum(loss)
+        return running.unweigh(loss) if reduction == "sum" else loss
+
+    @seam(_tf.nn_impl_distribute, "compute_average_loss")
+    def average(
+        original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    ) -> Any:
+        running = step.of_own_rows()
+        loss = original(per_example_loss, sample_weight, global_batch_size)
+        return loss if running is None or global_batch_size is None else running.unweigh(loss)
 
 
 class RingCompileLoss(CompileLoss):
@@ -49,47 +75,16 @@ class RingCompileLoss(CompileLoss):
             model._compile_loss.__class__ = cls
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return per_row_as_sum(super().call(*args, **kwargs))
+        with _of_one_replica():
+            return per_row_as_sum(super().call(*args, **kwargs))
 
 
-# -- scale -------------------------------------------------------------------------------------------------------------
-
-
-def _replace_scaling() -> None:
-    @seam(loss_module, "scale_loss_for_distribution")
-    def scale(original: Callable[..., Any], value: Any) -> Any:
-        return value if step.weighing() or _runs_in_no_step() else original(value)
-
-    @seam(loss_module, "unscale_loss_for_distribution")
-    def unscale(original: Callable[..., Any], value: Any) -> Any:
-        running = step.weighing()
-        if running is None:
-            return value if _runs_in_no_step() else original(value)
-        value = tf.convert_to_tensor(before_division(value))
-        # A mean of no rows is NaN.
-        return value if running.is_plain else tf.where(running.active, value, tf.zeros_like(value))
-
-    @seam(_tf.nn_impl_distribute, "compute_average_loss")
-    def average(
-        original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
-        loss = original(per_example_loss, sample_weight, global_batch_size)
-        running = step.weighing()
-        if running is None:
-            return loss
-        if global_batch_size is not None:
-            return loss if running.is_plain else running.unweigh(loss)
-        return loss * tf.distribute.get_strategy().num_replicas_in_sync
-
-    @seam(_tf.nn_impl_distribute, "scale_regularization_loss")
-    def regularization(original: Callable[..., Any], regularization_loss: Any) -> Any:
-        loss = original(regularization_loss)
-        return loss * tf.distribute.get_strategy().num_replicas_in_sync if step.weighing() else loss
-
-
-def _runs_in_no_step() -> bool:
-    """Returns True in the scope outside of any replica: a loss is that of all its rows, and no replicas add up."""
-    return current_ring() is not None and tf.distribute.in_cross_replica_context()
+@contextlib.contextmanager
+def _of_one_replica() -> Iterator[None]:
+    """In the scope outside of any replica a loss is that of all its rows, and no replicas add up."""
+    in_no_step = current_ring() is not None and tf.distribute.in_cross_replica_context()
+    with step.one_replica() if in_no_step else contextlib.nullcontext():
+        yield
 
 
 def per_row_as_sum(loss: Any) -> Any:
@@ -110,10 +105,17 @@ def before_division(loss: Any) -> Any:
     return getattr(loss, "_tfring_before_division", loss)
 
 
-def additional_loss(total: Any, loss: Any) -> Any:
-    """Returns what `add_loss(loss)` adds to the loss of a model, where Keras would add `total`."""
+def additional_loss(aggregate: Callable[[Any], Any], loss: Any) -> Any:
+    """Returns what one of `model.losses` adds to the loss, where Keras would add `aggregate(loss)`.
+
+    A vector that a layer has added is of the rows of a replica. That of a regularizer is equal on all replicas.
+    """
     running = step.of_own_rows()
-    return running.unweigh(total) if running and len(loss.shape) else total
+    with _of_one_replica():
+        total = aggregate(loss)
+    if running is None or not len(loss.shape):
+        return total
+    return running.unweigh(total) if any(loss is each for added in running.added.values() for each in added) else total
 
 
 class _AddedLosses:
@@ -134,35 +136,3 @@ class _AddedLosses:
 
     def __set__(self, layer: Any, losses: list) -> None:
         layer.__dict__["_losses"] = losses
-
-
-# -- reduction ---------------------------------------------------------------------------------------------------------
-
-
-def _replace_reductions() -> None:
-    @seam(loss_module, "apply_mask")
-    def apply_mask(
-        original: Callable[..., Any], sample_weight: Any, mask: Any, dtype: Any, reduction: str | None
-    ) -> Any:
-        running = step.of_own_rows()
-        if running is not None and mask is not None and reduction in ("mean", "sum_over_batch_size"):
-            running.refuse_in_parts("a mean by the unmasked elements of a batch")
-        return original(sample_weight, mask, dtype, reduction)
-
-    @seam(loss_module, "reduce_values")
-    def reduce_values(
-        original: Callable[..., Any],
-        values: Any,
-        sample_weight: Any = None,
-        reduction: str | None = "sum_over_batch_size",
-    ) -> Any:
-        running = step.of_own_rows()
-        if running is None or reduction in (None, "none") or not len(values.shape):
-            return original(values, sample_weight, reduction)
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            running.refuse_in_parts("a mean by the sample weights of a batch")
-        if tuple(values.shape) == (0,):
-            # Eagerly Keras leaves the losses of a replica without rows unreduced, a vector of none.
-            return tf.reduce_sum(values)
-        loss = original(values, sample_weight, reduction)
-        return running.unweigh(loss) if reduction == "sum" else loss

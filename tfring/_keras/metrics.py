@@ -27,10 +27,9 @@ def install() -> None:
     @seam(keras.metrics.Mean, "update_state")
     def mean_of_numbers(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
         """In a step of a replica's own rows a number counts by its share, so that all replicas count as one batch."""
-        running = step.of_own_rows()
+        running, values = step.of_own_rows(), before_division(values)
         if running is not None and sample_weight is None and tf.is_tensor(values) and values.shape.rank == 0:
             sample_weight = running.weigh(tf.ones([], self.dtype))
-            values = before_division(values)
         return original(self, values, sample_weight=sample_weight)
 
 

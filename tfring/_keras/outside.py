@@ -36,13 +36,6 @@ _warned: weakref.WeakSet = weakref.WeakSet()  # strategies beside which a model 
 
 
 def install() -> None:
-    from keras.src.layers.layer import Layer
-
-    @seam(Layer, "_maybe_build")  # where Keras traces a layer that has no `build`, and makes the variables in it later
-    def maybe_build(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if self.built else scope_of(self):
-            return original(self, *args, **kwargs)
-
     @seam(_tf.framework_ops, "reset_default_graph")
     def reset_default_graph(original: Callable[..., Any]) -> None:
         # `keras.backend.clear_session()` calls it. An open scope is noted in the graph, which is empty anyway.
@@ -50,9 +43,9 @@ def install() -> None:
             original()
 
 
-def scope_of(layer: Any) -> contextlib.AbstractContextManager:
-    """The scope in which a layer was made, where it is not open."""
-    ring = vars(layer).get("_tfring_made_in")
+def scope_of(made: Any) -> contextlib.AbstractContextManager:
+    """The scope in which a layer or a variable was made, where it is not open."""
+    ring = vars(made).get("_tfring_made_in")
     return contextlib.nullcontext() if ring is None or tf.distribute.has_strategy() else ring.scope()
 
 

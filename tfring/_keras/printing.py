@@ -6,11 +6,11 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import full_shape, sharding_of
+from tfring._keras.sharding import full_shapes
 from tfring.runtime import Ring
 
 _local = threading.local()
@@ -42,13 +42,6 @@ def _is_silent(ring: Ring | None) -> bool:
     return ring is not None and not ring.cluster.is_chief and settings.read("TFRING_PRINT") == "rank0"
 
 
-class _Whole(NamedTuple):
-    """Stands for a sharded weight where Keras counts elements and bytes."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def install() -> None:
     import keras
     from keras.src.utils import io_utils, summary_utils
@@ -60,12 +53,10 @@ def install() -> None:
         if not getattr(_local, "silent", False):
             original(message, *args, **kwargs)
 
-    for name in ("count_params", "weight_memory_size"):
-
-        @seam(summary_utils, name)
-        def count_whole(original: Callable[..., Any], weights: Iterable[Any]) -> Any:
-            """Counts whole weights, also where this worker has a shard of them."""
-            return original([v if sharding_of(v) is None else _Whole(full_shape(v), v.dtype) for v in weights])
+    @seam(summary_utils, "count_params")
+    def count_params(original: Callable[..., Any], weights: Iterable[Any]) -> int:
+        with full_shapes():
+            return original(weights)
 
     signature = inspect.signature(keras.Model.summary)
 
@@ -74,4 +65,5 @@ def install() -> None:
         ring = ring_of_model(self)
         has_printer = signature.bind(self, *args, **kwargs).arguments.get("print_fn") is not None
         if ring is None or has_printer or not _is_silent(ring):
-            original(self, *args, **kwargs)
+            with full_shapes():
+                original(self, *args, **kwargs)

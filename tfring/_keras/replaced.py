@@ -1,9 +1,9 @@
 """The functions of Keras and TensorFlow that are replaced: each once, with its parameters and the reason.
 
-What a class can say by deriving from Keras' own does so (bases.py, trainer.py, ring_optimizer.py, epochs.py). These
-functions belong to classes and modules that Keras chooses itself. A replacement acts on objects of a RingStrategy and
-calls the original for all others. The first RingStrategy warns where Keras has changed one. The attribute `_losses` of
-Keras' Layer is a property besides (losses.py).
+What a class can say by deriving from theirs does so (bases.py, trainer.py, ring_optimizer.py, epochs.py, state.py,
+strategy/replica_context.py). These functions belong to classes and modules that Keras chooses itself. A replacement
+acts on objects of a RingStrategy and calls the original for all others. The first RingStrategy warns where Keras has
+changed one. The attribute `_losses` of Keras' Layer is a property besides (losses.py).
 """
 
 from __future__ import annotations
@@ -17,35 +17,23 @@ class Function(NamedTuple):
     Attributes:
       parameters: names of its parameters, in order.
       reason: what it does for objects of a RingStrategy.
-      formerly: the parameters in the oldest version that is supported, where they were others.
     """
 
     parameters: str
     reason: str
-    formerly: str | None = None
 
 
 _LAYER = "keras.src.layers.layer.Layer"
-_LOSS = "keras.src.losses.loss"
 _FILES = "keras.src.saving.saving_lib"
 _HDF5 = "keras.src.legacy.saving.legacy_h5_format"
-_CONTEXT = "tensorflow.python.distribute.distribute_lib.ReplicaContext"
 
 REPLACED = {
     # models
-    "keras.src.trainers.trainer.Trainer.compile": Function(
-        "self, optimizer, loss, loss_weights, metrics, weighted_metrics, run_eagerly, steps_per_execution, "
-        "jit_compile, auto_scale_loss",
-        "enters the scope and adopts the optimizer; Keras compares a class's `compile` with this one to see whether a "
-        "user overrides it",
-    ),
-    f"{_LAYER}._maybe_build": Function("self, call_spec", "builds a layer without `build` in the scope it was made in"),
     f"{_LAYER}.add_weight": Function(
         "self, *args, shape, initializer, dtype, trainable, autocast, regularizer, constraint, aggregation, "
         "overwrite_with_gradient, name",
         "rejects a new weight of a layer whose weights a stage of a pipeline holds",
     ),
-    f"{_LAYER}._get_regularization_losses": Function("self", "makes one number of a regularizer's values"),
     "keras.src.layers.core.embedding.Embedding.call": Function(
         "self, inputs", "pulls the rows of a table that parameter servers hold"
     ),
@@ -53,9 +41,6 @@ REPLACED = {
         "", "keeps an open scope through `keras.backend.clear_session()`"
     ),
     # variables
-    "tensorflow.python.distribute.values._on_write_update_replica": Function(
-        "var, update_fn, value, **kwargs", "aggregates `tf.Variable`s that replicas write without an aggregation"
-    ),
     "keras.src.random.seed_generator.global_seed_generator": Function(
         "", "gives replicas, which run in threads, the generator of the thread of `fit`"
     ),
@@ -67,25 +52,19 @@ REPLACED = {
     ),
     "keras.src.backend.tensorflow.numpy.add": Function("x1, x2", "adds empty shards, whose dimensions Keras drops"),
     # losses
-    f"{_LOSS}.scale_loss_for_distribution": Function("value", "leaves out the division by the number of replicas"),
-    f"{_LOSS}.unscale_loss_for_distribution": Function("value", "the same"),
-    f"{_LOSS}.apply_mask": Function(
-        "sample_weight, mask, dtype, reduction", "divides by the unmasked elements of all replicas"
+    "keras.src.losses.loss.reduce_weighted_values": Function(
+        "values, sample_weight, mask, reduction, dtype",
+        "divides a sum by the replica's share, in pipelines and where workers train by themselves; outside of a step a "
+        "loss in the scope is that of its rows",
     ),
-    f"{_LOSS}.reduce_values": Function("values, sample_weight, reduction", "divides by the weights of all replicas"),
     "tensorflow.python.ops.nn_impl_distribute.compute_average_loss": Function(
-        "per_example_loss, sample_weight, global_batch_size", "divides by the rows of all replicas"
-    ),
-    "tensorflow.python.ops.nn_impl_distribute.scale_regularization_loss": Function(
-        "regularization_loss", "divides by the replicas whose gradients are summed"
+        "per_example_loss, sample_weight, global_batch_size", "the same, of a sum over a given number of rows"
     ),
     # metrics
     "keras.src.metrics.reduction_metrics.Mean.update_state": Function(
         "self, values, sample_weight", "weighs a number by its replica's rows, in pipelines and with `Delayed`"
     ),
     # steps
-    f"{_CONTEXT}.all_reduce": Function("self, reduce_op, value, options", "reduces over all ranks in a step"),
-    f"{_CONTEXT}.all_gather": Function("self, value, axis, options", "gathers from all ranks in a step"),
     "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__": Function(
         "self, *args, **kwds", "traces a user's function into the step that calls it"
     ),
@@ -104,17 +83,13 @@ REPLACED = {
     "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache": Function(
         "self, filename, name", "gives each worker a file of its own"
     ),
-    # callbacks and what is printed
-    "keras.src.callbacks.model_checkpoint.ModelCheckpoint._save_model": Function(
-        "self, epoch, batch, logs", "has all ranks take part where state is sharded"
-    ),
+    # what is printed
     "keras.src.utils.io_utils.print_msg": Function("message, line_break", "prints on rank 0"),
     "keras.src.models.model.Model.summary": Function(
         "self, line_length, positions, print_fn, expand_nested, show_trainable, layer_range",
-        "prints on rank 0, and the full shapes of sharded weights",
+        "prints on rank 0, and counts full weights",
     ),
     "keras.src.utils.summary_utils.count_params": Function("weights", "counts full weights"),
-    "keras.src.utils.summary_utils.weight_memory_size": Function("weights", "the same"),
     # files
     "keras.src.utils.file_utils.urlretrieve": Function(
         "url, filename, reporthook, data", "downloads once a host what several workers ask for, whole"
@@ -124,7 +99,9 @@ REPLACED = {
     ),
     f"{_FILES}.save_model": Function("model, filepath, weights_format, zipped", "writes aside, and then renames"),
     f"{_FILES}.save_weights_only": Function("model, filepath, max_shard_size, objects_to_skip", "the same"),
-    f"{_HDF5}.save_model_to_hdf5": Function("model, filepath, overwrite, include_optimizer", "the same"),
+    f"{_HDF5}.save_model_to_hdf5": Function(
+        "model, filepath, overwrite, include_optimizer", "the same, with full slots; rejects sharded weights"
+    ),
     "keras.src.models.model.Model.export": Function(
         "self, filepath, format, verbose, input_signature, **kwargs", "the same, for a folder"
     ),
@@ -132,12 +109,8 @@ REPLACED = {
         "self, file_prefix, checkpoint_number, session, options", "writes on rank 0"
     ),
     "keras.src.utils.naming.to_snake_case": Function("name", "names weights in files by the class of Keras' layer"),
-    f"{_FILES}.get_attr_skipset": Function("obj_type", "makes an optimizer, to see its attributes, outside the scope"),
     f"{_FILES}.is_memory_sufficient": Function("model", "puts large full values into a file in place of memory"),
     f"{_FILES}.H5IOStore.__setitem__": Function("self, key, value", "writes a sharded weight by blocks"),
     f"{_LAYER}.get_weights": Function("self", "gives full weights"),
     f"{_LAYER}.set_weights": Function("self, weights", "takes full weights"),
-    f"{_HDF5}.save_optimizer_weights_to_hdf5_group": Function(
-        "group, optimizer", "writes full slots", formerly="hdf5_group, optimizer"
-    ),
 }

@@ -20,7 +20,7 @@ from tfring._keras import aside, printing
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import sharding_of, slots
 from tfring.errors import ConfigurationError
-from tfring.runtime import Ring, current_ring, ring_of_process
+from tfring.runtime import Ring, ring_of_process
 
 
 def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
@@ -69,15 +69,6 @@ def install() -> None:
     from keras.src.models.model import Model
     from keras.src.saving import saving_lib
 
-    @seam(saving_lib, "get_attr_skipset")
-    def get_attr_skipset(original: Callable[..., Any], obj_type: str) -> set[str]:
-        # Keras makes an optimizer to see which attributes it has. Its variables are no business of other ranks.
-        own = {"_tfring_outer"} if obj_type == "Optimizer" else set()  # not for files, which other processes load
-        if current_ring() is None:
-            return original(obj_type) | own
-        with tf.Graph().as_default():  # in which no scope was entered
-            return original(obj_type) | own
-
     @seam(saving_lib, "save_model")
     def save_model(
         original: Callable[..., Any], model: Any, filepath: Any, weights_format: str = "h5", zipped: bool = True
@@ -87,10 +78,6 @@ def install() -> None:
                 written_aside(original, model, filepath, weights_format=weights_format, zipped=zipped)
             else:
                 folder(model, filepath, lambda path: original(model, path, weights_format, zipped))
-
-    def whole_and_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        with slots.full_values_of(model):
-            return written_aside(original, model, filepath, *args, **kwargs)
 
     def written_aside(original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path = _path_of_several(filepath, ring_of_model(model))
@@ -109,7 +96,10 @@ def install() -> None:
         with aside.folder(path, ring.cluster.is_chief) as beside, printing.replaced(beside, str(filepath)):
             return write(beside)
 
-    seam(saving_lib, "save_weights_only")(whole_and_aside)
+    @seam(saving_lib, "save_weights_only")
+    def save_weights_only(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        with slots.full_values_of(model):
+            return written_aside(original, model, *args, **kwargs)
 
     @seam(legacy_h5_format, "save_model_to_hdf5")
     def save_model_to_hdf5(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +109,8 @@ def install() -> None:
                 "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
                 f"{sharded[0].path!r}. Save a .keras or a .weights.h5 file."
             )
-        return whole_and_aside(original, model, *args, **kwargs)
+        with slots.full_values_of(model), slots.written_to_hdf5():
+            return written_aside(original, model, *args, **kwargs)
 
     @seam(Model, "export")
     def export(original: Callable[..., Any], self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:

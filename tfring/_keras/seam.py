@@ -105,8 +105,7 @@ def overridden(base: type) -> dict[str, Callable]:
 
 def changed() -> list[str]:
     """Returns the functions of Keras that have other parameters than replacements and overriding methods expect."""
-    expected = {key: (REPLACED[key].parameters, REPLACED[key].formerly) for key in installed}
-    functions = [key for key, original in installed.items() if parameters(original) not in expected[key]]
+    functions = [key for key, original in installed.items() if parameters(original) != REPLACED[key].parameters]
     methods = [(base, name, parameters(method)) for base in extended for name, method in overridden(base).items()]
     return functions + [
         f"{extended[base].__module__}.{extended[base].__qualname__}.{name}"

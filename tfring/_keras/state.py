@@ -30,7 +30,6 @@ import tensorflow as tf
 from tfring import _tf, partition, step
 from tfring._keras import exactness
 from tfring._keras.layers import all_layers, objects_in
-from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, current_ring, ring_of
@@ -47,23 +46,22 @@ class Written(NamedTuple):
     by: Any = None
 
 
-def install() -> None:
-    @seam(_tf.distribute_values, "_on_write_update_replica")
-    def update_in_replica(
-        original: Callable[..., Any], variable: Any, update: Callable[..., Any], value: Any, **kwargs: Any
-    ) -> Any:
-        """Writes a mirrored variable of TensorFlow's own in a replica."""
+class RingMirroredVariable(_tf.distribute_values.MirroredVariable):
+    """A mirrored variable of TensorFlow's own, such as `tf.Variable` makes in the scope of a RingStrategy."""
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        """Writes it in a replica: in a step by what it becomes when replicas write it."""
         running = step.weighing()
-        by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(variable)
-        if running is None or by_tensorflow or ring_of(variable.distribute_strategy) is None:
-            return original(variable, update, value, **kwargs)
-        if running.is_plain or variable.aggregation == tf.VariableAggregation.NONE:
-            return update(_Copy(running, variable), value, **kwargs)
+        by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(self)
+        if running is None or by_tensorflow:
+            return super()._update_replica(update_fn, value, **kwargs)
+        if running.is_plain or self.aggregation == tf.VariableAggregation.NONE:
+            return update_fn(_Copy(running, self), value, **kwargs)
         if isinstance(value, tf.IndexedSlices):
-            return original(variable, update, value, **kwargs)
-        if variable.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
-            value = running.weigh(value) * tf.cast(variable.distribute_strategy.num_replicas_in_sync, variable.dtype)
-        return original(variable, update, running.zero_if_empty(value), **kwargs)
+            return super()._update_replica(update_fn, value, **kwargs)
+        if self.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
+            value = running.weigh(value) * tf.cast(self.distribute_strategy.ring.num_replicas, self.dtype)
+        return super()._update_replica(update_fn, running.zero_if_empty(value), **kwargs)
 
 
 def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:

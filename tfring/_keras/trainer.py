@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.models.functional import Functional
-from keras.src.trainers import trainer as base_trainer
+from keras.src.saving import serialization_lib
 
 from tfring import _tf, step
 from tfring._keras import agreement, batch_shapes, calls, exactness, loop, outside, place, state, whole
@@ -38,7 +38,7 @@ from tfring._keras.optimizers.adoption import adopt_optimizers
 from tfring._keras.parts import refuse_astray
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
-from tfring._keras.seam import entered, extend, ring_of_model, seam
+from tfring._keras.seam import entered, extend, ring_of_model
 from tfring.data.rows import has_static_rows, num_rows, split_rows
 from tfring.data.shares import Shares
 from tfring.ring import failures
@@ -50,7 +50,6 @@ from tfring.step.functions import OfIterator, between_collectives, graph_functio
 def install() -> None:
     """Makes RingTrainer what `keras.Model`, and so every model there is or will be, derives from."""
     extend(keras.Model, RingTrainer)
-    seam(base_trainer.Trainer, "compile")(_compile)
 
 
 class RingTrainer(TensorFlowTrainer):
@@ -59,11 +58,31 @@ class RingTrainer(TensorFlowTrainer):
     `keras.Model` derives from it in the place of Keras' TensorFlowTrainer. So a method that a user's class overrides
     comes first and reaches this one by `super()`, as it would reach Keras', and no model's class changes: names,
     `isinstance`, pickling, `clone_model` and files are those of plain Keras (docs/decisions/0021).
-
-    `compile` is not here: Keras compares a class's `compile` with its own to find out whether a user overrides it.
     """
 
     predict_function: Any
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles a model in its strategy's scope, to which the optimizers and metrics made here then belong."""
+        outside.take_in_model(self)
+        ring = ring_of_model(self)
+        if ring is None:
+            outside.refuse_model(self, "compile")
+            return super().compile(*args, **kwargs)
+        with ring.scope():
+            super().compile(*args, **kwargs)
+            RingCompileLoss.adopt(self)
+        adopt_optimizers(self, ring)
+        refuse_astray(self)
+        if ring.updater is not None:
+            ring.updater.check_model(self)
+
+    def compile_from_config(self, config: dict) -> None:
+        if type(self).compile is not RingTrainer.compile:  # a user's: Keras says that it is not called
+            return super().compile_from_config(config)
+        self.compile(**serialization_lib.deserialize_keras_object(config))
+        if hasattr(self, "optimizer") and self.built:
+            self.optimizer.build(self.trainable_variables)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         outside.take_in_model(self)
@@ -126,7 +145,7 @@ class RingTrainer(TensorFlowTrainer):
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _aggregate_additional_loss(self, loss: Any) -> Any:
-        return additional_loss(super()._aggregate_additional_loss(loss), loss)
+        return additional_loss(super()._aggregate_additional_loss, loss)
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         ring = ring_of_model(self)
@@ -142,26 +161,9 @@ class RingTrainer(TensorFlowTrainer):
             return values_of_results(super()._get_metrics_result_or_logs(logs))
 
 
-for _name in ("fit", "evaluate", "predict"):  # what `help` and `inspect.signature` tell of them is Keras'
+for _name in ("compile", "fit", "evaluate", "predict"):  # what `help` and `inspect.signature` tell of them is Keras'
     functools.update_wrapper(vars(RingTrainer)[_name], getattr(TensorFlowTrainer, _name))
 _SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for name in ("fit", "evaluate", "predict")}
-
-
-def _compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Compiles a model in its strategy's scope, to which the optimizers and metrics made here then belong."""
-    outside.take_in_model(self)
-    ring = ring_of_model(self)
-    if ring is None:
-        outside.refuse_model(self, "compile")
-        original(self, *args, **kwargs)
-        return
-    with ring.scope():
-        original(self, *args, **kwargs)
-        RingCompileLoss.adopt(self)
-    adopt_optimizers(self, ring)
-    refuse_astray(self)
-    if ring.updater is not None:
-        ring.updater.check_model(self)
 
 
 @contextlib.contextmanager

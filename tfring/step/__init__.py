@@ -146,6 +146,23 @@ def running(step: Step) -> Iterator[Step]:
         _local.step = before
 
 
+@contextlib.contextmanager
+def one_replica() -> Iterator[None]:
+    """While it lasts, `num_replicas_in_sync` of a RingStrategy is 1 to this thread."""
+    before = is_one_replica()
+    _local.one_replica = True
+    try:
+        yield
+    finally:
+        _local.one_replica = before
+
+
+def is_one_replica() -> bool:
+    """Returns True within `one_replica`, and in a replica's step in which each replica's share is known."""
+    in_step = weighing() is not None and tf.distribute.get_replica_context() is not None
+    return in_step or getattr(_local, "one_replica", False)
+
+
 def written_alike(variable: Any) -> None:
     """Marks a Keras variable that every replica writes with the same value: it needs no reduction."""
     variable._tfring_written_alike = True

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf, partition, step
+from tfring._keras.state import RingMirroredVariable
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
@@ -26,6 +27,7 @@ from tfring.errors import ConfigurationError
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives
 from tfring.runtime import Ring, connect
+from tfring.strategy.replica_context import RingReplicaContext
 
 _NOT_SUMMED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
 _running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
@@ -182,6 +184,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)
+        if type(variable) is _tf.distribute_values.MirroredVariable:
+            variable.__class__ = RingMirroredVariable
         return variable
 
     def _reduce_to(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, destinations: Any, options: Any) -> Any:
@@ -341,6 +345,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _run_replicas(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Each replica has a thread of its own; this one runs what they merge.
+        if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            fn = RingReplicaContext.around(fn)
         before = getattr(_running, "replicas", False)
         _running.replicas = True
         try:

@@ -253,11 +253,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas; 1 in a step of Keras whose graph is edited, which is written for all rows."""
-        running = step.current()
-        if running is not None and running.is_plain and tf.distribute.get_replica_context() is not None:
-            return 1
-        return self.ring.num_replicas
+        """The number of replicas; 1 in a step of Keras, which is written for all rows."""
+        return 1 if step.is_one_replica() else self.ring.num_replicas
 
     @property
     def mesh(self) -> Mesh:

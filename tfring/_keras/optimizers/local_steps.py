@@ -162,7 +162,8 @@ class LocalSteps(Updater):
             outer = type(self._asked.outer).from_config(self._asked.outer.get_config())
             self._outers.add(outer)
             window = Window(self.ring, variables, outer, self._asked.tables == "diversity")
-        object.__setattr__(optimizer, "_tfring_outer", outer)  # where `optimizers_of` finds it
+        # Where `optimizers_of` finds it; files, which other processes load, leave such a name out.
+        object.__setattr__(optimizer, "__tfring_outer__", outer)
         object.__setattr__(optimizer, "_tfring_window", window)
 
     def _problem_of(self, optimizer: Any, variables: Sequence[Any]) -> str | None:
@@ -238,7 +239,7 @@ class LocalSteps(Updater):
 
     def _synchronize(self, optimizer: Any) -> None:
         """Ends the window of an optimizer on all workers, in a graph or eagerly."""
-        window, outer = optimizer._tfring_window, optimizer._tfring_outer
+        window, outer = optimizer._tfring_window, optimizer.__tfring_outer__
         # On the channel on which other ranks tell their status, if this one alone should come here.
         [total] = self.ring.control_ops.sum_over_workers([read(window.rows)], name="rows of a window")
         share = tf.math.divide_no_nan(read(window.rows), total)[0]

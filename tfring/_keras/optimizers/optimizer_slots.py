@@ -27,6 +27,10 @@ class OptimizerSlots(keras.optimizers.Optimizer):
         """The RingStrategy of this optimizer; None in one process, where it updates tables."""
         return ring_of(getattr(self, "_distribution_strategy", None))
 
+    @property
+    def variables(self) -> list:
+        return slots.as_written(super().variables)
+
     # -- making slots ----------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[Any]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tfring.ring.collectives import LocalCollectives
 from tfring.runtime import Ring, ring_of
 from tfring.sharding import Sharding
 
+_local = threading.local()
 _AXES_OF_LAYERS = ("model", "data")  # along which a layer can be sharded
 
 
@@ -187,6 +189,22 @@ def full_shape(variable: Any) -> tuple[int, ...]:
     """Returns the shape of a variable in one process."""
     sharding = sharding_of(variable)
     return tuple(variable.shape if sharding is None else sharding.shape)
+
+
+@contextlib.contextmanager
+def full_shapes() -> Iterator[None]:
+    """While it lasts, Keras variables show this thread their shapes in one process."""
+    before = shows_full_shapes()
+    _local.shows_full_shapes = True
+    try:
+        yield
+    finally:
+        _local.shows_full_shapes = before
+
+
+def shows_full_shapes() -> bool:
+    """Returns True within `full_shapes`."""
+    return getattr(_local, "shows_full_shapes", False)
 
 
 def gather(ops: Any, variables: Sequence[Any], *, name: str) -> list[tf.Tensor]:

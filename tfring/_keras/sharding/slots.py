@@ -19,12 +19,13 @@ import tensorflow as tf
 from tfring import blocks
 from tfring._keras.optimizers import optimizers_of
 from tfring._keras.seam import ring_of_model, seam
-from tfring._keras.sharding import full_shape, gather, held_of, large, shard_of, sharding_of, stores
+from tfring._keras.sharding import full_shape, full_shapes, gather, held_of, large, shard_of, sharding_of, stores
 from tfring._keras.sharding.shards import shards_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import ring_of
 
 _gathered: dict[int, np.ndarray] = {}  # full values while a model is saved, by the identity of the variable
+_in_hdf5 = False
 
 
 def sharded_variables_of(model: Any) -> list:
@@ -102,11 +103,20 @@ class _Whole:
         return self._value if dtype is None else self._value.astype(dtype)
 
 
-class _Weights:
-    """Stands for an optimizer where Keras asks for its weights."""
+@contextlib.contextmanager
+def written_to_hdf5() -> Iterator[None]:
+    """While a model is saved to a file of Keras' older format, which takes slots as they are."""
+    global _in_hdf5
+    _in_hdf5 = True
+    try:
+        yield
+    finally:
+        _in_hdf5 = False
 
-    def __init__(self, weights: list) -> None:
-        self.weights = weights
+
+def as_written(slots: list) -> list:
+    """Returns the variables of an optimizer; within `written_to_hdf5` full values in place of shards."""
+    return [_Whole(slot) if _in_hdf5 and sharding_of(slot) is not None else slot for slot in slots]
 
 
 def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: str) -> ConfigurationError:
@@ -129,7 +139,6 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
 
 def install() -> None:
     import keras
-    from keras.src.legacy.saving import legacy_h5_format
     from keras.src.saving import saving_lib
 
     @seam(saving_lib.H5IOStore, "__setitem__")
@@ -143,7 +152,8 @@ def install() -> None:
     def is_memory_sufficient(original: Callable[..., Any], model: Any) -> bool:
         """Otherwise Keras puts a file together in memory, or reads it there, to pack it."""
         sizes = [math.prod(full_shape(v)) * v.value.dtype.size for v in sharded_variables_of(model)]
-        return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)
+        with full_shapes():
+            return max(sizes, default=0) < blocks.LARGE_BYTES and original(model)
 
     @seam(keras.layers.Layer, "get_weights")
     def get_weights(original: Callable[..., Any], self: Any) -> list:
@@ -156,13 +166,6 @@ def install() -> None:
         pairs = zip(self.weights, weights, strict=False)  # Keras says where they are more or fewer
         held = [shard_of(v, np.asarray(w)) if sharding_of(v) is not None else w for v, w in pairs]
         return original(self, [*held, *weights[len(held) :]])
-
-    @seam(legacy_h5_format, "save_optimizer_weights_to_hdf5_group")
-    def save_optimizer_weights_to_hdf5_group(original: Callable[..., Any], group: Any, optimizer: Any) -> Any:
-        variables = getattr(optimizer, "variables", ())
-        if any(map(sharding_of, variables)):
-            optimizer = _Weights([v if sharding_of(v) is None else _Whole(v) for v in variables])
-        return original(group, optimizer)
 
 
 def swap_averages(original: Callable[..., Any], optimizer: Any) -> Any:

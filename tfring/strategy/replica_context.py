@@ -14,28 +14,33 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfring import step
-from tfring._keras.seam import seam
-from tfring.runtime import ring_of
+from tfring import _tf, step
 
 
-def install() -> None:
-    @seam(tf.distribute.ReplicaContext, "all_reduce")
-    def all_reduce(
-        original: Callable[..., Any],
-        self: Any,
-        reduce_op: tf.distribute.ReduceOp | str,
-        value: Any,
-        options: Any = None,
-    ) -> Any:
-        if _is_of_all_rows(self):
+class RingReplicaContext(_tf.MirroredReplicaContext):
+    """The replica context of a RingStrategy."""
+
+    @staticmethod
+    def around(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of a replica that runs in such a context, in place of the one that TensorFlow makes."""
+
+        def in_context(*args: Any, **kwargs: Any) -> Any:
+            _enter()
+            return fn(*args, **kwargs)
+
+        return in_context
+
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, options: Any = None) -> Any:
+        if _is_of_all_rows():
             tf.distribute.ReduceOp(reduce_op.upper() if isinstance(reduce_op, str) else reduce_op)  # or it raises
             return tf.nest.map_structure(_as_tensor, value)
-        return _weighed(self, value, step.Step.zero_if_empty, lambda value: original(self, reduce_op, value, options))
+        collective = super().all_reduce
+        return _weighed(
+            self, value, step.Step.zero_if_empty, lambda value: collective(reduce_op, value, options)
+        )
 
-    @seam(tf.distribute.ReplicaContext, "all_gather")
-    def all_gather(original: Callable[..., Any], self: Any, value: Any, axis: int, options: Any = None) -> Any:
-        if _is_of_all_rows(self):
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        if _is_of_all_rows():
             return tf.nest.map_structure(_as_tensor, value)
 
         def rows(running: step.Step, value: Any) -> Any:
@@ -44,17 +49,23 @@ def install() -> None:
                 return value
             return running.drop_if_empty(value, axis)
 
-        return _weighed(self, value, rows, lambda value: original(self, value, axis, options))
+        collective = super().all_gather
+        return _weighed(self, value, rows, lambda value: collective(value, axis, options))
+
+
+@tf.autograph.experimental.do_not_convert
+def _enter() -> None:
+    tf.distribute.get_replica_context().__class__ = RingReplicaContext
 
 
 def _as_tensor(value: Any) -> Any:
     return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
-def _is_of_all_rows(context: tf.distribute.ReplicaContext) -> bool:
+def _is_of_all_rows() -> bool:
     """Returns True in a step that is edited, which is that of one replica with all rows."""
     running = step.current()
-    return running is not None and running.is_plain and ring_of(context.strategy) is not None
+    return running is not None and running.is_plain
 
 
 def _weighed(
@@ -65,8 +76,7 @@ def _weighed(
 ) -> Any:
     """Returns `collective(value)`; a replica without rows hands in what `mask(step, value)` leaves of its value."""
     running = step.weighing()
-    ring = ring_of(context.strategy)
-    if running is None or ring is None:
+    if running is None:
         return collective(value)
 
     def own(value: Any) -> Any:
@@ -80,7 +90,7 @@ def _weighed(
     def of_flat(*flat: Any) -> Any:
         return collective(tf.nest.pack_sequence_as(value, flat))
 
-    return _backward(running.weigh, ring.control.call_in_order(of_flat, *flat))
+    return _backward(running.weigh, context.strategy.ring.control.call_in_order(of_flat, *flat))
 
 
 def _backward(operation: Callable[[Any], Any], values: Any) -> Any:
