@@ -63,6 +63,17 @@ class RingMirroredVariable(_tf.distribute_values.MirroredVariable):
             value = running.weigh(value) * tf.cast(self.distribute_strategy.ring.num_replicas, self.dtype)
         return super()._update_replica(update_fn, running.zero_if_empty(value), **kwargs)
 
+    # TensorFlow's class has no writing by indices.
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        return self.assign(tf.tensor_scatter_nd_update(self, indices, updates), name=name)
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        return self.assign(tf.tensor_scatter_nd_add(self, indices, updates), name=name)
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Any:
+        return self.assign(tf.tensor_scatter_nd_sub(self, indices, updates), name=name)
+
 
 def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
     """Writes a variable of Keras, in a step of a ring by what it becomes when replicas write it.
