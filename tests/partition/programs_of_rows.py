@@ -217,6 +217,53 @@ PROGRAMS = {
     ),
 }  # fmt: skip
 
+def _twice(i):
+    return tf.tile(i[:, None], [1, 2])
+
+
+# Of the numbers of the rows, int32 `[rows]`: whatever an operation makes of them is made of those of all rows.
+OF_NUMBERS = {
+    "abs": tf.abs,
+    "add": lambda i: i + tf.reverse(i, [0]),
+    "broadcast": lambda i: tf.broadcast_to(i[:, None], [tf.size(i), 3]),
+    "cast": lambda i: [tf.cast(i, dtype) for dtype in (tf.bool, tf.float16, tf.float32, tf.int64)],
+    "complex": lambda i: tf.abs(tf.complex(tf.cast(i, tf.float32), 1.0)),
+    "concatenate": lambda i: tf.concat([i[:, None], i[:, None]], 1),
+    "count": lambda i: tf.math.bincount(i, minlength=8, maxlength=8),
+    "cumulate": lambda i: tf.cumsum(tf.tile(i[:, None], [1, 2]), 1),
+    "diagonal": lambda i: tf.linalg.diag(i[:, None] + 1),
+    "divide": lambda i: [i // 2, i % 3, 1 / (i + 1)],
+    "expand": lambda i: tf.squeeze(i[:, None, None], [1]),
+    "exponential": lambda i: (lambda f: [tf.exp(-f), tf.sqrt(f), f**2])(tf.cast(i, tf.float32)),
+    "gather": lambda i: [tf.gather(_twice(i), [1, 0], axis=1), tf.gather(X[:, 0], i), tf.gather(i, i)],
+    "gather entries": lambda i: tf.gather_nd(X, tf.stack([_twice(i), tf.zeros_like(_twice(i))], -1)),
+    "gather of each row": lambda i: tf.gather(tf.tile(i[:, None], [1, 3]), tf.zeros_like(i)[:, None], batch_dims=1),
+    "in a branch": lambda i: tf.cond(tf.size(i) > 3, lambda: i * 2, lambda: i),
+    "in a function": lambda i: tf.function(lambda j: (j, j + 1))(i),
+    "in a loop": lambda i: tf.while_loop(lambda k, _: k < 3, lambda k, j: (k + 1, j + i), (0, i))[1],
+    "list": lambda i: tf.map_fn(lambda k: i + k, tf.range(3)),
+    "negative": tf.negative,
+    "one hot": lambda i: tf.one_hot(i, 8),
+    "pad": lambda i: tf.pad(i[:, None], [[0, 0], [1, 0]]),
+    "product": lambda i: tf.cast(i, tf.float64)[:, None] @ tf.ones([1, 2], tf.float64),
+    "reduce": lambda i: [tf.reduce_sum(i), tf.reduce_max(i), tf.reduce_mean(tf.cast(i, tf.float32)), tf.argmax(i)],
+    "repeat": lambda i: tf.repeat(i, 2),
+    "reverse": lambda i: tf.reverse(i[:, None], [1]),
+    "round": lambda i: [tf.sign(i), tf.round(tf.cast(i, tf.float32) / 2)],
+    "scatter": lambda i: [
+        tf.tensor_scatter_nd_add(tf.zeros([8]), i[:, None], tf.ones([tf.size(i)])),
+        tf.scatter_nd(i[:, None], i, [8]),
+        tf.math.unsorted_segment_sum(i, i % 2, 2),
+    ],
+    "select": lambda i: tf.where(i > 2, i, 0),
+    "slice": lambda i: tf.tile(i[:, None], [1, 3])[:, 1:],
+    "sort": lambda i: [tf.sort(-i), tf.argsort(-i)],
+    "split": lambda i: [*tf.split(tf.tile(i[:, None], [1, 4]), 2, 1), *tf.unstack(tf.tile(i[:, None], [1, 2]), axis=1)],
+    "square": tf.square,
+    "transpose": lambda i: tf.transpose(i[:, None]),
+    "where": lambda i: tf.where(i > 2)[:, 0],
+}
+
 NAMES = {  # of what is exchanged, as `tfring report` shows them
     "outer product": ["step, exchange 1: rows for MatMul", "step, exchange 2: rows for a result"],
     "sorted": ["step, exchange 1: rows for TopKV2"],
@@ -231,6 +278,11 @@ def main():
             assert not analysis.findings, (name, analysis.findings)
             assert exchanges in (None, len(exchanged)), (name, exchanged)
             assert exchanged == NAMES.get(name, exchanged)
+    for name, of_numbers in OF_NUMBERS.items():
+        for sizes in SIZES:
+            of_rows = lambda x, f=of_numbers: f(tf.range(tf.shape(x)[0]))  # noqa: E731
+            analysis, _ = replicas.run(of_rows, X, sizes=sizes, tolerance=1e-8)
+            assert not analysis.findings, (name, analysis.findings)
 
 
 if __name__ == "__main__":
