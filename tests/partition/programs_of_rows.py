@@ -197,6 +197,9 @@ PROGRAMS = {
     "permuted by a seed": (
         lambda x, y, ids: tf.gather(x, tf.random.experimental.stateless_shuffle(tf.range(tf.shape(x)[0]), [3, 4])), 1
     ),
+    "numbers of a seed for each row": (
+        lambda x, y, ids: tf.reduce_mean(tf.tanh(x + tf.random.normal(tf.shape(x), seed=5, dtype=x.dtype))), 1
+    ),
     "rows of a seed": (
         lambda x, y, ids: tf.gather(x, tf.random.stateless_uniform([4], [1, 2], 0, tf.shape(x)[0], tf.int32)), None
     ),

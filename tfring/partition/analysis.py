@@ -43,6 +43,7 @@ from tfring.partition.types import (
     is_partial,
     is_replicated,
     is_sharded,
+    rows_in,
 )
 
 
@@ -372,15 +373,22 @@ class Walk:
         return dataclasses.replace(value, placement=Drawn()) if is_replicated(value) and not value.is_list else value
 
     def _drawn_once(self, op: Any, ins: Sequence[Value]) -> list[Value]:
-        """Returns inputs of which all replicas have those that the first has drawn."""
+        """Returns inputs of which all replicas have those that the first has drawn, or their rows of what they drew."""
         given = list(ins)
         for i, value in enumerate(ins):
             if is_drawn(value) and self._depth:
                 given[i] = Value(value.shape, Unplaced(op))
             elif is_drawn(value):
-                self._edit(op, i, value, conversions.Full())
-                given[i] = conversions.converted(value, conversions.Full())
+                conversion = self._rows_of_drawn(op.inputs[i].op, value) or conversions.Full()
+                self._edit(op, i, value, conversion)
+                given[i] = conversions.converted(value, conversion)
         return given
+
+    def _rows_of_drawn(self, op: Any, value: Value) -> conversions.Conversion | None:
+        """Returns the conversion to this replica's rows, where it has drawn independent numbers for all rows."""
+        axes = [axis for axis, size in enumerate(value.shape or ()) if rows_in(size, self.rows)]
+        is_one = self._twins.count == 1 and len(axes) == 1
+        return conversions.Own(axes[0]) if is_one and _draws_each_number(op) else None
 
     def _with_totals(self, op: Any, ins: Sequence[Value], which: Sequence[bool]) -> Sequence[Value]:
         """Returns values of which some become the numbers of the whole batch."""
@@ -693,6 +701,22 @@ def _is_same(value: Value) -> bool:
     if isinstance(value.placement, Unplaced):
         return True
     return is_replicated(value) and value.scale == UNSCALED and value.points_into is None
+
+
+# What `tf.random.normal`, `tf.nn.dropout` and the like make of a number that is drawn.
+_OF_EACH_NUMBER = (
+    *("Identity", "Cast", "Mul", "AddV2", "Add", "Sub", "RealDiv", "Greater", "GreaterEqual", "Less", "Floor"),
+)
+
+
+def _draws_each_number(op: Any) -> bool:
+    """Returns True if an operation draws numbers by themselves, or computes each of its own from one of these."""
+    while op.type in _OF_EACH_NUMBER:
+        tensors = [tensor for tensor in op.inputs if tensor.shape.rank != 0]
+        if len(tensors) != 1:
+            return False
+        op = tensors[0].op
+    return op.type in DRAWS
 
 
 def _is_replica_id(tensor: Any) -> bool:

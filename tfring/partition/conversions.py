@@ -31,6 +31,7 @@ from tfring.partition.types import (
     Unplaced,
     Value,
     has_numbers,
+    is_drawn,
     is_partial,
     is_replicated,
     is_sharded,
@@ -111,7 +112,8 @@ def needs_collective(value: Value, conversion: Conversion) -> bool:
     """Returns True if replicas exchange something where a value is converted."""
     if isinstance(conversion, Full):
         return value.const is None
-    return isinstance(conversion, (Own, First)) and value.const is None and not _is_whole(value)
+    is_there = _is_whole(value) or (isinstance(conversion, Own) and is_drawn(value))
+    return isinstance(conversion, (Own, First)) and value.const is None and not is_there
 
 
 def waits(value: Value, conversion: Conversion) -> bool:
