@@ -176,6 +176,40 @@ def test_the_others_go_on_without_a_worker_that_is_killed(launch, tmp_path):
     assert after - killed < 10, "a bound on staleness has them wait for it"
 
 
+def test_the_others_go_on_without_a_worker_whose_program_raised(launch, tmp_path):
+    program = BEGIN + """
+strategy = tfring.ParameterServerStrategy(update="async")
+ended = pathlib.Path(sys.argv[1])
+
+
+class Raises(keras.callbacks.Callback):
+    batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        time.sleep(0.02)
+        if strategy.rank == 1 and self.batches == 2:
+            raise ValueError("no such row")
+
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+try:
+    model.fit(np.ones([80, 2]), np.ones([80, 1]), batch_size=4, verbose=0, callbacks=[Raises()])
+    ended.touch()
+    print("trained", flush=True)
+except ValueError:  # the process lives until the other has trained
+    deadline = time.monotonic() + 100
+    while not ended.exists():
+        assert time.monotonic() < deadline, "worker 0 waits for this one"
+        time.sleep(0.1)
+"""
+    done = launch(2, 1, str(tmp_path / "ended"), program=program)
+    assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
+    assert "ValueError: no such row" in done.stderr, done.stderr
+
+
 def test_a_server_without_snapshots_ends_the_job(launch):
     done = launch(1, 1, {"update": "async"}, "server")
     assert done.returncode == 137, done.stdout + done.stderr

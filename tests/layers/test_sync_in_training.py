@@ -250,7 +250,7 @@ def share_each_third_step(devices=None, synchronization="all_reduce", kind="ring
             momentum=0.8, synchronization=synchronization, sync_every=3, center=False, scale=False
         )
         layer.build(shape)
-    replicas = len(strategy.ring.devices)
+    replicas = len(strategy.extended.worker_devices)
     rank = strategy.cluster.rank if kind == "ring" else 0
     mine = shards.bounds(shape[0], strategy.num_replicas_in_sync)[rank * replicas :][:replicas]
     got = shards.train(layer, shards.batches(shape), strategy, mine)
