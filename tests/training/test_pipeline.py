@@ -38,8 +38,8 @@ def chain():
     return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1, name="d4")])
 
 
-def graph():
-    """Skip connections over stages, an input that is used late, an output that is made early, losses of layers."""
+def squares():
+    """A regularizer that leaves it to Keras to add its values up, and which files name."""
     import keras
 
     @keras.saving.register_keras_serializable()
@@ -52,14 +52,21 @@ def graph():
         def get_config(self):
             return {}
 
+    return Squares()
+
+
+def graph():
+    """Skip connections over stages, an input that is used late, an output that is made early, losses of layers."""
+    import keras
+
     layers = keras.layers
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
-    first = layers.Dense(6, activation="tanh", name="d1", kernel_regularizer=Squares())(a)
+    first = layers.Dense(6, activation="tanh", name="d1", kernel_regularizer=squares())(a)
     early = layers.Dense(2, name="z")(first)
     second = layers.Dense(6, activation="tanh", name="d2", activity_regularizer="l2")(first) + first
     third = layers.Dense(6, activation="tanh", name="d3")(second)
     third = layers.Concatenate(name="join")([third, first, layers.Dense(2, name="side")(b)])
-    y = layers.Dense(1, name="y", kernel_regularizer="l2", bias_regularizer=Squares())(third)
+    y = layers.Dense(1, name="y", kernel_regularizer="l2", bias_regularizer=squares())(third)
     return keras.Model({"a": a, "b": b}, {"y": y, "z": early})
 
 
@@ -443,6 +450,7 @@ def loaded(folder, kind, stages):
     x, y = inputs_of(kind)
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     results = []
+    squares()  # so that the file finds it
     with ring.scope():
         whole = keras.models.load_model(f"{folder}/model.keras")
         given = whole.get_weights()
