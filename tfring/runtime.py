@@ -39,6 +39,9 @@ class Ring:
       compression: of gradients; None sends them as they are.
 
     Attributes:
+      strategy, cluster, mesh, communication: as given.
+      devices: a tuple of names.
+      channels: a list of the engines that are counted and closed with the ring.
       world: collectives of all workers, on the control channel: what is the same on every rank, files, initial values.
       peers: the same for what a program itself exchanges; workers that train by themselves take part, too.
       control: collectives of the workers that share each weight, for everything but gradients: statistics, logs.
@@ -52,6 +55,7 @@ class Ring:
       trace: the recorder of this rank's trace, or None.
       trace_source: what the recorder reads.
       makes_own_variables: whether variables that are made now are this worker's own.
+      lines: prints the first and the last line of a run.
     """
 
     updater: Any = None

@@ -204,9 +204,11 @@ except ValueError:  # the process lives until the other has trained
     while not ended.exists():
         assert time.monotonic() < deadline, "worker 0 waits for this one"
         time.sleep(0.1)
+    print("the other has trained", flush=True)
 """
     done = launch(2, 1, str(tmp_path / "ended"), program=program)
-    assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"trained", "[1] the other has trained"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
     assert "ValueError: no such row" in done.stderr, done.stderr
 
 

@@ -8,6 +8,8 @@ threads: it is told so before it starts.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import replicas
 import tensorflow as tf
@@ -220,6 +222,10 @@ PROGRAMS = {
     ),
 }  # fmt: skip
 
+def _on_numbers(function, x):
+    return function(tf.range(tf.shape(x)[0]))
+
+
 def _twice(i):
     return tf.tile(i[:, None], [1, 2])
 
@@ -283,8 +289,7 @@ def main():
             assert exchanged == NAMES.get(name, exchanged)
     for name, of_numbers in OF_NUMBERS.items():
         for sizes in SIZES:
-            of_rows = lambda x, f=of_numbers: f(tf.range(tf.shape(x)[0]))  # noqa: E731
-            analysis, _ = replicas.run(of_rows, X, sizes=sizes, tolerance=1e-8)
+            analysis, _ = replicas.run(functools.partial(_on_numbers, of_numbers), X, sizes=sizes, tolerance=1e-8)
             assert not analysis.findings, (name, analysis.findings)
 
 

@@ -619,8 +619,8 @@ PREDICTIONS = {
         tf.nn.max_pool_with_argmax(_images(x), (2, 3), 1, "VALID", include_batch_in_index=True)[1], [-1]
     ),
     "contrast over the rows": lambda x: tf.image.adjust_contrast(tf.reshape(x, [-1, 2, 3]), 2.0),
-    "inverse of products": lambda x: tf.linalg.inv(tf.eye(tf.shape(x)[0]) + tf.matmul(x, x, transpose_b=True)) @ x,
-    "the third of the rows": lambda x: x - keras.ops.sort(x[:, 0])[2],
+    "inverse of a kernel": lambda x: tf.linalg.inv(tf.exp(-tf.reduce_sum((x[:, None] - x) ** 2, -1))) @ x,
+    "the third of the rows": lambda x: x - tf.raw_ops.NthElement(input=x[:, 0], n=2),
     "quantized": lambda x: tf.quantization.quantize_and_dequantize_v2(x, 0.0, 0.0, num_bits=4, range_given=False),
     "rotated": lambda x: keras.ops.image.affine_transform(
         _images(x), tf.concat([x, tf.zeros_like(x[:, :2])], 1)

@@ -49,7 +49,7 @@ def check_call(
     """Compares what `fit`, `evaluate` or `predict` is called with over all ranks, in one small collective.
 
     Args:
-      ring: of the model.
+      ring: the workers of the model.
       model: the Keras model.
       name: the method.
       given: all its arguments by name.

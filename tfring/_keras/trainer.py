@@ -173,7 +173,7 @@ def _call(name: str, model: Any, ring: Ring, args: tuple, kwargs: dict) -> Itera
     Args:
       name: the method.
       model: its model.
-      ring: of the model.
+      ring: the workers of the model.
       args: what the user passes.
       kwargs: the same by name.
 

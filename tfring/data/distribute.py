@@ -62,7 +62,7 @@ def distribute_for_keras(
     `ArrayBatches`, have been compared over ranks (_keras/agreement.py).
 
     Args:
-      ring: A strategy's.
+      ring: The workers.
       dataset: Of global batches; with policy OFF of this worker's own rows.
       ahead: Batches drawn before they are asked for. Defaults to 2.
     """

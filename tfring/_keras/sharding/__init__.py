@@ -91,7 +91,7 @@ class ShardGroup:
     """The ranks over which a layer is sharded: those along an axis of a strategy's mesh, or this process alone.
 
     Attributes:
-      ring: of the strategy; None for this process alone.
+      ring: the workers of the strategy; None for this process alone.
       axis: "model" or "data".
     """
 
