@@ -82,8 +82,8 @@ def _addresses(text: str) -> tuple[str, ...]:
 SETTINGS: dict[str, Setting] = {
     "TFRING_ALGORITHM": Setting(
         "auto",
-        _one_of("auto", "flat", "bruck", "ring", "two_level"),
-        "auto, flat, bruck, ring or two_level",
+        _one_of("auto", "flat", "bruck", "halving", "ring", "two_level"),
+        "auto, flat, bruck, halving, ring or two_level",
         "how an all_reduce goes about it, the same on all ranks (tfring/ring/schedule.py)",
     ),
     "TFRING_BUILD_NATIVE": Setting(

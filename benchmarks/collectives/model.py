@@ -22,7 +22,7 @@ COSTS: dict[str, Callable[[int, float], tuple[float, float]]] = {
     "flat": lambda n, x: (1, (n - 1) * x),
     "bruck": lambda n, x: (math.ceil(math.log2(n)), (n - 1) * x),
     "ring": lambda n, x: (2 * (n - 1), 2 * (n - 1) / n * x),
-    "halving and doubling": lambda n, x: (2 * math.ceil(math.log2(n)), 2 * (n - 1) / n * x),
+    "halving": lambda n, x: (2 * math.ceil(math.log2(n)), 2 * (n - 1) / n * x),
     "server": lambda n, x: (2, 2 * (n - 1) * x),
 }
 
@@ -101,24 +101,22 @@ def section(network: dict) -> str:
         "",
         f"To {PAPER_RATE / 1e9:.0f} Gbit/s and {PAPER_ALPHA * 1e6:.0f} microseconds one way, milliseconds of an "
         "all_reduce among hosts with one rank each. From the size in the second column on, a ring is faster than "
-        "Bruck's algorithm; at the size in the third tfring changes to the ring.",
+        "Bruck's algorithm; at the size in the third tfring changes from that to halving and doubling.",
         "",
     ]
     sizes = (1 << 10, 64 << 10, 1 << 20, 64 << 20)
-    columns = [f"{name}, {size_text(size)}" for size in sizes for name in ("auto", "halving and doubling")]
+    columns = [f"{name}, {size_text(size)}" for size in sizes for name in ("auto", "ring")]
     lines += ["| hosts | ring from | tfring's | " + " | ".join(columns) + " |", "|---:" * (3 + len(columns)) + "|"]
     for hosts in (8, 64, 256, 1024):
         cells = [f"{crossover(hosts) / 1e3:,.0f} kB", f"{schedule.SMALL_BYTES // hosts:,} B"]
         for size in sizes:
-            for name in (chosen("auto", hosts, size), "halving and doubling"):
+            for name in (chosen("auto", hosts, size), "ring"):
                 cells.append(f"{seconds(name, hosts, size, PAPER_ALPHA, PAPER_RATE) * 1e3:.3g}")
         lines.append(f"| {hosts:,} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "So what would have to change for many hosts: the ring's 2(N-1) delays are most of its time below a few MB "
-        "from 64 hosts on. Halving and doubling (Rabenseifner's: 2 log2 N delays, the ring's bytes) would take its "
-        "place in the middle sizes, and Bruck's algorithm pays up to a size that hardly depends on N, not to one that "
-        "shrinks with it.",
+        "The ring's 2(N-1) delays are most of its time below a few MB from 64 hosts on: there halving and doubling "
+        "(2 log2 N delays, the ring's bytes) takes its place, up to 16 KiB times N.",
     ]
     return "\n".join(lines)
 
@@ -155,7 +153,7 @@ def draw(network: dict, folder: pathlib.Path) -> bool:
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     hosts = [2**k for k in range(1, 11)]
     for size, style in ((1 << 10, ":"), (1 << 20, "-"), (64 << 20, "--")):
-        for number, name in enumerate(("bruck", "ring", "halving and doubling", "server")):
+        for number, name in enumerate(("bruck", "ring", "halving", "server")):
             times = [seconds(name, n, size, PAPER_ALPHA, PAPER_RATE) for n in hosts]
             axes.plot(hosts, times, style, color=f"C{number}", label=f"{name}, {size >> 10:,} kB")
     axes.set(xscale="log", yscale="log", xlabel="hosts", ylabel="seconds")

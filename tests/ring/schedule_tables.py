@@ -100,6 +100,34 @@ def bruck_all_gather(position: int, size: int) -> list[Step]:
     return steps
 
 
+def halving_chunks(size: int) -> int:
+    """Returns the largest power of two up to `size`."""
+    return 1 << size.bit_length() - 1
+
+
+def halving_all_reduce(position: int, size: int) -> list[Step]:
+    """Returns the steps of recursive halving and doubling; those beyond a power of two hand all to one of the others.
+
+    >>> [tuple(step) for step in halving_all_reduce(2, 3)]
+    [(0, 1, None, None, False), (0, 0, None, None, False), (None, None, 0, 0, False), (None, None, 0, 1, False)]
+    """
+    core = halving_chunks(size)
+    if position >= core:
+        peer = position - core
+        sent = [Step(peer, peer ^ j, None, None) for j in reversed(range(core))]
+        return sent + [Step(None, None, peer, peer ^ j) for j in range(core)]
+    extra = position + core
+    steps = [Step(None, None, extra, position ^ j, True) for j in reversed(range(core)) if extra < size]
+    distances = [1 << k for k in range(core.bit_length() - 1)]
+    for distance in reversed(distances):
+        peer = position ^ distance
+        steps += [Step(peer, peer ^ j, peer, position ^ j, True) for j in reversed(range(distance))]
+    for distance in distances:
+        peer = position ^ distance
+        steps += [Step(peer, position ^ j, peer, peer ^ j) for j in range(distance)]
+    return steps + [Step(extra, position ^ j, None, None) for j in range(core) if extra < size]
+
+
 def two_level_all_reduce(position: int, size: int, local_size: int) -> list[Step]:
     """Returns the steps on both levels; chunk l * H + h is part h of the sum of local members l of the H hosts."""
     hosts = size // local_size

@@ -84,7 +84,7 @@ def sums_of_every_kind(cluster, transport):
         f"{hosts[r % 2]}:{address.rpartition(':')[2]}" for r, address in enumerate(cluster.addresses)
     )
     bits = {}
-    for algorithm in ("auto", "flat", "bruck", "ring", "two_level"):
+    for algorithm in ("auto", "flat", "bruck", "halving", "ring", "two_level"):
         os.environ["TFRING_ALGORITHM"] = algorithm
         with ranks.join(cluster, name=f"{cluster.ring} {algorithm}", transport=transport) as ring:
             for dtype in DTYPES:

@@ -15,7 +15,14 @@ from tfring.ring.schedule import Layout
 
 SIZES = (*range(1, 21), 33)
 MAX_STEPS = 256
-EACH = ("ring_all_reduce", "ring_all_gather", "ring_reduce_scatter", "flat_all_gather", "bruck_all_gather")
+EACH = (
+    "ring_all_reduce",
+    "ring_all_gather",
+    "ring_reduce_scatter",
+    "halving_all_reduce",
+    "flat_all_gather",
+    "bruck_all_gather",
+)
 ROOTED = ("ring_broadcast", "ring_reduce", "flat_broadcast")
 
 
@@ -66,14 +73,16 @@ def test_native_code_makes_the_same_choice(wanted):
     names = {number: name for name, number in library.ALGORITHMS.items()}
     for size in SIZES:
         limit = schedule.SMALL_BYTES // size
-        for local, num_bytes in itertools.product(local_sizes(size), (0, 1, limit, limit + 1, 1 << 30, 1 << 40)):
+        middle = (schedule.HALVING_BYTES + 1) * size - 1
+        numbers = (0, 1, limit, limit + 1, middle, middle + 1, 1 << 30, 1 << 40)
+        for local, num_bytes in itertools.product(local_sizes(size), numbers):
             native = library.core().tfring_choose(library.ALGORITHMS[wanted], num_bytes, size, local)
             assert names[native] == schedule.choose_all_reduce(num_bytes, size, local, wanted)
 
 
 @pytest.mark.parametrize("wanted", library.ALGORITHMS)
 def test_choices_in_words_are_those_made(wanted):
-    for size, num_bytes in itertools.product(SIZES, (0, 100, 3000, 20_000, 65_536, 65_537, 1 << 40)):
+    for size, num_bytes in itertools.product(SIZES, (0, 100, 3000, 20_000, 65_536, 65_537, 400_000, 1 << 40)):
         for local in local_sizes(size):
             choices = schedule.all_reduce_choices(size, local, wanted)
             said = next(algorithm for limit, algorithm in choices if limit is None or num_bytes <= limit)
@@ -85,17 +94,21 @@ def test_what_is_wanted_is_what_is_chosen_where_it_can_be(wanted):
     def chosen(num_bytes, size, local):
         return schedule.choose_all_reduce(num_bytes, size, local, wanted)
 
-    small, large = 8, 1 << 26
+    small, middle, large = 8, 1 << 17, 1 << 26
     expected = {
         #            8 on 2 hosts         8 on 1 host     32 on 4 hosts
         "auto": (("flat", "two_level"), ("flat", "ring"), ("bruck", "two_level")),
         "flat": (("flat", "flat"), ("flat", "flat"), ("bruck", "bruck")),
         "bruck": (("bruck", "bruck"), ("bruck", "bruck"), ("bruck", "bruck")),
+        "halving": (("halving", "halving"), ("halving", "halving"), ("halving", "halving")),
         "ring": (("ring", "ring"), ("ring", "ring"), ("ring", "ring")),
         "two_level": (("two_level", "two_level"), ("ring", "ring"), ("two_level", "two_level")),
     }[wanted]
     for (size, local), pair in zip(((8, 4), (8, 8), (32, 8)), expected, strict=True):
         assert (chosen(small, size, local), chosen(large, size, local)) == pair
+    if wanted == "auto":
+        assert [chosen(middle, 32, local) for local in (1, 8, 32)] == ["halving", "two_level", "halving"]
+        assert [chosen(middle, 8, local) for local in (1, 2, 8)] == ["halving", "two_level", "ring"]
     assert chosen(large, 6, 1) != "two_level"  # as many hosts as members, or hosts that differ
 
 
@@ -212,6 +225,19 @@ def test_all_reduce_adds_every_contribution_once(size, seed):
     )
     assert all(chunk == set(range(size)) for row in held for chunk in row)
     assert delays == 2 * (size - 1)
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_halving_and_doubling_adds_every_contribution_once(size, seed):
+    tables = [schedule_tables.halving_all_reduce(p, size) for p in range(size)]
+    chunks = schedule_tables.halving_chunks(size)
+    held, delays = play(tables, contributions(size, chunks), seed=seed)
+    assert all(chunk == set(range(size)) for row in held for chunk in row)
+    assert delays == 2 * math.ceil(math.log2(size))
+    for p, steps in enumerate(tables):
+        has_extra = p >= chunks or p + chunks < size
+        assert sum(step.to is not None for step in steps) <= 2 * (chunks - 1) + chunks * has_extra
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])

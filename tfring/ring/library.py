@@ -40,7 +40,7 @@ UNWANTED = 2  # what a receive says of a shape it does not want
 ANY_THREAD, PYTHON_MAIN_THREAD, TENSORFLOW_OP = range(3)  # who waits in a collective
 OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
-ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4}
+ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4, "halving": 7}
 ROW_SUMS = {"auto": 0, "gather": 5, "owner": 6}
 OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
 OPERATION_NAMES = "sum, max, min or product"  # in errors

@@ -37,6 +37,16 @@ of the members: one delay, N - 1 messages.
     0 sends         0 to 1        0, 4 to 2        0 to 4      (then it has all five)
       gets          4 from 4      3, 2 from 3      1 from 1
 
+**Halving and doubling**, a buffer of middle size, cut into as many chunks as the largest power of two up to N: in each
+round a member and the one at half the distance of the round before exchange the halves of what each still adds up, and
+then, in the reverse order, what each has of the sum: 2 log2 N delays, and the bytes of a ring (Thakur, Rabenseifner and
+Gropp, 2005, https://doi.org/10.1177/1094342005051521). Members beyond the power of two hand their full buffer to one of
+the others first, and get the sum last. N = 4, with the chunks that member 0 exchanges:
+
+    round           0             1             2             3
+    0 sends         3, 2 to 2     1 to 1        0 to 1        0, 1 to 2
+      gets          +1, +0        +0            =1            =2, =3
+
 Whichever it is, all members hold the same bits. The native code makes the same choices; the tests compare the two.
 """
 
@@ -48,6 +58,7 @@ from collections.abc import Sequence
 
 SMALL_BYTES = 64 * 1024
 FLAT_MEMBERS = 16
+HALVING_BYTES = 16 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +119,15 @@ def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = 
     two_level = 1 < local_size < size
     if wanted == "two_level":
         return wanted if two_level else "ring"
-    if wanted == "ring":
+    if wanted in ("ring", "halving"):
         return wanted
     if wanted != "auto" or is_small(num_bytes, size):
         flat = wanted != "bruck" and size <= FLAT_MEMBERS
         return "flat" if flat else "bruck"
-    return "two_level" if two_level else "ring"
+    if two_level:
+        return "two_level"
+    waits_long = size > FLAT_MEMBERS or (local_size == 1 and size > 2)
+    return "halving" if waits_long and num_bytes // size <= HALVING_BYTES else "ring"
 
 
 def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> str:
@@ -134,12 +148,13 @@ def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> 
 def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list[tuple[int | None, str]]:
     """Returns `(most bytes, algorithm)` of `all_reduce`; None: no limit.
 
-    >>> all_reduce_choices(4, 2)
-    [(16384, 'flat'), (None, 'two_level')]
+    >>> all_reduce_choices(4, 2), all_reduce_choices(4, 1)
+    ([(16384, 'flat'), (None, 'two_level')], [(16384, 'flat'), (65539, 'halving'), (None, 'ring')])
     """
-    limit = SMALL_BYTES // size
-    small, large = (choose_all_reduce(num_bytes, size, local_size, wanted) for num_bytes in (limit, limit + 1))
-    return [(None, large)] if small == large else [(limit, small), (None, large)]
+    limits = sorted((SMALL_BYTES // size, (HALVING_BYTES + 1) * size - 1))
+    found = {choose_all_reduce(limit, size, local_size, wanted): limit for limit in limits}
+    found |= {choose_all_reduce(limits[-1] + 1, size, local_size, wanted): None}
+    return [(limit, algorithm) for algorithm, limit in found.items()]
 
 
 def partners(position: int, size: int, local_size: int) -> list[int]:

@@ -132,8 +132,11 @@ Status Collectives::large_all_reduce(Algorithm algorithm, const tfring_call& cal
     if (size == 1) copy(tensors[t].output, input, num_bytes(tensors[t]));
     plan.spans.add(input, tensors[t].output, num_bytes(tensors[t]));
   }
-  cut(plan.spans.size(), size_of(plan.dtype), size, &chunks_);
-  if (algorithm == Algorithm::kTwoLevel) {
+  const int num_chunks = algorithm == Algorithm::kHalving ? halving_chunks(size) : size;
+  cut(plan.spans.size(), size_of(plan.dtype), num_chunks, &chunks_);
+  if (algorithm == Algorithm::kHalving) {
+    halving_all_reduce(group.position, size, &schedule_);
+  } else if (algorithm == Algorithm::kTwoLevel) {
     two_level_all_reduce(group.position, size, group.local_size, &schedule_);
   } else {
     ring_all_reduce(group.position, size, &schedule_);

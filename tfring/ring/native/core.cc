@@ -266,6 +266,7 @@ int tfring_schedule(const char* which, int position, int size, int more, int32_t
     if (name == "flat_all_gather") tfring::flat_all_gather(position, size, &steps);
     if (name == "flat_broadcast") tfring::flat_broadcast(position, size, more, &steps);
     if (name == "bruck_all_gather") tfring::bruck_all_gather(position, size, &steps);
+    if (name == "halving_all_reduce") tfring::halving_all_reduce(position, size, &steps);
     if (name == "two_level_all_reduce") tfring::two_level_all_reduce(position, size, more, &steps);
     const int num_steps = static_cast<int>(steps.size());
     for (int s = 0; s < std::min(num_steps, max_steps); ++s) {

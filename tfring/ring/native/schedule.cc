@@ -20,9 +20,11 @@ Algorithm choose_small(Algorithm wanted, int size) {
 Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size) {
   const bool two_level = local_size > 1 && local_size < size;
   if (wanted == Algorithm::kTwoLevel) return two_level ? wanted : Algorithm::kRing;
-  if (wanted == Algorithm::kRing) return wanted;
+  if (wanted == Algorithm::kRing || wanted == Algorithm::kHalving) return wanted;
   if (wanted != Algorithm::kAuto || is_small(num_bytes, size)) return choose_small(wanted, size);
-  return two_level ? Algorithm::kTwoLevel : Algorithm::kRing;
+  if (two_level) return Algorithm::kTwoLevel;
+  const bool waits_long = size > kFlatMembers || (local_size == 1 && size > 2);
+  return waits_long && num_bytes / size <= kHalvingBytes ? Algorithm::kHalving : Algorithm::kRing;
 }
 
 // "gather": a member sends (N - 1) / N of `sent`; "owner": 1 / N of that, and the sums, (N - 1) / N of
@@ -107,6 +109,35 @@ void bruck_all_gather(int position, int size, Schedule* steps) {
                         wrap(position - distance, size), wrap(position - distance - j, size), false});
     }
   }
+}
+
+int halving_chunks(int size) {
+  int chunks = 1;
+  while (2 * chunks <= size) chunks *= 2;
+  return chunks;
+}
+
+// A round's chunks leave in the order in which the next round sends them on.
+void halving_all_reduce(int position, int size, Schedule* steps) {
+  steps->clear();
+  const int core = halving_chunks(size);
+  if (position >= core) {
+    const int peer = position - core;
+    for (int j = core - 1; j >= 0; --j) steps->push_back({peer, peer ^ j, -1, -1, false});
+    for (int j = 0; j < core; ++j) steps->push_back({-1, -1, peer, peer ^ j, false});
+    return;
+  }
+  const int extra = position + core < size ? position + core : -1;
+  for (int j = core - 1; j >= 0 && extra >= 0; --j) steps->push_back({-1, -1, extra, position ^ j, true});
+  for (int distance = core / 2; distance > 0; distance /= 2) {
+    const int peer = position ^ distance;
+    for (int j = distance - 1; j >= 0; --j) steps->push_back({peer, peer ^ j, peer, position ^ j, true});
+  }
+  for (int distance = 1; distance < core; distance *= 2) {
+    const int peer = position ^ distance;
+    for (int j = 0; j < distance; ++j) steps->push_back({peer, position ^ j, peer, peer ^ j, false});
+  }
+  for (int j = 0; j < core && extra >= 0; ++j) steps->push_back({extra, position ^ j, -1, -1, false});
 }
 
 // Chunk l * hosts + h is part h of the sum of local members l of the hosts.

@@ -32,6 +32,8 @@ inline Range chunk_of(int64_t count, int size, int index) {
 
 // Up to this many bytes in all, every member's full contribution goes to every other.
 constexpr int64_t kSmallBytes = 64 * 1024;
+// Up to this many bytes a member, delays cost more than what a ring gains: the members halve and double.
+constexpr int64_t kHalvingBytes = 16 * 1024;
 // Up to this many members send a small contribution to each other straight.
 constexpr int kFlatMembers = 16;
 
@@ -44,7 +46,8 @@ enum class Algorithm : int32_t {
   kRing = 3,
   kTwoLevel = 4,
   kGather = 5,
-  kOwner = 6
+  kOwner = 6,
+  kHalving = 7
 };
 
 // Returns the algorithm of an all_reduce of this number of bytes; `local_size` is the number of members on
@@ -56,6 +59,9 @@ Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int si
 // Those by which small contributions are gathered.
 Algorithm choose_small(Algorithm wanted, int size);
 
+// Returns the largest power of two up to `size`.
+int halving_chunks(int size);
+
 // All clear `steps` first.
 void ring_all_reduce(int position, int size, Schedule* steps);
 void ring_all_gather(int position, int size, Schedule* steps);
@@ -65,6 +71,8 @@ void ring_reduce(int position, int size, int root, Schedule* steps);
 void flat_all_gather(int position, int size, Schedule* steps);
 void flat_broadcast(int position, int size, int root, Schedule* steps);
 void bruck_all_gather(int position, int size, Schedule* steps);
+// The buffer is cut into `halving_chunks`.
+void halving_all_reduce(int position, int size, Schedule* steps);
 void two_level_all_reduce(int position, int size, int local_size, Schedule* steps);
 
 // The positions with which this one may exchange anything in a collective of its group.
