@@ -218,6 +218,12 @@ def test_the_launcher_imports_nothing_that_it_does_without():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 
+def test_a_worker_imports_nothing_that_a_ring_does_without(launch):
+    large = {"tensorflow", "keras", "wrapt", "asyncio", "importlib.metadata"}
+    script = f"import tfring.ring.communicator\nprint({large} & {{*sys.modules}})"
+    assert sorted(launch(2, script).stdout.splitlines()) == ["[1] set()", "set()"]
+
+
 def test_large_memory_comes_in_huge_pages_unless_the_user_says_else(launch, monkeypatch):
     tell = "print(os.environ['GLIBC_TUNABLES'])"
     assert launch(1, tell).stdout == "glibc.malloc.hugetlb=1\n"
