@@ -85,7 +85,8 @@ class World final : private Watched {
 
   Status connect(const tfring_options& options, Group* all);
   Status add_link(const tfring_link& link, bool is_open);
-  int watch(int64_t now, int64_t late, std::vector<pollfd>* fds) override;
+  void hear(int rank, int64_t now) override;
+  int watch(int64_t now, int64_t late, const Poll& poll) override;
 
   Status begin(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status run_begun(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
