@@ -3,9 +3,9 @@
     python benchmarks/collectives/start.py --ranks 8,32,64,128,256
     python benchmarks/collectives/start.py --against ../another-checkout       # both in turn, round after round
 
-Each rank is a process of `tfring launch` that imports NumPy and tfring, connects and calls collectives. Seconds count from
-the start of the launcher: until the last rank's program begins, and until the last rank is connected. Processor seconds
-are those of the launcher and of all ranks, to their end. Medians of the rounds.
+Each rank is a process of `tfring launch` that imports NumPy and tfring, connects and calls collectives. Seconds count
+from the start of the launcher: until the last rank's program begins, and until the last rank is connected. Processor
+seconds are those of the launcher and of all ranks, to their end. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def rank() -> None:
         small, rows, large = (np.zeros(count, np.float32) for count in (1, 4, 1 << 18))
         calls = [lambda: ring.all_reduce(small), lambda: ring.all_gather(rows), lambda: ring.all_reduce(large)]
         start = float(os.environ["STARTED"])
-        mine = [began - start, imported - began, connected - imported, connected - start, *(timed(ring, c) for c in calls)]
+        seconds = [began - start, imported - began, connected - imported, connected - start]
+        mine = [*seconds, *(timed(ring, call) for call in calls)]
         found = ring.all_gather(np.array([mine]))
         if ring.rank == 0:
             medians = np.median(found, axis=0)

@@ -232,6 +232,14 @@ def test_large_memory_comes_in_huge_pages_unless_the_user_says_else(launch, monk
         assert launch(1, tell).stdout == f"{theirs}\n"
 
 
+def test_many_ranks_a_cpu_begin_with_small_pages(launch):
+    one_cpu = {min(os.sched_getaffinity(0))}
+    script = "print(os.environ.get('GLIBC_TUNABLES'))"
+    for n, tunables in ((4, "glibc.malloc.hugetlb=1"), (5, "None")):
+        done = launch(n, script, preexec_fn=lambda: os.sched_setaffinity(0, one_cpu))
+        assert [line.split()[-1] for line in done.stdout.splitlines()] == [tunables] * n
+
+
 def test_arguments_are_passed_on_as_they_are(launch):
     arguments = ["-n", "7", "-m", "--log-dir", "x y", "--", "", "ä"]
     done = launch(1, "print(sys.argv[1:])", arguments=arguments)

@@ -194,12 +194,14 @@ def many_ranks(cluster):
             ring.all_gather(np.arange(rank % 3)), np.concatenate([np.arange(r % 3) for r in range(size)])
         )
         # Beside the numbers of rows; by doubling distances; round the ring; of some ranks the one, of some the other.
-        equal = [([elements] * size, algorithm) for elements, algorithm in ((4, "bruck"), (200, "bruck"), (5_000, "ring"))]
-        for elements, algorithm in (*equal, (range(0, 20 * size, 20), "bruck"), (range(0, 999 * size, 999), "ring")):
+        cases = [([4] * size, "bruck"), ([200] * size, "bruck"), ([5000] * size, "ring")]
+        cases += [(range(0, 20 * size, 20), "bruck"), (range(0, 999 * size, 999), "ring")]
+        for elements, algorithm in cases:
             ring._core.tfring_trace(8)
             gathered = ring.all_gather([np.full((elements[rank], 3), rank, np.uint8), np.full(elements[rank], rank)])
             for tensor in gathered:
-                np.testing.assert_array_equal(tensor.reshape(len(tensor), -1)[:, 0], np.repeat(np.arange(size), elements))
+                expected = np.repeat(np.arange(size), elements)
+                np.testing.assert_array_equal(tensor.reshape(len(tensor), -1)[:, 0], expected)
             record, lost = library.Record(), ctypes.c_int64()
             assert ring._core.tfring_take_records(record, 1, lost) == 1
             assert record.algorithm == library.ALGORITHMS[algorithm]

@@ -51,7 +51,7 @@ class Record {
   void finish(const Status& status, const tfring_statistics& so_far) {
     if (is_on_) keep(status, so_far);
   }
-  // Of a part of the call, unless the call itself has one.
+  // Records the algorithm of a part of the call, unless the call itself has one.
   void took(Algorithm algorithm) {
     if (record_.algorithm == 0) record_.algorithm = static_cast<int32_t>(algorithm);
   }

@@ -113,7 +113,7 @@ class Watcher {
     }
   }
 
-  // Of an object that is no longer watched, nothing is heard.
+  // Ignores an object that is no longer watched.
   void hear(uint64_t data, int64_t now) {
     const uint32_t number = static_cast<uint32_t>(data >> 32);
     if (number == 0) {

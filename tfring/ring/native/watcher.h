@@ -7,7 +7,7 @@
 
 namespace tfring {
 
-// Where an object has its connections polled.
+// Polls the connections of an object.
 struct Poll {
   int epoll_fd = -1;
   uint32_t number = 0;  // of the object

@@ -19,7 +19,8 @@
 //     StallInspector (stall_inspector.cc)    and asks why: a rank is slow, or some wait for each other
 //       │
 //       ▼
-//   shared with the watcher's thread, and with threads that close or abort the world, behind a lock:
+//   shared with the watcher's thread (watcher.cc), and with threads that close or abort the world, behind a
+//   lock:
 //     Guarded<Liveness> (liveness.cc)        control connections (peer.cc): who left, died, stopped, is cut
 //                                            off, and why the world broke
 //     Calls (calls.cc)                       what each pair of ranks has begun together
