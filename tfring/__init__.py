@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from tfring import seeding
+from tfring import imports, seeding
 from tfring._requirements import check_tensorflow
 from tfring._version import __version__
 
@@ -124,5 +123,4 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("TFRING_SEED"):  # without `tfring launch`, which has its workers do it before the program begins
-    with contextlib.suppress(ModuleNotFoundError):  # while it is built nothing is installed
-        seeding.apply_from_environment()
+    seeding.apply_from_environment(imports.after_import)

@@ -1,4 +1,4 @@
-"""Imports of TensorFlow and Keras, during which Python looks for no garbage: they make none.
+"""Imports of TensorFlow and Keras, during which Python looks for no garbage: they make none; what follows an import.
 
 It imports nothing of tfring, for `tfring launch` has each worker run it before the program does (`launch/hook`).
 """
@@ -20,30 +20,50 @@ def quicken() -> None:
 
     What they make counts as old then, as after collections. A collector that is off stays off.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    _finder().large = _LARGE
+
+
+def after_import(name: str, function: Callable[[Any], None]) -> None:
+    """Calls a function with a module: once it has been imported, or now."""
+    if name in sys.modules:
+        function(sys.modules[name])
+    else:
+        _finder().waiting.setdefault(name, []).append(function)
+
+
+def _finder() -> _Finder:
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder):
+            return finder
+    sys.meta_path.insert(0, finder := _Finder())
+    return finder
 
 
 class _Finder:
-    """Finds the packages where other finders do, to import them without collections."""
+    """Finds the packages where other finders do, to import large ones without collections, and to say when."""
+
+    def __init__(self) -> None:
+        self.large: tuple[str, ...] = ()
+        self.waiting: dict[str, list[Callable[[Any], None]]] = {}  # by module: what is called once it is there
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _LARGE:
+        if name not in self.large and name not in self.waiting:
             return None
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (find(name, path, target) for find in finders if find is not None)), None)
         loader: Any = getattr(spec, "loader", None)
         if hasattr(loader, "exec_module"):
             with contextlib.suppress(AttributeError):  # of a loader that takes no attributes
-                loader.exec_module = functools.partial(_execute, loader, loader.exec_module)
+                loader.exec_module = functools.partial(self._execute, loader, loader.exec_module)
         return spec
 
-
-def _execute(loader: Any, exec_module: Callable[[Any], None], module: Any) -> None:
-    with contextlib.suppress(AttributeError):  # of a loader that was executed before
-        del loader.exec_module
-    with without_collections():
-        exec_module(module)
+    def _execute(self, loader: Any, exec_module: Callable[[Any], None], module: Any) -> None:
+        with contextlib.suppress(AttributeError):  # of a loader that was executed before
+            del loader.exec_module
+        with without_collections() if module.__name__ in self.large else contextlib.nullcontext():
+            exec_module(module)
+        for function in self.waiting.pop(module.__name__, []):
+            function(module)
 
 
 @contextlib.contextmanager

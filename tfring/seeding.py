@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 _HOOK = "_tfring_seeding"  # this file, as a worker's hook has loaded it
@@ -22,14 +23,18 @@ def current() -> int | None:
     return getattr(sys.modules.get(_HOOK), "_seed", None) if _seed is None else _seed
 
 
-def apply_from_environment() -> None:
-    """Seeds this process by TFRING_SEED, if that is a number; of anything else `tfring.config` speaks."""
+def apply_from_environment(after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
+    """Seeds this process by TFRING_SEED, if that is a number; of anything else `tfring.config` speaks.
+
+    Args:
+        after_import: That of `tfring.imports`.
+    """
     seed = os.environ.get("TFRING_SEED", "").strip()
     if seed.isascii() and seed.isdecimal() and int(seed) < 2**32:
-        apply(int(seed))
+        apply(int(seed), after_import)
 
 
-def apply(seed: int) -> None:
+def apply(seed: int, after_import: Callable[[str, Callable[[Any], None]], None]) -> None:
     """Seeds Python's `random`, and NumPy and `tf.data` when they are imported, or now.
 
     NumPy's generators that are made without a seed (`numpy.random.default_rng()`) differ from each other, and so do
@@ -38,14 +43,13 @@ def apply(seed: int) -> None:
 
     Args:
         seed: From 0 to 2**32 - 1.
+        after_import: That of `tfring.imports`.
     """
     global _seed
-    from wrapt import register_post_import_hook
-
     _seed = seed
     random.seed(seed)
-    register_post_import_hook(lambda module: _seed_numpy(module, seed), "numpy.random")
-    register_post_import_hook(lambda module: _seed_tf_data(module, seed), "tensorflow.python.data.util.random_seed")
+    after_import("numpy.random", lambda module: _seed_numpy(module, seed))
+    after_import("tensorflow.python.data.util.random_seed", lambda module: _seed_tf_data(module, seed))
 
 
 def _seed_numpy(numpy_random: Any, seed: int) -> None:

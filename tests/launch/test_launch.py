@@ -218,12 +218,26 @@ def test_the_launcher_imports_nothing_that_it_does_without():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 
+def test_a_worker_imports_nothing_that_a_ring_does_without(launch):
+    large = {"tensorflow", "keras", "wrapt", "asyncio", "importlib.metadata"}
+    script = f"import tfring.ring.communicator\nprint({large} & {{*sys.modules}})"
+    assert sorted(launch(2, script).stdout.splitlines()) == ["[1] set()", "set()"]
+
+
 def test_large_memory_comes_in_huge_pages_unless_the_user_says_else(launch, monkeypatch):
     tell = "print(os.environ['GLIBC_TUNABLES'])"
     assert launch(1, tell).stdout == "glibc.malloc.hugetlb=1\n"
     for theirs in ("glibc.malloc.hugetlb=0", ""):
         monkeypatch.setenv("GLIBC_TUNABLES", theirs)
         assert launch(1, tell).stdout == f"{theirs}\n"
+
+
+def test_many_ranks_a_cpu_begin_with_small_pages(launch):
+    one_cpu = {min(os.sched_getaffinity(0))}
+    script = "print(os.environ.get('GLIBC_TUNABLES'))"
+    for n, tunables in ((4, "glibc.malloc.hugetlb=1"), (5, "None")):
+        done = launch(n, script, preexec_fn=lambda: os.sched_setaffinity(0, one_cpu))
+        assert [line.split()[-1] for line in done.stdout.splitlines()] == [tunables] * n
 
 
 def test_arguments_are_passed_on_as_they_are(launch):

@@ -2,6 +2,7 @@
 // connection. Run by sanitize.py.
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -250,14 +251,13 @@ void frames_without_room_are_sent_later() {
   for (int i = 0; i < kFrames; ++i) liveness.tell_raised("error " + std::to_string(i));
   CHECK(!liveness.peer(1)->unsent.empty(), "all had room");
   std::string got;
-  std::vector<pollfd> fds;
+  const tfring::Poll poll{epoll_create1(EPOLL_CLOEXEC), 7};
   while (got.size() < kFrames * sizeof(tfring::ControlFrame)) {
     char bytes[1000];
     const ssize_t count = recv(control.peers, bytes, sizeof(bytes), MSG_DONTWAIT);
     if (count > 0) got.append(bytes, static_cast<size_t>(count));
-    fds.clear();
-    liveness.watch(tfring::now_nanoseconds(), 0, &fds);
-    const bool waits_for_room = (fds[0].events & POLLOUT) != 0;
+    liveness.watch(tfring::now_nanoseconds(), 0, poll);
+    const bool waits_for_room = (liveness.peer(1)->polled_for & EPOLLOUT) != 0;
     CHECK(waits_for_room == !liveness.peer(1)->unsent.empty(), "it polls for the wrong thing");
     CHECK(count > 0 || waits_for_room, "%zu bytes came", got.size());
   }
@@ -268,8 +268,17 @@ void frames_without_room_are_sent_later() {
     CHECK(frame.message == "error " + std::to_string(i), "%s", frame.message);
   }
   CHECK(recv(control.peers, &got[0], 1, MSG_DONTWAIT) < 0, "more than was sent");
+  epoll_event event{};
+  CHECK(epoll_wait(poll.epoll_fd, &event, 1, 0) == 0, "it waits for room though it has nothing to send");
+  const tfring::ControlFrame ping = tfring::make_control(tfring::ControlType::kPing, 1, 0);
+  CHECK(send(control.peers, &ping, sizeof(ping), 0) == sizeof(ping), "send");
+  CHECK(epoll_wait(poll.epoll_fd, &event, 1, 0) == 1, "what comes is not polled for");
+  CHECK(event.data.u64 == (uint64_t{7} << 32 | 1), "%d", static_cast<int>(event.data.u64));
+  liveness.hear(1, tfring::now_nanoseconds());
+  CHECK(epoll_wait(poll.epoll_fd, &event, 1, 0) == 0, "it was not read");
   liveness.close();
   close(control.peers);
+  close(poll.epoll_fd);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 """Groups, all_to_all, gather, scatter, reduce, send and receive: on arrays, on tensors, with gradients, and refused."""
 
+import ctypes
 import gc
 import os
 
@@ -11,6 +12,7 @@ from harness import workers
 from test_ring_collectives import DTYPES
 from test_ring_ops import join, run
 
+from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds
 
 TRANSPORTS = ("tcp", "shm")
@@ -191,6 +193,19 @@ def many_ranks(cluster):
         np.testing.assert_array_equal(
             ring.all_gather(np.arange(rank % 3)), np.concatenate([np.arange(r % 3) for r in range(size)])
         )
+        # Beside the numbers of rows; by doubling distances; round the ring; of some ranks the one, of some the other.
+        cases = [([4] * size, "bruck"), ([200] * size, "bruck"), ([5000] * size, "ring")]
+        cases += [(range(0, 20 * size, 20), "bruck"), (range(0, 999 * size, 999), "ring")]
+        for elements, algorithm in cases:
+            ring._core.tfring_trace(8)
+            gathered = ring.all_gather([np.full((elements[rank], 3), rank, np.uint8), np.full(elements[rank], rank)])
+            for tensor in gathered:
+                expected = np.repeat(np.arange(size), elements)
+                np.testing.assert_array_equal(tensor.reshape(len(tensor), -1)[:, 0], expected)
+            record, lost = library.Record(), ctypes.c_int64()
+            assert ring._core.tfring_take_records(record, 1, lost) == 1
+            assert record.algorithm == library.ALGORITHMS[algorithm]
+            ring._core.tfring_trace(0)
         few = np.full((3, 50), rank + 1.0), np.array([rank, 5, 5])
         rows = [few, (np.ones((200, 8)), np.arange(rank, rank + 200))]
         gathered = [ring.all_reduce_rows(*each, reduction="gather") for each in rows]

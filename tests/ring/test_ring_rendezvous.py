@@ -14,7 +14,7 @@ import ranks
 from harness import free_ports
 
 from tfring.errors import RendezvousError
-from tfring.ring import communicator
+from tfring.ring import communicator, rendezvous
 from tfring.transport import mailbox
 from tfring.transport.listener import Listener
 
@@ -110,6 +110,35 @@ def test_every_rank_names_those_that_never_answered(missing):
                 assert f"rank {present} at" not in message, message
 
 
+def join_and_count_probes(cluster):
+    probed = []
+    original = rendezvous.probe
+
+    def probe(of, rank, seconds):
+        probed.append(rank)
+        return original(of, rank, seconds)
+
+    rendezvous.probe = probe
+    if cluster.rank == cluster.world_size - 1:
+        time.sleep(4.5)  # the others look for it after three seconds
+    sum_of_ranks(cluster)
+    return probed
+
+
+def test_one_rank_alone_looks_for_a_late_one():
+    first, *others = ranks.run(4, join_and_count_probes)
+    assert first == [3] and others == [[], [], []]
+
+
+def test_ranks_in_short():
+    missing = {rank: "refused" for rank in range(3, 60) if rank != 40}
+    cluster = SimpleNamespace(rank=0, world_size=60, addresses=[f"127.0.0.1:{port}" for port in range(1, 61)])
+    forming = SimpleNamespace(cluster=cluster, peers=(), links={}, reasons={}, listener=SimpleNamespace(turned_away=""))
+    text = rendezvous._Forming._who_is_missing(forming, missing)
+    assert text.startswith("never answered: rank 3 at 127.0.0.1:4 (refused), rank 4 at ")
+    assert text.endswith("rank 18 at 127.0.0.1:19 (refused), and ranks 19 to 39, 41 to 59")
+
+
 def join_another_ring(cluster):
     name = cluster.ring + "-other" if cluster.rank == 1 else cluster.ring
     ranks.join(cluster, name=name, connect_timeout_seconds=2.0)
@@ -118,7 +147,7 @@ def join_another_ring(cluster):
 def test_a_rank_that_asks_for_another_ring_is_told_from_a_missing_one():
     for failed in ranks.try_run(3, join_another_ring):
         assert failed.kind == "RendezvousError"
-        assert "every rank answers" in failed.message and "rank" in failed.message
+        assert "every rank that it still waits for answers" in failed.message and "rank" in failed.message
 
 
 def claim_rank(cluster):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfring.cluster import tf_config
 from tfring.errors import ConfigurationError
-from tfring.transport.address import host_key, parse_address
+from tfring.transport.address import Address, host_key, parse_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Cluster:
                 "`addresses` has one entry a rank", addresses=self.addresses, world_size=self.world_size
             )
         parsed = [parse_address(address) for address in self.addresses]
+        first: dict[Address, int] = {}
         for rank, address in enumerate(parsed):
-            if address in parsed[:rank]:
+            if first.setdefault(address, rank) != rank:
                 raise self._error(
-                    f"Each rank listens at an address of its own, but ranks {parsed.index(address)} "
-                    f"and {rank} share one",
+                    f"Each rank listens at an address of its own, but ranks {first[address]} and {rank} share one",
                     addresses=self.addresses,
                 )
         one_node = self.local_world_size == self.world_size

@@ -67,7 +67,8 @@ environment of a worker:
       Left alone by TFRING_GPUS=all, and where a host has fewer GPUs than workers, which a line then warns of.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
       unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
-      them to those who ask: a step that allocates tensors of many MB spends half its time in the kernel without.
+      them to those who ask: a step that allocates tensors of many MB spends half its time in the kernel without. More
+      than 4 workers a CPU do without: the kernel would clear 2 MB for each of their threads.
 """
 
 LAUNCH_EXAMPLES = """\

@@ -15,6 +15,7 @@ from tfring.gpus import gpu_variables, shortage
 from tfring.launch import processes
 
 FDS_OF_A_WORKER = 6  # its socket, the same for a restart, two pipes it prints to, one it reports by, its log
+_MOST_RANKS_A_CPU = 4  # with huge pages, by which each thread's memory begins with 2 MB that the kernel clears
 _HOOK = os.path.join(os.path.dirname(__file__), "hook")  # Python runs its sitecustomize.py before the program
 
 
@@ -50,7 +51,8 @@ def start(
         OSError: It cannot be started.
     """
     assert cluster.listen_fd is not None
-    threads = thread_variables(cluster.local_world_size, available_cpus(), environ)
+    cpus = available_cpus()
+    threads = thread_variables(cluster.local_world_size, cpus, environ)
     variables = {**environ, **threads, **(launch_variables.write(cluster) if place is None else place)}
     if variables.get("TFRING_SEED"):  # a program of the user's
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, variables.get("PYTHONPATH")]))
@@ -65,7 +67,8 @@ def start(
             variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # rank 0 says what TensorFlow says of itself
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what it prints is shown when it is printed
     variables.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code shows where
-    variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB
+    if cluster.local_world_size <= _MOST_RANKS_A_CPU * cpus:
+        variables.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # or large tensors begin with 4 kB after 4 kB
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     taken, taken_end = os.pipe()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import pathlib
 import signal
 import weakref
@@ -23,6 +22,8 @@ def _directory() -> pathlib.Path:
     """
     own = pathlib.Path(__file__).parent / "native"
     if not (own / "libtfring_core.so").exists():
+        import importlib.metadata  # 15 ms
+
         for installed in importlib.metadata.distributions(name="tfring"):
             directory = pathlib.Path(str(installed.locate_file("tfring/ring/native")))
             if installed.version == __version__ and (directory / "libtfring_core.so").exists():

@@ -16,6 +16,7 @@ from tfring.transport import mailbox, wire
 _CONTROL_FRAME = struct.Struct("<IHBBiiiiQ992s")
 _ABORT = 0
 _CONNECT_SECONDS = 5.0
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 @dataclasses.dataclass
@@ -77,7 +78,7 @@ class Link:
             RendezvousError: With its reason.
         """
         try:
-            frame = self.control.recv(_CONTROL_FRAME.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            frame = self.control.recv(_CONTROL_FRAME.size, _PEEK)
         except BlockingIOError:
             return
         except OSError:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import resource
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 from tfring import config
@@ -41,6 +42,7 @@ _LAST_WORDS_SECONDS = 0.3  # in which a rank that gives up tells those that are 
 _FDS_OF_A_LINK = 8  # while it is made; 3 after that
 _SILENT_SECONDS = 3.0  # until a rank that waits says for whom, and
 _REPORT_SECONDS = 30.0  # between two such lines
+_MOST_FACTS = 16  # ranks that such a line describes; the others are numbers
 _SLICE_SECONDS = 0.1  # between looks at what else may have happened
 _PAUSES_SECONDS = (0.01, 0.02, 0.05, 0.1)  # between attempts to connect; the last from then on
 
@@ -223,20 +225,33 @@ class _Forming:
         try:
             pause = _SILENT_SECONDS
             while not self.cancelled.wait(pause):
-                missing = _missing_ranks(self.cluster)
-                self._check_none_has_ended(missing)
-                if self.cancelled.is_set():
-                    return
-                seconds = time.monotonic() - self.began
-                present = set(range(self.cluster.world_size)) - set(missing)
-                if self.cluster.rank == min(present):  # one line is enough
-                    _log.warning(
-                        'tfring: rank %d has waited %.0f s for ring "%s" to form, and waits up to %g s; %s.',
-                        *(self.cluster.rank, seconds, self.ring, self.timeout_seconds, self._who_is_missing(missing)),
-                    )
+                if self._leaves_report_to_another():
+                    reasons = self.reasons.copy()
+                    self._check_none_has_ended({rank: reasons[rank] for rank in reasons.keys() - self.links.keys()})
+                else:
+                    self._report(_missing_ranks(self.cluster, self._without_link(range(self.cluster.world_size))))
                 pause = _REPORT_SECONDS
         except BaseException as error:
             self.connect_error = self.connect_error or error
+
+    def _leaves_report_to_another(self) -> bool:
+        """Returns True if a lower rank is there: one line is enough, and one rank that probes all others."""
+        if any(rank < self.cluster.rank for rank in list(self.links)):
+            return True
+        return self.cluster.rank > 0 and not _missing_ranks(self.cluster, [0])
+
+    def _report(self, missing: Mapping[int, str]) -> None:
+        self._check_none_has_ended(missing)
+        present = set(range(self.cluster.world_size)) - set(missing)
+        if self.cluster.rank == min(present) and not self.cancelled.is_set():
+            seconds = time.monotonic() - self.began
+            _log.warning(
+                'tfring: rank %d has waited %.0f s for ring "%s" to form, and waits up to %g s; %s.',
+                *(self.cluster.rank, seconds, self.ring, self.timeout_seconds, self._who_is_missing(missing)),
+            )
+
+    def _without_link(self, ranks: Iterable[int]) -> list[int]:
+        return sorted(set(ranks) - {self.cluster.rank, *self.links})
 
     def _check_none_has_ended(self, missing: Mapping[int, str]) -> None:
         """Raises where a rank listens no longer. Ranks that inherit a socket all listen before the first begins."""
@@ -460,15 +475,21 @@ class _Forming:
     # Giving up.
 
     def _timeout_error(self) -> RendezvousError:
+        """Names all that are missing on the lowest rank that is there, on the others those that they link with."""
+        all_ranks = self.kind == "ring" and not self._leaves_report_to_another()
+        ranks = self._without_link(range(self.cluster.world_size) if all_ranks else self.peers)
+        missing = _missing_ranks(self.cluster, ranks)
         return RendezvousError(
             f"Rank {self.cluster.rank} of {self.cluster.world_size} waited {self.timeout_seconds:g} s for "
-            f'ring "{self.ring}" to form; {self._who_is_missing(_missing_ranks(self.cluster))}. Are all ranks started '
+            f'ring "{self.ring}" to form; {self._who_is_missing(missing)}. Are all ranks started '
             "with the same list of addresses, and are the ports open between the hosts?"
         )
 
     def _who_is_missing(self, missing: Mapping[int, str]) -> str:
-        facts = [f"rank {r} at {self.cluster.addresses[r]} ({why})" for r, why in sorted(missing.items())]
-        told = f"never answered: {', '.join(facts)}" if facts else "every rank answers"
+        ranks = sorted(missing)
+        facts = [f"rank {r} at {self.cluster.addresses[r]} ({missing[r]})" for r in ranks[:_MOST_FACTS]]
+        told = f"never answered: {', '.join(facts)}" if facts else "every rank that it still waits for answers"
+        told += f", and ranks {_in_short(ranks[_MOST_FACTS:])}" if ranks[_MOST_FACTS:] else ""
         for rank in sorted(set(self.peers) - set(self.links) - set(missing)):
             did_not = "take" if rank < self.cluster.rank else "connect to"
             told += f"; rank {rank} is there but did not {did_not} rank {self.cluster.rank}"
@@ -498,8 +519,18 @@ def _warn_once(text: str) -> None:
         _log.warning("%s", text)
 
 
-def _missing_ranks(cluster: Cluster) -> dict[int, str]:
-    """Probes every rank. Returns those that do not answer, and why."""
+def _in_short(ranks: list[int]) -> str:
+    """Returns ascending numbers as text.
+
+    >>> _in_short([3, 4, 5, 7, 9, 10])
+    '3 to 5, 7, 9 to 10'
+    """
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _missing_ranks(cluster: Cluster, ranks: list[int]) -> dict[int, str]:
+    """Probes these ranks. Returns those that do not answer, and why."""
 
     def problem(rank: int) -> str | None:
         try:
@@ -510,7 +541,8 @@ def _missing_ranks(cluster: Cluster) -> dict[int, str]:
             return str(found.problem)
         return None if found.rank == rank else f"the process there takes itself for rank {found.rank}"
 
-    others = [rank for rank in range(cluster.world_size) if rank != cluster.rank]
-    with concurrent.futures.ThreadPoolExecutor(min(32, len(others))) as pool:
-        answers = dict(zip(others, pool.map(problem, others), strict=True))
+    if not ranks:
+        return {}
+    with concurrent.futures.ThreadPoolExecutor(min(32, len(ranks))) as pool:
+        answers = dict(zip(ranks, pool.map(problem, ranks), strict=True))
     return {rank: why for rank, why in answers.items() if why is not None}

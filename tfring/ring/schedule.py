@@ -37,6 +37,9 @@ of the members: one delay, N - 1 messages.
     0 sends         0 to 1        0, 4 to 2        0 to 4      (then it has all five)
       gets          4 from 4      3, 2 from 3      1 from 1
 
+An all_gather among more than 16 gathers the numbers of rows so, beside them the rows where they are few, and then larger
+ones, unless all together are large: those take the ring.
+
 **Halving and doubling**, a buffer of middle size, cut into as many chunks as the largest power of two up to N: in each
 round a member and the one at half the distance of the round before exchange the halves of what each still adds up, and
 then, in the reverse order, what each has of the sum: 2 log2 N delays, and the bytes of a ring (Thakur, Rabenseifner and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from typing import NamedTuple
@@ -42,6 +43,11 @@ def parse_address(text: str) -> Address:
     """
     if not isinstance(text, str):
         raise ConfigurationError(f"{_RULE}. Received: {text!r}, a {type(text).__name__}.")
+    return _parse(text)
+
+
+@functools.lru_cache(4096)  # every rank reads those of all a few times
+def _parse(text: str) -> Address:
     if "://" in text:
         raise _error(text, f'It takes no scheme: write "{text.split("://", 1)[1]}".')
     host, colon, port = text.rpartition(":")

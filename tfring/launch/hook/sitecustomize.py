@@ -20,13 +20,14 @@ _HERE = pathlib.Path(__file__).parent
 
 def _run() -> None:
     _leave_path()
-    _load("_tfring_imports", _HERE.parents[1] / "imports.py").quicken()
+    imports = _load("_tfring_imports", _HERE.parents[1] / "imports.py")
+    imports.quicken()
     if os.environ.get("TFRING_SEED"):
         seeding = _load("_tfring_seeding", _HERE.parents[1] / "seeding.py")
-        seeding.apply_from_environment()
+        seeding.apply_from_environment(imports.after_import)
         del os.environ["TFRING_SEED"]  # what the program starts draws numbers of its own
     if os.environ.get("TFRING_RANK", "0") != "0":
-        _ask_nothing(os.environ["TFRING_RANK"])
+        _ask_nothing(os.environ["TFRING_RANK"], imports)
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:  # the one whose place this has taken
         module = importlib.util.module_from_spec(spec)
@@ -51,7 +52,7 @@ def _load(name: str, file: pathlib.Path) -> Any:
     return module
 
 
-def _ask_nothing(rank: str) -> None:
+def _ask_nothing(rank: str, imports: Any) -> None:
     """Reports where `input()` ends at once, for standard input is rank 0's; passes by what would stop in a debugger."""
     original = builtins.input
 
@@ -69,10 +70,7 @@ def _ask_nothing(rank: str) -> None:
 
     builtins.input = input
     sys.breakpointhook = pass_by
-
-    from wrapt import register_post_import_hook
-
-    register_post_import_hook(lambda pdb: setattr(pdb, "set_trace", pass_by), "pdb")
+    imports.after_import("pdb", lambda pdb: setattr(pdb, "set_trace", pass_by))
 
 
 if __name__ == "sitecustomize":

@@ -128,7 +128,7 @@ typedef struct tfring_record {
   int64_t received;
   uint64_t sequence;  // as in the header
   int32_t kind;       // of kinds.h, or TFRING_MARK
-  int32_t algorithm;  // of an all_reduce or a sum of rows, as in schedule.h
+  int32_t algorithm;  // of an all_reduce, a sum of rows or an all_gather among many, as in schedule.h
   int32_t last;       // the rank whose header came last, -1 for none
   int32_t code;       // how it ended
   char ring[24];      // cut where longer, as are the others

@@ -21,6 +21,7 @@ struct Exchange::Rows {
   std::vector<int64_t> row_bytes;  // [tensor]
   std::vector<int64_t> mine;       // [member][tensor]: that go to it
   std::vector<int64_t> theirs;     // [member][tensor]: that come from it
+  int64_t most_beside = 0;         // bytes that come beside the numbers, where they are all a member has
 
   bool gives(int from, int to) const {
     if (kind == Kind::kGather) return to == root;
@@ -35,9 +36,11 @@ struct Exchange::Rows {
     for (size_t t = 0; t < count; ++t) total += theirs_bytes(from, t);
     return total;
   }
+  bool comes_beside(int from) const { return most_beside > 0 && theirs_bytes(from) <= most_beside; }
   // An all_gather's large blocks are sent round, for each is wanted by all.
   bool goes_round(int from) const {
-    return kind == Kind::kAllGather && (size > kFlatMembers || !is_small(theirs_bytes(from), size));
+    if (kind != Kind::kAllGather || comes_beside(from)) return false;
+    return size > kFlatMembers || !is_small(theirs_bytes(from), size);
   }
 };
 
@@ -111,11 +114,21 @@ Status Exchange::announce_rows(Rows* rows) {
   const int64_t numbers = static_cast<int64_t>(rows->count * sizeof(int64_t));
   const bool flat = rows->kind != Kind::kAllGather || rows->size <= kFlatMembers;
   if (!flat) {
-    TFRING_TRY(collectives_.need_scratch(numbers * rows->size));
-    copy(collectives_.scratch() + rows->member * numbers, rows->theirs.data() + rows->member * rows->count,
-         numbers);
-    TFRING_TRY(collectives_.gather_slots(numbers));
-    copy(rows->theirs.data(), collectives_.scratch(), numbers * rows->size);
+    rows->most_beside = kSmallBytes / 4 / rows->size;
+    const int64_t slot = numbers + rows->most_beside;
+    TFRING_TRY(collectives_.need_scratch(slot * rows->size));
+    char* to = collectives_.scratch() + rows->member * slot;
+    copy(to, rows->theirs.data() + rows->member * rows->count, numbers);
+    copy(to + numbers, nullptr, rows->most_beside);
+    to += numbers;
+    for (size_t t = 0; t < rows->count && rows->comes_beside(rows->member); ++t) {
+      copy(to, rows->tensors[t].input, rows->theirs_bytes(rows->member, t));
+      to += rows->theirs_bytes(rows->member, t);
+    }
+    TFRING_TRY(collectives_.gather_slots(slot));
+    for (size_t m = 0; m < static_cast<size_t>(rows->size); ++m) {
+      copy(rows->theirs.data() + m * rows->count, collectives_.scratch() + m * slot, numbers);
+    }
     return {};
   }
   const int64_t to = plan.spans.size();
@@ -198,10 +211,14 @@ void Exchange::take_rows(const Rows& rows, void* const* outputs) {
   Plan& plan = execution_.plan();
   std::vector<int64_t> filled(rows.count, 0);          // [tensor]: bytes of the output assigned so far
   chunks_.assign(static_cast<size_t>(rows.size), {});  // [position]: its range, in bytes
+  const int64_t numbers = static_cast<int64_t>(rows.count * sizeof(int64_t));
   bool rounds = false;
+  const int64_t before = plan.spans.size();
   std::vector<Range> blocks(static_cast<size_t>(rows.size));  // [member]
   for (int m = 0; m < rows.size; ++m) {
     const int64_t begin = plan.spans.size();
+    const bool comes_beside = rows.comes_beside(m);
+    const char* beside = collectives_.scratch() + (m + 1) * numbers + m * rows.most_beside;
     for (size_t t = 0; t < rows.count; ++t) {
       const int64_t size = rows.theirs_bytes(m, t);
       char* out = static_cast<char*>(outputs[t]) + filled[t];
@@ -213,6 +230,9 @@ void Exchange::take_rows(const Rows& rows, void* const* outputs) {
           in += rows.mine[static_cast<size_t>(before) * rows.count + t] * rows.row_bytes[t];
         }
         copy(out, in, size);
+      } else if (comes_beside) {
+        copy(out, beside, size);
+        beside += size;
       } else if (!rows.goes_round(m)) {
         plan.add_recv(group.rank_of(m), {plan.spans.size(), size});
       }
@@ -222,8 +242,14 @@ void Exchange::take_rows(const Rows& rows, void* const* outputs) {
     chunks_[static_cast<size_t>(group.position_of(m))] = {begin, plan.spans.size() - begin};
     rounds = true;
   }
+  const Algorithm algorithm = choose_all_gather(plan.spans.size() - before);
+  if (rounds || rows.most_beside > 0) execution_.record().took(algorithm);
   if (!rounds) return;
-  ring_all_gather(group.position, rows.size, &schedule_);
+  if (algorithm == Algorithm::kBruck) {
+    bruck_all_gather(group.position, rows.size, &schedule_);
+  } else {
+    ring_all_gather(group.position, rows.size, &schedule_);
+  }
   for (ScheduleStep& step : schedule_) {  // empty blocks are not sent
     if (chunks_[static_cast<size_t>(step.send)].size == 0) step.to = step.send = -1;
     if (chunks_[static_cast<size_t>(step.recv)].size == 0) step.from = step.recv = -1;

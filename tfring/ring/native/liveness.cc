@@ -11,6 +11,7 @@
 #include "liveness.h"
 
 #include <errno.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -19,13 +20,13 @@
 
 #include "clock.h"
 #include "process.h"
-#include "watcher.h"
 
 namespace tfring {
 namespace {
 
 constexpr int kPingsPerLimit = 5;         // in lost_seconds
 constexpr double kMostPingSeconds = 3.0;  // between two of them
+constexpr double kPauseSeconds = 0.1;     // before it asks again, where the kernel polls for no more
 
 bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
@@ -65,22 +66,34 @@ bool Liveness::close() {
   for (auto& peer : peers_) {
     if (peer == nullptr) continue;
     peer->send(make_control(ControlType::kGoodbye, settings_.rank, calls_.common(peer->rank)));
+    (void)poll_for(peer.get(), 0);
     peer.reset();
   }
   return true;
 }
 
-int Liveness::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
+void Liveness::hear(int rank, int64_t now) {
+  if (peer(rank) != nullptr) read_control(peer(rank), now);
+}
+
+bool Liveness::poll_for(Peer* peer, uint32_t events) {
+  if (!poll_.change(peer->control_fd.get(), peer->rank, peer->polled_for, events)) return false;
+  peer->polled_for = events;
+  return true;
+}
+
+int Liveness::watch(int64_t now, int64_t late, const Poll& poll) {
+  poll_ = poll;
   const double period = std::min(settings_.lost_seconds / kPingsPerLimit, kMostPingSeconds);
   double wait_seconds = Watched::kNoHurryMilliseconds / 1e3;
   for (const auto& at : peers_) {
     Peer* peer = at.get();
     if (peer == nullptr) continue;
-    read_control(peer, now);
-    if (peer->left || peer->closed) continue;
-    peer->send_unsent();
-    fds->push_back(
-        {peer->control_fd.get(), static_cast<short>(peer->unsent.empty() ? POLLIN : POLLIN | POLLOUT), 0});
+    const bool is_over = peer->left || peer->closed;
+    if (!is_over && !peer->unsent.empty()) peer->send_unsent();
+    const uint32_t events = is_over ? 0 : peer->unsent.empty() ? EPOLLIN : EPOLLIN | EPOLLOUT;
+    if (!poll_for(peer, events)) wait_seconds = std::min(wait_seconds, kPauseSeconds);
+    if (is_over) continue;
     if (peer->heard == 0 || !failure_.ok()) continue;
     if (late * 1e-9 > settings_.lost_seconds / 4) {  // this process was stopped itself: it can blame no peer
       peer->heard = now;

@@ -1,8 +1,6 @@
 // Peers that leave, die, stop or are cut off, and why the world broke.
 #pragma once
 
-#include <poll.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -15,6 +13,7 @@
 #include "peer.h"
 #include "settings.h"
 #include "status.h"
+#include "watcher.h"
 
 namespace tfring {
 
@@ -30,8 +29,9 @@ class Liveness {
   Status greet(Peer* peer);
   // Once the world is open: before, a peer may still be in Python, forming it.
   void start_asking(int64_t now);
-  // As Watched::watch.
-  int watch(int64_t now, int64_t late, std::vector<pollfd>* fds);
+  // As those of Watched.
+  void hear(int rank, int64_t now);
+  int watch(int64_t now, int64_t late, const Poll& poll);
   Peer* peer(int rank) const { return peers_[static_cast<size_t>(rank)].get(); }
   void ask(Peer* peer, int64_t now, double period);
   // Says goodbye and closes all connections. Returns false where that was done before.
@@ -62,6 +62,7 @@ class Liveness {
 
  private:
   void read_control(Peer* peer, int64_t now);
+  bool poll_for(Peer* peer, uint32_t events);
   void take_control(Peer* peer);
   void answer(Peer* peer);
   bool adopt_due_failures();
@@ -80,6 +81,7 @@ class Liveness {
   News& news_;
   Calls calls_;
   std::vector<std::unique_ptr<Peer>> peers_;  // [rank]; null where there is none
+  Poll poll_;
   bool closed_ = false;
   Status failure_;                                 // calls fail with it, once it is set
   bool broke_in_call_ = false;                     // it came while a call was under way,

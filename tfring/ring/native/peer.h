@@ -27,9 +27,10 @@ struct Peer {
   bool closed = false;         // nothing more comes
   size_t fill = 0;             // bytes of `frame` read so far
   ControlFrame frame{};
-  std::string unsent;  // of frames to it: its connection had no room
-  int64_t heard = 0;   // nanoseconds: its last sign of life; 0: none yet, and the world is not open
-  int64_t asked = 0;   // the last ping
+  std::string unsent;       // of frames to it: its connection had no room
+  uint32_t polled_for = 0;  // by the watcher
+  int64_t heard = 0;        // nanoseconds: its last sign of life; 0: none yet, and the world is not open
+  int64_t asked = 0;        // the last ping
   int unanswered = 0;
   int64_t answered = 0;  // the last pong, which told
   Report report;

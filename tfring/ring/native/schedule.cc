@@ -27,6 +27,10 @@ Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int l
   return waits_long && num_bytes / size <= kHalvingBytes ? Algorithm::kHalving : Algorithm::kRing;
 }
 
+Algorithm choose_all_gather(int64_t num_bytes) {
+  return is_small(num_bytes, 1) ? Algorithm::kBruck : Algorithm::kRing;
+}
+
 // "gather": a member sends (N - 1) / N of `sent`; "owner": 1 / N of that, and the sums, (N - 1) / N of
 // `summed`. The second exchange costs a delay, which is worth kSmallBytes.
 Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size) {

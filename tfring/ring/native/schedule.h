@@ -53,6 +53,8 @@ enum class Algorithm : int32_t {
 // Returns the algorithm of an all_reduce of this number of bytes; `local_size` is the number of members on
 // each host, 1 where hosts differ in it.
 Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size);
+// Returns the algorithm of an all_gather among many, kBruck or kRing, from the bytes of all rows.
+Algorithm choose_all_gather(int64_t num_bytes);
 // Returns the algorithm of a sum of rows under ids, kGather or kOwner, from the bytes that all members
 // together sent the last time, each its own ids once, and the bytes of all sums; 0 for unknown.
 Algorithm choose_row_sums(Algorithm wanted, int64_t sent, int64_t summed, int size);

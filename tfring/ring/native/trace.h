@@ -7,6 +7,7 @@
 #include "call.h"
 #include "clock.h"
 #include "core.h"
+#include "schedule.h"
 #include "settings.h"
 #include "status.h"
 
@@ -49,6 +50,10 @@ class Record {
   }
   void finish(const Status& status, const tfring_statistics& so_far) {
     if (is_on_) keep(status, so_far);
+  }
+  // Records the algorithm of a part of the call, unless the call itself has one.
+  void took(Algorithm algorithm) {
+    if (record_.algorithm == 0) record_.algorithm = static_cast<int32_t>(algorithm);
   }
   // For a Stopwatch over arithmetic.
   int64_t* adding() { return is_on_ ? &record_.added : nullptr; }

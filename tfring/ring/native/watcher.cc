@@ -1,9 +1,11 @@
-// One thread, one poll over the control connections of all rings.
+// One thread, one epoll over the control connections of all rings, which touches those that have something to
+// say.
 #include "watcher.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -11,6 +13,8 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "border.h"
 #include "clock.h"
@@ -20,6 +24,7 @@ namespace tfring {
 namespace {
 
 constexpr int kPauseMilliseconds = 100;  // before it looks again, where it had no memory
+constexpr int kMostEvents = 64;          // that one look returns
 
 class Watcher {
  public:
@@ -31,7 +36,7 @@ class Watcher {
         return {Code::kInternal,
                 std::string("the thread that watches over the ring cannot start: ") + std::strerror(error)};
       }
-      watched_.push_back(watched);
+      watched_.emplace_back(++last_number_, watched);
     }
     wake();
     return {};
@@ -39,7 +44,9 @@ class Watcher {
 
   void remove(Watched* watched) {
     std::lock_guard<std::mutex> lock(mutex_);
-    watched_.erase(std::remove(watched_.begin(), watched_.end(), watched), watched_.end());
+    watched_.erase(std::remove_if(watched_.begin(), watched_.end(),
+                                  [&](const auto& one) { return one.second == watched; }),
+                   watched_.end());
   }
 
   void wake() {
@@ -53,6 +60,10 @@ class Watcher {
     const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd < 0) return errno;
     wake_fd_ = Fd(wake_fd);
+    const int epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (epoll_fd < 0) return errno;
+    epoll_fd_ = Fd(epoll_fd);
+    if (!Poll{epoll_fd, 0}.change(wake_fd, 0, 0, EPOLLIN)) return errno;
     // Signals are for the program's threads, and Ctrl-C for Python's first.
     sigset_t all;
     sigset_t before;
@@ -76,39 +87,65 @@ class Watcher {
   }
 
   [[noreturn]] void run() {
-    std::vector<pollfd> fds;
+    epoll_event events[kMostEvents];
     int64_t expected = now_nanoseconds();
+    int milliseconds = 0;
     while (true) {
+      int count = epoll_wait(epoll_fd_.get(), events, kMostEvents, milliseconds);
       const int64_t now = now_nanoseconds();
-      int milliseconds = Watched::kNoHurryMilliseconds;
-      fds.assign(1, {wake_fd_.get(), POLLIN, 0});
+      milliseconds = Watched::kNoHurryMilliseconds;
       guard(
           [&] {
             std::lock_guard<std::mutex> lock(mutex_);
-            for (Watched* watched : watched_) {
+            // All that has come, before anyone's silence is judged.
+            while (count > 0) {
+              for (int i = 0; i < count; ++i) hear(events[i].data.u64, now);
+              count = count < kMostEvents ? 0 : epoll_wait(epoll_fd_.get(), events, kMostEvents, 0);
+            }
+            for (const auto& [number, watched] : watched_) {
+              const Poll poll{epoll_fd_.get(), number};
               milliseconds =
-                  std::min(milliseconds, watched->watch(now, std::max<int64_t>(now - expected, 0), &fds));
+                  std::min(milliseconds, watched->watch(now, std::max<int64_t>(now - expected, 0), poll));
             }
           },
           [&](const char*) { milliseconds = kPauseMilliseconds; });
       expected = now + milliseconds * int64_t{1000000};
-      poll(fds.data(), fds.size(), milliseconds);
+    }
+  }
+
+  // Ignores an object that is no longer watched.
+  void hear(uint64_t data, int64_t now) {
+    const uint32_t number = static_cast<uint32_t>(data >> 32);
+    if (number == 0) {
       uint64_t count;
       const ssize_t got = read(wake_fd_.get(), &count, sizeof(count));
       (void)got;
     }
+    for (const auto& one : watched_) {
+      if (one.first == number) one.second->hear(static_cast<int>(data & UINT32_MAX), now);
+    }
   }
 
   std::mutex mutex_;
-  std::vector<Watched*> watched_;
+  std::vector<std::pair<uint32_t, Watched*>> watched_;  // by numbers, from 1 on
+  uint32_t last_number_ = 0;
   bool running_ = false;
   Fd wake_fd_;
+  Fd epoll_fd_;
 };
 
 // Never destroyed: the thread outlives main.
 Watcher* watcher = new Watcher;
 
 }  // namespace
+
+bool Poll::change(int fd, int rank, uint32_t before, uint32_t events) const {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = uint64_t{number} << 32 | static_cast<uint32_t>(rank);
+  const int how = before == 0 ? EPOLL_CTL_ADD : events == 0 ? EPOLL_CTL_DEL : EPOLL_CTL_MOD;
+  return before == events || epoll_ctl(epoll_fd, how, fd, &event) == 0;
+}
 
 Status watch_over(Watched* watched) { return watcher->add(watched); }
 void unwatch(Watched* watched) { watcher->remove(watched); }

@@ -170,8 +170,10 @@ void World::tell_raised(const std::string& error) { liveness_.lock()->tell_raise
 
 Status World::failure() { return liveness_.lock()->failure(); }
 
-int World::watch(int64_t now, int64_t late, std::vector<pollfd>* fds) {
-  return liveness_.lock()->watch(now, late, fds);
+void World::hear(int rank, int64_t now) { liveness_.lock()->hear(rank, now); }
+
+int World::watch(int64_t now, int64_t late, const Poll& poll) {
+  return liveness_.lock()->watch(now, late, poll);
 }
 
 Status World::run(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors,

@@ -19,7 +19,8 @@
 //     StallInspector (stall_inspector.cc)    and asks why: a rank is slow, or some wait for each other
 //       │
 //       ▼
-//   shared with the watcher's thread, and with threads that close or abort the world, behind a lock:
+//   shared with the watcher's thread (watcher.cc), and with threads that close or abort the world, behind a
+//   lock:
 //     Guarded<Liveness> (liveness.cc)        control connections (peer.cc): who left, died, stopped, is cut
 //                                            off, and why the world broke
 //     Calls (calls.cc)                       what each pair of ranks has begun together
@@ -85,7 +86,8 @@ class World final : private Watched {
 
   Status connect(const tfring_options& options, Group* all);
   Status add_link(const tfring_link& link, bool is_open);
-  int watch(int64_t now, int64_t late, std::vector<pollfd>* fds) override;
+  void hear(int rank, int64_t now) override;
+  int watch(int64_t now, int64_t late, const Poll& poll) override;
 
   Status begin(Group* group, const tfring_call& call, const tfring_tensor* tensors, int num_tensors);
   Status run_begun(const tfring_call& call, const tfring_tensor* tensors, int num_tensors,
