@@ -1,5 +1,6 @@
 """TFRecords by number: equal to one process, each rank reads its own records alone."""
 
+import os
 import pathlib
 import tempfile
 
@@ -132,6 +133,17 @@ def test_an_order_left_open_is_one_on_all_ranks(tmp_path):
     own = pipeline.own_batches(pipeline.take_apart(make(False), by_number=True), Place(0, 1, 2))
     for (_, (x, _)), (whole, _) in zip(own, make(True), strict=True):
         np.testing.assert_array_equal(x[: len(whole) // 2], whole[: len(whole) // 2])
+
+
+def test_names_that_are_no_text(tmp_path):
+    folder = bytes(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    [path] = write(tmp_path, cuts=())
+    os.rename(path, folder + b"/0.tfrecord")
+    dataset = tf.data.TFRecordDataset(tf.constant(folder + b"/0.tfrecord")).batch(BATCH)
+    parts = pipeline.take_apart(dataset, by_number=True)
+    for (_, got), want in zip(pipeline.own_batches(parts, Place(0, 1, 1)), dataset, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_what_has_no_index_is_read_in_full(tmp_path):

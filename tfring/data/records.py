@@ -8,6 +8,7 @@ files ─► numbers of files, in the user's order ─► numbers of records ─
 from __future__ import annotations
 
 import concurrent.futures
+import os
 
 import numpy as np
 import tensorflow as tf
@@ -30,7 +31,7 @@ class Records:
       steps: the datasets between the names of the files and `reads`, as of `pipeline.Pipeline`.
     """
 
-    def __init__(self, paths: list[str], indices: list[np.ndarray], reads: tf.data.Dataset, steps: list) -> None:
+    def __init__(self, paths: list[bytes], indices: list[np.ndarray], reads: tf.data.Dataset, steps: list) -> None:
         self.reads, self.steps = reads, steps
         self.bounds = np.cumsum([0, *map(len, indices)])
         self._paths = tf.constant(paths, tf.string)
@@ -79,8 +80,8 @@ def _found(dataset: tf.data.Dataset) -> Records | None:
     names = step_of_files.arguments.get("arrays")
     if not isinstance(names, tf.Tensor) or names.shape.rank != 1:
         return None
-    paths = [name.decode(errors="surrogateescape") for name in names.numpy()]
-    if any("://" in path for path in paths):  # of TensorFlow's file systems
+    paths = names.numpy().tolist()
+    if not all(map(os.path.isfile, paths)):  # those of TensorFlow's other file systems are none
         return None
     try:
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -90,7 +91,8 @@ def _found(dataset: tf.data.Dataset) -> Records | None:
     return Records(paths, indices, step.arguments["reads"], steps)
 
 
-def _described(path: str, index: np.ndarray) -> list[str]:
+def _described(path: bytes, index: np.ndarray) -> list[str]:
     """Returns what is told of a file, and what ranks compare: all lengths and checksums."""
-    name, digest = "/".join(path.split("/")[-2:]), xxhash.xxh3_64(index[:, 1:].tobytes()).hexdigest()
+    name = b"/".join(path.split(b"/")[-2:]).decode(errors="replace")
+    digest = xxhash.xxh3_64(index[:, 1:].tobytes()).hexdigest()
     return [f"{len(index)} records of {int(index[:, 1].sum())} bytes in {name}, digest {digest}", digest]

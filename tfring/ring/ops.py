@@ -457,7 +457,7 @@ def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.T
     return tf.ensure_shape(rows, [None, *like.shape[1:]])
 
 
-def index_records(path: str) -> Any:
+def index_records(path: str | bytes) -> Any:
     """Finds the records of a TFRecord file. The data are not read.
 
     Args:
