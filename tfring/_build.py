@@ -42,7 +42,7 @@ CORE_SOURCES = (
     "watcher.cc",
     "world.cc",
 )
-OPS_SOURCES = ("ops.cc", "adam_ops.cc", "exchange_ops.cc", "cancellation.cc", "tf_api.cc", "dtype.cc")
+OPS_SOURCES = ("ops.cc", "adam_ops.cc", "exchange_ops.cc", "record_ops.cc", "cancellation.cc", "tf_api.cc", "dtype.cc")
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -27,9 +27,12 @@ from tensorflow.python.data.ops import (  # classes of the steps of a pipeline: 
     batch_op,
     cache_op,
     dataset_ops,
+    flat_map_op,
     from_tensor_slices_op,
+    interleave_op,
     map_op,
     prefetch_op,
+    readers,
     repeat_op,
     shuffle_op,
     skip_op,
@@ -134,9 +137,55 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
             return DatasetStep("slices", None, {"arrays": arrays})
         case zip_op._ZipDataset:
             return DatasetStep("zip", None, {"datasets": dataset._datasets})
+        case readers.TFRecordDatasetV2 if dataset._compression_type in (None, ""):
+            return DatasetStep("records", None, {"files": dataset._filenames, "reads": dataset._impl})
+        case flat_map_op._FlatMapDataset | interleave_op._InterleaveDataset | interleave_op._ParallelInterleaveDataset:
+            if not _reads_records(dataset._map_func.function.graph):
+                return DatasetStep("other", None, {})
+            return DatasetStep("records", None, {"files": dataset._input_dataset, "reads": dataset})
         case _:
             return DatasetStep("other", None, {})
     return DatasetStep(kind, dataset._input_dataset, arguments)
+
+
+def _reads_records(graph: Any) -> bool:
+    """Returns whether a function of `flat_map` or `interleave` is `tf.data.TFRecordDataset`, with its defaults."""
+    return _skeleton(graph) == _skeleton_of_reads()
+
+
+@functools.cache
+def _skeleton_of_reads() -> list:
+    reads = tf.data.Dataset.from_tensors("").flat_map(tf.data.TFRecordDataset)
+    return _skeleton(reads._map_func.function.graph)
+
+
+def _skeleton(graph: Any) -> list:
+    """Returns the operations of a graph, with its constant texts."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return [(node.op, [*node.attr["value"].tensor.string_val]) for node in nodes]
+
+
+def reads_in_turn(reads: Any) -> bool:
+    """Returns True if a dataset's last step is a `flat_map`."""
+    return type(reads) is flat_map_op._FlatMapDataset
+
+
+def interleaved_like(like: Any, dataset: tf.data.Dataset, function: Any) -> Any:
+    """Returns what `function` makes of the elements of `dataset`, in the order of `like`, a `flat_map` or `interleave`.
+
+    That order is one, even where `like` leaves it open. There is no public way to have the interleaving of
+    `TFRecordDataset(num_parallel_reads=2)`.
+    """
+    if reads_in_turn(like):
+        return dataset.flat_map(function)
+    names = ("cycle_length", "block_length", "num_parallel_calls", "buffer_output_elements", "prefetch_input_elements")
+    given = {name: getattr(like, f"_{name}") for name in names if hasattr(like, f"_{name}")}
+    if type(like) is readers.ParallelInterleaveDataset:
+        given["sloppy"] = False
+    elif type(like) is interleave_op._ParallelInterleaveDataset:
+        given["deterministic"] = True
+    return type(like)(dataset, function, **given)
 
 
 def datasets_before(dataset: tf.data.Dataset) -> list:
@@ -841,6 +890,7 @@ __all__ = [
     "framework_ops",
     "graphs_of",
     "input_lib",
+    "interleaved_like",
     "is_branch_or_body",
     "is_compiled_by_xla",
     "is_function_graph",
@@ -854,6 +904,7 @@ __all__ = [
     "nn_impl_distribute",
     "note_replicas",
     "packed",
+    "reads_in_turn",
     "recorded_behind",
     "seeds_of",
     "set_cardinality",

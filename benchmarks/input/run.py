@@ -1,45 +1,129 @@
-"""An epoch of `fit` where the input is the work: one worker and two, which map half of the rows each.
+"""`fit` where the input is the work: one worker and two, which map half of the rows each, and their peers.
 
-    python benchmarks/input/run.py                   # prints the table of docs/data.md
-    python benchmarks/input/run.py --write           # and writes it there
+    python benchmarks/input/run.py                   # prints the tables
+    python benchmarks/input/run.py --write           # and writes them into docs/data.md and README.md
+    python benchmarks/input/run.py --rounds 0        # the first alone, that of docs/data.md
 
-Two inputs: 203 rows that each wait 5 ms in a serial map, and 1,024 JPEG files of 256 x 256. Each worker has one core,
-as if it had a host of its own: TensorFlow runs maps without state on all cores, and one worker would use both.
+Two inputs of an epoch: 203 rows that each wait 5 ms in a serial map, and 1,024 JPEG files of 256 x 256. Each worker has
+one core, as if it had a host of its own: TensorFlow runs maps without state on all cores, so one would use both.
 Shown is the shortest of three epochs after the first.
+
+Then pictures in memory, in TFRecords and in a folder (pictures.py), in interleaved rounds: Keras alone, two workers,
+two that exchange nothing, and Horovod (made by ../collectives/make_horovod.sh).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).parents[2]
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+
+import contest  # noqa: E402
+
+KERAS, TFRING, APART, OLD, HOROVOD = ("plain", 1), ("tfring", 2), ("apart", 2), ("old", 1), ("horovod", 2)
+# (contestant, workers): heading, whether it runs under Horovod's Python, module it needs
+COLUMNS = {
+    KERAS: ("Keras alone", False, "tensorflow"),
+    TFRING: ("two workers", False, "tensorflow"),
+    APART: ("two, nothing exchanged", False, "tensorflow"),
+    OLD: ("tf.keras of Horovod's TensorFlow", True, "tensorflow"),
+    HOROVOD: ("Horovod, two workers", True, "horovod.tensorflow"),
+}
+RATIOS = {"two workers over one": KERAS, "over two that exchange nothing": APART, "over Horovod": HOROVOD}
+KINDS = {"memory": "in memory", "records": "in TFRecords", "folder": "in a folder, by `image_dataset_from_directory`"}
+BATCH, STEPS = 128, (12, 64)
 INPUTS = {"waiting": "203 rows, 5 ms of waiting each", "jpeg": "1,024 JPEG files of 256 x 256"}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the table into docs/data.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
+    parser.add_argument("--rounds", type=int, default=5, help="of the pictures")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of the pictures")
+    parser.add_argument("--steps", default=",".join(map(str, STEPS)), help="of the pictures")
+    parser.add_argument("--horovod-python", default=str(contest.HOROVOD_PYTHON))
+    parser.add_argument("--no-epochs", dest="epochs", action="store_false", help="not the table of docs/data.md")
+    contest.add_realtime(parser)
     arguments = parser.parse_args()
+    tables = {ROOT / "docs" / "data.md": table_of_epochs} if arguments.epochs else {}
+    if arguments.rounds:
+        tables[HERE / "README.md"] = lambda: table_of_pictures(arguments)
+    for page, table in tables.items():
+        text = table()
+        print(text)
+        if arguments.write:
+            marks = r"(<!-- benchmarks/input/run.py -->\n).*?(\n<!-- end -->)"
+            written = re.sub(marks, lambda m, text=text: m[1] + text + m[2], page.read_text(), flags=re.DOTALL)
+            page.write_text(written)
+
+
+def table_of_epochs():
     with tempfile.TemporaryDirectory() as folder:
         seconds = {n: measure(n, folder) for n in (1, 2)}
     lines = ["| input | 1 worker, s | 2 workers, s | ratio |", "|---|---:|---:|---:|"]
     for name, text in INPUTS.items():
         one, two = seconds[1][name], seconds[2][name]
         lines.append(f"| {text} | {one:.2f} | {two:.2f} | {two / one:.2f} |")
-    table = "\n".join(lines)
-    print(table)
-    if arguments.write:
-        page = ROOT / "docs" / "data.md"
-        marks = r"(<!-- benchmarks/input/run.py -->\n).*?(\n<!-- end -->)"
-        page.write_text(re.sub(marks, lambda m: m[1] + table + m[2], page.read_text(), flags=re.DOTALL))
+    return "\n".join(lines)
+
+
+def table_of_pictures(arguments):
+    """The table of pictures, with what it was measured on."""
+    conditions = contest.conditions(arguments.realtime)
+    cells = [(kind, int(steps)) for kind in arguments.kinds.split(",") for steps in arguments.steps.split(",")]
+    running, seconds, versions, missing = {}, {}, [], []
+    def table(rounds):
+        ratios = {title: column for title, column in RATIOS.items() if column in running}
+        headings = [*(COLUMNS[column][0] for column in running), *ratios]
+        lines = [
+            f"{conditions} Versions: {'; '.join(versions)}. Files of {size / 1000:.0f} kB. Medians of {rounds} "
+            "interleaved rounds; ratios are taken within a round.",
+            *(f"Left out: {each}." for each in missing),
+            "",
+            f"| rows a second | {' | '.join(headings)} |",
+            "|---|" + "---:|" * len(headings),
+        ]
+        for kind, steps in cells:
+            of = {column: seconds[(kind, steps), column] for column in running}
+            row = [f"{steps * BATCH / statistics.median(of[column]):,.0f}" for column in running]
+            row += [
+                f"{statistics.median(theirs / ours for ours, theirs in zip(of[TFRING], of[column], strict=True)):.2f}"
+                for column in ratios.values()
+            ]
+            lines.append(f"| {KINDS[kind]}, {steps} steps | {' | '.join(row)} |")
+        return "\n".join(lines)
+
+    with contextlib.ExitStack() as stack:
+        for column, (heading, is_old, module) in COLUMNS.items():
+            wanted = [(column[0], heading, arguments.horovod_python if is_old else sys.executable, module)]
+            started, left_out = stack.enter_context(
+                contest.started(HERE / "pictures.py", wanted, column[1], realtime=arguments.realtime)
+            )
+            missing += left_out
+            for contestant in started:
+                running[column] = contestant
+                versions += [fact for fact in contestant.facts if fact not in versions]
+        size = running[KERAS].ask("size")[0]
+        with contest.realtime(arguments.realtime):
+            for number in range(arguments.rounds):
+                for cell in cells:
+                    for column, contestant in running.items():
+                        seconds.setdefault((cell, column), []).append(max(contestant.ask("pictures", *cell)))
+                print(table(number + 1), file=sys.stderr)
+
+    return table(arguments.rounds)
 
 
 def measure(workers, folder):

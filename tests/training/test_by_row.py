@@ -12,6 +12,19 @@ from tfring.data.by_row import treats_rows_apart
 WEIGHTS = np.linspace(-1, 1, 15).reshape(5, 3).astype("float32")
 
 
+EXAMPLES = [
+    tf.train.Example(features=tf.train.Features(feature={
+        "x": tf.train.Feature(float_list=tf.train.FloatList(value=[i])),
+        "s": tf.train.Feature(int64_list=tf.train.Int64List(value=range(i))),
+    })).SerializeToString()
+    for i in range(4)
+]  # fmt: skip
+
+
+def parsed(i, **features):
+    return tf.io.parse_example(tf.gather(EXAMPLES, i), features)
+
+
 def table():
     import keras
 
@@ -55,6 +68,8 @@ BY_ROW = {
     "where": lambda: (lambda x, i: (tf.where(x > 0, x, 0.0), tf.where(i == 1, i, -i))),
     "lookup": lambda: of_ids(table()),
     "images": lambda: (lambda x, i: (tf.image.resize(tf.reshape(x, [-1, 5, 1, 1]), [3, 2]), i)),
+    "bytes": lambda: (lambda x, i: (x, tf.io.decode_raw(tf.as_string(i), tf.uint8))),
+    "examples": lambda: (lambda x, i: (parsed(i, x=tf.io.FixedLenFeature([1], tf.float32)), i)),
     "a dict": lambda: (lambda x, i: ({"x": tf.square(x), "i": i}, i)),
 }
 WHOLE = {
@@ -79,6 +94,9 @@ WHOLE = {
     "stacked above the rows": lambda x, i: (tf.stack([x, x]), i),
     "one batch after another": lambda x, i: (tf.concat([x, x], 0), i),
     "sorted": lambda x, i: (tf.sort(x, 0), i),
+    "examples with sparse features": lambda x, i: (
+        tf.ensure_shape(parsed(i, s=tf.io.VarLenFeature(tf.int64))["s"].values[:, None], [None, 1]), i
+    ),
     "printed": lambda x, i: (tf.raw_ops.Print(input=x, data=[x], message="rows"), i),
 }
 

@@ -17,6 +17,7 @@ from tfring._keras import calls, configuration
 from tfring.data import fingerprint
 from tfring.data.distribute import is_sliced
 from tfring.data.pipeline import arrays_of
+from tfring.data.records import Records
 from tfring.errors import MismatchError
 from tfring.runtime import Ring
 
@@ -175,12 +176,18 @@ def _compared(value: Any) -> list[str]:
 
 
 def _slices(name: str, dataset: tf.data.Dataset) -> Iterator[tuple[str, list]]:
-    """As `_described`, of the arrays that a dataset is slices of; once, for these never change."""
+    """As `_described`, of the arrays that a dataset is slices of, or files of its records; once: these never change."""
     kept = vars(dataset)
     if "_tfring_compared" not in kept:
-        kept["_tfring_compared"] = list(map(_compared_slices, arrays_of(dataset)))
-    for number, compared in enumerate(kept["_tfring_compared"]):
-        yield f"array {number} of {name}", compared
+        compared: dict[str, list[str]] = {}
+        kept["_tfring_compared"] = compared
+        for number, array in enumerate(arrays_of(dataset)):
+            if isinstance(array, Records):
+                compared.update((f"file {i} of", file) for i, file in enumerate(array.files, len(compared)))
+            else:
+                compared[f"array {number} of"] = _compared_slices(array)
+    for what, item in kept["_tfring_compared"].items():
+        yield f"{what} {name}", item
 
 
 def _compared_slices(array: tf.Tensor) -> list[str]:

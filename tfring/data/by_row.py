@@ -104,6 +104,11 @@ def _makes_rows(operation: tf.Operation, rows: set[int], alike: set[int]) -> boo
             return bool(axes) and all(axis % rank != 0 for axis in axes)
         case "Reshape":
             return _keeps_rows(first, others[0])
+        case "DecodeRaw":
+            return rank == 1
+        case "ParseExampleV2":  # what is not dense has no rows
+            is_dense = operation.get_attr("num_sparse") == 0 and not operation.get_attr("ragged_value_types")
+            return is_dense and rank == 1
         case "MatMul":
             return not operation.get_attr("transpose_a")
         case "BiasAdd":

@@ -6,8 +6,8 @@ source ─► shuffle ─► batches ─► this worker's rows ─► map ─►
                         └─► fingerprint of all rows
 ```
 
-Where the source is slices of arrays that ranks have compared, their numbers stand for the rows until a batch is cut;
-so too where it zips such slices. Maps of what is zipped are applied after the zip.
+Where the source is slices of arrays that ranks have compared, or records of files, their numbers stand for the rows
+until a batch is cut; so too where it zips such sources. Maps of what is zipped are applied after the zip.
 
 Only steps whose effect on the order and number of rows is known are made again. All else, and what comes before it,
 is the source: every rank draws all of it.
@@ -26,6 +26,7 @@ from tfring import _tf
 from tfring.data import fingerprint
 from tfring.data.by_row import treats_rows_apart
 from tfring.data.chance import reached_by_chance
+from tfring.data.records import Records, records_of
 from tfring.data.rows import Place, num_rows, slice_rows
 from tfring.errors import ConfigurationError
 
@@ -43,7 +44,8 @@ class Pipeline(NamedTuple):
       batch: the dataset that the batch step makes.
       batches: the steps after it.
       whole: whether a map of batches needs the rows of all workers.
-      arrays: of which the source is slices, in its structure, where their numbers stand for the rows; else None.
+      arrays: of which the source is slices, or the records that it reads, in its structure, where their numbers stand
+        for the rows; else None.
     """
 
     source: tf.data.Dataset
@@ -55,8 +57,10 @@ class Pipeline(NamedTuple):
 
     @property
     def has_numbers_alone(self) -> bool:
-        """Returns True if numbers stand for the rows of all batches: there is no map of rows or batches."""
-        return self.arrays is not None and not any(map(_is_map, [*self.rows, *self.batches]))
+        """Returns True if numbers of slices stand for the rows of all batches: there is no map of rows or batches."""
+        if self.arrays is None or any(isinstance(leaf, Records) for leaf in tf.nest.flatten(self.arrays)):
+            return False
+        return not any(map(_is_map, [*self.rows, *self.batches]))
 
 
 def yields_alike(dataset: tf.data.Dataset) -> bool:
@@ -106,20 +110,39 @@ def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline
     return Pipeline(source, rows, batch, batches, whole, arrays)
 
 
-def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-    """Returns the arrays whose numbers stand for the rows of a dataset, which ranks compare before; or none."""
+def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor | Records]:
+    """Returns the arrays or records whose numbers stand for the rows of a dataset, which ranks compare before."""
     parts = take_apart(dataset, by_number=True)
     return [] if parts is None or parts.arrays is None else tf.nest.flatten(parts.arrays)
 
 
 def _arrays(dataset: tf.data.Dataset) -> Any:
-    """Returns the arrays of which a dataset is slices, in the structure of its rows; None if it is of none."""
+    """Returns the arrays of which a dataset is slices, or its records, in the structure of its rows; or None."""
     step = _tf.dataset_step(dataset)
+    if step.kind == "records":
+        return records_of(dataset)
     if step.kind != "zip":
         return step.arguments.get("arrays")
     datasets = step.arguments["datasets"]
     arrays = list(map(_arrays, tf.nest.flatten(datasets)))
-    return None if any(of_one is None for of_one in arrays) else tf.nest.pack_sequence_as(datasets, arrays)
+    if any(of_one is None or (isinstance(of_one, Records) and not of_one.in_order) for of_one in arrays):
+        return None
+    return tf.nest.pack_sequence_as(datasets, arrays)
+
+
+def _numbers(pipeline: Pipeline) -> tf.data.Dataset:
+    """Returns the dataset of the numbers of a source's rows, in its order."""
+    records = pipeline.arrays
+    if not isinstance(records, Records) or records.in_order:
+        return tf.data.Dataset.range(min(map(len, tf.nest.flatten(pipeline.arrays))))
+    files = tf.data.Dataset.range(len(records.files))
+    for like in records.steps:
+        files = _kept(like, "numbers", functools.partial(_again, like, files))
+    bounds = tf.constant(records.bounds)
+    numbers = tf.autograph.experimental.do_not_convert(
+        lambda file: tf.data.Dataset.range(bounds[file], bounds[file + 1])
+    )
+    return _tf.interleaved_like(records.reads, files, numbers)
 
 
 def _zip_before_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, list]:
@@ -212,7 +235,7 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
     above, below = _maps_last(pipeline.rows)
     dataset, batched = pipeline.source, _batched
     if pipeline.arrays is not None:
-        dataset, batched = tf.data.Dataset.range(int(dataset.cardinality())), _batched_by_number
+        dataset, batched = _numbers(pipeline), _batched_by_number
     for like in above:
         dataset = _kept(like, key, functools.partial(_again, like, dataset))
     dataset = _kept(pipeline.batch, key, lambda: batched(dataset, below, pipeline, place))
@@ -224,7 +247,7 @@ def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
 def batches_of_numbers(pipeline: Pipeline) -> tf.data.Dataset:
     """Returns the dataset of the numbers of the rows of every batch, of a pipeline that `has_numbers_alone`."""
     arguments = _tf.dataset_step(pipeline.batch).arguments
-    dataset = tf.data.Dataset.range(int(pipeline.source.cardinality()))
+    dataset = _numbers(pipeline)
     for like in pipeline.rows:
         dataset = _kept(like, "numbers", functools.partial(_again, like, dataset))
     dataset = dataset.batch(arguments["batch_size"], arguments["drop_remainder"])
@@ -314,7 +337,9 @@ def _batched_by_number(rows: tf.data.Dataset, maps: list, pipeline: Pipeline, pl
         about = tf.concat([total, fingerprint.of_digests(numbers)], 0)
         begin, count = tf.split(tf.gather_nd(own_rows, total), 2)
         own = tf.slice(numbers, begin, count)
-        own = tf.nest.map_structure(lambda array: tf.gather(array, own), pipeline.arrays)
+        own = tf.nest.map_structure(
+            lambda leaf: leaf.rows(own) if isinstance(leaf, Records) else tf.gather(leaf, own), pipeline.arrays
+        )
         return tf.broadcast_to(about, tf.concat([count, [2]], 0)), own
 
     dataset = rows.batch(size, drop_remainder).map(wanted)

@@ -457,6 +457,59 @@ def gather_rows(head: tf.Tensor, body: tf.Tensor, like: tf.Tensor, indices: tf.T
     return tf.ensure_shape(rows, [None, *like.shape[1:]])
 
 
+def index_records(path: str | bytes) -> Any:
+    """Finds the records of a TFRecord file. The data are not read.
+
+    Args:
+        path: Of the file, which is not compressed.
+
+    Returns:
+        An int64 array `[records, 3]`: where each record begins, the length of its data, their checksum.
+
+    Raises:
+        OpError: If there is no such file, or it is no row of records.
+
+    Example:
+        >>> import tempfile, tensorflow as tf
+        >>> path = tempfile.mkstemp()[1]
+        >>> with tf.io.TFRecordWriter(path) as writer:
+        ...     writer.write(b"first")
+        ...     writer.write(b"second")
+        >>> index_records(path)[:, :2].tolist()
+        [[0, 5], [21, 6]]
+    """
+    with tf.device("CPU:0"):
+        return _ops().tfring_index_records(path=path, handle=0, key="records").numpy()
+
+
+def read_records(paths: tf.Tensor, sizes: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    """Reads records of TFRecord files, and no other bytes of these.
+
+    Args:
+        paths: string `[files]`.
+        sizes: int64 `[files]`, their bytes.
+        places: int64 `[n, 3]`, of each record the number of its file, where it begins, the length of its data.
+
+    Returns:
+        string `[n]`.
+
+    Raises:
+        DataLossError: If a file has another size, or a checksum is not that of the length or the data.
+
+    Example:
+        >>> import tempfile, tensorflow as tf
+        >>> path = tempfile.mkstemp()[1]
+        >>> with tf.io.TFRecordWriter(path) as writer:
+        ...     writer.write(b"first")
+        ...     writer.write(b"second")
+        >>> read_records([path], [43], [[0, 21, 6], [0, 0, 5]]).numpy().tolist()
+        [b'second', b'first']
+    """
+    with tf.device("CPU:0"):
+        records = _ops().tfring_read_records(paths=paths, sizes=sizes, places=places, handle=0, key="records")
+    return tf.ensure_shape(records, [None])
+
+
 def _call(kind: str, communicator: Any, name: str, **inputs: Any) -> Any:
     op = getattr(_ops(), f"tfring_{kind}")
     token = getattr(_apart, "token", None)

@@ -130,7 +130,8 @@ class Invocation {
   }
 
   void* allocate(int output, TfDataType dtype, const std::vector<int64_t>& dims) {
-    size_t length = static_cast<size_t>(size_of(static_cast<DType>(dtype)));
+    size_t length =
+        dtype == kTfString ? sizeof(TF_TString) : static_cast<size_t>(size_of(static_cast<DType>(dtype)));
     for (int64_t dim : dims) length *= static_cast<size_t>(dim);
     TF_Tensor* result = hold(tf.TF_AllocateOutput(context_, output, dtype, dims.data(),
                                                   static_cast<int>(dims.size()), length, status_.get()));

@@ -14,6 +14,7 @@
 #include "border.h"
 #include "exchange_ops.h"
 #include "invocation.h"
+#include "record_ops.h"
 #include "tensor.h"
 
 namespace tfring {
@@ -323,6 +324,23 @@ __attribute__((constructor)) void register_ops() {
        {one_type},
        unknown_shapes,
        at_kernel<gather_rows>,
+       false,
+       false,
+       false},
+      {"TfringIndexRecords",
+       {"path: string"},
+       {"index: int64"},
+       {},
+       unknown_shapes,
+       at_kernel<index_records>,
+       false,
+       false},
+      {"TfringReadRecords",
+       {"paths: string", "sizes: int64", "places: int64"},
+       {"records: string"},
+       {},
+       unknown_shapes,
+       at_kernel<read_records>,
        false,
        false,
        false},

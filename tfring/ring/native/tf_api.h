@@ -1,8 +1,8 @@
 // The part of TensorFlow's C API the ops use, declared by hand and looked up when the library is loaded.
 //
 // Nothing of TensorFlow is needed to build, and one binary serves every release whose libraries carry these
-// symbols. The declarations follow tensorflow/c/{kernels,ops,tf_tensor,tf_status}.h, which TensorFlow keeps
-// stable.
+// symbols. The declarations follow tensorflow/c/{kernels,ops,tf_tensor,tf_tstring,tf_status}.h, which
+// TensorFlow keeps stable.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,11 @@ struct TF_OpDefinitionBuilder;
 struct TF_ShapeInferenceContext;
 struct TF_ShapeHandle;
 
+// An element of a tensor of texts.
+struct alignas(8) TF_TString {
+  char bytes[24];
+};
+
 namespace tfring {
 
 // Values of TF_Code.
@@ -26,12 +31,15 @@ enum TfCode {
   kTfCancelled = 1,
   kTfInvalidArgument = 3,
   kTfDeadlineExceeded = 4,
+  kTfNotFound = 5,
   kTfAborted = 10,
   kTfInternal = 13,
+  kTfDataLoss = 15,
 };
 
 // Values of TF_DataType beside those of DType.
 using TfDataType = int;
+constexpr TfDataType kTfString = 7;
 
 // clang-format off
 #define TFRING_TF_SYMBOLS(X)                                                                                         \
@@ -47,6 +55,9 @@ using TfDataType = int;
   X(int64_t, TF_Dim, (const TF_Tensor*, int index))                                                                  \
   X(size_t, TF_TensorByteSize, (const TF_Tensor*))                                                                   \
   X(void*, TF_TensorData, (const TF_Tensor*))                                                                        \
+  X(void, TF_StringCopy, (TF_TString*, const char* from, size_t length))                                             \
+  X(const char*, TF_StringGetDataPointer, (const TF_TString*))                                                       \
+  X(size_t, TF_StringGetSize, (const TF_TString*))                                                                   \
   X(TF_OpDefinitionBuilder*, TF_NewOpDefinitionBuilder, (const char* op_name))                                       \
   X(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder*, const char* spec))                                \
   X(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder*, const char* spec))                               \
