@@ -160,8 +160,7 @@ def of_another_cluster():
 
 def test_a_process_joins_one_cluster_of_tensorflow():
     for error, other, own in workers(2, "tensorflow").run(of_another_cluster):
-        assert "A process joins one cluster" in error
-        assert f"Received: {other}; it is in {own}" in error
+        assert f"is in the cluster {own}" in error and f"it cannot join {other}" in error
 
 
 def too_late():
@@ -171,7 +170,7 @@ def too_late():
 
     cluster = dataclasses.replace(strategy().cluster, listen_fd=None)
     assert tf.constant(1).numpy() == 1
-    message = r"made before TensorFlow runs anything. Received: a process in which it has run"
+    message = "TensorFlow has run in this process before RingStrategy"
     with pytest.raises(tfring.errors.ConfigurationError, match=message):
         tfring.RingStrategy(cluster, communication="tensorflow")
 

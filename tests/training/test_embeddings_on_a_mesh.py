@@ -151,7 +151,7 @@ def bad_id():
 
 def test_ids_without_a_row():
     for message in workers(2).run(bad_id):
-        assert f"Received: id {VOCABULARY}" in message
+        assert f"no row for id {VOCABULARY}" in message
 
 
 def test_another_axis_is_refused():

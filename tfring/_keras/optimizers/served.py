@@ -130,15 +130,14 @@ class ServerUpdater(Updater):
         if found is not None:
             if [id(v) for v in found.variables] != [id(v) for v in variables]:
                 raise ConfigurationError(
-                    "Servers hold the variables that had gradients in an optimizer's first step. Received: others, of "
-                    f"{type(optimizer).__name__} {optimizer.name!r}: {[v.path for v in variables]}. Compile the model "
-                    "again after `trainable` has changed."
+                    f"{type(optimizer).__name__} {optimizer.name!r} has gradients of variables that had none in its "
+                    f"first step: {[v.path for v in variables]}. Compile the model again after `trainable` has changed."
                 )
             for table, is_by_rows in zip(found.variables, found.by_rows, strict=True):
                 if is_by_rows and not self._is_read_by_rows(table):
                     raise ConfigurationError(
-                        f"The step reads all of table {table.path!r}, of which servers send the rows of a batch alone, "
-                        "as in the step that was traced first. Compile the model again before another step."
+                        f"This step reads all rows of table {table.path!r}, and the step that was traced first read "
+                        "only the rows of its batch. Compile the model again before another step."
                     )
             return found
         for variable in variables:
@@ -176,9 +175,9 @@ class ServerUpdater(Updater):
         for each in placed:
             if not can_split[id(each.variable)] and not all(piece.is_full for piece in each.pieces):
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} {optimizer.name!r} computes with whole weights, and servers hold "
-                    f"{each.variable.path!r} in shards, as another optimizer began to train it. A weight has one place "
-                    "on the servers. Train first with the optimizer that computes with whole weights."
+                    f"{type(optimizer).__name__} {optimizer.name!r} needs full weights, and servers hold "
+                    f"{each.variable.path!r} in shards, as another optimizer began to train it. Train first with the "
+                    "optimizer that needs full weights."
                 )
         return placed
 
@@ -247,8 +246,9 @@ class ServerUpdater(Updater):
         if is_training and self.is_star:
             if epoch_iterator.steps_per_epoch:
                 raise ConfigurationError(
-                    "Workers that go on by themselves train each batch of the data once an epoch, on any of them. "
-                    f"Received: steps_per_epoch={epoch_iterator.steps_per_epoch}. Leave it out, and use `dataset.take`."
+                    f"steps_per_epoch={epoch_iterator.steps_per_epoch} cuts an epoch of workers that share the batches "
+                    "of the data: each batch is trained once an epoch, on any worker. Leave it out, and use "
+                    "`dataset.take`."
                 )
             epoch_iterator._num_batches = None  # how many this worker takes is known at the end
             epoch_iterator._interrupted_warning = lambda: None
@@ -273,7 +273,8 @@ class ServerUpdater(Updater):
         with self._lock:
             if self.client.is_back:
                 raise ConfigurationError(
-                    "A worker comes back where `fit` has a list of callbacks. Received: a keras.callbacks.CallbackList."
+                    "`fit` was given a keras.callbacks.CallbackList, with which no worker can be restarted. Pass a "
+                    "list of callbacks."
                 )
             changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
             self.client.known["position"] = {**self._position, "number": self._loops}
@@ -333,7 +334,8 @@ class ServerUpdater(Updater):
             return
         if not is_traced:
             raise ConfigurationError(
-                "A worker comes back into steps that are traced. Received: run_eagerly=True."
+                "A model compiled with run_eagerly=True has no steps that a restarted worker could join. Leave "
+                "run_eagerly out."
             )
         with self._lock:
             self._begin_updates()
@@ -387,9 +389,9 @@ class ServerUpdater(Updater):
         has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
         if not has_own_rows and _tf.leaves_order_open(dataset):
             raise ConfigurationError(
-                "Workers that go on by themselves draw the same batches in the same order, and each batch is trained "
-                "by one of them. Received: a dataset with deterministic=False in `map` or `batch`. Leave it out. "
-                "(docs/parameter_servers.md)"
+                "A dataset with deterministic=False in `map` or `batch` gives each worker another order. With "
+                "asynchronous updates or backup workers all draw the same batches in the same order, and one of them "
+                "trains each. Leave it out. (docs/parameter_servers.md)"
             )
         left_out = reached_by_chance(dataset)
 
@@ -452,9 +454,8 @@ class ServerUpdater(Updater):
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore) or type(callback).__name__ == "Backup":
                 raise ConfigurationError(
-                    "Workers that go on by themselves do not restart at one step. Received: "
-                    f"{type(callback).__name__} with asynchronous updates or backup workers. Use ModelCheckpoint, and "
-                    "`model.load_weights` before `fit`."
+                    f"{type(callback).__name__} does not go with asynchronous updates or backup workers, which do not "
+                    "restart at one step. Use ModelCheckpoint, and `model.load_weights` before `fit`."
                 )
         updater = self
 
@@ -745,9 +746,9 @@ class _Group:
 
     def _slots_differ(self, path: str) -> ConfigurationError:
         return ConfigurationError(
-            f"A server's optimizer and a worker's do not have the same variables. Received: {path!r} of "
-            f"{type(self._optimizer).__name__}, which one of them has. A class of your own makes what it keeps of each "
-            "weight by `add_optimizer_variables` or `add_variable_from_reference`."
+            f"The optimizers of a server and a worker have different variables: only one of them has {path!r} of "
+            f"{type(self._optimizer).__name__}. A class of your own makes its variables of each weight by "
+            "`add_optimizer_variables` or `add_variable_from_reference`."
         )
 
     def pull(self) -> None:
@@ -894,14 +895,12 @@ def _learning_rate(optimizer: Any) -> tf.Tensor:
 def _check_variable(variable: Any) -> None:
     if mark_of(variable).sharding or mark_of(variable).update:
         raise ConfigurationError(
-            "Servers hold full weights of layers that are not sharded. Received: "
-            f"{variable.path!r}, of a layer that shards it over workers. Use keras.layers.Embedding, Dense or "
-            "MultiHeadAttention in its place, or RingStrategy."
+            f"{variable.path!r} belongs to a layer that shards it over workers, and servers hold full weights. Use "
+            "keras.layers.Embedding, Dense or MultiHeadAttention in its place, or RingStrategy."
         )
     if getattr(variable, "overwrite_with_gradient", False) or str(variable.dtype) not in messages.DTYPES:
         raise ConfigurationError(
-            "Servers hold float variables that an optimizer updates. Received: "
-            f"{variable.path!r}, dtype {variable.dtype}."
+            f"{variable.path!r} has dtype {variable.dtype}, and servers hold float variables that an optimizer updates."
         )
 
 

@@ -198,9 +198,9 @@ def describe(
     if bounds and optimizer.gradient_accumulation_steps:
         if kind != "clipvalue":
             raise ConfigurationError(
-                f"Servers accumulate gradients, and then clip them by value alone. Received: {kind}={bound} with "
-                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} of {type(optimizer).__name__} "
-                f"{optimizer.name!r}. Leave out one of them, or use `clipvalue`."
+                f"Servers do not run {type(optimizer).__name__} {optimizer.name!r} with {kind}={bound} and "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: accumulated gradients are "
+                "clipped by value only. Leave out one of them, or use `clipvalue`."
             )
         kind = None  # Keras clips what it has accumulated
     if kind is not None:
@@ -235,15 +235,16 @@ def check_optimizer(optimizer: Any) -> None:
     what = f"{type(optimizer).__name__} {optimizer.name!r}"
     if type(optimizer).__name__ in ("LossScaleOptimizer", "MultiOptimizer"):
         raise ConfigurationError(
-            f"Servers run one of Keras' own optimizers, and none around another. Received: {what}. Use the inner one."
+            f"Servers do not run {what}: they run Keras' own optimizers, and none around another. Use the inner one."
         )
     if optimizer.use_ema:
         raise ConfigurationError(
-            f"Servers keep no moving averages of weights. Received: use_ema=True of {what}. Leave it out."
+            f"Servers do not run {what} with use_ema=True, for they keep no moving averages of weights. Leave it out."
         )
     if optimizer.loss_scale_factor:
         raise ConfigurationError(
-            f"Servers take gradients as they are. Received: loss_scale_factor={optimizer.loss_scale_factor} of {what}."
+            f"Servers do not run {what} with loss_scale_factor={optimizer.loss_scale_factor}, for they do not scale "
+            "gradients. Leave it out."
         )
     try:
         made = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
@@ -251,8 +252,8 @@ def check_optimizer(optimizer: Any) -> None:
             raise TypeError(f"of its configuration comes a {type(made).__name__}")
     except Exception as error:
         raise ConfigurationError(
-            "Servers make an optimizer again from its configuration, so its class and all in it can be serialized "
-            f"(`@keras.saving.register_keras_serializable`, before the strategy is made). Received: {what}: {error}"
+            f"Servers cannot make {what} from its configuration: {error}. Register its class and all classes in it "
+            "(`@keras.saving.register_keras_serializable`) before the strategy is made."
         ) from error
 
 
