@@ -59,14 +59,14 @@ def test_address(text, host, port, canonical):
         ("1.2.3.400:80", "Not an IPv4 address"),
         ("ho st:80", "no host name"),
         ("-host:80", "no host name"),
-        ("", "An address is"),
+        ("", "is no address"),
         (None, "a NoneType"),
     ],
 )
 def test_wrong_address(text, what_to_do):
     with pytest.raises(ConfigurationError, match=what_to_do) as error:
         parse_address(text)
-    assert f"Received: {text!r}" in str(error.value)
+    assert str(error.value).startswith(repr(text))
 
 
 @settings(max_examples=500, deadline=None)
