@@ -139,9 +139,9 @@ def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
     [bounds] = collectives.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="seeds of shuffles")
     if int(bounds[0]) != -int(bounds[1]):
         raise MismatchError(
-            "Every rank draws the same rows in the same order, and tfring cuts each rank's share from them. Received: "
-            "shuffles with other seeds on another rank. Give them one (`dataset.shuffle(n, seed=1)`, "
-            "`keras.utils.set_random_seed(1)` before data is made), or make the dataset after the strategy. "
+            "The dataset is shuffled with another seed on another rank. Every rank draws the same rows in the same "
+            "order, and tfring cuts each rank's share from them. Give all ranks one seed (`dataset.shuffle(n, "
+            "seed=1)`, `keras.utils.set_random_seed(1)` before data is made), or make the dataset after the strategy. "
             "(docs/data.md)"
         )
 
