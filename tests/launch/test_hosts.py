@@ -22,7 +22,7 @@ def test_hosts():
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "'' names no host"),
+        ("", "'' in '' is no host"),
         ("a,,b", "'' in 'a,,b' is no host"),
         ("a:0", "Leave the host out"),
         ("a:-1", "'a:-1' in"),
@@ -39,7 +39,7 @@ def test_hosts():
 def test_wrong_hosts(text, what):
     with pytest.raises(ConfigurationError) as error:
         parse_hosts(text)
-    assert ("Hosts are written like" in str(error.value) and what in str(error.value)
+    assert what in str(error.value)
 
 
 @settings(max_examples=300, deadline=None)

@@ -117,7 +117,7 @@ for _ in range(2):
     try:
         tfring.RingStrategy()
     except tfring.errors.ConfigurationError as error:
-        assert error.args[0].startswith("Another library has changed what keras"), error
+        assert error.args[0].startswith("Another library has changed the bases of keras"), error
         assert "__main__.Theirs" in error.args[0], error
     else:
         raise AssertionError("RingTrainer is silently absent")

@@ -244,7 +244,7 @@ def test_all_tables_of_a_step_are_one_operation():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": "all"}, "`reduction` is auto, gather or owner. Received: reduction='all'"),
+        ({"reduction": "all"}, "`reduction` is 'all', not auto, gather or owner"),
         ({"dense": "maybe"}, '`dense` is \'maybe\', not "auto", "never" or "always"'),
         ({"batch_size": 0}, "`batch_size` is 0, not a whole number, 1 or more, or None"),
         ({"batch_size": 2.5}, "`batch_size` is 2.5, not a whole number, 1 or more, or None"),
