@@ -150,7 +150,7 @@ def _read(path: pathlib.Path) -> np.ndarray:
         _, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     if len(rows) != _ROWS[path.name]:
         raise DataError(
-            f"{path} has {len(rows):,} rows, and {path.name} of MovieLens-100K {_ROWS[path.name]:,}. Remove it and start "
+            f"{path} has {len(rows):,} rows, and that of MovieLens-100K {_ROWS[path.name]:,}. Remove it and start "
             "again."
         )
     return np.array(rows)

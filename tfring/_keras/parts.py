@@ -22,7 +22,7 @@ from tfring.errors import ConfigurationError
 _UNKNOWN = object()  # comes of a layer that calls others itself
 
 
-def refuse_astray(model: Any) -> None:
+def check_parallel_pairs(model: Any) -> None:
     """Raises ConfigurationError for a functional or sequential model in which parts go to a layer that takes none."""
     graph = _graph_of(model)
     if graph is None or not any(map(_in_parts, all_layers(model))):

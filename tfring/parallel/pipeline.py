@@ -155,7 +155,7 @@ class Pipeline(keras.Model):
     def quantize(self, *args: Any, **kwargs: Any) -> None:
         if self._passes is None:
             return super().quantize(*args, **kwargs)
-        raise stages.without_wholes("quantize()")
+        raise stages.full_weights_error("quantize()")
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ def _check(
         )
     for layer in all_layers(model):
         if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
-            raise stages.without_wholes(f"{type(layer).__name__} {layer.name!r}, with such weights")
+            raise stages.full_weights_error(f"{type(layer).__name__} {layer.name!r}, with such weights")
     normalizations = batch_normalizations(model)
     if normalizations and (schedule.num_microbatches > 1 or recompute):
         layer = normalizations[0]

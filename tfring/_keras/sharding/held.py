@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.errors import ConfigurationError
-from tfring.servers.shard_plan import Piece
+from tfring.servers.shard_plan import Span
 
 TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a shard called, and so begin its slots
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
@@ -40,12 +40,12 @@ class HeldShards:
         of_variable = description["variables"]
         self._about = [of_variable[p["variable"]] for p in self._parts]
         self._shards: list[Any] = []
-        for piece, about in zip(self._parts, self._about, strict=True):
-            key = (about["number"], piece["begin"])
+        for span, about in zip(self._parts, self._about, strict=True):
+            key = (about["number"], span["begin"])
             if key in store:
                 self._shards.append(store[key])
                 continue
-            shape = about["shape"] if piece["is_full"] else [piece["end"] - piece["begin"], *about["shape"][1:]]
+            shape = about["shape"] if span["is_full"] else [span["end"] - span["begin"], *about["shape"][1:]]
             name = f"{TOKEN}{about['number']}"
             constraint = about["constraint"] and keras.constraints.deserialize(json.loads(about["constraint"]))
             shard = keras.Variable(np.zeros(shape, about["dtype"]), name=name, dtype=about["dtype"])
@@ -67,8 +67,8 @@ class HeldShards:
         """See `Held`. The arrays are the shards of the variables `values`, and those of `slots`, by number."""
         arrays = list(arrays)
         wanted = set(head.get("values", ()))
-        for shard, piece in zip(self._shards, self._parts, strict=True):
-            if piece["variable"] in wanted:
+        for shard, span in zip(self._shards, self._parts, strict=True):
+            if span["variable"] in wanted:
                 shard.assign(arrays.pop(0))
         if not self._optimizer.built:
             self._optimizer.build(self._shards)  # some slots begin as their weights
@@ -136,7 +136,7 @@ class HeldShards:
 
     def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
         """See `Held`."""
-        number = next(i for i, piece in enumerate(self._parts) if piece["variable"] == variable)
+        number = next(i for i, span in enumerate(self._parts) if span["variable"] == variable)
         return tf.gather(self._shards[number].value, ids).numpy()
 
     def _apply(self, *flat: tf.Tensor) -> None:
@@ -169,7 +169,7 @@ def describe(
     numbers: Sequence[int],
     are_sparse: Sequence[bool],
     are_pulled_by_rows: Sequence[bool],
-    parts: Sequence[Piece],
+    parts: Sequence[Span],
     clips_norms: bool = True,
 ) -> dict[str, Any]:
     """Returns what servers make an optimizer and its shards from: JSON, and no code.

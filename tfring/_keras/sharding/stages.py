@@ -45,11 +45,11 @@ def refuse_new_weights() -> None:
     def add_weight(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         others = getattr(self, "_trainable_variables", ())  # there are none before a layer's __init__
         if any(is_sharded_along(variable, "pipeline") for variable in others):
-            raise without_wholes(f"another weight of {type(self).__name__} {self.name!r}")
+            raise full_weights_error(f"another weight of {type(self).__name__} {self.name!r}")
         return original(self, *args, **kwargs)
 
 
-def without_wholes(received: str) -> ConfigurationError:
+def full_weights_error(received: str) -> ConfigurationError:
     """The error for what needs whole weights, of which no worker of a pipeline has all."""
     return ConfigurationError(
         f"A worker of a Pipeline has the weights of its stage only, and LoRA and quantization need all: {received}. "

@@ -36,7 +36,7 @@ struct Exchange::Rows {
     return total;
   }
   // An all_gather's large blocks are sent round, for each is wanted by all.
-  bool goes_round(int from) const {
+  bool is_sent_around(int from) const {
     return kind == Kind::kAllGather && (size > kFlatMembers || !is_small(theirs_bytes(from), size));
   }
 };
@@ -155,7 +155,7 @@ Status Exchange::announce_rows(Rows* rows) {
       continue;
     }
     plan.add_send(rank, {to + sends_to * numbers, numbers});
-    if (rows->goes_round(rows->member)) continue;
+    if (rows->is_sent_around(rows->member)) continue;
     for (size_t t = 0; t < rows->count; ++t) {
       const size_t at = static_cast<size_t>(sends_to) * rows->count + t;
       const int64_t size = rows->mine[at] * rows->row_bytes[t];
@@ -213,12 +213,12 @@ void Exchange::take_rows(const Rows& rows, void* const* outputs) {
           in += rows.mine[static_cast<size_t>(before) * rows.count + t] * rows.row_bytes[t];
         }
         copy(out, in, size);
-      } else if (!rows.goes_round(m)) {
+      } else if (!rows.is_sent_around(m)) {
         plan.add_recv(group.rank_of(m), {plan.spans.size(), size});
       }
       plan.spans.add(out, out, size);
     }
-    if (!rows.goes_round(m) || plan.spans.size() == begin) continue;
+    if (!rows.is_sent_around(m) || plan.spans.size() == begin) continue;
     chunks_[static_cast<size_t>(group.position_of(m))] = {begin, plan.spans.size() - begin};
     rounds = true;
   }
