@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_slurm = slurm.in_allocation(os.environ)
         arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
     if unknown:
-        arguments.parser.error(f"unknown option {unknown[0]} (options of the program stand behind its name)")
+        arguments.parser.error(f"unknown option {unknown[0]} (options of the program come after its name)")
     return arguments.run(arguments)
 
 
