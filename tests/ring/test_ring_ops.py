@@ -136,7 +136,7 @@ def every_dtype(name):
         assert ops.all_reduce(ring, flags, "min").numpy().tolist() == [False, True, False]
         with pytest.raises(tf.errors.InvalidArgumentError, match='op="max"'):
             ops.all_reduce(ring, flags)
-        with pytest.raises(ValueError, match="op='mean'"):
+        with pytest.raises(ValueError, match="`op` is 'mean'"):
             ops.all_reduce(ring, x, "mean")
         for empty in (tf.zeros([0]), tf.zeros([0, 4])):
             assert ops.all_reduce(ring, empty).shape == empty.shape

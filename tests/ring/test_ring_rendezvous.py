@@ -254,7 +254,7 @@ def test_arguments():
 
     alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
     for arguments, words in (
-        ({"transport": "udp"}, "transport='udp'"),
+        ({"transport": "udp"}, "`transport` is 'udp'"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"connect_timeout_seconds": -1}, "connect_timeout_seconds=-1"),
     ):

@@ -508,7 +508,7 @@ def test_what_is_refused(tmp_path):
         assert "placement='sparsecore'" in errors["placement"]
         assert "`feature_configs` has 'items', a FeatureConfig without name, table" in errors["no config"]
         assert "`feature_configs` has 'items', a TableConfig without name, vocabulary_size" in errors["no table"]
-        assert "tables items, items" in errors["names"]
+        assert "share a name: items, items" in errors["names"]
         assert "`plan` is {'users': 'rows'} for tables items" in errors["plan"]
         assert "`plan` is 'rows' for tables items" in errors["plan of all"]
         assert "The file has 1 tables, and" in errors["file"]

@@ -156,5 +156,5 @@ def test_ids_without_a_row():
 
 def test_another_axis_is_refused():
     for kind in (lambda **o: tfring.layers.ShardedEmbedding(3, 2, **o),):
-        with pytest.raises(tfring.errors.ConfigurationError, match="axis='pipeline'"):
+        with pytest.raises(tfring.errors.ConfigurationError, match="`axis` is 'pipeline'"):
             kind(axis="pipeline")

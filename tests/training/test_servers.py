@@ -667,7 +667,7 @@ def train_other_rows_or_serve(kind):
 
 
 @pytest.mark.parametrize(("kind", "says"), [
-    ("arrays", "`x` is not the same on every rank"), ("seeds", "all draw the same batches"),
+    ("arrays", "`x` is not the same on every rank"), ("seeds", "All workers draw the same batches"),
     ("order", "A dataset with deterministic=False in `map` or `batch`"),
 ])  # fmt: skip
 def test_data_that_differ_by_worker_are_refused(kind, says):
@@ -837,10 +837,10 @@ def test_a_request_is_answered_once_though_the_link_breaks_before_the_reply(tmp_
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"snapshot_dir": "/tmp"}, '`snapshot_dir` is of update="async"'),
-    ({"update": "async", "snapshot_dir": "/tmp", "snapshot_seconds": 0}, "`snapshot_seconds` is a number above 0"),
-    ({"replicas": 3}, "`replicas` is 1 or 2"),
-    ({"replicas": True}, "`replicas` is 1 or 2"),
+    ({"snapshot_dir": "/tmp"}, '`snapshot_dir` does not go with update="sync"'),
+    ({"update": "async", "snapshot_dir": "/tmp", "snapshot_seconds": 0}, "`snapshot_seconds` is 0, not a"),
+    ({"replicas": 3}, "`replicas` is 3, not 1 or 2"),
+    ({"replicas": True}, "`replicas` is True, not 1 or 2"),
     ({"update": "async", "replicas": 2, "snapshot_dir": "/tmp"}, "leave out one of them"),
     ({"replicas": 2, "roles": ONE_SERVER}, "`replicas=2` needs two servers or more"),
 ])

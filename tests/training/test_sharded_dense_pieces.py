@@ -182,8 +182,8 @@ def refused(folder, mesh):
 def test_what_is_refused(mesh, tmp_path):
     for errors in workers(mesh.size).run(refused, str(tmp_path), mesh):
         for name, received in {
-            "split": "split='heads'",
-            "axis": "axis='pipeline'",
+            "split": "`split` is 'heads'",
+            "axis": "`axis` is 'pipeline'",
             "lora": "lora_rank for units=7",
             "regularizer": "kernel_regularizer=OrthogonalRegularizer",
             "constraint": "kernel_constraint=MaxNorm",
@@ -269,7 +269,7 @@ def test_parts_that_go_astray():
 
 def replicas():
     layer = tfring.layers.ShardedDense(4)
-    error = pytest.raises(tfring.errors.ConfigurationError, match="2 replicas in this process")
+    error = pytest.raises(tfring.errors.ConfigurationError, match="this process has 2 replicas")
     with strategy(devices=["CPU:0", "CPU:1"]).scope(), error:
         layer.build((None, 4))
 

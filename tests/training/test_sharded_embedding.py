@@ -681,7 +681,7 @@ def refused(folder):
 
 def replicas():
     layer = tfring.layers.ShardedEmbedding(VOCABULARY, DIM)
-    error = pytest.raises(tfring.errors.ConfigurationError, match="2 replicas in this process")
+    error = pytest.raises(tfring.errors.ConfigurationError, match="this process has 2 replicas")
     with strategy(devices=["CPU:0", "CPU:1"]).scope(), error:
         layer.build()
 

@@ -97,7 +97,7 @@ def test_memory_moves_a_cut():
 
 def test_what_is_refused():
     layers = [LayerCost("a", 1.0), LayerCost("b", 1.0, may_begin=False), LayerCost("c", 1.0)]
-    with pytest.raises(ConfigurationError, match=r"num_stages=3, and 1 layers with which .* may begin: 'c'"):
+    with pytest.raises(ConfigurationError, match=r"`num_stages` is 3, and only 1 layers may begin .*: 'c'"):
         plan_stages(layers, 3)
     with pytest.raises(ConfigurationError, match=r"`num_stages` is 1, and only 0 layers .*: none"):
         plan_stages([], 1)
