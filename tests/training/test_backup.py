@@ -493,7 +493,7 @@ def on_disks_of_their_own(folder):
 
 def test_a_folder_that_a_rank_does_not_see(tmp_path):
     for text in workers(2).run(on_disks_of_their_own, str(tmp_path)):
-        assert "what rank 0 writes there is not seen by rank 1. Name another folder" in text
+        assert "Rank 1 does not see files that rank 0 writes to " in text
 
 
 # ------------------------------------------------------------------------------------------------------------ files

@@ -286,7 +286,7 @@ def refusals():
 
 def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
     for sizes, arrays, shard in workers(2).run(refusals):
-        assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
+        assert "Components of one batch have 8 and 24 rows" in sizes and "unlabelled.batch(3).batch(8)" in sizes
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
 

@@ -59,7 +59,7 @@ def test_wide_and_whole_tables():
 def test_owners_of_a_plan():
     assert TablePlan(2, (PlannedTable("a", 3, 2, "whole", 24, 1),)).owners == {"a": 1}
     for kind, owner in (("whole", None), ("whole", 2), ("rows", 0)):
-        with pytest.raises(ConfigurationError, match=f"from 0 to 1, and no other has one.*owner={owner}"):
+        with pytest.raises(ConfigurationError, match=f"owner={owner}.*from 0 to 1, and no other table has one"):
             TablePlan(2, (PlannedTable("a", 3, 2, kind, 24, owner),))
 
 
