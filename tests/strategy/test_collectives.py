@@ -135,7 +135,7 @@ def refused():
             call()
         said.append(str(error.value).partition(" is not")[0])
     for wrong in (lambda: ring.gather(tf.zeros([2]), 2, name="r"), lambda: ring.reduce([tf.zeros([2])], -1, name="r")):
-        with pytest.raises(ValueError, match="`root` is .*, not from 0 to 1"):
+        with pytest.raises(ValueError, match=r"`root` is .*, not from 0 to 1"):
             wrong()
     with pytest.raises(tf.errors.InvalidArgumentError, match='all_to_all "rows": `counts` do not add up'):
         ring.all_to_all(tf.zeros([3]), [1, 1], name="rows")
