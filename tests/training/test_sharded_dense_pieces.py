@@ -184,7 +184,7 @@ def test_what_is_refused(mesh, tmp_path):
         for name, received in {
             "split": "`split` is 'heads'",
             "axis": "`axis` is 'pipeline'",
-            "lora": "lora_rank for units=7",
+            "lora": "`lora_rank` of a ShardedDense with units=7",
             "regularizer": "kernel_regularizer=OrthogonalRegularizer",
             "constraint": "kernel_constraint=MaxNorm",
             "of bias": "bias_regularizer=<lambda>",
