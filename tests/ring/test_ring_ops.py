@@ -228,7 +228,7 @@ def gather_rows(name):
                         np.testing.assert_array_equal(tensor, root)
         with pytest.raises(tf.errors.InvalidArgumentError, match="capacity for 2 rows, but num_rows is 3"):
             ops.all_gather_rows(ring, tf.ones([2, 1]), tf.constant([1, 2]), 3, name="too many")
-        with pytest.raises(ValueError, match="equal length"):
+        with pytest.raises(ValueError, match="Give one of each for a tensor"):
             ops.all_gather_rows(ring, [tf.ones([2, 1])], [], [1])
 
 
