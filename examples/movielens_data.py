@@ -150,8 +150,8 @@ def _read(path: pathlib.Path) -> np.ndarray:
         _, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
     if len(rows) != _ROWS[path.name]:
         raise DataError(
-            f"{path.name} of MovieLens-100K has {_ROWS[path.name]:,} rows. "
-            f"Received: {path} with {len(rows):,}. Remove it and start again."
+            f"{path} has {len(rows):,} rows, and that of MovieLens-100K {_ROWS[path.name]:,}. Remove it and start "
+            "again."
         )
     return np.array(rows)
 

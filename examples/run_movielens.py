@@ -45,7 +45,7 @@ def main() -> int:
 
 def check_machine() -> None:
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        sys.exit(f"tfring runs on Python 3.11 to 3.13. Received: {sys.executable}, {sys.version.split()[0]}.")
+        sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, and tfring runs on Python 3.11 to 3.13.")
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         sys.exit("This Python makes no virtual environments. Debian, Ubuntu:   apt install python3-venv")
     sys.path.insert(0, str(ROOT))

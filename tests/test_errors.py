@@ -1,4 +1,4 @@
-"""docs/errors.md has every error of tfring by its first words, and none that the code no longer has."""
+"""docs/errors.md has every error of tfring by its first words, and no other; an error names the problem first."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ERRORS = {
     "UnsupportedTensorFlowError",
 }
 ARGUMENT_ERRORS = {"ValueError", "TypeError"}
+RULE_FIRST = re.compile(r"(`[^`]+`|\S+) (must|has to|have to|runs from|is one of)\b|(All|Each|Every) ")
 VARIABLE = r"\b[A-Z]+_[A-Z_]+(?=[ ,])(?!=)"  # its name is interpolated
 WORDS = 4  # of a message, that the page has together
 
@@ -48,18 +49,18 @@ def literal(node: ast.expr) -> str:
 
 
 def raised(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the line and the text of each error of `ERRORS` that is made, and of `ARGUMENT_ERRORS` with "Received"."""
+    """Yields the line and the text of each error of `ERRORS` that is made, and of `ARGUMENT_ERRORS` in sentences."""
     for node in ast.walk(ast.parse(text)):
         is_call = isinstance(node, ast.Call) and bool(node.args)
         name = getattr(node.func, "id", getattr(node.func, "attr", "")) if is_call else ""
-        if name in ERRORS or (name in ARGUMENT_ERRORS and " Received" in literal(node.args[0])):
-            yield node.lineno, literal(node.args[0])
+        text = literal(node.args[0]) if is_call else ""
+        if name in ERRORS or (name in ARGUMENT_ERRORS and re.match(r"[`A-Z]|\w+ [\"{]", text)):
+            yield node.lineno, text
 
 
 def first_words(message: str) -> str | None:
-    """Returns the first constant words of a message before what it received; None where there are fewer than two."""
-    rule = message.split(" Received")[0]
-    parts = [part.strip(" `\"'()=") for part in rule.split("{}")]
+    """Returns the first constant words of a message; None where there are fewer than two."""
+    parts = [part.strip(" `\"'()=") for part in message.split("{}")]
     part = next((part for part in parts if len(part.split()) > 1), "")
     return " ".join(part.split()[:WORDS]) or None
 
@@ -103,6 +104,18 @@ def test_every_error_is_on_the_page():
     assert len(found) > 150 and not missing, "docs/errors.md lacks:\n" + "\n".join(missing)
 
 
+def rules_first(text: str) -> list[str]:
+    """Returns the errors of Python's source that begin with the rule, and texts that end with what was received."""
+    errors = [message for _, message in raised(text) if RULE_FIRST.match(message)]
+    return errors + [constant for constant in constants(text) if re.search(r"\bReceived\b.*:", constant)]
+
+
+def test_an_error_names_the_problem_first():
+    found = [f"{file}: {message}" for file, text in sources().items() for message in rules_first(text)]
+    assert not found, "an error says what is wrong, then the rule, then what to do:\n" + "\n".join(found)
+    assert "Received" not in re.sub(r"k[A-Z]\w+", "", native_text())
+
+
 def test_every_entry_has_a_cure():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     empty = [row for row in rows if not row.strip("|").partition(" | ")[2].strip()]
@@ -125,5 +138,10 @@ def test_an_entry_is_an_error_of_the_code(entry):
 
 
 def test_the_test_sees_what_it_looks_for():
-    text = 'raise ConfigurationError(f"`x` is one of {y}. Received: {z}")\nraise errors.PeerLostError(f"{who} is lost")'
-    assert [first_words(message) for _, message in raised(text)] == ["x` is one of", "is lost"]
+    text = (
+        'raise ConfigurationError(f"`x` is {x}, not one of {y}.")\nraise errors.PeerLostError(f"{who} is lost")\n'
+        'raise ValueError("no sentence")\nraise ValueError(f"`n` must be {one}")\n'
+        'raise TypeError(f"A tensor. Received: 1")'
+    )
+    assert [first_words(message) for _, message in raised(text)][:2] == ["x` is", "is lost"]
+    assert rules_first(text) == ["`n` must be {}", "A tensor. Received: 1"]

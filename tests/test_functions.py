@@ -43,13 +43,13 @@ def exchange(with_strategy):
     assert isinstance(array, np.ndarray) and array.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert tfring.broadcast(np.array(7, np.int64) if me == 0 else None).shape == ()
     for function in (tfring.all_gather, tfring.broadcast):  # all ranks hear of it, and go on
-        with pytest.raises(TypeError, match=r"a set|Rank 0 has another"):
+        with pytest.raises(TypeError, match=r"a set|value of rank 0 cannot be"):
             function({1} if me == 0 else "text")
     with pytest.raises(TypeError, match="a dict with the key 1, and keys are texts"):
         tfring.all_gather({1: 2})
-    with pytest.raises(ValueError, match=r"`root` is a rank, from 0 to 2\. Received: root=3"):
+    with pytest.raises(ValueError, match="`root` is 3, not a rank from 0 to 2"):
         tfring.broadcast(1, root=3)
-    with pytest.raises(ValueError, match="`op` is sum, mean, max, min or product"):
+    with pytest.raises(ValueError, match="`op` is 'average', not sum, mean, max, min or product"):
         tfring.all_reduce(1, "average")
     return tfring.all_reduce([np.array([me]), np.array([1, 1])])[0].tolist()
 
@@ -106,7 +106,7 @@ def test_a_process_that_is_alone():
     result = tfring.all_reduce(array, "mean")
     assert result.tolist() == [1, 2] and not np.shares_memory(result, array)
     assert tfring.all_gather(None) == [None] and tfring.broadcast((1, 2)) == [1, 2]
-    with pytest.raises(TypeError, match="Received: a set"):
+    with pytest.raises(TypeError, match="The value has a set"):
         tfring.broadcast({1})
     with pytest.raises(ValueError, match="from 0 to 0"):
         tfring.broadcast(1, root=1)

@@ -1,4 +1,7 @@
-"""Docstrings open with what a function does, names that ask only read, and docs/glossary.md's banned words are gone."""
+"""Docstrings open with what a function does, names that ask only read, and docs/glossary.md's banned words are gone.
+
+They are gone from names, too: of modules, classes, functions, arguments, attributes and variables.
+"""
 
 from __future__ import annotations
 
@@ -87,21 +90,29 @@ def comment_blocks(text: str) -> Iterator[tuple[int, str]]:
         before = line
 
 
+def in_words(name: str) -> str:
+    """Returns the words of a name: "begin anew" of `begin_anew` and of `BeginAnew`."""
+    return " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)).lower()
+
+
 def words_of_python(text: str) -> Iterator[tuple[int, str]]:
-    """Yields comments and string constants, among them docstrings and the texts of f-strings."""
+    """Yields comments, string constants (among them docstrings and the texts of f-strings), and names in words."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
+        for name in (getattr(node, field, None) for field in ("name", "arg", "attr", "id")):
+            if isinstance(name, str):
+                yield node.lineno, in_words(name)
 
 
 def words_of_native_code(text: str) -> Iterator[tuple[int, str]]:
-    """Yields comments and string literals of C++."""
+    """Yields comments and string literals of C++, and names in words."""
     for number, line in enumerate(text.splitlines(), 1):
-        for found in re.findall(r'//.*$|"(?:[^"\\]|\\.)*"', line):
-            yield number, found
+        for found in re.findall(r'//.*$|"(?:[^"\\]|\\.)*"|\w+', line):
+            yield number, in_words(found) if re.match(r"\w", found) else found
 
 
 def wrong_openings(room: str) -> list[str]:
@@ -124,7 +135,7 @@ def banned(file: pathlib.Path, root: pathlib.Path = PACKAGE) -> list[str]:
     readers = {".py": words_of_python, ".md": lambda text: enumerate(text.splitlines(), 1)}
     return [
         f"{place}:{line}: {word!r} in {text.strip()[:100]!r}"
-        for line, text in readers.get(file.suffix, words_of_native_code)(file.read_text())
+        for line, text in [(0, in_words(file.stem)), *readers.get(file.suffix, words_of_native_code)(file.read_text())]
         for word in pattern.findall(text)
         if (place, word.lower()) not in ALLOWED
     ]
@@ -220,14 +231,11 @@ def test_the_test_sees_what_it_looks_for():
     ]
     assert [act.split(":")[0] for act in acting_readers(text)] == ["is_there", "has_peers"]
     words = " ".join(word for _, word in words_of_python(text))
-    assert "nobody" in words and "is taken in" in words and "self" not in words
+    assert "nobody" in words and "is taken in" in words and "is there" in words and "raise" not in words
     native = '// Whose it is.\n// nobody\nint nobody = 0;  // What it is\nf("a guest", "b");\n'
     assert list(comment_blocks(native)) == [(1, "Whose it is.")]
     assert [word for _, word in words_of_native_code(native)] == [
-        "// Whose it is.",
-        "// nobody",
-        "// What it is",
-        '"a guest"',
-        '"b"',
+        *("// Whose it is.", "// nobody", "int", "nobody", "0", "// What it is", "f", '"a guest"', '"b"'),
     ]
+    assert in_words("BeginAnew") == in_words("_begin_anew") == "begin anew"
     assert {"nobody", "taken in", "guest"} <= set(banned_words())

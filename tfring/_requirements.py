@@ -41,13 +41,13 @@ def check_version(version: str, *, warn: bool = True) -> None:
     found = tuple(int(part) for part in version.split(".")[:2])
     if found < OLDEST:
         raise UnsupportedTensorFlowError(
-            f"tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}: earlier ones lack calls that the ring needs. "
-            f'Received: TensorFlow {version}. Type: pip install "tensorflow-cpu>=2.18,<2.22". Held on an old one? '
-            "The folder patches/ of tfring's repository mends sparse gradients on TensorFlow 1.14 to 2.5."
+            f"TensorFlow {version} is installed, and tfring needs TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Type: "
+            'pip install "tensorflow-cpu>=2.18,<2.22". For sparse gradients on TensorFlow 1.14 to 2.5, see the folder '
+            "patches/ of tfring's repository."
         )
     if warn and found > NEWEST:
         warnings.warn(
-            f"tfring was tested on TensorFlow {_text(OLDEST)} to {_text(NEWEST)}. Received: TensorFlow {version}.",
+            f"TensorFlow {version} is installed, and tfring was tested on {_text(OLDEST)} to {_text(NEWEST)}.",
             stacklevel=3,
         )
 
@@ -64,13 +64,14 @@ def check_keras(version: str) -> None:
     if found < OLDEST_KERAS:
         oldest = _text(OLDEST_KERAS)
         raise ConfigurationError(
-            f"tfring needs Keras {oldest} or later. Received: keras=={version}. Type: pip install \"keras>={oldest}\""
+            f"Keras {version} is installed, and tfring needs Keras {oldest} or later. Type: pip install "
+            f'"keras>={oldest}"'
         )
     if found > NEWEST_KERAS:
         warnings.warn(
-            f"tfring was tested on Keras {_text(OLDEST_KERAS)} to {_text(NEWEST_KERAS)}, and replaces functions of "
-            f"Keras by name. Received: keras=={version}. Compare a first run with one process, or type: pip install "
-            f"\"keras<{NEWEST_KERAS[0]}.{NEWEST_KERAS[1] + 1}\"",
+            f"Keras {version} is installed. tfring replaces functions of Keras by name, and was tested on "
+            f"{_text(OLDEST_KERAS)} to {_text(NEWEST_KERAS)}. Compare a first run with one process, or type: pip "
+            f"install \"keras<{NEWEST_KERAS[0]}.{NEWEST_KERAS[1] + 1}\"",
             stacklevel=3,
         )
 

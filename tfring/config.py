@@ -219,4 +219,4 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
         return setting.parse(text)
     except (ValueError, KeyError):
         received = f"{name} of {len(text)} characters" if setting.private else f"{name}={text!r}"
-        raise ConfigurationError(f"{name} must be {setting.legal} ({setting.meaning}). Received: {received}") from None
+        raise ConfigurationError(f"{received} is not {setting.legal} ({setting.meaning}).") from None

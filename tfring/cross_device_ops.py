@@ -223,7 +223,7 @@ class RingAllReduce(tf.distribute.CrossDeviceOps):
         """Concatenates the workers' tensors along `axis`, in rank order; sizes along it may differ."""
         if tensor.dtype == tf.string:
             raise TypeError(
-                f"Only numbers and booleans cross workers. Received: {name} of dtype string, shape {tensor.shape}. "
+                f"{name} is of dtype string, of shape {tensor.shape}, and workers exchange numbers and booleans only. "
                 "Look strings up in a vocabulary (keras.layers.StringLookup), or gather their ids."
             )
         rank = tensor.shape.rank

@@ -52,9 +52,8 @@ def assert_equal(ring: Ring, variables: Sequence, names: Sequence[str], is_shard
         return
     if goes_on_by_itself and not tf.executing_eagerly():
         raise ConfigurationError(
-            "In a step, workers of asynchronous updates hold other weights: each has pulled at another time. Received: "
-            "a call of `strategy.assert_equal` in a function. Call it between two `fit`, on all workers. "
-            "(docs/parameter_servers.md)"
+            "`strategy.assert_equal` was called in a step, where workers of asynchronous updates hold other weights: "
+            "each has pulled at another time. Call it between two `fit`, on all workers. (docs/parameter_servers.md)"
         )
     replicas = len(ring.devices)
     mine = [tf.stack([digest(tf.convert_to_tensor(values_of(v)[r])) for v, *_ in chosen]) for r in range(replicas)]

@@ -56,7 +56,7 @@ class TfringError(RuntimeError):
 class ConfigurationError(TfringError, ValueError):
     """A setting, an argument or a cluster description that cannot be honoured.
 
-    The message gives the rule, the value received and, where there is one, the text to write instead.
+    The message says what is wrong, then the rule and, where there is one, the text to write instead.
     """
 
 

@@ -115,7 +115,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     (0.5, array([1, 2]))
     """
     if op not in ("sum", "mean", "max", "min", "product"):
-        raise ValueError(f"`op` is sum, mean, max, min or product. Received: op={op!r}")
+        raise ValueError(f"`op` is {op!r}, not sum, mean, max, min or product.")
     if isinstance(value, (bool, int, float, complex)):
         return all_reduce(np.asarray(value), op).item()
     peers = _peers()
@@ -161,7 +161,7 @@ def all_gather(value: Any) -> Any:
         if _NOT_PLAIN not in lengths:
             texts = peers.all_gather(np.frombuffer(text, np.uint8), name="tfring.all_gather as JSON").tobytes()
     if problem is None and _NOT_PLAIN in lengths:
-        problem = TypeError(f"Values that are gathered are {_PLAIN}. Rank {lengths.index(_NOT_PLAIN)} has another.")
+        problem = TypeError(f"The value of rank {lengths.index(_NOT_PLAIN)} cannot be gathered: it is not {_PLAIN}.")
     if problem is not None:
         raise problem
     ends = np.cumsum(lengths)
@@ -190,7 +190,7 @@ def broadcast(value: Any, root: int = 0) -> Any:
     """
     peers, size = _peers(), world_size()
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
-        raise ValueError(f"`root` is a rank, from 0 to {size - 1}. Received: root={root!r}")
+        raise ValueError(f"`root` is {root!r}, not a rank from 0 to {size - 1}.")
     if _is_symbolic(value):
         return value if peers is None else peers.broadcast(value, root, name="tfring.broadcast")
     if peers is None:
@@ -206,7 +206,7 @@ def broadcast(value: Any, root: int = 0) -> Any:
     head = np.array([_NOT_PLAIN if problem else len(text), array is not None])
     length, follows = peers.broadcast(head, root, name="tfring.broadcast").tolist()
     if length == _NOT_PLAIN:
-        raise problem or TypeError(f"A value that is broadcast is an array, or {_PLAIN}. Rank {root} has another.")
+        raise problem or TypeError(f"The value of rank {root} cannot be broadcast: it is no array, and not {_PLAIN}.")
     mine = np.frombuffer(text, np.uint8) if is_root else np.empty(length, np.uint8)
     said = json.loads(peers.broadcast(mine, root, name="tfring.broadcast as JSON").tobytes())
     if not follows:
@@ -324,7 +324,9 @@ def _encoded(value: Any) -> tuple[bytes, TypeError | None]:
     """Returns the JSON of a plain value, or why it has none."""
     wrong = not_plain(value)
     if wrong is not None:
-        return b"", TypeError(f"Values that are sent are {_PLAIN}. Received: {wrong}. Arrays go by themselves.")
+        return b"", TypeError(
+            f"The value has {wrong}, which cannot be sent. Plain values are {_PLAIN}. Arrays go by themselves."
+        )
     return json.dumps(value, default=lambda number: number.item()).encode(), None
 
 
@@ -349,4 +351,4 @@ def not_plain(value: Any) -> str | None:
 
 
 def _wrong_dtype(array: np.ndarray) -> TypeError:
-    return TypeError(f"Arrays that are sent are of {', '.join(sorted(DTYPES))}. Received: dtype={array.dtype}")
+    return TypeError(f"Arrays of dtype {array.dtype} are not sent; these are: {', '.join(sorted(DTYPES))}")

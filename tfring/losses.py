@@ -45,8 +45,8 @@ def gather_for_loss(tensors: Any) -> Any:
     ring, running = current_ring(), step.current()
     if ring is not None and ring.updater is not None and not ring.updater.weighs:
         raise ConfigurationError(
-            "With synchronization=Delayed(...) a worker computes its loss from its own rows. Received: a call of "
-            "gather_for_loss. Leave it out, or train without Delayed."
+            "gather_for_loss was called with synchronization=Delayed(...), where a worker computes its loss from its "
+            "own rows. Leave it out, or train without Delayed."
         )
     if running is not None:
         running.refuse_in_parts("gather_for_loss")
@@ -66,12 +66,12 @@ def _checked(tensor: Any) -> tf.Tensor | None:
         return None
     if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
         raise TypeError(
-            "gather_for_loss takes dense tensors. Received: "
-            f"{type(tensor).__name__}. Gather its components, or make it dense (`to_tensor`, `tf.sparse.to_dense`)."
+            f"gather_for_loss got a {type(tensor).__name__}, and takes dense tensors. Gather its components, or make "
+            "it dense (`to_tensor`, `tf.sparse.to_dense`)."
         )
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 0:
-        raise ValueError(f"gather_for_loss takes tensors [rows, ...]. Received: a scalar, {tensor}.")
+        raise ValueError(f"gather_for_loss got a scalar, {tensor}, and takes tensors [rows, ...].")
     return tensor
 
 

@@ -63,20 +63,20 @@ def run(fn: Callable[..., Any], n: int = 2, args: Sequence[Any] = ()) -> Any:
     ...     return {"workers": tfring.world_size(), "epochs": epochs}
     >>> run(train, n=0)
     Traceback (most recent call last):
-    tfring.errors.ConfigurationError: `n` is a number of workers, 1 or more. Received: n=0
+    tfring.errors.ConfigurationError: `n` is 0, not a number of workers, 1 or more.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigurationError(f"`n` is a number of workers, 1 or more. Received: n={n!r}")
+        raise ConfigurationError(f"`n` is {n!r}, not a number of workers, 1 or more.")
     wrong = not_plain(list(args))
     if wrong is not None:
         raise ConfigurationError(
-            f"Arguments of what runs on workers are plain values, which JSON has. Received: {wrong} in `args`. Read "
+            f"`args` has {wrong}, which JSON cannot write. Arguments of a function on workers are plain values. Read "
             "arrays and datasets in the function."
         )
     if detection.find(os.environ) is not None:
         raise ConfigurationError(
-            "`tfring.notebook.run` starts workers, and this process is one. Received: a call of it in a cluster. Call "
-            "the function itself, or run it where no launcher has started the program."
+            "`tfring.notebook.run` was called on a worker, and it starts workers. Call the function itself, or run it "
+            "where no launcher has started the program."
         )
     source = source_of(fn)
     with tempfile.TemporaryDirectory(prefix="tfring-notebook-") as folder:
@@ -101,8 +101,7 @@ def encoded(value: Any) -> str:
     wrong = not_plain(value)
     if wrong is not None:
         raise ConfigurationError(
-            f"A function that `run` starts on workers returns plain values, which JSON has. Received: {wrong}. Write "
-            "arrays and models to files (`tfring.save`)."
+            f"The function returned {wrong}, which JSON cannot write. Write arrays and models to files (`tfring.save`)."
         )
     return json.dumps(value, default=lambda number: number.item())
 
@@ -142,7 +141,9 @@ def _check(fn: Any) -> None:
             return
         except OSError:
             pass
-    raise ConfigurationError(f"{_RULE}. Received: {fn!r}. Write it in a cell, without a class or function around it.")
+    raise ConfigurationError(
+        f"`run` cannot start {fn!r} on workers. {_RULE}. Write it in a cell, without a class or function around it."
+    )
 
 
 def _names(code: types.CodeType, text: str) -> Iterator[str]:
@@ -169,8 +170,8 @@ def _definition(name: str, value: Any, user: str) -> str:
     if not_plain(value) is None:
         return f"{name} = __import__('json').loads({encoded(value)!r})"
     raise ConfigurationError(
-        f"What a function uses of its notebook are modules, functions, and plain values. Received: {name!r} in "
-        f"`{user}`, a {type(value).__name__}. Make it in the function."
+        f"`{user}` uses {name!r} of its notebook, a {type(value).__name__}, and only modules, functions and plain "
+        "values go to workers. Make it in the function."
     )
 
 

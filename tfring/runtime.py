@@ -241,9 +241,9 @@ def ring_of_process() -> Ring | None:
 
 def _in_a_branch(replicas: int) -> str:
     return (
-        "TensorFlow brings the replicas of one worker together outside of branches and loops of a step alone. "
-        "Received: an optimizer, or another call for all replicas, in a `tf.cond`, a `tf.while_loop` or a function of "
-        f"these, with {replicas} replicas on this worker. Accumulate gradients by the optimizer's "
+        "An optimizer, or another call for all replicas, is in a `tf.cond`, a `tf.while_loop` or a function of these, "
+        f"where TensorFlow cannot run the {replicas} replicas of this worker together. Accumulate gradients by the "
+        "optimizer's "
         "`gradient_accumulation_steps`, or start one worker a device."
     )
 

@@ -22,18 +22,16 @@ def factor_of(rule: str, world_size: int) -> float:
     (4.0, 2.0)
     """
     if rule not in RULES:
-        raise ConfigurationError(f"`rule` is one of {RULES}. Received: rule={rule!r}")
+        raise ConfigurationError(f"`rule` is {rule!r}, not one of {RULES}.")
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise ConfigurationError(f"`world_size` is a whole number, 1 or more. Received: world_size={world_size!r}")
+        raise ConfigurationError(f"`world_size` is {world_size!r}, not a whole number, 1 or more.")
     return float(world_size) if rule == "linear" else math.sqrt(world_size)
 
 
 def check_warmup_steps(warmup_steps: int, least: int) -> None:
     """Raises unless `warmup_steps` is a whole number, `least` or more."""
     if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool) or warmup_steps < least:
-        raise ConfigurationError(
-            f"`warmup_steps` is a whole number, {least} or more. Received: warmup_steps={warmup_steps!r}"
-        )
+        raise ConfigurationError(f"`warmup_steps` is {warmup_steps!r}, not a whole number, {least} or more.")
 
 
 @keras.saving.register_keras_serializable("tfring")
@@ -74,9 +72,7 @@ class Scaled(keras.optimizers.schedules.LearningRateSchedule):
         if not isinstance(base, keras.optimizers.schedules.LearningRateSchedule):
             is_number = isinstance(base, (int, float)) and not isinstance(base, bool)
             if not is_number or not 0 < base < math.inf:
-                raise ConfigurationError(
-                    f"`base` is a number above 0 or a LearningRateSchedule. Received: base={base!r}"
-                )
+                raise ConfigurationError(f"`base` is {base!r}, not a number above 0 or a LearningRateSchedule.")
         check_warmup_steps(warmup_steps, 0)
         self.base, self.world_size, self.rule, self.warmup_steps = base, world_size, rule, warmup_steps
         self._factor = factor_of(rule, world_size)

@@ -148,7 +148,7 @@ def shard_table(shape: tuple[int, int], num_ranks: int, kind: str, axis: str = "
     ((range(0, 4),), (range(4, 8),), (range(8, 10),))
     """
     if kind not in KINDS:
-        raise ConfigurationError(f"`placement` is one of {KINDS}. Received: placement={kind!r}")
+        raise ConfigurationError(f"`placement` is {kind!r}, not one of {KINDS}.")
     rows = shape[0]
     if kind == "columns":
         return shard_along(shape, 1, num_ranks, axis)

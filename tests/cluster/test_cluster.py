@@ -59,14 +59,14 @@ def test_address(text, host, port, canonical):
         ("1.2.3.400:80", "Not an IPv4 address"),
         ("ho st:80", "no host name"),
         ("-host:80", "no host name"),
-        ("", "An address is"),
+        ("", "is no address"),
         (None, "a NoneType"),
     ],
 )
 def test_wrong_address(text, what_to_do):
     with pytest.raises(ConfigurationError, match=what_to_do) as error:
         parse_address(text)
-    assert f"Received: {text!r}" in str(error.value)
+    assert str(error.value).startswith(repr(text))
 
 
 @settings(max_examples=500, deadline=None)
@@ -107,7 +107,7 @@ RIGHT: dict[str, Any] = {
         ({"addresses": ("a:1", "a:2")}, "one entry a rank"),
         ({"addresses": ()}, "one entry a rank"),
         ({"addresses": list(ADDRESSES)}, "tuple"),
-        ({"addresses": ("a:1", "b:1", "A:1")}, "ranks 0 and 2 share one"),
+        ({"addresses": ("a:1", "b:1", "A:1")}, "ranks 0 and 2 share an address"),
         ({"addresses": ("a:1", "b:1", "c")}, "An address is"),
         ({"listen_fd": -1}, "`listen_fd`"),
     ],
@@ -135,7 +135,7 @@ def test_launch_variables_round_trip():
 def test_argument_comes_first():
     cluster = Cluster.from_hosts(ADDRESSES, rank=2)
     assert detect(cluster, environ={"TF_CONFIG": "broken"}) is cluster
-    with pytest.raises(ConfigurationError, match="`cluster` is a tfring"):
+    with pytest.raises(ConfigurationError, match=r"not a tfring\.cluster\.Cluster"):
         detect({"worker": []})  # type: ignore[arg-type]
 
 
@@ -157,24 +157,24 @@ def test_two_sources_that_contradict(addresses, rank):
 @pytest.mark.parametrize(
     ("variables", "rule"),
     [
-        (launched(world_size=None), "come together.*without TFRING_WORLD_SIZE"),
-        ({"TFRING_LISTEN_FD": "5"}, "come together"),
-        (launched(rank="one"), "TFRING_RANK must be a whole number.*Received: TFRING_RANK='one'"),
-        (launched(rank="-1"), "TFRING_RANK must be a whole number"),
+        (launched(world_size=None), "are missing: .*without TFRING_WORLD_SIZE"),
+        ({"TFRING_LISTEN_FD": "5"}, "are missing"),
+        (launched(rank="one"), "TFRING_RANK='one' is not a whole number"),
+        (launched(rank="-1"), "TFRING_RANK='-1' is not a whole number"),
         (launched(rank="3"), "`rank` runs from 0"),
         (launched(world_size="2", rank="0"), "one entry a rank"),
         (launched(addresses="a:1,a:2"), "one entry a rank"),
-        (launched(addresses="a:1,a:2,a:1"), "ranks 0 and 2 share one"),
+        (launched(addresses="a:1,a:2,a:1"), "ranks 0 and 2 share an address"),
         (launched(addresses="a:1,a:2,"), "An address is"),
         (launched(local_rank="2"), "`local_rank` runs"),
-        (launched(listen_fd="987654"), "no such socket.*not a worker"),
-        (launched(listen_fd="0"), "no such socket"),
+        (launched(listen_fd="987654"), "is no socket that listens.*not a worker"),
+        (launched(listen_fd="0"), "is no socket that listens"),
     ],
 )
 def test_wrong_launch_variables(variables, rule):
     with pytest.raises(ConfigurationError, match=rule) as error:
         detect(environ=variables)
-    assert "unset TFRING_RANK" in str(error.value) or "must be" in str(error.value)
+    assert "unset TFRING_RANK" in str(error.value) or "is not a whole number" in str(error.value)
 
 
 def test_inherited_socket_is_checked_and_kept_from_children():
@@ -187,12 +187,12 @@ def test_inherited_socket_is_checked_and_kept_from_children():
         assert found.listen_fd == listener.fileno()
         assert not listener.get_inheritable()
         listener.getsockname()  # still open
-        with pytest.raises(ConfigurationError, match="no such socket"):
+        with pytest.raises(ConfigurationError, match="is no socket that listens"):
             detect(environ={**variables, "TFRING_LISTEN_FD": str(other.fileno())})
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         variables = launch_variables.write(Cluster.from_hosts([f"127.0.0.1:{deaf.getsockname()[1]}"], rank=0))
-        with pytest.raises(ConfigurationError, match="no such socket"):
+        with pytest.raises(ConfigurationError, match="is no socket that listens"):
             detect(environ={**variables, "TFRING_LISTEN_FD": str(deaf.fileno())})
 
 

@@ -215,26 +215,26 @@ def test_ray_train(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "rule"),
     [
-        ({**TORCHRUN, "MASTER_PORT": ""}, "come together.*without MASTER_PORT.*Write:.*export RANK"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, "are missing: .*without MASTER_PORT.*Write:.*export RANK"),
         ({"RANK": "0", "MASTER_ADDR": "a"}, "without WORLD_SIZE, MASTER_PORT"),
-        ({**TORCHRUN, "RANK": "4"}, "RANK runs from 0 to WORLD_SIZE - 1.*RANK=4, WORLD_SIZE=4"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK is a whole number.*'one'"),
-        ({**TORCHRUN, "MASTER_PORT": "http"}, "a port of it.*'http'"),
-        ({**TORCHRUN, "MASTER_ADDR": "no de"}, "rank 0's host.*'no de'"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "without RANK.*export RANK"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is a whole number.*no OMPI_COMM_WORLD_SIZE"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "runs from 0.*Open MPI.*mpirun"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK=4, WORLD_SIZE=4: RANK runs from 0 to WORLD_SIZE - 1"),
+        ({**TORCHRUN, "RANK": "one"}, "'one': RANK is a whole number"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "'http' are not rank 0's host and a port of it"),
+        ({**TORCHRUN, "MASTER_ADDR": "no de"}, "'no de'.* not rank 0's host"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is missing.*export RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "no OMPI_COMM_WORLD_SIZE: OMPI_COMM_WORLD_SIZE is a whole number"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2"}, "Open MPI gives .*runs from 0.*mpirun"),
         ({**MPICH, "PMI_SIZE": "-1"}, "PMI_SIZE is a whole number"),
         ({**MPICH, "MPI_LOCALNRANKS": "1"}, "which host rank 0 is.*-genv TFRING_RENDEZVOUS"),
         ({**SLURM, "SLURM_PROCID": "3"}, "SLURM_PROCID runs from 0.*srun"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node[1-2"}, "brackets.*scontrol show hostnames"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "SLURM_STEP_NUM_TASKS in all.*2,2"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"}, r"written like \"2\(x3\),1\".*2\(y3\)"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "2,2.*SLURM_STEP_NUM_TASKS in all"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"}, r"2\(y3\)', not written like \"2\(x3\),1\""),
         ({**SLURM, "TFRING_RENDEZVOUS": "a:b"}, "host of rank 0.*export TFRING_RENDEZVOUS"),
-        ({**SLURM, "TFRING_PORT": "0"}, "TFRING_PORT must be a port"),
+        ({**SLURM, "TFRING_PORT": "0"}, "TFRING_PORT='0' is not a port"),
         ({**KUBERNETES, "JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX runs.*In the manifest"),
-        ({"CLUSTER_SPEC": "{"}, "is a JSON object.*Write"),
-        ({"CLUSTER_SPEC": '{"cluster": {}}'}, "is a JSON object.*'task'"),
+        ({"CLUSTER_SPEC": "{"}, "is not a JSON object.*Write"),
+        ({"CLUSTER_SPEC": '{"cluster": {}}'}, "is not a JSON object.*'task'"),
         ({"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a"]}, "task": {"type": "workerpool0", "index": 0}}'}, "port"),
     ],
 )
@@ -363,7 +363,7 @@ def test_any_environment_is_a_place_or_refused(environ):
     try:
         found = find(environ)
     except ConfigurationError as error:
-        assert "Received" in str(error)
+        assert str(error)
     else:
         assert found is None or 0 <= found.rank < found.world_size
 

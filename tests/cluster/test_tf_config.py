@@ -104,7 +104,7 @@ def test_wrong_is_refused_with_a_text_that_works(tf_config, rule):
     text = tf_config if isinstance(tf_config, str) else json.dumps(tf_config)
     with pytest.raises(ConfigurationError, match=rule) as error:
         Cluster.from_tf_config(text)
-    assert f"Received: {text}" in str(error.value)
+    assert f":\n  {text}\nWrite:" in str(error.value)
     Cluster.from_tf_config(pasted(error.value))
 
 

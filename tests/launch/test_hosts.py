@@ -22,15 +22,15 @@ def test_hosts():
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "Received: ''"),
-        ("a,,b", "Received: '' in 'a,,b'"),
+        ("", "'' in '' is no host"),
+        ("a,,b", "'' in 'a,,b' is no host"),
         ("a:0", "Leave the host out"),
-        ("a:-1", "Received: 'a:-1'"),
-        ("a:x", "Received: 'a:x'"),
-        ("a:1:2", "Received: 'a:1:2'"),
-        ("-oProxyCommand=x", "Received: '-oProxyCommand=x'"),
+        ("a:-1", "'a:-1' in"),
+        ("a:x", "'a:x' in"),
+        ("a:1:2", "'a:1:2' in"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' in"),
         ("me@-x", "no host name"),
-        ("-x@a", "Received: '-x@a'"),
+        ("-x@a", "'-x@a' in"),
         ("a b", "no host name"),
         ("[fd00::zz]:1", "Not an IPv6 address"),
         ("a:2,b,a:3", 'Write it once: "a:5"'),
@@ -39,7 +39,7 @@ def test_hosts():
 def test_wrong_hosts(text, what):
     with pytest.raises(ConfigurationError) as error:
         parse_hosts(text)
-    assert "Hosts are written like" in str(error.value) and what in str(error.value)
+    assert what in str(error.value)
 
 
 @settings(max_examples=300, deadline=None)
@@ -58,7 +58,7 @@ def test_hostfile(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two racks\nhost1:4\nhost2 slots=2 max_slots=8  # as Open MPI has it\n\nhost3\n")
     assert read_hostfile(file) == [Host("host1", 4), Host("host2", 2), Host("host3", 1)]
-    for text, what in [("", "names none"), ("a slots=x\n", "a:x"), ("a\na\n", 'once: "a:2"')]:
+    for text, what in [("", "names no host"), ("a slots=x\n", "a:x"), ("a\na\n", 'once: "a:2"')]:
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=what):
             read_hostfile(file)
@@ -70,7 +70,7 @@ def test_allocation():
     environ = {"SLURM_JOB_NODELIST": "node[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_JOB_ID": "7"}
     assert of_allocation(environ) == [Host("node1", 2), Host("node2", 2), Host("node3", 1)]
     assert of_allocation(environ, 2) == [Host("node1", 2)]
-    with pytest.raises(ConfigurationError, match=r"(?s)-n 6 in job 7, which has 5.*sbatch -n 6"):
+    with pytest.raises(ConfigurationError, match=r"(?s)-n 6 asks for more .* job 7 of SLURM has tasks, 5.*sbatch -n 6"):
         of_allocation(environ, 6)
 
 

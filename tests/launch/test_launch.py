@@ -770,7 +770,7 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         ([], "name a script or a module"),
         ([__file__], "say how many workers with -n, or where with --hosts"),
         (["--hosts", "a:1,a:2", __file__], "Write it once: \"a:3\""),
-        (["--hosts", "a:0", __file__], "no workers. Leave the host out"),
+        (["--hosts", "a:0", __file__], "Leave the host out"),
         (["--hosts", "a", "-n", "2", __file__], "leave -n out"),
         (["--hosts", "a", "--hostfile", "b", __file__], "not allowed with"),
         (["--hostfile", "/nowhere", __file__], "cannot be read"),
@@ -1191,9 +1191,9 @@ def test_an_agent_of_another_tfring(tmp_path, agent, received):
     )
     assert done.returncode == 71, done
     (line,) = done.stderr.splitlines()
-    assert line.startswith("tfring launch: node2: A launcher and its agents are of the same tfring."), line
     ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
-    assert f"Received: an agent of {received}, and a launcher of {ours}. Install the same tfring on all hosts." in line
+    says = f"The agent is of {received}, and its launcher of {ours}. Install the same tfring on all hosts."
+    assert line.startswith(f"tfring launch: node2: {says}"), line
 
 
 @pytest.mark.parametrize(
@@ -1216,9 +1216,9 @@ def test_a_launcher_of_another_tfring(says, received):
             agent.kill()
         assert agent.stdout.read() == frames.greeting("agent")
         (line,) = agent.stderr.read().decode().splitlines()
-    assert line.startswith(f"tfring launch, on {socket.gethostname()}: A launcher and its agents are of the same tfr")
     ours = f"tfring {tfring.__version__} (protocol {frames.PROTOCOL})"
-    assert f"Received: an agent of {ours}, and a launcher of {received}" in line
+    where = f"tfring launch, on {socket.gethostname()}: "
+    assert line.startswith(f"{where}The agent is of {ours}, and its launcher of {received}"), line
     assert line.endswith("Install the same tfring on all hosts.")
 
 

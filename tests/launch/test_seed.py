@@ -89,7 +89,7 @@ def test_a_seed_by_option_and_by_variable(launch, monkeypatch):
     monkeypatch.setenv("TFRING_SEED", "none")
     assert len(set(draws(launch(2, DRAW)))) == 2
     monkeypatch.setenv("TFRING_SEED", "many")
-    assert "TFRING_SEED must be a whole number below 2**32, or none" in launch(2, DRAW, code=2).stderr
+    assert "TFRING_SEED='many' is not a whole number below 2**32, or none" in launch(2, DRAW, code=2).stderr
 
 
 def test_without_the_launcher_from_the_import_on():

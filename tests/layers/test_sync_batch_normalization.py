@@ -62,10 +62,10 @@ def test_every_argument_of_keras_has_its_default():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(synchronization="ring"), "synchronization='ring'"),
-        (dict(sync_every=0), "sync_every=0"),
-        (dict(sync_every=1.5), "sync_every=1.5"),
-        (dict(sync_every=True), "sync_every=True"),
+        (dict(synchronization="ring"), "`synchronization` is 'ring'"),
+        (dict(sync_every=0), "`sync_every` is 0"),
+        (dict(sync_every=1.5), "`sync_every` is 1.5"),
+        (dict(sync_every=True), "`sync_every` is True"),
     ],
 )
 def test_wrong_arguments(options, words):

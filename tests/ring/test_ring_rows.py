@@ -166,12 +166,12 @@ def test_two_ranks_gather():
 
 
 REFUSED = {
-    "ids of another dtype": ((np.ones((2, 3)), np.ones(2)), "ids are int32 or int64, of one dimension"),
-    "ids of two dimensions": ((np.ones((2, 3)), np.ones((2, 1), int)), "ids are int32 or int64, of one dimension"),
-    "too few ids": ((np.ones((2, 3)), np.arange(1)), "each row of the values has an id. Received: 2 rows and 1 ids"),
-    "a scalar": ((np.float32(1), np.arange(1)), "tensors have at least one dimension"),
+    "ids of another dtype": ((np.ones((2, 3)), np.ones(2)), "ids of table 0 are float64 with 1 dim"),
+    "ids of two dimensions": ((np.ones((2, 3)), np.ones((2, 1), int)), "ids of table 0 are int64 with 2 dim"),
+    "too few ids": ((np.ones((2, 3)), np.arange(1)), "table 0 are 2 rows, with 1 ids"),
+    "a scalar": ((np.float32(1), np.arange(1)), "a scalar has no rows"),
     "flags": ((np.ones((2, 3), bool), np.arange(2)), "bool has no sum"),
-    "lists of other lengths": (([np.ones((2, 3))], [np.arange(2), np.arange(2)]), "lists of equal length"),
+    "lists of other lengths": (([np.ones((2, 3))], [np.arange(2), np.arange(2)]), "has 1 arrays and `indices` 2"),
 }
 
 
@@ -182,7 +182,7 @@ def refused(cluster):
                 with pytest.raises(ValueError, match=message):
                     ring.all_reduce_rows(*arguments)
                     raise AssertionError(what)
-        with pytest.raises(ValueError, match=r"`reduction` is auto, gather or owner. Received: reduction='ring'"):
+        with pytest.raises(ValueError, match="`reduction` is 'ring', not auto"):
             ring.all_reduce_rows(np.ones((1, 2)), np.arange(1), reduction="ring")
         values, _ = ring.all_reduce_rows(np.ones((1, 2)), np.arange(1))  # which nobody's refusal has harmed
         assert values.tolist() == [[2.0, 2.0]]
@@ -300,7 +300,7 @@ def on_tensors(name):
         [(alone, alone_ids)], numbers = ops.sum_rows(None, [values[:2]], [tf.constant([5, 5])], name="alone")
         assert (alone / 10.0**rank).numpy().tolist() == [[3.0]] and alone_ids.numpy().tolist() == [5]
         assert numbers.numpy().tolist() == [1]
-        with pytest.raises(tf.errors.InvalidArgumentError, match="each row of the values has an id"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Each row has an id"):
             ops.sum_rows(None, [values], [tf.constant([5, 5])], name="alone")
         with pytest.raises(LookupError, match="TfringAllReduceRows"), tf.GradientTape() as tape:
             tape.watch(values)

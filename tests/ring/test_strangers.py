@@ -579,7 +579,7 @@ def test_a_secret_in_a_file(tmp_path, monkeypatch):
 def test_a_secret_may_be_required(monkeypatch):
     monkeypatch.setenv("TFRING_REQUIRE_SECRET", "1")
     cluster = SimpleNamespace(rank=0, world_size=2, addresses=("127.0.0.1:1", "127.0.0.1:2"), listen_fd=None)
-    with pytest.raises(ConfigurationError, match=r"(?s)TFRING_REQUIRE_SECRET=1 wants a secret.*TFRING_SECRET_FILE="):
+    with pytest.raises(ConfigurationError, match=r"(?s)TFRING_REQUIRE_SECRET=1 needs.*TFRING_SECRET_FILE="):
         Communicator.connect(cluster)
     alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
     Communicator.connect(alone).close()

@@ -48,10 +48,10 @@ def test_without_servers_there_are_no_roles(environ):
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        (tf_config("ps", 3, worker=["a:1"], ps=["c:1"]), "runs from 0 to 0"),
-        (tf_config("ps", "x", worker=["a:1"], ps=["c:1"]), "has an index"),
+        (tf_config("ps", 3, worker=["a:1"], ps=["c:1"]), "not from 0 to 0"),
+        (tf_config("ps", "x", worker=["a:1"], ps=["c:1"]), "has no index"),
         (tf_config("ps", 0, worker=["a:1"], ps=["a:1"]), "an address for each"),
-        ({launch_variables.SERVERS: "a:1"}, "comes with TFRING_RANK"),
+        ({launch_variables.SERVERS: "a:1"}, "without TFRING_RANK"),
     ],
 )
 def test_what_is_wrong_is_said(environ, says):

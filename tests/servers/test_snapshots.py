@@ -49,5 +49,5 @@ def test_what_was_cut_is_left_out(snapshots, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="`snapshot_dir` is a folder"):
+    with pytest.raises(ConfigurationError, match="a folder that this server cannot write"):
         Snapshots(str(tmp_path / "file"), 0)

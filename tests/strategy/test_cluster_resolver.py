@@ -94,7 +94,7 @@ def test_alone():
     assert (resolver.task_type, resolver.task_id) == (None, None)
     assert isinstance(resolver, tf.distribute.cluster_resolver.ClusterResolver)
     assert tfring.RingStrategy(cluster_resolver=resolver).cluster.world_size == 1
-    twice = r"say the same thing.* Received: cluster=Cluster\(rank=0.* with cluster_resolver=<.*Resolver"
+    twice = r"cluster=Cluster\(rank=0.* and cluster_resolver=<.*Resolver.* exclude each other"
     with pytest.raises(tfring.errors.ConfigurationError, match=twice):
         tfring.RingStrategy(resolver.cluster, cluster_resolver=resolver)
 

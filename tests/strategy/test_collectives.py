@@ -135,9 +135,9 @@ def refused():
             call()
         said.append(str(error.value).partition(" is not")[0])
     for wrong in (lambda: ring.gather(tf.zeros([2]), 2, name="r"), lambda: ring.reduce([tf.zeros([2])], -1, name="r")):
-        with pytest.raises(ValueError, match="root runs from 0 to 1"):
+        with pytest.raises(ValueError, match=r"`root` is .*, not from 0 to 1"):
             wrong()
-    with pytest.raises(tf.errors.InvalidArgumentError, match='all_to_all "rows": `counts` add up'):
+    with pytest.raises(tf.errors.InvalidArgumentError, match='all_to_all "rows": `counts` do not add up'):
         ring.all_to_all(tf.zeros([3]), [1, 1], name="rows")
     return said
 
@@ -160,8 +160,7 @@ def of_another_cluster():
 
 def test_a_process_joins_one_cluster_of_tensorflow():
     for error, other, own in workers(2, "tensorflow").run(of_another_cluster):
-        assert "A process joins one cluster" in error
-        assert f"Received: {other}; it is in {own}" in error
+        assert f"is in the cluster {own}" in error and f"it cannot join {other}" in error
 
 
 def too_late():
@@ -171,7 +170,7 @@ def too_late():
 
     cluster = dataclasses.replace(strategy().cluster, listen_fd=None)
     assert tf.constant(1).numpy() == 1
-    message = r"made before TensorFlow runs anything. Received: a process in which it has run"
+    message = "TensorFlow has run in this process before RingStrategy"
     with pytest.raises(tfring.errors.ConfigurationError, match=message):
         tfring.RingStrategy(cluster, communication="tensorflow")
 
@@ -191,7 +190,7 @@ def alone():
         lambda: ring.send(tf.zeros([1]), 0, name="rows"),
         lambda: ring.receive(0, tf.float32, name="rows"),
     ):
-        with pytest.raises(ValueError, match=r"another rank|different ranks"):
+        with pytest.raises(ValueError, match=r"has no peer|different ranks"):
             call()
 
 

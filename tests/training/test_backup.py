@@ -300,11 +300,11 @@ def ended(folder):
     with np.load(file) as archive:  # a plain file
         assert archive["0"].shape == (4, 3)
 
-    with pytest.raises(tfring.errors.ConfigurationError, match=r"the first that differs: .*kernel.*\(4, 3\).*\(4, 5\)"):
+    with pytest.raises(tfring.errors.ConfigurationError, match=r"differs is .*kernel.*\(4, 3\).*\(4, 5\)"):
         fit(4, units=5)
     alone = keras.Sequential([keras.layers.Dense(1)])
     alone.compile("sgd", "mse")
-    with pytest.raises(tfring.errors.ConfigurationError, match=r"made in the scope of a `tfring.RingStrategy`"):
+    with pytest.raises(tfring.errors.ConfigurationError, match="made outside of the scope"):
         alone.fit(x, y, verbose=0, callbacks=[tfring.callbacks.Backup(folder)])
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"no backup in .* is whole"):
@@ -339,7 +339,7 @@ with test_backup.load_files().held(pathlib.Path(sys.argv[1])) as holder:
         messages = workers(2).run(in_a_folder_of_another_job, str(tmp_path / "link"))
         first.kill()
     for message in messages:
-        assert message.startswith("The folder of a Backup is in use by another job"), message
+        assert message.startswith("Another job uses "), message
         assert f"process {first.pid} on " in message and "--of-the-first" in message, message
     with load_files().held(tmp_path / "folder") as holder:
         assert holder == ""
@@ -493,7 +493,7 @@ def on_disks_of_their_own(folder):
 
 def test_a_folder_that_a_rank_does_not_see(tmp_path):
     for text in workers(2).run(on_disks_of_their_own, str(tmp_path)):
-        assert "what rank 0 writes there is not seen by rank 1. Name another folder" in text
+        assert "Rank 1 does not see files that rank 0 writes to " in text
 
 
 # ------------------------------------------------------------------------------------------------------------ files

@@ -286,7 +286,7 @@ def refusals():
 
 def test_other_sizes_and_rows_cut_by_hand_are_refused_by_name():
     for sizes, arrays, shard in workers(2).run(refusals):
-        assert "batches of 8 and 24 rows in one element" in sizes and "unlabelled.batch(3).batch(8)" in sizes
+        assert "Components of one batch have 8 and 24 rows" in sizes and "unlabelled.batch(3).batch(8)" in sizes
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
         assert "tfring cuts" in shard and "dataset.shard" in shard
 
@@ -364,7 +364,7 @@ def test_each_worker_caches_in_a_file_of_its_own(tmp_path):
         for name, means in seen.items():
             assert means == pytest.approx([19.5] * 3), name
         for message in messages:
-            assert message.startswith("Each worker caches a dataset in a file of its own"), message
+            assert message.startswith("The file of dataset.cache("), message
             assert "after `tfring.RingStrategy()`" in message
     assert (tmp_path / "rows.0-of-2.index").exists() and (tmp_path / "rows.1-of-2.index").exists()
 
@@ -546,5 +546,5 @@ def test_random_maps_before_anything_train_each_row_once(n):
         seen = sorted(row for rows, _ in results for row in rows[name])
         assert seen == sorted([*range(ROWS)] * 2), name
     for _, (seeds, chosen) in results:
-        assert "shuffles with other seeds on another rank" in seeds
+        assert "is shuffled with another seed on another rank" in seeds
         assert "The ranks drew different batches" in chosen

@@ -435,10 +435,10 @@ def bad_id():
 def test_ids_without_a_row(n):
     for in_step, eagerly, by_columns in workers(n).run(bad_id):
         assert "'items" in in_step
-        assert "run from 0 to 29, for it has 30 rows. Received: id 30" in in_step
-        assert "Ids of 'users' run from 0 to 16, for it has 17 rows. Received: id -1" in eagerly
+        assert "has 30 rows, with ids from 0 to 29, and no row for id 30" in in_step
+        assert "'users' has 17 rows, with ids from 0 to 16, and no row for id -1" in eagerly
         assert "'tags" in by_columns
-        assert "run from 0 to 22, for it has 23 rows. Received: id 23" in by_columns
+        assert "has 23 rows, with ids from 0 to 22, and no row for id 23" in by_columns
         assert n == 1 or all(f"of rank {n - 1}" in message for message in (in_step, by_columns))
         assert n == 1 or "of rank" in eagerly  # each has the ids of the whole batch
 
@@ -504,22 +504,22 @@ def test_what_is_refused(tmp_path):
     for errors in workers(2).run(refused, str(tmp_path)):
         for name, by in {"optimizer": "adam", "optimizer of others": "sgd"}.items():
             assert f"optimizer='{by}'" in errors[name] and "Give the table optimizer=None" in errors[name]
-        assert "combiner='max' of 'items'" in errors["combiner"]
+        assert "`combiner` of 'items' is 'max'" in errors["combiner"]
         assert "placement='sparsecore'" in errors["placement"]
-        assert "Received: 'items', a FeatureConfig without name, table" in errors["no config"]
-        assert "Received: 'items', a TableConfig without name, vocabulary_size" in errors["no table"]
-        assert "tables items, items" in errors["names"]
-        assert "Received: {'users': 'rows'} for tables items" in errors["plan"]
-        assert "Received: 'rows' for tables items. Make it by" in errors["plan of all"]
-        assert "has 2 tables. Received: 1 of them" in errors["file"]
+        assert "`feature_configs` has 'items', a FeatureConfig without name, table" in errors["no config"]
+        assert "`feature_configs` has 'items', a TableConfig without name, vocabulary_size" in errors["no table"]
+        assert "share a name: items, items" in errors["names"]
+        assert "`plan` is {'users': 'rows'} for tables items" in errors["plan"]
+        assert "`plan` is 'rows' for tables items" in errors["plan of all"]
+        assert "The file has 1 tables, and" in errors["file"]
         assert "('replicated', 'rows', 'whole', 'columns')" in errors["kind"] and "'items': 'hash'" in errors["kind"]
-        assert "update='some'" in errors["update"]
-        assert "embeddings_initializer=GlorotUniform" in errors["initializer"]
-        assert "`inputs` have the structure of `feature_configs`. Received: a instead of 0" in errors["structure"]
-        assert "Received: dense ids with ragged weights" in errors["weights"]
-        assert "{'items': (30, 5)}. Received: {'items': (3, 5)}" in errors["tables"]
-        assert "ragged ids of shape (2, None) with combiner=None of 'a'" in errors["ragged"]
+        assert "`update` is 'some'" in errors["update"]
+        assert "its initializer GlorotUniform" in errors["initializer"]
+        assert "`inputs` have the structure a, and `feature_configs` 0" in errors["structure"]
+        assert "The weights are ragged and their ids dense" in errors["weights"]
+        assert "have shapes {'items': (3, 5)}, and its own {'items': (30, 5)}" in errors["tables"]
+        assert "Ragged ids of 'a' have shape (2, None) and combiner=None" in errors["ragged"]
         assert "whose table 'items' has combiner=None" in errors["weights of each"]
-        assert "ragged ids of shape (1, None, None)" in errors["three"]
+        assert " have shape (1, None, None)" in errors["three"]
         assert "tfring.save(model, path)" in errors["checkpoint"]
-        assert "Received: Lamb" in errors["Lamb"]
+        assert "Lamb '" in errors["Lamb"]

@@ -151,10 +151,10 @@ def bad_id():
 
 def test_ids_without_a_row():
     for message in workers(2).run(bad_id):
-        assert f"Received: id {VOCABULARY}" in message
+        assert f"no row for id {VOCABULARY}" in message
 
 
 def test_another_axis_is_refused():
     for kind in (lambda **o: tfring.layers.ShardedEmbedding(3, 2, **o),):
-        with pytest.raises(tfring.errors.ConfigurationError, match="axis='pipeline'"):
+        with pytest.raises(tfring.errors.ConfigurationError, match="`axis` is 'pipeline'"):
             kind(axis="pipeline")

@@ -51,7 +51,7 @@ def balanced():
     x, y = ids_of(ROWS), np.linspace(-1, 1, ROWS)[:, None]
     for each in (pipeline, alone):
         each.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    with pytest.raises(tfring.errors.ConfigurationError, match="belongs to a stage"):
+    with pytest.raises(tfring.errors.ConfigurationError, match="belongs to one stage"):
         tfring.parallel.measure_layers(model, ids_of(5))
     return costs, plan.begins, relative_error(pipeline.get_weights(), alone.get_weights())
 

@@ -27,22 +27,23 @@ def test_every_rank_has_its_place():
         assert mesh.ranks("world", 0) == tuple(ranks)
 
 
-A_PLACE_FOR_EACH, WHOLE_NUMBERS = "a place for each worker: data x model x pipeline", "whole numbers, 1 or more"
+OTHER_SIZE, NO_NUMBER = "workers, and there are", "not a whole number, 1 or more"
 
 
-@pytest.mark.parametrize(("make", "rule", "received"), [
-    (lambda: tfring.Mesh(data=3).of(4), A_PLACE_FOR_EACH, "world_size=4"),
-    (lambda: tfring.Mesh(model=3).of(4), A_PLACE_FOR_EACH, "world_size=4"),
-    (lambda: tfring.Mesh(model=4, pipeline=2).of(4), A_PLACE_FOR_EACH, "world_size=4"),
-    (lambda: tfring.Mesh(model=0), WHOLE_NUMBERS, "model=0"),
-    (lambda: tfring.Mesh(pipeline=1.5), WHOLE_NUMBERS, "pipeline=1.5"),
-    (lambda: tfring.Mesh(model=None), WHOLE_NUMBERS, "model=None"),
-    (lambda: tfring.RingStrategy(mesh=tfring.Mesh(model=2)), A_PLACE_FOR_EACH, "world_size=1"),
-    (lambda: tfring.RingStrategy(mesh={"model": 2}), "`mesh` is a tfring.Mesh", r"mesh={'model': 2}"),
+@pytest.mark.parametrize(("make", "problem", "given"), [
+    (lambda: tfring.Mesh(data=3).of(4), OTHER_SIZE, "4: data x model x pipeline"),
+    (lambda: tfring.Mesh(model=3).of(4), OTHER_SIZE, "4: data x model x pipeline"),
+    (lambda: tfring.Mesh(model=4, pipeline=2).of(4), OTHER_SIZE, "4: data x model x pipeline"),
+    (lambda: tfring.Mesh(model=0), NO_NUMBER, "`model` of the mesh is 0"),
+    (lambda: tfring.Mesh(pipeline=1.5), NO_NUMBER, "`pipeline` of the mesh is 1.5"),
+    (lambda: tfring.Mesh(model=None), NO_NUMBER, "`model` of the mesh is None"),
+    (lambda: tfring.RingStrategy(mesh=tfring.Mesh(model=2)), OTHER_SIZE, "1: data x model x pipeline"),
+    (lambda: tfring.RingStrategy(mesh={"model": 2}), "not a tfring.Mesh", "`mesh` is {'model': 2}"),
 ])  # fmt: skip
-def test_refuses_other_sizes(make, rule, received):
-    with pytest.raises(ConfigurationError, match=f"{rule}.*Received: .*{received}"):
+def test_refuses_other_sizes(make, problem, given):
+    with pytest.raises(ConfigurationError, match=problem) as error:
         make()
+    assert given in str(error.value)
 
 
 def make_model(dropout):
@@ -133,7 +134,7 @@ def test_workers_of_one_replica_agree():
 
 
 def refused(settings):
-    with pytest.raises(ConfigurationError, match=r"model=2, pipeline=1.* with ") as caught:
+    with pytest.raises(ConfigurationError, match=r"model=2, pipeline=1.* exclude each other") as caught:
         strategy(mesh=tfring.Mesh(data=1, model=2), **settings)
     return str(caught.value)
 

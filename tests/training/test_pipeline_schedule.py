@@ -48,11 +48,11 @@ def test_a_table_that_stands_still():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zigzag", 2, 2), "schedule='zigzag'"),
-        (("1f1b", 2, 0), "num_microbatches=0"),
-        (("1f1b", 2, 2.0), "num_microbatches=2.0"),
-        (("1f1b", 2, True), "num_microbatches=True"),
-        (("gpipe", 0, 2), "num_stages=0"),
+        (("zigzag", 2, 2), "`schedule` is 'zigzag'"),
+        (("1f1b", 2, 0), "`num_microbatches` is 0"),
+        (("1f1b", 2, 2.0), "`num_microbatches` is 2.0"),
+        (("1f1b", 2, True), "`num_microbatches` is True"),
+        (("gpipe", 0, 2), "`num_stages` is 0"),
     ],
 )
 def test_what_is_refused(arguments, message):

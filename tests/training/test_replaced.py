@@ -46,12 +46,12 @@ def test_the_bases_override_methods_of_keras():
 
 
 def test_a_function_is_not_replaced_twice():
-    with pytest.raises(AssertionError, match=r"is replaced once.*Received: .*Embedding\.call"):
+    with pytest.raises(AssertionError, match=r"Embedding\.call is replaced twice"):
         seam(keras.layers.Embedding, "call")
 
 
 def test_a_function_out_of_the_table_is_not_replaced():
-    with pytest.raises(AssertionError, match=r"stands in the table.*Received: .*Sum\.update_state"):
+    with pytest.raises(AssertionError, match=r"Sum\.update_state is .* has no row"):
         seam(keras.metrics.Sum, "update_state")
 
 
@@ -117,7 +117,7 @@ for _ in range(2):
     try:
         tfring.RingStrategy()
     except tfring.errors.ConfigurationError as error:
-        assert error.args[0].startswith("Another library has changed what keras"), error
+        assert error.args[0].startswith("Another library has changed the bases of keras"), error
         assert "__main__.Theirs" in error.args[0], error
     else:
         raise AssertionError("RingTrainer is silently absent")

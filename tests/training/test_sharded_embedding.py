@@ -35,7 +35,7 @@ def test_shardings_of_a_table():
                         for end in (begin + 1, begin + 5, rows):
                             within = whole[begin:end][sharding.within(rank, begin, min(end, rows))]
                             assert np.array_equal(within, piece[(piece >= begin) & (piece < end)])
-    with pytest.raises(tfring.errors.ConfigurationError, match="placement='hash'"):
+    with pytest.raises(tfring.errors.ConfigurationError, match="`placement` is 'hash'"):
         shard_table((4, 2), 2, "hash")
 
 
@@ -603,8 +603,8 @@ def test_ids_without_a_row(n, communication):
     for messages in workers(n, communication).run(bad_id):
         assert len(messages) == 2
         for eager, message in enumerate(messages):  # eagerly each rank has the ids of the whole batch
-            assert f"run from 0 to {VOCABULARY - 1}, for it has {VOCABULARY} rows" in message
-            assert f"Received: id {VOCABULARY + 5}" in message
+            assert f"has {VOCABULARY} rows, with ids from 0 to {VOCABULARY - 1}" in message
+            assert f"no row for id {VOCABULARY + 5}" in message
             assert "'embedding" in message
             assert n == 1 or ("of rank" if eager else f"of rank {n - 1}") in message
 
@@ -666,7 +666,7 @@ def refused(folder):
         larger = keras.Sequential([keras.Input((3,)), tfring.layers.ShardedEmbedding(VOCABULARY + 1, DIM)])
         smaller = keras.Sequential([keras.Input((3,)), tfring.layers.ShardedEmbedding(VOCABULARY, DIM)])
     tfring.save(larger, f"{folder}/larger.weights.h5")
-    message = rf"a table of shape \({VOCABULARY}, {DIM}\). Received: shape \({VOCABULARY + 1}, {DIM}\)"
+    message = rf"a table of shape \({VOCABULARY + 1}, {DIM}\), and .* of shape \({VOCABULARY}, {DIM}\)"
     with pytest.raises(ValueError, match=message):
         smaller.load_weights(f"{folder}/larger.weights.h5")
 
@@ -681,7 +681,7 @@ def refused(folder):
 
 def replicas():
     layer = tfring.layers.ShardedEmbedding(VOCABULARY, DIM)
-    error = pytest.raises(tfring.errors.ConfigurationError, match="2 replicas in this process")
+    error = pytest.raises(tfring.errors.ConfigurationError, match="this process has 2 replicas")
     with strategy(devices=["CPU:0", "CPU:1"]).scope(), error:
         layer.build()
 
@@ -690,20 +690,20 @@ def test_what_is_refused(tmp_path):
     workers(1, logical_cpus=2).run(replicas)
     for errors in workers(2).run(refused, str(tmp_path)):
         for name in ("Adafactor", "Lamb", "Subclass"):
-            assert f"Received: {name} " in errors[name]
+            assert errors[name].startswith(f"{name} ")
             assert "element_wise = True" in errors[name]
         assert 'update="dense"' in errors["ema"]
         assert "gradient_accumulation_steps=2" in errors["accumulation"]
         for name, argument in (("regularizer", "embeddings_regularizer"), ("lora", "lora_rank")):
-            assert f"Received: {argument}" in errors[name]
-        assert "Received: embeddings_constraint" in errors["constraint"]
-        assert "combiner='max'" in errors["combiner"]
-        assert "update='some'" in errors["update"]
-        assert "placement='hash'" in errors["placement"]
+            assert argument in errors[name]
+        assert "embeddings_constraint" in errors["constraint"]
+        assert "is 'max', not one of" in errors["combiner"]
+        assert "`update` is 'some'" in errors["update"]
+        assert "`placement` is 'hash'" in errors["placement"]
         assert "enable_lora" in errors["enable_lora"]
         assert "quantize" in errors["quantize"]
-        assert "Received: ragged ids" in errors["ragged"]
-        assert "Received: sparse ids" in errors["sparse"]
+        assert "Ragged ids of" in errors["ragged"]
+        assert "Sparse ids of" in errors["sparse"]
         assert "Use tfring.callbacks.Backup" in errors["restore"]
         assert ".weights.h5" in errors["h5"]
         assert "tfring.save(model, path)" in errors["export"]

@@ -244,12 +244,12 @@ def test_all_tables_of_a_step_are_one_operation():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": "all"}, "`reduction` is auto, gather or owner. Received: reduction='all'"),
-        ({"dense": "maybe"}, '`dense` must be one of "auto", "never", "always". Received: dense=\'maybe\''),
-        ({"batch_size": 0}, "`batch_size` is a whole number, 1 or more, or None. Received: batch_size=0"),
-        ({"batch_size": 2.5}, "`batch_size` is a whole number, 1 or more, or None. Received: batch_size=2.5"),
-        ({"ids_per_example": 0}, "`ids_per_example` is a whole number, 1 or more. Received: ids_per_example=0"),
-        ({"ids_per_example": None}, "`ids_per_example` is a whole number, 1 or more. Received: ids_per_example=None"),
+        ({"reduction": "all"}, "`reduction` is 'all', not auto, gather or owner"),
+        ({"dense": "maybe"}, '`dense` is \'maybe\', not "auto", "never" or "always"'),
+        ({"batch_size": 0}, "`batch_size` is 0, not a whole number, 1 or more, or None"),
+        ({"batch_size": 2.5}, "`batch_size` is 2.5, not a whole number, 1 or more, or None"),
+        ({"ids_per_example": 0}, "`ids_per_example` is 0, not a whole number, 1 or more"),
+        ({"ids_per_example": None}, "`ids_per_example` is None, not a whole number, 1 or more"),
     ],
     ids=str,
 )

@@ -72,10 +72,10 @@ def test_throughput_at_the_door():
     from tfring.callbacks import Throughput
 
     for wrong in (0, 2.0, True, "8"):
-        with pytest.raises(ValueError, match=r"`batch_size` is a whole number, 1 or more, or None"):
+        with pytest.raises(ValueError, match=r"`batch_size` is .*, not a whole number, 1 or more, or None"):
             Throughput(wrong)
     callback = Throughput()
-    with pytest.raises(ValueError, match=r"Throughput counts the updates of `model\.optimizer`"):
+    with pytest.raises(ValueError, match="The model has no optimizer"):
         callback.on_train_begin()
 
 
@@ -108,9 +108,9 @@ def test_a_callback_of_rank_0_alone():
     from tfring.callbacks import chief_only
 
     assert workers(2).run(batches_that_callbacks_saw) == [(1, 16, 2), (0, 0, 2)]
-    with pytest.raises(TypeError, match=r"or a function that makes one. Received: 3"):
+    with pytest.raises(TypeError, match="`callback` is 3, not a Keras callback"):
         chief_only(3)
-    with pytest.raises(TypeError, match=r"`callback` makes a Keras callback"):
+    with pytest.raises(TypeError, match="which is no Keras callback"):
         chief_only(dict)
 
 

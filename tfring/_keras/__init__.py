@@ -36,7 +36,7 @@ def install() -> None:
     check_keras(keras.__version__)
     if keras.backend.backend() != "tensorflow":
         raise ConfigurationError(
-            f"tfring needs the TensorFlow backend of Keras. Received: {keras.backend.backend()!r}. Set "
+            f"Keras runs on the backend {keras.backend.backend()!r}, and tfring trains on TensorFlow. Set "
             "KERAS_BACKEND=tensorflow before Keras is imported."
         )
     from tfring._keras import (
@@ -90,8 +90,8 @@ def install() -> None:
     changed = seam.changed()
     if changed:
         warnings.warn(
-            "tfring replaces functions of Keras, whose parameters this Keras has changed. Received: "
-            f"keras=={keras.__version__}; {', '.join(changed)}. Compare a first run with one process, and report it.",
+            f"Keras {keras.__version__} has changed the parameters of functions that tfring replaces: "
+            f"{', '.join(changed)}. Compare a first run with one process, and report it.",
             stacklevel=3,
         )
 

@@ -30,14 +30,14 @@ _WHOLE_BYTES = 4 << 30  # larger arrays are compared by as many bytes of them, e
 _BLOCK_BYTES = 4096
 
 _DATA = (
-    "each rank trains on its share of one and the same data",
+    "Each rank trains on its share of one and the same data.",
     "Hand all rows to every rank, for tfring cuts them (no `x[rank::n]`). Where they are drawn, make them the same: "
     "call `keras.utils.set_random_seed(1)` before random numbers are drawn, "
     "give `train_test_split` a `random_state`, or read the data from a file. A dataset of a rank's own rows has "
     "AutoShardPolicy.OFF. (docs/data.md)",
 )
 _PROGRAM = (
-    "all ranks train one model in one way",
+    "All ranks train one model in one way.",
     "Give every rank the same arguments, draw random numbers after `keras.utils.set_random_seed(1)`, and sort what "
     "comes from a set, `sorted(set(...))`: Python orders it otherwise in each process, unless all have one "
     "PYTHONHASHSEED, as `tfring launch` gives them. (docs/data.md)",
@@ -136,8 +136,8 @@ def check_equal(
         raise calls.disagreement(of(0, name)[0], other, of(other, name)[0])
     rule, advice = _PROGRAM if of(0, name)[2:] or of(other, name)[2:] else _DATA
     raise MismatchError(
-        f"{caller}: `{name}` is not the same on every rank; {rule}. "
-        f"Received: {of(0, name)[0]} on rank 0, {of(other, name)[0]} on rank {other}. {advice}"
+        f"{caller}: `{name}` is not the same on every rank: {of(0, name)[0]} on rank 0, {of(other, name)[0]} on rank "
+        f"{other}. {rule} {advice}"
     )
 
 

@@ -29,9 +29,8 @@ def check(model: Any, batch_size: int | None) -> None:
     if not given or batch_size is None or given == {batch_size}:
         return
     raise ValueError(
-        "A model with a fixed batch shape takes batches with that many rows, as in one process. Received: a batch "
-        f"shape of {', '.join(map(str, sorted(given)))}, and a batch of {batch_size} rows. Make the model with "
-        "`keras.Input(batch_shape=(batch_size, ...))`, and let every batch have `batch_size` rows."
+        f"A batch has {batch_size} rows, and the model the fixed batch shape {', '.join(map(str, sorted(given)))}. "
+        "Make the model with `keras.Input(batch_shape=(batch_size, ...))`, and let every batch have `batch_size` rows."
     )
 
 

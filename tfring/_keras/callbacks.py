@@ -106,8 +106,8 @@ def for_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
     sharded = sharded or next((f"{v.path!r} in shards" for v in model.variables if sharding_of(v) is not None), "")
     if sharded and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         raise ConfigurationError(
-            "BackupAndRestore saves and restores on rank 0 alone, which has a shard of each slot. Received: "
-            f"BackupAndRestore with {sharded}. Use tfring.callbacks.Backup."
+            f"BackupAndRestore saves and restores on rank 0 alone, and {sharded} gives each rank a shard. Use "
+            "tfring.callbacks.Backup."
         )
     if ring.cluster.is_chief:
         return list(callbacks)
@@ -323,9 +323,9 @@ class Agreement(keras.callbacks.Callback):
         for optimizer, own, rate in zip(optimizers, mine, rates, strict=True):
             if own != rate:
                 warnings.warn(
-                    f"A callback set another learning rate on rank {self._ring.cluster.rank} ({own}) than on rank "
-                    f"0 ({rate}); rank 0's holds. Received: {type(optimizer).__name__} {optimizer.name!r}. Decide on "
-                    "what is equal on all ranks: logs, the epoch, a seeded random number.",
+                    f"A callback set another learning rate of {type(optimizer).__name__} {optimizer.name!r} on rank "
+                    f"{self._ring.cluster.rank} ({own}) than on rank 0 ({rate}); rank 0's holds. Decide on what is "
+                    "equal on all ranks: logs, the epoch, a seeded random number.",
                     stacklevel=2,
                 )
                 optimizer.learning_rate = rate

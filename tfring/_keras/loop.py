@@ -111,4 +111,4 @@ class Loop:
             self.step_function.bring_logs_together()
         finally:
             if self.step_function is not None:
-                self.step_function.begin_anew()
+                self.step_function.reset()

@@ -89,9 +89,9 @@ def refuse_weights(model: Any, ring: Ring) -> None:
     layers = [layer for layer in _layers_as_written(model) if any(id(v) in outside for v in layer.trainable_variables)]
     layers = layers or [model]
     raise ConfigurationError(
-        "All layers of a model that trains under a RingStrategy are made in its scope. Received: "
-        f"{', '.join(f'{type(layer).__name__} {layer.name!r}' for layer in layers)} in model {model.name!r}, made "
-        f"outside. Move the lines that make them {SCOPE}."
+        f"Model {model.name!r} has layers made outside of its strategy's scope: "
+        f"{', '.join(f'{type(layer).__name__} {layer.name!r}' for layer in layers)}. Move the lines that make them "
+        f"{SCOPE}."
     )
 
 
@@ -100,9 +100,8 @@ def refuse_model(model: Any, method: str) -> None:
     if current_ring() is None:
         return
     raise ConfigurationError(
-        f"A model trains under the strategy in whose scope it was made. Received: {method}() of "
-        f"{type(model).__name__} {model.name!r}, made outside, in the scope of a RingStrategy. Move the lines that "
-        f"make the model {SCOPE}; to train it alone, call {method}() outside the scope."
+        f"{method}() runs in the scope of a RingStrategy, and {type(model).__name__} {model.name!r} was made outside. "
+        f"Move the lines that make the model {SCOPE}; to train it alone, call {method}() outside the scope."
     )
 
 

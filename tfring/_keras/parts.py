@@ -22,7 +22,7 @@ from tfring.errors import ConfigurationError
 _UNKNOWN = object()  # comes of a layer that calls others itself
 
 
-def refuse_astray(model: Any) -> None:
+def check_parallel_pairs(model: Any) -> None:
     """Raises ConfigurationError for a functional or sequential model in which parts go to a layer that takes none."""
     graph = _graph_of(model)
     if graph is None or not any(map(_in_parts, all_layers(model))):
@@ -76,7 +76,7 @@ def _through(operation: Any, sources: Sequence) -> Any:
 
 def _unpaired(received: str) -> ConfigurationError:
     return ConfigurationError(
-        "What a ShardedDense with gather_output=False leaves in parts goes to one with input_is_parallel=True, with "
-        f"nothing between but what works element by element and has no weights. Received: {received}. Leave out "
-        "gather_output=False and input_is_parallel=True, or use them on two layers, one behind the other."
+        f"A ShardedDense has no partner: {received}. The outputs of one with gather_output=False go to one with "
+        "input_is_parallel=True, and only element-wise layers without weights stand between. Leave out "
+        "gather_output=False and input_is_parallel=True, or use them on two layers, one after the other."
     )

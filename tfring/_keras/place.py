@@ -133,8 +133,8 @@ def _advance(steps: Iterator[tuple], executions: int, batches: int) -> None:
         step = next(steps, None)
         if step is None:
             raise ConfigurationError(
-                "Training goes on with the data it began with. Received: data that ends after step "
-                f"{number} of an epoch that had come to step {executions}."
+                f"The data ends after step {number} of an epoch, and training had come to step {executions} of it "
+                "before the restart. Train on the same data."
             )
         for _ in range(batches):
             _tf.draw(step[-1])  # this worker's alone: no collective

@@ -61,7 +61,7 @@ def save(model: Any, path: str | os.PathLike, **options: Any) -> None:
     if error is not None:
         raise error
     if failed[0] > 0:
-        raise OSError(f"Rank 0 could not save the model; its own error says why. Received: path={str(path)!r}")
+        raise OSError(f"Rank 0 could not save the model to {str(path)!r}. Its own error gives the reason.")
 
 
 def install() -> None:
@@ -106,8 +106,8 @@ def install() -> None:
         sharded = [v for v in model.weights if sharding_of(v) is not None]
         if sharded:
             raise ConfigurationError(
-                "Files of Keras' older format (.h5) do not take a weight of which each rank has a shard. Received: "
-                f"{sharded[0].path!r}. Save a .keras or a .weights.h5 file."
+                f"Keras' older format (.h5) does not take {sharded[0].path!r}, a weight of which each rank has a "
+                "shard. Save a .keras or a .weights.h5 file."
             )
         with slots.full_values_of(model), slots.written_to_hdf5():
             return written_aside(original, model, *args, **kwargs)
@@ -118,9 +118,8 @@ def install() -> None:
         if sharded:
             workers = sharded[0].value.distribute_strategy.world_size  # a model composed outside is of none
             raise ConfigurationError(
-                "An exported model runs in one process, and here each rank has a shard of a weight. Received: export() "
-                f"of a model with {sharded[0].path!r} over {workers} workers. Save it by "
-                "`tfring.save(model, path)`, load that in one process and export there."
+                f"export() runs in one process, and {sharded[0].path!r} is sharded over {workers} workers. Save the "
+                "model by `tfring.save(model, path)`, load it in one process and export there."
             )
         with printing.on_rank_0(ring_of_model(self) or ring_of_process()):
             return folder(self, filepath, lambda path: original(self, path, *args, **kwargs))

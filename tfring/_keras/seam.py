@@ -27,7 +27,7 @@ def seam(owner: Any, name: str) -> Callable[[Callable], Callable]:
     path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
     key = f"{path}.{name}"
     if key not in REPLACED or key in installed:
-        raise AssertionError(f"A function is replaced once, and stands in the table of replaced.py. Received: {key}")
+        raise AssertionError(f"{key} is replaced twice, or has no row in the table of replaced.py.")
 
     def install(replacement: Callable) -> Callable:
         original = installed[key] = getattr(owner, name)
@@ -65,9 +65,9 @@ def extend(cls: type, base: type) -> None:
     [replaced] = base.__bases__
     if replaced not in cls.__bases__:
         raise ConfigurationError(
-            f"Another library has changed what {cls.__module__}.{cls.__qualname__} derives from, and tfring would be "
-            f"left out of it. Received: {', '.join(f'{each.__module__}.{each.__qualname__}' for each in cls.__bases__)}"
-            f" without {replaced.__module__}.{replaced.__qualname__}. Make the strategy before that library is used, "
+            f"Another library has changed the bases of {cls.__module__}.{cls.__qualname__} to "
+            f"{', '.join(f'{each.__module__}.{each.__qualname__}' for each in cls.__bases__)}, without "
+            f"{replaced.__module__}.{replaced.__qualname__} of tfring. Make the strategy before that library is used, "
             "or do without it."
         )
     exchange(cls, replaced, base)

@@ -260,9 +260,8 @@ def held_by(variable: Any) -> Any:
 def _refuse_outside(variable: Any) -> None:
     if not isinstance(variable._value, tf.distribute.DistributedValues):
         raise ConfigurationError(
-            "What a step writes is made in the strategy's scope, or each rank would go its own way. Received: the "
-            f"variable {variable.path!r}, made outside. Make the layer or metric it belongs to inside "
-            "`with strategy.scope():`."
+            f"A step writes variable {variable.path!r}, which was made outside of the strategy's scope, so each rank "
+            "would have another value. Make the layer or metric it belongs to inside `with strategy.scope():`."
         )
 
 

@@ -35,7 +35,7 @@ from tfring._keras.logs import Logs
 from tfring._keras.losses import RingCompileLoss, additional_loss
 from tfring._keras.metrics import state_of_all, values_of_results
 from tfring._keras.optimizers.adoption import adopt_optimizers
-from tfring._keras.parts import refuse_astray
+from tfring._keras.parts import check_parallel_pairs
 from tfring._keras.predict import PredictFunction
 from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, extend, ring_of_model
@@ -73,7 +73,7 @@ class RingTrainer(TensorFlowTrainer):
             super().compile(*args, **kwargs)
             RingCompileLoss.adopt(self)
         adopt_optimizers(self, ring)
-        refuse_astray(self)
+        check_parallel_pairs(self)
         if ring.updater is not None:
             ring.updater.check_model(self)
 
@@ -352,7 +352,7 @@ class StepFunction:
         self._static_rows: int | None = None  # of every batch of all workers, where one process knows their number
         self._is_compared = False
         self._make()
-        self.begin_anew()
+        self.reset()
 
     def _make(self) -> None:
         """Makes functions that have not been traced."""
@@ -362,7 +362,7 @@ class StepFunction:
         self._on_batch = made(self._on_batch_body)
         self._logs_of_all_rows = made(self._logs_of_all_rows_body)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets a loop over batches."""
         self.iterator = None  # of the last step
         self._unread: tuple | None = None  # of the last step: what its replicas returned, and their shares

@@ -54,7 +54,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
     ops = tuple(text.split(","))
     for op in ops:
         if op not in FACTORS:
-            raise ValueError(f"collectives are {', '.join(FACTORS)}; not {op!r}")
+            raise ValueError(f"{op!r} is none of the collectives {', '.join(FACTORS)}")
     return ops
 
 
@@ -70,5 +70,5 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _size(text: str) -> int:
     number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in _UNITS else (text, "")
     if not (number.isascii() and number.isdecimal() and int(number) >= 1):
-        raise ValueError(f"sizes are whole numbers of bytes from 1 up, with K, M or G behind them; not {text!r}")
+        raise ValueError(f"{text!r} is not a whole number of bytes from 1 up, such as 64, 64K, 64M or 1G")
     return int(number) * _UNITS.get(unit, 1)

@@ -79,9 +79,9 @@ class Attributes:
             return
         self._lost.add((key, name))
         warnings.warn(
-            "Backup keeps attributes of callbacks that are numbers, texts, arrays, or lists, dicts and sets of them. "
-            f"Received: {type(callback).__name__}.{name}, a {type(vars(callback)[name]).__name__} that holds a "
-            f"{type(value).__name__}; after a restart it is as the program makes it. Keep it as one of these.",
+            f"Backup does not keep {type(callback).__name__}.{name}, a {type(vars(callback)[name]).__name__} that "
+            f"holds a {type(value).__name__}: after a restart it is as the program makes it. It keeps numbers, texts, "
+            "arrays, and lists, dicts and sets of them.",
             stacklevel=3,
         )
 

@@ -101,7 +101,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_seconds", every_seconds), ("keep", keep)):
             if value is not None and not value > 0:
-                raise ConfigurationError(f"`{name}` is above 0, or left out. Received: {name}={value!r}")
+                raise ConfigurationError(f"`{name}` is {value!r}, not a number above 0.")
         self._folder = pathlib.Path(folder)
         self._every_steps = every_steps
         self._every_seconds = every_seconds
@@ -150,9 +150,9 @@ class Backup(RunsLast, keras.callbacks.Callback):
         blind = [rank for rank, answer in enumerate(sees) if answer == b"0"]
         if blind:
             raise ConfigurationError(
-                "With `sharded=True` the folder of a Backup is on a disk that all ranks write to and see. Received: "
-                f"{str(self._folder)!r}; what rank 0 writes there is not seen by rank {', '.join(map(str, blind))}. "
-                "Name another folder, or leave `sharded` out: then rank 0 writes all."
+                f"Rank {', '.join(map(str, blind))} does not see files that rank 0 writes to {str(self._folder)!r}, "
+                "and `sharded=True` needs a folder that all ranks share. Name another folder, or leave `sharded` out: "
+                "then rank 0 writes all."
             )
 
     def _read(self, holder: str) -> None:
@@ -172,15 +172,15 @@ class Backup(RunsLast, keras.callbacks.Callback):
             raise OSError(reply["problem"])
         if "holder" in reply:
             raise ConfigurationError(
-                "The folder of a Backup is in use by another job, whose files this one would go on from. Received: "
-                f"{str(self._folder)!r}, of {reply['holder']}. Give each job a folder of its own."
+                f"Another job uses {str(self._folder)!r} for its Backup: {reply['holder']}. Give each job a folder of "
+                "its own."
             )
         if reply:
             self._restored = reply["state"]
             if self._restored["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
                 raise ConfigurationError(
-                    f"This version of tfring reads backups of formats {_FORMAT} and {_FORMAT_OF_SHARDS}. Received: "
-                    f"{reply['path']}, of format {self._restored['format']}."
+                    f"{reply['path']} has the backup format {self._restored['format']}, and this version of tfring "
+                    f"reads {_FORMAT} and {_FORMAT_OF_SHARDS}."
                 )
             self._say(f"training goes on from {reply['path']}")
 
@@ -241,8 +241,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._ring is None:
             raise ConfigurationError(
-                "Backup keeps models that were made in the scope of a `tfring.RingStrategy` (one process will do), and "
-                "stands in the list `callbacks` of `fit`."
+                "Backup was given a model made outside of the scope of a `tfring.RingStrategy`, or does not stand in "
+                "the list `callbacks` of `fit`. One process needs the scope, too."
             )
         self._attributes = Attributes(self.others)
         self._epoch, self._finished = 0, False

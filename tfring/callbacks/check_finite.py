@@ -47,14 +47,16 @@ class CheckFinite(keras.callbacks.Callback):
     def __init__(self, every_steps: int = 100) -> None:
         super().__init__()
         if every_steps < 1:
-            raise ConfigurationError(f"`every_steps` is 1 or more. Received: every_steps={every_steps!r}")
+            raise ConfigurationError(f"`every_steps` is {every_steps!r}, not 1 or more.")
         self._every_steps = every_steps
         self._ring: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._ring = ring_of_model(self.model)
         if self._ring is None:
-            raise ConfigurationError("CheckFinite checks models made in the scope of a `tfring.RingStrategy`.")
+            raise ConfigurationError(
+                "CheckFinite was given a model made outside of the scope of a `tfring.RingStrategy`."
+            )
         self._steps = 0
         self._watch = finite.begin(self._ring)
         self.model.make_train_function(force=True)  # one traced before does not watch

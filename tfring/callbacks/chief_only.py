@@ -26,10 +26,10 @@ def chief_only(callback: keras.callbacks.Callback | Callable[[], keras.callbacks
     'TerminateOnNaN'
     """
     if not isinstance(callback, keras.callbacks.Callback) and not callable(callback):
-        raise TypeError(f"`callback` is a Keras callback, or a function that makes one. Received: {callback!r}")
+        raise TypeError(f"`callback` is {callback!r}, not a Keras callback or a function that makes one.")
     if not is_chief():
         return keras.callbacks.Callback()
     made = callback if isinstance(callback, keras.callbacks.Callback) else callback()
     if not isinstance(made, keras.callbacks.Callback):
-        raise TypeError(f"`callback` makes a Keras callback. Received: {callback!r}, which made {made!r}")
+        raise TypeError(f"`callback` {callback!r} made {made!r}, which is no Keras callback.")
     return made

@@ -43,14 +43,13 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
         if batch_size is not None and not is_count:
-            raise ValueError(f"`batch_size` is a whole number, 1 or more, or None. Received: batch_size={batch_size!r}")
+            raise ValueError(f"`batch_size` is {batch_size!r}, not a whole number, 1 or more, or None.")
         self.batch_size = batch_size
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if getattr(self.model, "optimizer", None) is None:
             raise ValueError(
-                "Throughput counts the updates of `model.optimizer`. Received: a model without. Pass an optimizer to "
-                "`compile`."
+                "The model has no optimizer, whose updates Throughput counts. Pass an optimizer to `compile`."
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -266,9 +266,9 @@ def check_fit(variables: Sequence[keras.Variable], descriptions: Sequence[dict[s
     saved = f"{descriptions[number]['path']} {then[number]}" if number < len(then) else "no more"
     has = f"{variables[number].path} {now[number]}" if number < len(now) else "no more"
     raise ConfigurationError(
-        "A backup restores the model, optimizer and metrics that it was made of, and a folder serves one `fit`. "
-        f"Received: a backup of {len(then)} variables for a model with {len(now)}; the first that differs: {saved} in "
-        f"the backup, {has} in the model. Use another folder, or remove this one to train from the start."
+        f"The backup is of another model: it has {len(then)} variables, and the model {len(now)}. The first that "
+        f"differs is {saved} in the backup and {has} in the model. Use another folder, or remove this one to train "
+        "from the start."
     )
 
 

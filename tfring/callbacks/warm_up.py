@@ -43,7 +43,7 @@ class WarmUp(keras.callbacks.Callback):
         super().__init__()
         check_warmup_steps(warmup_steps, 1)
         if isinstance(start, bool) or not isinstance(start, (int, float)) or not 0 <= start <= 1:
-            raise ConfigurationError(f"`start` is a number from 0 to 1. Received: start={start!r}")
+            raise ConfigurationError(f"`start` is {start!r}, not a number from 0 to 1.")
         self.warmup_steps, self.start = warmup_steps, start
         self._rate: float | None = None  # once the warm-up is over
 
@@ -60,8 +60,8 @@ class WarmUp(keras.callbacks.Callback):
         schedule = getattr(self.model.optimizer, "_learning_rate", None)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise ConfigurationError(
-                "WarmUp is for an optimizer with a number as learning rate. Received: "
-                f"{type(schedule).__name__}. Give the schedule a warm-up, as tfring.schedules.Scaled has."
+                f"The learning rate is a {type(schedule).__name__}, and WarmUp needs a number. Give the schedule a "
+                "warm-up, as tfring.schedules.Scaled has."
             )
         if self._rate is None:
             self._rate = self._full_rate(float(self.model.optimizer.learning_rate))

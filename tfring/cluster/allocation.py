@@ -25,8 +25,8 @@ def first_host(environ: Mapping[str, str]) -> str | None:
             return pathlib.Path(environ["PBS_NODEFILE"]).read_text().split()[0]
         except (OSError, IndexError) as error:
             raise ConfigurationError(
-                f"PBS_NODEFILE is a file with a host a line. Received: PBS_NODEFILE={environ['PBS_NODEFILE']!r}, "
-                f"which cannot be read ({error}). Name rank 0's host instead:\n  export TFRING_RENDEZVOUS=node1"
+                f"PBS_NODEFILE={environ['PBS_NODEFILE']!r} cannot be read as a file with a host a line ({error}). Name "
+                "rank 0's host instead:\n  export TFRING_RENDEZVOUS=node1"
             ) from None
     hosts = environ.get("LSB_HOSTS", "").split()  # a host a slot: "node1 node1 node2 node2"
     return hosts[0] if hosts else None
@@ -66,7 +66,7 @@ def per_node(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None or int(match[2] or 1) > _MAX_HOSTS:
             raise ConfigurationError(
-                f'Tasks per node are written like "2(x3),1": 2 on each of three, 1 on the next. Received: {text!r}.'
+                f'Tasks per node are {text!r}, not written like "2(x3),1": 2 on each of three, 1 on the next.'
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -106,6 +106,6 @@ def _numbers(ranges: str, text: str, name: str) -> list[str]:
 
 def _error(text: str, name: str, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f'{name} is written like "node[001-003,7],login1". Received: {text!r}: {what}. See what SLURM takes it for:\n'
-        f"  scontrol show hostnames '{text}'"
+        f'{name} is {text!r}: {what}. A list of nodes is written like "node[001-003,7],login1". To list the nodes of a '
+        f"text of SLURM's:\n  scontrol show hostnames '{text}'"
     )

@@ -82,7 +82,7 @@ class Cluster:
         for rank, address in enumerate(parsed):
             if first.setdefault(address, rank) != rank:
                 raise self._error(
-                    f"Each rank listens at an address of its own, but ranks {first[address]} and {rank} share one",
+                    f"ranks {first[address]} and {rank} share an address",
                     addresses=self.addresses,
                 )
         one_node = self.local_world_size == self.world_size
@@ -130,13 +130,10 @@ class Cluster:
                 addresses=('a:1000', 'a:1001', 'b:1000'), source='a list of addresses', listen_fd=None)
         """
         if isinstance(addresses, str) or not addresses:
-            raise ConfigurationError(
-                f"A cluster is a list of at least one address. Received: addresses={addresses!r}."
-            )
+            raise ConfigurationError(f"addresses={addresses!r} is not a list of at least one address.")
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < len(addresses):
             raise ConfigurationError(
-                f"`rank` runs from 0 to {len(addresses) - 1}, one for each address. "
-                f"Received: rank={rank!r}, addresses={list(addresses)}."
+                f"`rank` is {rank!r}, not from 0 to {len(addresses) - 1}, one for each of addresses={list(addresses)}."
             )
         parsed = [parse_address(address) for address in addresses]
         hosts = [host_key(address) for address in parsed]
@@ -184,4 +181,4 @@ class Cluster:
 
     def _error(self, rule: str, **received: Any) -> ConfigurationError:
         values = ", ".join(f"{name}={value!r}" for name, value in received.items())
-        return ConfigurationError(f"{rule}. Received from {self.source}: {values}.")
+        return ConfigurationError(f"{self.source} gives {values}: {rule}.")

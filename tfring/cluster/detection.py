@@ -84,8 +84,8 @@ def detect(cluster: Cluster | None = None, *, environ: Mapping[str, str] | None 
     if cluster is not None:
         if not isinstance(cluster, Cluster):
             raise ConfigurationError(
-                f"`cluster` is a tfring.cluster.Cluster. Received: {cluster!r}. Make one with "
-                "Cluster.from_hosts([...], rank=...) or Cluster.from_tf_config(...)."
+                f"`cluster` is {cluster!r}, not a tfring.cluster.Cluster. Make one with Cluster.from_hosts([...], "
+                "rank=...) or Cluster.from_tf_config(...)."
             )
         return cluster
     environ = os.environ if environ is None else environ
@@ -110,8 +110,8 @@ def find(environ: Mapping[str, str]) -> Cluster | UnresolvedCluster | None:
     for other, source in found[1:]:
         if source.read not in first.inside and _contradict(chosen, other):
             raise ConfigurationError(
-                f"Two sources contradict each other. Received: {_describe(chosen)}; {_describe(other)}. "
-                f"Remove one of them:\n  unset {' '.join(source.variables)}\n  unset {' '.join(first.variables)}"
+                f"Two sources contradict each other: {_describe(chosen)}; {_describe(other)}. Remove one of them:\n  "
+                f"unset {' '.join(source.variables)}\n  unset {' '.join(first.variables)}"
             )
     return chosen
 

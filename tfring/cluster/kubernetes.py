@@ -41,10 +41,9 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     match = re.fullmatch(rf"(.+)-{rank}", host)
     if match is None or not domain:
         raise ConfigurationError(
-            f"A pod of an Indexed Job is named after its job and index, in the subdomain of a headless service. "
-            f"Received: {name!r} with {INDEX}={rank}. In the manifest:\n"
-            "  spec: {template: {spec: {subdomain: train}}}\nor name rank 0's host:\n"
-            "  env: [{name: TFRING_RENDEZVOUS, value: train-0.train}]"
+            f"The name of this pod, {name!r} with {INDEX}={rank}, is not that of a pod of an Indexed Job: it has no "
+            "job and index in the subdomain of a headless service. In the manifest:\n  spec: {template: {spec: "
+            "{subdomain: train}}}\nor name rank 0's host:\n  env: [{name: TFRING_RENDEZVOUS, value: train-0.train}]"
         )
     return UnresolvedCluster(rank, world_size, SOURCE, match[1], f"{match[1]}-0.{domain}", PORT)
 

@@ -90,8 +90,9 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     """
     if config.read(SERVER, environ) is not None:
         raise ConfigurationError(
-            f"A parameter server is no worker. Received: {SERVER}={environ[SERVER]} of `tfring launch --servers`. Make "
-            "a tfring.ParameterServerStrategy(), where a server serves, before what looks for a ring here."
+            f"This process is parameter server {SERVER}={environ[SERVER]} of `tfring launch --servers`, and a "
+            "parameter server is no worker. Make a tfring.ParameterServerStrategy(), where a server serves, before "
+            "what looks for a ring here."
         )
     values = {name: config.read(name, environ) for name in ALL}
     found = {name: environ[name] for name in ALL if values[name] is not None}
@@ -101,8 +102,7 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
     if missing:
         received = " ".join(f"{name}={text}" for name, text in found.items())
         raise ConfigurationError(
-            f"The variables of `tfring launch` come together. Received: {received}, without "
-            f"{', '.join(missing)}. {_REMEDY}"
+            f"Some variables of `tfring launch` are missing: {received} is set, without {', '.join(missing)}. {_REMEDY}"
         )
     try:
         cluster = Cluster(
@@ -192,8 +192,7 @@ def _check_listens(fd: int, address: str) -> None:
         listens, port = False, None
     if not listens or port != parse_address(address).port:
         raise ConfigurationError(
-            f"{LISTEN_FD} names an inherited socket that listens at this rank's address. Received: "
-            f"{LISTEN_FD}={fd}, which is no such socket for {address} in this process. A program that a "
-            f"worker starts is not a worker: start it without the worker's variables. {_REMEDY}"
+            f"{LISTEN_FD}={fd} is no socket that listens at {address} in this process. A program that a worker starts "
+            f"is not a worker: start it without the worker's variables. {_REMEDY}"
         )
     os.set_inheritable(fd, False)  # what the user's program starts must not hold the port

@@ -122,8 +122,8 @@ class _Meeting:
                 probe.bind((self.host, 0))
         except OSError as error:
             raise ConfigurationError(
-                f"{self.unresolved.source} does not say on which host rank 0 is. Received: {self.host!r} by inference, "
-                f"which is not this host, {socket.gethostname()} ({error}). {self.unresolved.remedy}"
+                f"{self.unresolved.source} does not say on which host rank 0 is: it seems to be {self.host!r}, which "
+                f"is not this host, {socket.gethostname()} ({error}). {self.unresolved.remedy}"
             ) from None
 
     # Rank 0.

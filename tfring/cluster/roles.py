@@ -45,14 +45,12 @@ class Roles:
         processes = (*self.workers, *self.servers)
         if not self.workers or not self.servers or len(set(processes)) < len(processes):
             raise ConfigurationError(
-                "A job with parameter servers has one or more workers, one or more servers, and an address for each. "
-                f"Received from {self.source}: workers={self.workers}, servers={self.servers}."
+                "A job with parameter servers needs one or more workers, one or more servers, and an address for each, "
+                f"and {self.source} gives workers={self.workers}, servers={self.servers}."
             )
         own = self.servers if self.is_server else self.workers
         if not 0 <= self.index < len(own):
-            raise ConfigurationError(
-                f"`index` runs from 0 to {len(own) - 1}. Received from {self.source}: index={self.index}."
-            )
+            raise ConfigurationError(f"`index` is {self.index} in {self.source}, not from 0 to {len(own) - 1}.")
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> Roles | None:
@@ -75,9 +73,8 @@ class Roles:
         index = rank if number is None else number
         if index is None:
             raise ConfigurationError(
-                f"{launch_variables.SERVERS} comes with {launch_variables.RANK} or {launch_variables.SERVER}. "
-                f"Received: {launch_variables.SERVERS}={','.join(servers)} alone. Start the program through "
-                "`tfring launch --servers`."
+                f"{launch_variables.SERVERS} is set to {','.join(servers)}, without {launch_variables.RANK} or "
+                f"{launch_variables.SERVER}. Start the program through `tfring launch --servers`."
             )
         return cls(addresses, servers, number is not None, index, launch_variables.SOURCE, listen_fd)
 
@@ -121,14 +118,10 @@ def _of_tf_config(text: str) -> Roles | None:
     workers = tf_config.parse({**given, "cluster": cluster, "task": as_chief if is_server else task})
     others = tf_config.parse({"cluster": {"worker": servers}, "task": {"type": "worker", "index": 0}})
     if workers is None or others is None:
-        raise ConfigurationError(
-            f'{tf_config.VARIABLE} lists parameter servers ("{SERVER_JOB}") and no worker. Received: {text}'
-        )
+        raise ConfigurationError(f'{tf_config.VARIABLE} lists parameter servers ("{SERVER_JOB}") and no worker: {text}')
     if workers.job == "evaluator":
         return None
     index = task.get("index") if is_server else workers.rank
     if isinstance(index, bool) or not isinstance(index, int):
-        raise ConfigurationError(
-            f"A task of {tf_config.VARIABLE} has an index, a whole number from 0. Received: task={dict(task)}"
-        )
+        raise ConfigurationError(f"A task of {tf_config.VARIABLE} has no index, a whole number from 0: {dict(task)}")
     return Roles(workers.addresses, others.addresses, is_server, index, tf_config.VARIABLE)

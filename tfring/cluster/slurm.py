@@ -39,9 +39,9 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     tasks = allocation.per_node(environ.get(TASKS_PER_NODE, ""))
     if len(tasks) != len(nodes) or sum(tasks) != world_size:
         raise ConfigurationError(
-            f"{TASKS_PER_NODE} has a number for each node of {NODE_LIST}, {NUM_TASKS} in all. Received: "
-            f"{TASKS_PER_NODE}={environ.get(TASKS_PER_NODE)}, {NODE_LIST}={environ.get(NODE_LIST)}, "
-            f"{NUM_TASKS}={world_size}. {remedy}"
+            f"{TASKS_PER_NODE}={environ.get(TASKS_PER_NODE)} and {NODE_LIST}={environ.get(NODE_LIST)} do not describe "
+            f"{NUM_TASKS}={world_size} tasks: {TASKS_PER_NODE} gives a number for each node of {NODE_LIST}, "
+            f"{NUM_TASKS} in all. {remedy}"
         )
     return UnresolvedCluster(
         rank,

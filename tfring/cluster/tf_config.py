@@ -92,8 +92,8 @@ def for_hosts(hosts: Sequence[str], workers_per_host: int = 1, port: int = 12345
     """
     if isinstance(hosts, str) or not hosts or workers_per_host < 1:
         raise ConfigurationError(
-            "`hosts` is a list of at least one host, `workers_per_host` at least 1. Received: "
-            f"hosts={hosts!r}, workers_per_host={workers_per_host!r}."
+            f"hosts={hosts!r}, workers_per_host={workers_per_host!r} describe no worker: give at least one host, and "
+            "at least 1 worker on each."
         )
     addresses: list[str] = []
     for host in hosts:
@@ -248,4 +248,4 @@ def _error(what: str, received: Any, **corrections: Any) -> ConfigurationError:
     text = received if isinstance(received, str) else json.dumps(received, default=repr)
     corrected = {**received, **corrections} if corrections else _EXAMPLE
     paste = shlex.quote(json.dumps(corrected, default=repr))
-    return ConfigurationError(f"{VARIABLE} {what}. Received: {text}\nWrite:\n  {VARIABLE}={paste}")
+    return ConfigurationError(f"{VARIABLE} {what}:\n  {text}\nWrite:\n  {VARIABLE}={paste}")

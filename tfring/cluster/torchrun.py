@@ -41,7 +41,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
     if missing:
         received = " ".join(f"{name}={environ[name]}" for name in VARIABLES if name in environ)
         raise ConfigurationError(
-            f"{SOURCE} come together. Received: {received}, without {', '.join(missing)}. {remedy}"
+            f"Some {SOURCE} are missing: {received} is set, without {', '.join(missing)}. {remedy}"
         )
     rank, world_size = read_numbers(environ, RANK, WORLD_SIZE, of="torchrun", remedy=remedy)
     if world_size == 1:
@@ -51,8 +51,7 @@ def read(environ: Mapping[str, str]) -> UnresolvedCluster | None:
         address = parse_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"MASTER_ADDR is rank 0's host and MASTER_PORT a port of it. Received: MASTER_ADDR={host!r}, "
-            f"MASTER_PORT={port!r}. {error} {remedy}"
+            f"MASTER_ADDR={host!r}, MASTER_PORT={port!r} are not rank 0's host and a port of it. {error} {remedy}"
         ) from None
     # torchrun's agent may listen at that port itself. Rank 0 then takes another, which follows from the two.
     taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -74,6 +73,6 @@ def check_not_half(environ: Mapping[str, str]) -> None:
     """
     if environ.get(WORLD_SIZE, "1").strip() not in ("", "0", "1") and environ.get(MASTER_ADDR):
         raise ConfigurationError(
-            f"{SOURCE} come together. Received: WORLD_SIZE={environ[WORLD_SIZE]}, MASTER_ADDR={environ[MASTER_ADDR]}, "
-            f"without RANK. Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
+            f"RANK is missing among {SOURCE}: WORLD_SIZE={environ[WORLD_SIZE]}, MASTER_ADDR={environ[MASTER_ADDR]} are "
+            f"set. Write:\n  {_EXAMPLE}\nor remove what is left over:\n  {unset(VARIABLES, environ)}"
         )

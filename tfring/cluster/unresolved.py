@@ -142,11 +142,11 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int | None] | None:
         address = parse_address(text if has_port else f"{bare}:1")
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"TFRING_RENDEZVOUS is the host of rank 0, or its host:port. Received: TFRING_RENDEZVOUS={text!r}. "
-            f"{error}\nWrite, for instance:\n  export TFRING_RENDEZVOUS=node1:20000"
+            f"TFRING_RENDEZVOUS={text!r} is not the host of rank 0, or its host:port. {error}\nWrite, for instance:\n  "
+            "export TFRING_RENDEZVOUS=node1:20000"
         ) from None
     return address.host, address.port if has_port else None
 
 
 def _error(rule: str, received: str, of: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"{rule} ({of} sets it). Received: {received}. {remedy}")
+    return ConfigurationError(f"{of} gives {received}: {rule}. {remedy}")

@@ -36,8 +36,8 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
         task = {**spec["task"], "type": _JOBS.get(spec["task"]["type"], spec["task"]["type"])}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f'{VARIABLE} is a JSON object with a "cluster" of worker pools and a "task". Received: {text[:2000]} '
-            f"({type(error).__name__}: {error})\nWrite:\n  {VARIABLE}={shlex.quote(json.dumps(_EXAMPLE))}"
+            f'{VARIABLE} is not a JSON object with a "cluster" of worker pools and a "task" ({type(error).__name__}: '
+            f"{error}): {text[:2000]}\nWrite:\n  {VARIABLE}={shlex.quote(json.dumps(_EXAMPLE))}"
         ) from None
     try:
         found = Cluster.from_tf_config({"cluster": cluster, "task": task})

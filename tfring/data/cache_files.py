@@ -36,10 +36,9 @@ def check(ring: Ring, dataset: tf.data.Dataset) -> None:
     highest, lowest = world.largest([digest, -digest], name="files of caches")
     if highest == -lowest:
         raise ConfigurationError(
-            "Each worker caches a dataset in a file of its own: TensorFlow lets one process write it. Received: "
-            f"dataset.cache({files[0]!r}) on all workers, made before the strategy. Make the dataset after "
-            "`tfring.RingStrategy()`, which gives each worker a name of its own, or write the rank into the name. "
-            "(docs/data.md)"
+            f"The file of dataset.cache({files[0]!r}), made before the strategy, is the same for all workers, and "
+            "TensorFlow lets one process write it. Make the dataset after `tfring.RingStrategy()`, which gives "
+            "each worker a name of its own, or write the rank into the name. (docs/data.md)"
         )
 
 

@@ -26,10 +26,10 @@ def constants_of(dataset: tf.data.Dataset) -> list[bool]:
     if len(sizes) > 1:
         small, *_, large = sorted(sizes)
         raise ConfigurationError(
-            "Each replica gets its share of the rows of every component of a batch, which have to be as many. "
-            f"Received: batches of {' and '.join(map(str, sorted(sizes)))} rows in one element, "
-            f"{dataset.element_spec}. Let a row of one have several of the other and flatten them in the model: "
-            f"`unlabelled.batch({-(-large // small)}).batch({small})` beside `labelled.batch({small})`. (docs/data.md)"
+            f"Components of one batch have {' and '.join(map(str, sorted(sizes)))} rows, {dataset.element_spec}, and "
+            "each replica gets its share of the rows of all. Let a row of one have several of the other and flatten "
+            f"them in the model: `unlabelled.batch({-(-large // small)}).batch({small})` beside "
+            f"`labelled.batch({small})`. (docs/data.md)"
         )
     if not sizes and None not in counts and known:
         sizes = {max(known, key=known.count)}

@@ -11,7 +11,7 @@ from tfring import _tf
 from tfring.data import cache_files
 from tfring.data.arrays import ArrayBatches
 from tfring.data.chance import reached_by_chance
-from tfring.data.pieces import pieces
+from tfring.data.own_batches import split_own_batches
 from tfring.data.shares import Cut, Drawn, Shares, draw, single_shares
 from tfring.errors import MismatchError
 from tfring.ring.collectives import Collectives
@@ -98,7 +98,7 @@ class _Kept:
             if ahead and isinstance(drawn.cut, Cut):  # numbers drawn ahead of the rest save nothing
                 drawn = drawn._replace(dataset=drawn.dataset.prefetch(ahead))
         else:
-            drawn, self._cardinality = pieces(dataset, replicas, world_size)
+            drawn, self._cardinality = split_own_batches(dataset, replicas, world_size)
         workers = _tf.workers_of_one_iterator(ring.strategy.extended)
         self._distributed = _distributed(drawn, workers, ring, _WITHOUT_MULTI_DEVICE_ITERATOR, self._cardinality)
 
@@ -139,9 +139,9 @@ def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
     [bounds] = collectives.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="seeds of shuffles")
     if int(bounds[0]) != -int(bounds[1]):
         raise MismatchError(
-            "Every rank draws the same rows in the same order, and tfring cuts each rank's share from them. Received: "
-            "shuffles with other seeds on another rank. Give them one (`dataset.shuffle(n, seed=1)`, "
-            "`keras.utils.set_random_seed(1)` before data is made), or make the dataset after the strategy. "
+            "The dataset is shuffled with another seed on another rank. Every rank draws the same rows in the same "
+            "order, and tfring cuts each rank's share from them. Give all ranks one seed (`dataset.shuffle(n, "
+            "seed=1)`, `keras.utils.set_random_seed(1)` before data is made), or make the dataset after the strategy. "
             "(docs/data.md)"
         )
 

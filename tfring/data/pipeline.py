@@ -217,8 +217,8 @@ def check_share(dataset: tf.data.Dataset) -> None:
         dataset, step = step.before, _tf.dataset_step(step.before)
     if not is_shared(dataset) and _has_share(dataset):
         raise ConfigurationError(
-            "After `tfring.data.share` come map, prefetch, repeat, take, skip, shuffle, cache and with_options alone. "
-            f"Received: {type(dataset).__name__.strip('_')}. Move that step before `share`, or use `dataset.batch`."
+            f"A {type(dataset).__name__.strip('_')} follows `tfring.data.share`, and only map, prefetch, repeat, take, "
+            "skip, shuffle, cache and with_options may. Move that step before `share`, or use `dataset.batch`."
         )
 
 

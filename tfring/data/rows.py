@@ -89,9 +89,9 @@ def with_equal_rows(element: Any) -> Any:
         tf.raw_ops.Assert(
             condition=counts[0] == count,
             data=[
-                "Each replica gets its share of the rows of every component of a batch, which have to be as many. A "
-                "constant beside the rows goes whole to every replica where its first dimension is static "
-                f"(`tensor.set_shape`). Received: other rows in the first component than in component {number}"
+                f"The first component of a batch has other rows than component {number}, and each replica gets its "
+                "share of the rows of all. A constant beside the rows goes to every replica in full if its first "
+                "dimension is static (`tensor.set_shape`)."
             ],
         )
         for number, count in enumerate(counts[1:], 1)

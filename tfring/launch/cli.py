@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_slurm = slurm.in_allocation(os.environ)
         arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
     if unknown:
-        arguments.parser.error(f"unknown option {unknown[0]} (options of the program stand behind its name)")
+        arguments.parser.error(f"unknown option {unknown[0]} (options of the program come after its name)")
     return arguments.run(arguments)
 
 
@@ -350,8 +350,8 @@ def _run(
         error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
     if describes_a_cluster:
         error(
-            "TF_CONFIG is set, and so is -n or --hosts: both say who is in the ring. Received: "
-            f"TF_CONFIG={os.environ[tf_config.VARIABLE]}\n"
+            "TF_CONFIG is set, and so is -n or --hosts: both give the workers of the job. It is:\n"
+            f"  {os.environ[tf_config.VARIABLE]}\n"
             f"Leave -n and --hosts out (and run a program by itself), or first:\n  unset TF_CONFIG"
         )
     for name in arguments.env:
@@ -413,7 +413,7 @@ def _hosts(arguments: argparse.Namespace) -> list[Host]:
     """Returns the hosts to start workers on; this one alone if the list is empty."""
     if arguments.hosts or arguments.hostfile:
         if arguments.n is not None:
-            raise ConfigurationError("-n and the numbers behind the hosts say the same thing: leave -n out")
+            raise ConfigurationError("-n and the numbers after the hosts both give the number of workers: leave -n out")
         return parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
     return of_allocation(os.environ, arguments.n) if slurm.in_allocation(os.environ) else []
 
@@ -446,7 +446,7 @@ def _positive_or_auto(text: str) -> int | str:
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"a whole number from 1 up, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
     return int(text)
 
 
@@ -454,7 +454,7 @@ def _seed(text: str) -> int | str:
     try:
         return config.SETTINGS["TFRING_SEED"].parse(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{config.SETTINGS['TFRING_SEED'].legal}, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {config.SETTINGS['TFRING_SEED'].legal}") from None
 
 
 def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -473,7 +473,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
 
 

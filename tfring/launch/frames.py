@@ -72,15 +72,14 @@ class OtherProtocolError(wire.WireError):
     """The other side is of another tfring.
 
     >>> str(OtherProtocolError("agent", "tfring 7.8.9 (protocol 99)"))
-    'A launcher and its agents are of the same tfring. Received: an agent of tfring 7.8.9 (protocol 99), and a ...'
+    'The agent is of tfring 7.8.9 (protocol 99), and its launcher of ... Install the same tfring on all hosts.'
     """
 
     def __init__(self, role: str, theirs: str) -> None:
         ours = f"tfring {__version__} (protocol {PROTOCOL})"
         agent, launcher = (theirs, ours) if role == "agent" else (ours, theirs)
         super().__init__(
-            f"A launcher and its agents are of the same tfring. Received: an agent of {agent}, and a launcher of "
-            f"{launcher}. Install the same tfring on all hosts."
+            f"The agent is of {agent}, and its launcher of {launcher}. Install the same tfring on all hosts."
         )
 
 

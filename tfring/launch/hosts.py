@@ -41,7 +41,7 @@ def read_hostfile(path: pathlib.Path) -> list[Host]:
     try:
         lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"The file of --hostfile cannot be read. Received: {str(path)!r} ({error})") from None
+        raise ConfigurationError(f"The file of --hostfile, {str(path)!r}, cannot be read ({error}).") from None
     hosts = []
     for words in filter(None, lines):
         slots = [word[len("slots=") :] for word in words[1:] if word.startswith("slots=")]
@@ -66,8 +66,8 @@ def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host
     tasks = allocation.per_node(environ.get("SLURM_TASKS_PER_NODE", ""))
     if n is not None and n > sum(tasks):
         raise ConfigurationError(
-            f"An allocation of SLURM has at least as many tasks as workers. Received: -n {n} in job "
-            f"{environ.get('SLURM_JOB_ID')}, which has {sum(tasks)}. Ask for more:\n  sbatch -n {n} ..."
+            f"-n {n} asks for more workers than job {environ.get('SLURM_JOB_ID')} of SLURM has tasks, {sum(tasks)}. "
+            f"Ask for more:\n  sbatch -n {n} ..."
         )
     left = sum(tasks) if n is None else n
     hosts = []
@@ -81,22 +81,22 @@ def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host
 def _parse_host(part: str, text: str) -> Host:
     match = re.fullmatch(r"((?:[A-Za-z0-9._-]+@)?)(\[[^\]]*\]|[^:\[\]]*)(?::([0-9]{1,4}))?", part)
     if match is None or match[1].startswith("-"):
-        raise ConfigurationError(f"{_RULE}. Received: {part!r} in {text!r}.")
+        raise ConfigurationError(f"{part!r} in {text!r} is no host. {_RULE}.")
     try:
         parse_address(f"{match[2]}:1")
     except ConfigurationError as error:
-        raise ConfigurationError(f"{_RULE}. Received: {part!r} in {text!r}. {error}") from None
+        raise ConfigurationError(f"{part!r} in {text!r} is no host. {_RULE}. {error}") from None
     if match[3] is not None and int(match[3]) == 0:
-        raise ConfigurationError(f"{_RULE}. Received: {part!r}: no workers. Leave the host out.")
+        raise ConfigurationError(f"{part!r} has no workers. {_RULE}. Leave the host out.")
     return Host(match[1] + match[2].strip("[]"), int(match[3] or 1))
 
 
 def _checked(hosts: list[Host], text: str) -> list[Host]:
     if not hosts:
-        raise ConfigurationError(f"{_RULE}. Received: {text!r}, which names none.")
+        raise ConfigurationError(f"{text!r} names no host. {_RULE}.")
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
             total = sum(host.num_workers for host in hosts if host.name == name)
-            raise ConfigurationError(f'{_RULE}. Received: {name!r} twice in {text!r}. Write it once: "{name}:{total}".')
+            raise ConfigurationError(f'{name!r} stands twice in {text!r}. Write it once: "{name}:{total}".')
     return hosts

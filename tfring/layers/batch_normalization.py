@@ -85,9 +85,8 @@ def to_group_normalization(model: keras.Model, *, groups: int | Callable[[int], 
             problems.append(f"{layer.name} has {channels} channels, groups={number}")
     if problems:
         raise ValueError(
-            "`groups` must divide the number of channels of every batch normalization. Received: "
-            f"{'; '.join(problems)}. Pass another number, or a function such as "
-            "`groups=lambda channels: math.gcd(32, channels)`."
+            f"`groups` does not divide the number of channels: {'; '.join(problems)}. Pass another number, or a "
+            "function such as `groups=lambda channels: math.gcd(32, channels)`."
         )
 
     def grouped(layer: keras.layers.Layer) -> keras.layers.GroupNormalization:
@@ -172,7 +171,7 @@ def _converted(
     hidden = [layer for layer in _batch_normalizations(copy) if not isinstance(layer, may_remain)]
     if hidden:
         raise ValueError(
-            "Batch normalization that a custom layer makes or derives from stays as it is. Received: a "
-            f"model with {', '.join(layer.path for layer in hidden)}. Use the new layer in its source."
+            "Custom layers make or derive from batch normalization, which cannot be replaced there: "
+            f"{', '.join(layer.path for layer in hidden)}. Use the new layer in their source."
         )
     return copy

@@ -19,7 +19,7 @@ COMBINERS = (None, "sum", "mean", "sqrtn")
 def check_combiner(combiner: str | None, name: str) -> None:
     """Raises ConfigurationError for what is no combiner of `name`."""
     if combiner not in COMBINERS:
-        raise ConfigurationError(f"`combiner` is one of {COMBINERS}. Received: combiner={combiner!r} of {name!r}")
+        raise ConfigurationError(f"`combiner` of {name!r} is {combiner!r}, not one of {COMBINERS}.")
 
 
 def check_ids(ids: Any, combiner: str | None, name: str) -> None:
@@ -27,9 +27,9 @@ def check_ids(ids: Any, combiner: str | None, name: str) -> None:
     layout = _layout(ids)
     if layout != "dense" and (combiner is None or len(ids.shape) != 2):
         raise ConfigurationError(
-            f"{layout.capitalize()} ids are of shape [examples, ids], and a combiner makes one row an example of them. "
-            f"Received: {layout} ids of shape {tuple(ids.shape)} with combiner={combiner!r} of {name!r}. Give it a "
-            "combiner, or dense ids (`to_tensor()`, `tf.sparse.to_dense`)."
+            f"{layout.capitalize()} ids of {name!r} have shape {tuple(ids.shape)} and combiner={combiner!r}. A "
+            "combiner makes one row of the ids of each example, [examples, ids], and sparse and ragged ids need one. "
+            "Give it a combiner, or dense ids (`to_tensor()`, `tf.sparse.to_dense`)."
         )
 
 
@@ -64,9 +64,7 @@ def combined(rows: tf.Tensor, ids: Any, weights: Any, combiner: str, mask_zero: 
       ValueError: for weights that are laid out otherwise.
     """
     if weights is not None and _layout(weights) != _layout(ids):
-        raise ValueError(
-            f"Weights are laid out as their ids. Received: {_layout(ids)} ids with {_layout(weights)} weights."
-        )
+        raise ValueError(f"The weights are {_layout(weights)} and their ids {_layout(ids)}. Both have one layout.")
 
     def total(values: tf.Tensor) -> tf.Tensor:
         if isinstance(ids, tf.RaggedTensor):

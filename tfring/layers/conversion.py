@@ -14,7 +14,7 @@ from tfring._keras.layers import all_layers, is_functional
 def check_built(model: Any) -> None:
     """Raises ValueError for what is no built Keras model."""
     if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(f"`model` must be a built Keras model. Received: {model}")
+        raise ValueError(f"`model` is {model}, not a built Keras model.")
 
 
 def converted(
@@ -66,8 +66,8 @@ def converted(
     def rebuild(model: keras.Model) -> keras.Model:
         if not is_functional(model):
             raise ValueError(
-                "Only functional and sequential models can be rebuilt layer by layer. Received: "
-                f"{model.name}, a {type(model).__name__}. Use the new layer in its source."
+                f"{model.name} is a {type(model).__name__}, and only functional and sequential models can be rebuilt "
+                "layer by layer. Use the new layer in its source."
             )
         call_function = None if isinstance(model, keras.Sequential) else call
         return keras.models.clone_model(model, clone_function=copy_of, call_function=call_function)

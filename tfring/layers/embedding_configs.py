@@ -53,14 +53,13 @@ class TableConfig:
         check_combiner(self.combiner, self.name)
         if self.optimizer is not None:
             raise ConfigurationError(
-                "Tables are updated by the optimizer of the model, which `compile` is given. Received: "
-                f"optimizer={self.optimizer!r} of table {self.name!r}. Give the table optimizer=None."
+                f"Table {self.name!r} has optimizer={self.optimizer!r}, and the optimizer given to `compile` updates "
+                "tables. Give the table optimizer=None."
             )
         if self.placement not in _PLACEMENTS:
             raise ConfigurationError(
-                f"`placement` is one of {_PLACEMENTS}: rows are sharded over workers, which have no SparseCore. "
-                f"Received: placement={self.placement!r} of table {self.name!r}. Leave it out; `plan` of "
-                "DistributedEmbedding says which tables are divided."
+                f"Table {self.name!r} has placement={self.placement!r}, not one of {_PLACEMENTS}: workers, which have "
+                "no SparseCore, hold the rows. Leave it out, and give `plan` to DistributedEmbedding."
             )
 
 
@@ -104,8 +103,7 @@ def features_of(configs: Any) -> list[FeatureConfig]:
     names = [table.name for table in tables.values()]
     if len(set(names)) < len(names):
         raise ConfigurationError(
-            f"Each table has a name of its own. Received: tables {', '.join(names)}. Give features that share a table "
-            "the same TableConfig object."
+            f"Tables share a name: {', '.join(names)}. Give features that share a table the same TableConfig object."
         )
     return features
 
@@ -114,8 +112,8 @@ def _fields_of(kind: type, config: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(kind)]
     if missing := [name for name in names if not hasattr(config, name)]:
         raise ConfigurationError(
-            f"`feature_configs` is a nested structure of FeatureConfig, each with a TableConfig. Received: {config!r}, "
-            f"a {kind.__name__} without {', '.join(missing)}. Use those of tfring.layers or of keras_rs.layers."
+            f"`feature_configs` has {config!r}, a {kind.__name__} without {', '.join(missing)}. It is a nested "
+            "structure of FeatureConfig, each with a TableConfig. Use those of tfring.layers or of keras_rs.layers."
         )
     return {name: getattr(config, name) for name in names}
 

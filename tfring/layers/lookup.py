@@ -178,11 +178,11 @@ class Exchange:
 
         def text() -> tf.Tensor:
             first = tf.where(is_bad)[0, 0]
-            rules = [
-                f"Ids of {name!r} run from 0 to {count - 1}, for it has {count} rows. Received: id "
+            texts = [
+                f"{name!r} has {count} rows, with ids from 0 to {count - 1}, and no row for id "
                 for name, count in zip(self._names, self._counts, strict=True)
             ]
-            parts = [tf.gather(tf.constant(rules), -1 - told[first]), tf.strings.as_string(told[first + 1])]
+            parts = [tf.gather(tf.constant(texts), -1 - told[first]), tf.strings.as_string(told[first + 1])]
             if asked_of_each is not None:
                 rank = tf.searchsorted(tf.cumsum(asked_of_each), first[None], side="right")[0]
                 parts += [" of rank ", tf.strings.as_string(rank)]

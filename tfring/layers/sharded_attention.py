@@ -70,9 +70,8 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         collectives, heads = group.collectives, self._num_heads
         if heads % collectives.world_size:
             raise ConfigurationError(
-                "Each worker along the model axis has as many heads. Received: "
-                f"num_heads={heads} of {self.name!r} for {collectives.world_size} workers. Use another number of heads "
-                "or another mesh, or keras.layers.MultiHeadAttention."
+                f"{self.name!r} has num_heads={heads}, which {collectives.world_size} workers along the model axis "
+                "cannot share equally. Use another number of heads or another mesh, or keras.layers.MultiHeadAttention."
             )
         self.supports_jit = False  # XLA has no collectives of a ring
         self._ranks = SameRows(collectives, chunk_bounds(heads, collectives.world_size), f"attention {number}")
@@ -142,8 +141,8 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         if self._ranks is not None:
             if return_attention_scores:
                 raise ConfigurationError(
-                    "A worker has the attention scores of its heads alone. Received: return_attention_scores=True for "
-                    f"{self.name!r}. Leave it out, or use keras.layers.MultiHeadAttention."
+                    f"{self.name!r} cannot return attention scores (return_attention_scores=True), for a worker has "
+                    "those of its heads only. Leave it out, or use keras.layers.MultiHeadAttention."
                 )
             copies = {id(each): self._ranks.copied(tf.convert_to_tensor(each)) for each in given if each is not None}
         masked = [each for each in given if getattr(each, "_keras_mask", None) is not None and id(each) in copies]
@@ -169,8 +168,8 @@ class _Projection(ShardedWeights, keras.layers.EinsumDense):
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ConfigurationError(
-            "A ShardedMultiHeadAttention has no `enable_lora`: no worker has the full kernel. Received: enable_lora() "
-            f"of {self.path!r}. Use keras.layers.MultiHeadAttention."
+            f"enable_lora() of {self.path!r} needs the full kernel, which no worker of a ShardedMultiHeadAttention "
+            "has. Use keras.layers.MultiHeadAttention."
         )
 
 

@@ -79,11 +79,11 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
         for name in _REFUSED:
             if kwargs.pop(name, None) is not None:
                 raise ConfigurationError(
-                    f"A ShardedDense takes no `{name}`: no worker has the whole kernel. Received: {name} for "
-                    f"units={units}. Use keras.layers.Dense, or leave it out."
+                    f"`{name}` of a ShardedDense with units={units} needs the full kernel, which no worker has. Use "
+                    "keras.layers.Dense, or leave it out."
                 )
         if split not in SPLITS:
-            raise ConfigurationError(f"`split` is one of {SPLITS}. Received: split={split!r}")
+            raise ConfigurationError(f"`split` is {split!r}, not one of {SPLITS}.")
         check_axis(axis)
         super().__init__(units, **kwargs)
         self.split = split
@@ -220,15 +220,15 @@ class ShardedDense(ShardedWeights, keras.layers.Dense):
 
 def _wrong(layer: keras.layers.Layer, rule: str, received: str) -> ConfigurationError:
     return ConfigurationError(
-        f"In a ShardedDense {rule}. Received: {received} for {layer.name!r} with split={layer.split!r}, "
-        f"axis={layer.axis!r}. Leave out gather_output=False and input_is_parallel=True, or use them on a layer with "
-        "columns and the layer with rows behind it, with nothing between but what works element by element."
+        f"ShardedDense {layer.name!r} does not take {received} with split={layer.split!r}, axis={layer.axis!r}: "
+        f"{rule}. Leave out gather_output=False and input_is_parallel=True, or use them on a layer with columns and "
+        "the layer with rows after it, with only element-wise layers between."
     )
 
 
 def _not_supported(method: str) -> ConfigurationError:
     return ConfigurationError(
-        f"A ShardedDense has no `{method}`: no worker has the whole kernel. Use keras.layers.Dense."
+        f"`{method}` needs the full kernel, which no worker of a ShardedDense has. Use keras.layers.Dense."
     )
 
 

@@ -89,8 +89,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         for name in _REFUSED:
             if kwargs.pop(name, None) is not None:
                 raise ConfigurationError(
-                    f"A ShardedEmbedding takes no `{name}`: no worker has the whole table. Received: {name} for "
-                    f"input_dim={input_dim}. Use keras.layers.Embedding, or leave it out."
+                    f"`{name}` of a ShardedEmbedding with input_dim={input_dim} needs the full table, which no worker "
+                    "has. Use keras.layers.Embedding, or leave it out."
                 )
         weights = kwargs.pop("weights", None)
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
@@ -122,7 +122,7 @@ class ShardedEmbedding(keras.layers.Embedding):
     def call(self, inputs: Any, id_weights: Any = None) -> Any:
         check_ids(inputs, self.combiner, self.name)
         if id_weights is not None and self.combiner is None:
-            raise ValueError("`id_weights` are for a combiner. Received: id_weights with combiner=None.")
+            raise ValueError("`id_weights` were given to a layer with combiner=None. Only a combiner takes weights.")
         if inputs.dtype not in ("int32", "int64"):
             inputs = tf.cast(inputs, tf.int32)
         ids = tf.convert_to_tensor(flat(inputs))
@@ -162,8 +162,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         shape = (self.input_dim, self.output_dim)
         if tuple(store["0"].shape) != shape:
             raise ValueError(
-                f"A file for {self.name!r} has a table of shape {shape}. Received: shape {tuple(store['0'].shape)}. "
-                "Make the layer as large as the table in the file, or give it another."
+                f"The file has a table of shape {tuple(store['0'].shape)}, and {self.name!r} of shape {shape}. Make "
+                "the layer as large as the table in the file, or give it another."
             )
         self._embeddings.assign(store["0"])
 
@@ -177,7 +177,7 @@ class ShardedEmbedding(keras.layers.Embedding):
 
 def _not_supported(method: str) -> ConfigurationError:
     return ConfigurationError(
-        f"A ShardedEmbedding has no `{method}`: no worker has the whole table. Use keras.layers.Embedding."
+        f"`{method}` needs the full table, which no worker of a ShardedEmbedding has. Use keras.layers.Embedding."
     )
 
 

@@ -46,9 +46,9 @@ class ShardedWeights(keras.layers.Layer):
         sharding = shard_along(shape, dimension, self.shard_group.collectives.world_size, self.shard_group.axis)
         if not all(sharding.parts):
             raise ConfigurationError(
-                f"A weight has a shard for each of {len(sharding.parts)} workers. Received: {name!r} of "
-                f"{self.name!r}, of shape {tuple(shape)}, sharded along dimension {dimension}. Use fewer "
-                f"workers along the {self.shard_group.axis} axis, or the layer of Keras."
+                f"{name!r} of {self.name!r} has shape {tuple(shape)}, too small along dimension {dimension} to give "
+                f"each of {len(sharding.parts)} workers a shard. Use fewer workers along the {self.shard_group.axis} "
+                "axis, or the layer of Keras."
             )
         if regularizer is not None:
             regularizer = _FullRegularizer(regularizer, self.shard_group, f"regularizer of {name}")
@@ -70,8 +70,8 @@ class ShardedWeights(keras.layers.Layer):
             sharding = sharding_of(variable)
             if sharding is not None and str(number) in stored and tuple(store[str(number)].shape) != sharding.shape:
                 raise ValueError(
-                    f"A file for {self.name!r} has the full {variable.name!r}, of shape {sharding.shape}. Received: "
-                    f"shape {tuple(store[str(number)].shape)}."
+                    f"The file has shape {tuple(store[str(number)].shape)} for {variable.name!r} of {self.name!r}, "
+                    f"whose full value has shape {sharding.shape}."
                 )
         super().load_own_variables(store)
 
@@ -116,7 +116,7 @@ def check_sharded_arguments(layer: keras.layers.Layer, **given: Any) -> None:
             continue
         shown = getattr(value, "__name__", kind.__name__)
         raise ConfigurationError(
-            f"A {type(layer).__name__} takes no such `{name}`: no worker has the full weight. It takes regularizers "
-            f"that are sums over elements, {', '.join(_SUMS)}, and the constraint NonNeg. Received: "
-            f"{name}={shown} for {layer.name!r}. Use a layer of Keras, or leave it out."
+            f"{name}={shown} of {layer.name!r} needs the full weight, which no worker of a {type(layer).__name__} has. "
+            f"It takes regularizers that are sums over elements, {', '.join(_SUMS)}, and the constraint NonNeg. Use a "
+            "layer of Keras, or leave it out."
         )

@@ -112,13 +112,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ) -> None:
         layers.install()
         if synchronization not in _SYNCHRONIZATIONS:
-            raise ValueError(
-                f"`synchronization` must be one of {_SYNCHRONIZATIONS}. Received: synchronization={synchronization!r}"
-            )
+            raise ValueError(f"`synchronization` is {synchronization!r}, not one of {_SYNCHRONIZATIONS}.")
         if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-            raise ValueError(
-                f"`sync_every` must be a whole number of steps, at least 1. Received: sync_every={sync_every!r}"
-            )
+            raise ValueError(f"`sync_every` is {sync_every!r}, not a whole number of steps, 1 or more.")
         kwargs["synchronized"] = True
         super().__init__(
             axis=axis,
@@ -164,8 +160,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
             raise ValueError(
-                "`mask` has one dimension less than the inputs. Received: "
-                f"mask.shape={mask.shape}, inputs.shape={inputs.shape}"
+                f"`mask` has shape {mask.shape}, and not one dimension less than the inputs, of shape {inputs.shape}."
             )
         if not (training and self.trainable):
             return super().call(inputs, training=False, mask=mask)

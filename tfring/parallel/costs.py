@@ -85,12 +85,12 @@ def _check(model: keras.Model, **numbers: int) -> None:
     for name, number in numbers.items():
         least = 0 if name == "slots" else 1
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ConfigurationError(f"`{name}` is a whole number, {least} or more. Received: {name}={number!r}")
+            raise ConfigurationError(f"`{name}` is {number!r}, not a whole number, {least} or more.")
     divided = [v.path for v in model.weights if is_sharded_along(v, "pipeline")]
     if divided:
         raise ConfigurationError(
-            "Layers are measured where a worker has them all, before the model goes into a Pipeline. Received: model "
-            f"{model.name!r}, in which {divided[0]!r} belongs to a stage."
+            f"Model {model.name!r} is in a Pipeline, where {divided[0]!r} belongs to one stage. Measure its layers "
+            "before it goes into a Pipeline."
         )
 
 

@@ -60,7 +60,7 @@ def shard_embeddings(
     hidden = [layer for layer in all_layers(copy) if is_large(layer) and not isinstance(layer, ShardedEmbedding)]
     if hidden:
         raise ValueError(
-            "A table that a custom layer makes or derives from stays as it is. Received: a model with "
-            f"{', '.join(layer.path for layer in hidden)}. Use tfring.layers.ShardedEmbedding in its source."
+            "Custom layers make or derive from tables, which cannot be replaced there: "
+            f"{', '.join(layer.path for layer in hidden)}. Use tfring.layers.ShardedEmbedding in their source."
         )
     return copy

@@ -175,8 +175,8 @@ class Passes:
         rows = num_rows(element)
         if rows is None:
             raise ConfigurationError(
-                "A Pipeline cuts a batch between rows, along the first dimension of its tensors. Received: a batch "
-                f"without rows, {tf.nest.flatten(element)}."
+                f"The batch has no rows, {tf.nest.flatten(element)}, and a Pipeline cuts a batch between rows, along "
+                "the first dimension of its tensors."
             )
         replicas = self._ring.num_replicas
         return [Microbatch(number, count, element, rows, replicas) for number in range(count)]

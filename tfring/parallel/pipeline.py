@@ -75,8 +75,8 @@ class Pipeline(keras.Model):
         ring = ring_of_model(model)
         if ring is None and current_ring() is not None:
             raise ConfigurationError(
-                "A Pipeline belongs to the strategy in whose scope its model was made. Received: model "
-                f"{model.name!r}, made outside. Move the lines that make it inside `with strategy.scope():`."
+                f"Model {model.name!r} was made outside of the scope of the strategy whose Pipeline it goes into. Move "
+                "the lines that make it inside `with strategy.scope():`."
             )
         self._schedule: Schedule = plan_schedule(schedule, len(staged.stages), num_microbatches)
         with contextlib.nullcontext() if ring is None else ring.scope():
@@ -143,8 +143,8 @@ class Pipeline(keras.Model):
         given = inspect.signature(super().compile).bind(*args, **kwargs).arguments
         if self._passes is not None and given.get("jit_compile", "auto") not in (False, "auto"):
             raise ConfigurationError(
-                "A Pipeline of several stages runs without XLA, which would compile parts of its passes in an order of "
-                f"its own. Received: jit_compile={given['jit_compile']}. Leave it out."
+                f"jit_compile={given['jit_compile']} does not go with a Pipeline of several stages: XLA would compile "
+                "parts of its passes in an order of its own. Leave it out."
             )
         super().compile(*args, **kwargs)
         if self._passes is not None and self.num_microbatches > 1:
@@ -155,7 +155,7 @@ class Pipeline(keras.Model):
     def quantize(self, *args: Any, **kwargs: Any) -> None:
         if self._passes is None:
             return super().quantize(*args, **kwargs)
-        raise stages.without_wholes("quantize()")
+        raise stages.full_weights_error("quantize()")
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -178,33 +178,33 @@ def _check(
     mesh = ring.mesh
     if len(staged.stages) != mesh.pipeline:
         raise ConfigurationError(
-            "A Pipeline has a stage for each worker along the pipeline axis: `stages` names the layers with which "
-            f"{mesh.pipeline - 1} of them begin. Received: {len(staged.stages) - 1} names, which make "
-            f"{len(staged.stages)} stages, with {mesh}."
+            f"`stages` has {len(staged.stages) - 1} names, which make {len(staged.stages)} stages, and {mesh} needs a "
+            f"stage for each worker along the pipeline axis. Give the names of {mesh.pipeline - 1} layers with which "
+            "stages begin."
         )
     given = [v for v in model.weights if is_sharded_along(v, "pipeline")]
     if given:
         raise ConfigurationError(
-            "A model goes into one Pipeline, which leaves each weight to one stage. Received: "
-            f"{given[0].path!r}, which lies along the pipeline axis already."
+            f"The model is in a Pipeline already, which gave {given[0].path!r} to a stage. A model goes into one "
+            "Pipeline."
         )
     for layer in all_layers(model):
         if getattr(layer, "lora_enabled", False) or getattr(layer, "quantization_mode", None):
-            raise stages.without_wholes(f"{type(layer).__name__} {layer.name!r}, with such weights")
+            raise stages.full_weights_error(f"{type(layer).__name__} {layer.name!r}, with such weights")
     normalizations = batch_normalizations(model)
     if normalizations and (schedule.num_microbatches > 1 or recompute):
         layer = normalizations[0]
         raise ConfigurationError(
-            "The statistics of a microbatch are not those of the batch, and with recompute they would count twice. "
-            f"Received: {type(layer).__name__} {layer.name!r} with num_microbatches={schedule.num_microbatches}, "
-            f"recompute={recompute}. Freeze it (`trainable = False`), use LayerNormalization or GroupNormalization, or "
-            "num_microbatches=1 and recompute=False."
+            f"{type(layer).__name__} {layer.name!r} computes statistics of rows in a Pipeline with "
+            f"num_microbatches={schedule.num_microbatches}, recompute={recompute}. Those of a microbatch are not those "
+            "of the batch, and recompute counts them twice. Freeze it (`trainable = False`), use LayerNormalization or "
+            "GroupNormalization, or num_microbatches=1 and recompute=False."
         )
     fixed = [tensor.name for tensor in staged.model.inputs if tensor.shape[0] is not None]
     if fixed and schedule.num_microbatches > 1:
         raise ConfigurationError(
-            "Microbatches have fewer rows than the batch. Received: an input of the model with a fixed number of rows, "
-            f"{fixed[0]!r}. Make it with keras.Input(shape), without a batch size."
+            f"An input of the model has a fixed number of rows, {fixed[0]!r}, and microbatches have fewer. Make it "
+            "with keras.Input(shape), without a batch size."
         )
 
 
@@ -218,8 +218,8 @@ def _check_channels(passes: Passes, schedule: Schedule) -> None:
         return
     if schedule != plan_schedule("gpipe", schedule.num_stages, schedule.num_microbatches):
         raise ConfigurationError(
-            "With 1F1B activations and gradients travel at the same time, each waiting on an inter-op thread of "
-            f"TensorFlow's. Received: {ops.num_threads('inter')} inter-op threads. Set "
+            f"TensorFlow has {ops.num_threads('inter')} inter-op threads, too few for schedule=\"1f1b\": activations "
+            "and gradients travel at the same time, each on a thread. Set "
             'tf.config.threading.set_inter_op_parallelism_threads(2), or use schedule="gpipe".'
         )
 
@@ -228,7 +228,6 @@ def _check_losses(losses: Any) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", None) == "mean_with_sample_weight":
             raise ConfigurationError(
-                "A mean by the sample weights of a batch does not follow from those of its microbatches. Received: "
-                f"{type(loss).__name__} with reduction='mean_with_sample_weight'. Use reduction='sum_over_batch_size', "
-                "or num_microbatches=1."
+                f"{type(loss).__name__} has reduction='mean_with_sample_weight', and such a mean of a batch does not "
+                "follow from those of its microbatches. Use reduction='sum_over_batch_size', or num_microbatches=1."
             )

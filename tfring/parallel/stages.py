@@ -168,16 +168,17 @@ def functional_of(model: Any) -> keras.Model:
     if isinstance(model, keras.Sequential) or not hasattr(model, "operations"):
         kind = type(model).__name__
         raise ConfigurationError(
-            "A Pipeline is made of a built Sequential or functional model, whose layers it can tell apart. Received: "
-            f"{getattr(model, 'name', model)!r}, a {kind}"
-            f"{' that is not built' if isinstance(model, keras.Sequential) else ''}. Make it of keras.Input and layers."
+            f"{getattr(model, 'name', model)!r}, a "
+            f"{kind}{' that is not built' if isinstance(model, keras.Sequential) else ''}, has no layers that a "
+            "Pipeline can tell apart. It takes a built Sequential or functional model. Make it of keras.Input and "
+            "layers."
         )
     plain = type(keras.Model(model.inputs, model.outputs))
     for method in ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"):
         if getattr(type(model), method) is not getattr(plain, method):
             raise ConfigurationError(
-                "A Pipeline has its own steps, in which no rank holds the whole model. Received: a model of class "
-                f"{type(model).__name__} with its own `{method}`. Use a plain functional model."
+                f"A model of class {type(model).__name__} has its own `{method}`, and a Pipeline has its own steps, in "
+                "which no rank holds the whole model. Use a plain functional model."
             )
     return model
 
@@ -254,8 +255,8 @@ def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
     """Returns the positions at which the stages behind the first begin."""
     if not _are_names(names):
         raise ConfigurationError(
-            "`stages` is a list of the names of the layers with which the second stage begins, the third, and so on. "
-            f"Received: stages={names!r}"
+            f"`stages` is {names!r}, not a list of the names of the layers with which the second stage begins, the "
+            "third, and so on."
         )
     order: dict[str, int] = {}
     for position, node in enumerate(nodes):
@@ -263,14 +264,13 @@ def _begins(model: Any, nodes: Sequence, names: Any) -> list[int]:
     unknown = [name for name in names if name not in order]
     if unknown:
         raise ConfigurationError(
-            f"`stages` names layers of the model. Received: {unknown[0]!r}; model {model.name!r} has "
-            f"{', '.join(map(repr, order))}."
+            f"`stages` has {unknown[0]!r}, which is no layer of model {model.name!r}: {', '.join(map(repr, order))}."
         )
     begins = [order[name] for name in names]
     if begins != sorted(set(begins)) or begins[:1] == [0]:
         raise ConfigurationError(
-            "`stages` names the layers with which the second stage begins, the third, and so on, in the order of the "
-            f"model; each stage has a layer. Received: {list(names)!r}; the order is {', '.join(map(repr, order))}."
+            f"`stages` is {list(names)!r}, not in the order of the model: {', '.join(map(repr, order))}. It names the "
+            "layers with which the second stage begins, the third, and so on, and each stage has a layer."
         )
     return begins
 
@@ -284,10 +284,10 @@ def _refuse_shared(nodes: Sequence, stage_of: Sequence[int]) -> None:
             first, name = user.setdefault(id(variable), (stage, node.operation.name))
             if first != stage:
                 raise ConfigurationError(
-                    "A weight belongs to one stage of a Pipeline: tied weights stay within one. Received: "
-                    f"{variable.path!r}, used by {name!r} in stage {first + 1} and by {node.operation.name!r} in stage "
-                    f"{stage + 1}. Cut where both are in one stage, or give each its own weights: a keras.layers.Dense "
-                    "in place of the transpose of a table of embeddings."
+                    f"{variable.path!r} is used by {name!r} in stage {first + 1} and by {node.operation.name!r} in "
+                    f"stage {stage + 1}, and a weight belongs to one stage of a Pipeline. Cut where both are in one "
+                    "stage, or give each its own weights: a keras.layers.Dense in place of the transpose of a table of "
+                    "embeddings."
                 )
 
 
@@ -295,19 +295,18 @@ def _check_crossing(tensor: Any, source: int, to: int) -> None:
     where = f"between stages {source + 1} and {to + 1}: {tensor.name!r}, made by {tensor._keras_history[0].name!r}"
     if getattr(tensor, "_keras_mask", None) is not None:
         raise ConfigurationError(
-            "A Keras mask does not cross from a stage of a Pipeline to the next. Received: a masked tensor "
-            f"{where}. Cut behind the layers that use the mask, or pass the mask to layers as an input of the model."
+            f"A masked tensor {where} would cross from a stage of a Pipeline to the next, and Keras masks do not. Cut "
+            "after the layers that use the mask, or pass the mask to layers as an input of the model."
         )
     if getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False):
         raise ConfigurationError(
-            f"Dense tensors cross from a stage of a Pipeline to the next. Received: a sparse or ragged one {where}. "
-            "Cut behind the layers that make it dense."
+            f"A sparse or ragged tensor {where} would cross from a stage of a Pipeline to the next, and only dense "
+            "ones do. Cut after the layers that make it dense."
         )
     if len(tensor.shape) == 0:
         raise ConfigurationError(
-            "Tensors of at least one dimension cross from a stage of a Pipeline to the next; a scalar has no rows, and "
-            f"of a microbatch it is not that of the batch. Received: a scalar {where}. Cut elsewhere, or make it in "
-            "each stage that uses it."
+            f"A scalar {where} would cross from a stage of a Pipeline to the next: it has no rows, and that of a "
+            "microbatch is not that of the batch. Cut elsewhere, or make it in each stage that uses it."
         )
 
 

@@ -83,7 +83,7 @@ class Schedule:
                     free[stage] = begun[stage][task] + lasts[stage][task.kind]
                     moved = True
         if any(len(b) < len(tasks) for b, tasks in zip(begun, self.tasks, strict=True)):
-            raise ValueError(f"a schedule that comes to a standstill. Received: {self.tasks}")
+            raise ValueError(f"The schedule comes to a standstill: {self.tasks}")
         return begun
 
     def _lasts(self, durations: Sequence[tuple[float, float]] | None) -> list[dict[str, float]]:
@@ -175,10 +175,10 @@ def plan_schedule(kind: str, num_stages: int, num_microbatches: int) -> Schedule
     [0, 1, 0, 1]
     """
     if kind not in SCHEDULES:
-        raise ConfigurationError(f"`schedule` is one of {SCHEDULES}. Received: schedule={kind!r}")
+        raise ConfigurationError(f"`schedule` is {kind!r}, not one of {SCHEDULES}.")
     for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ConfigurationError(f"`{name}` is a whole number, 1 or more. Received: {name}={number!r}")
+            raise ConfigurationError(f"`{name}` is {number!r}, not a whole number, 1 or more.")
     table = []
     for stage in range(num_stages):
         ahead = num_microbatches if kind == "gpipe" else min(num_stages - 1 - stage, num_microbatches)

@@ -71,13 +71,10 @@ class SparseOptions:
             is_open = name == "batch_size" and size is None
             if not is_open and not (isinstance(size, numbers.Integral) and size >= 1):
                 raise ValueError(
-                    f"`{name}` is a whole number, 1 or more{', or None' if name == 'batch_size' else ''}. Received: "
-                    f"{name}={size!r}"
+                    f"`{name}` is {size!r}, not a whole number, 1 or more{', or None' if name == 'batch_size' else ''}."
                 )
         if self.dense not in ("auto", "never", "always"):
-            raise ValueError(
-                f'`dense` must be one of "auto", "never", "always". Received: dense={self.dense!r}'
-            )
+            raise ValueError(f'`dense` is {self.dense!r}, not "auto", "never" or "always".')
         row_sums_number(self.reduction)
 
     def capacity(self, num_table_rows: int | None) -> int | None:

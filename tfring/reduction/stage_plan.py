@@ -168,16 +168,14 @@ def plan_stages(
     """
     table = plan_schedule(schedule, num_stages, num_microbatches)
     if not slack >= 0:
-        raise ConfigurationError(
-            f"`slack` is a share of the least possible time, 0 or more. Received: slack={slack!r}"
-        )
+        raise ConfigurationError(f"`slack` is {slack!r}, not a share of the least possible time, 0 or more.")
     costs = _Costs(tuple(layers), table, recompute)
     cuts = [place for place, layer in enumerate(layers) if place and layer.may_begin]
     if not layers or len(cuts) < num_stages - 1:
         names = ", ".join(repr(layers[place].name) for place in cuts)
         raise ConfigurationError(
-            f"Each stage of a pipeline has a layer with which it may begin. Received: num_stages={num_stages}, and "
-            f"{len(cuts)} layers with which stages behind the first may begin: {names or 'none'}."
+            f"`num_stages` is {num_stages}, and only {len(cuts)} layers may begin a stage after the first: "
+            f"{names or 'none'}."
         )
     places = [0, *cuts, len(layers)]
 
@@ -200,9 +198,8 @@ def plan_stages(
     if seconds == math.inf:
         _, begins = _least(largest, (0,), num_stages, places)
         raise ConfigurationError(
-            f"A stage has to fit its worker. Received: memory_bytes={memory_bytes:,}; the plan that takes least is\n"
-            f"{costs.plan(begins)}\n"
-            'Take more stages, recompute=True, schedule="1f1b", microbatches of fewer rows, or an optimizer with fewer '
+            f"No plan fits memory_bytes={memory_bytes:,}; the plan that takes least is\n{costs.plan(begins)}\nTake "
+            'more stages, recompute=True, schedule="1f1b", microbatches of fewer rows, or an optimizer with fewer '
             "slots."
         )
     limit = seconds * (1 + slack)

@@ -71,8 +71,8 @@ class TablePlan:
         for table in self.tables:
             if table.owner not in (range(self.world_size) if table.kind == "whole" else (None,)):
                 raise ConfigurationError(
-                    f"A whole table has an owner, from 0 to {self.world_size - 1}, and no other has one. Received: "
-                    f"{table}. Make plans by tfring.parallel.plan_tables."
+                    f"{table} has the wrong owner: a full table has one, from 0 to {self.world_size - 1}, and no other "
+                    "table has one. Make plans by tfring.parallel.plan_tables."
                 )
 
     @property
@@ -173,15 +173,13 @@ def plan_tables(
     """
     if not {"rows"} <= set(kinds) <= set(KINDS):
         raise ConfigurationError(
-            f'`kinds` are of {KINDS}, with "rows" for what is none of the others. Received: kinds={tuple(kinds)}'
+            f'`kinds` are {tuple(kinds)}, not of {KINDS}, with "rows" for what is none of the others.'
         )
     if world_size < 1:
-        raise ConfigurationError(f"`world_size` is 1 or more. Received: world_size={world_size!r}")
+        raise ConfigurationError(f"`world_size` is {world_size!r}, not 1 or more.")
     lookups = lookups or {}
     if unknown := sorted(lookups.keys() - tables.keys()):
-        raise ConfigurationError(
-            f"`lookups` are of tables. Received: lookups of {', '.join(unknown)}, and tables {', '.join(tables)}."
-        )
+        raise ConfigurationError(f"`lookups` has {', '.join(unknown)}, not among the tables {', '.join(tables)}.")
 
     def is_replicated(name: str) -> bool:
         rows, width = tables[name]
@@ -231,8 +229,8 @@ def plan_tables(
                 plan = planned()
     if plan.bytes_a_worker > memory_bytes:
         raise ConfigurationError(
-            f"Tables and their slots have to fit the workers. Received: memory_bytes={memory_bytes:,} for\n{plan}\n"
-            "Take more workers, fewer columns, or an optimizer with fewer slots."
+            f"No plan fits memory_bytes={memory_bytes:,}; the plan that takes least is\n{plan}\nTake more workers, "
+            "fewer columns, or an optimizer with fewer slots."
         )
     return plan
 

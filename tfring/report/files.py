@@ -101,8 +101,8 @@ def read(folder: pathlib.Path) -> Run:
     )
     if not any(role == "rank" for role, _, _ in found):
         raise ReportError(
-            f"{folder} holds no file rank-<rank>.jsonl of a trace. They are written where "
-            'RingStrategy(trace="folder"), or TFRING_TRACE, says.'
+            f"{folder} holds no file rank-<rank>.jsonl of a trace. A run with "
+            'RingStrategy(trace="folder") or TFRING_TRACE=folder writes them.'
         )
     heads: list[dict[str, Any]] = []
     ranks: dict[str, list[Rank]] = {"rank": [], "server": []}

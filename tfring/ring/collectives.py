@@ -280,14 +280,14 @@ class LocalCollectives(Collectives):
 
     def group(self, ranks: Sequence[int], name: str) -> Collectives:
         if list(ranks) != [0]:
-            raise ValueError(f"a group has one or more different ranks from 0 to 0. Received: {list(ranks)}")
+            raise ValueError(f"The ranks of a group are {list(ranks)}, not one or more different ranks from 0 to 0.")
         return self
 
     def send(self, tensor: tf.Tensor, to: int, *, name: str) -> tf.Operation | None:
-        raise ValueError(f'send "{name}": the peer is another rank, and there is none. Received: to={to}')
+        raise ValueError(f'send "{name}" has no peer: to={to} is no other rank, and there is one rank.')
 
     def receive(self, source: int, dtype: tf.DType, shape: Any = None, *, anchor: Any = 0.0, name: str) -> tf.Tensor:
-        raise ValueError(f'receive "{name}": the peer is another rank, and there is none. Received: source={source}')
+        raise ValueError(f'receive "{name}" has no peer: source={source} is no other rank, and there is one rank.')
 
     def barrier(self, *, name: str) -> None:
         pass

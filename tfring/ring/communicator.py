@@ -145,14 +145,14 @@ class Communicator:
         if stall_warning_seconds is None:
             stall_warning_seconds = config.read("TFRING_STALL_WARNING_SECONDS")
         if transport not in ("auto", "tcp", "shm"):
-            raise ConfigurationError(f"`transport` is auto, tcp or shm. Received: transport={transport!r}")
+            raise ConfigurationError(f"`transport` is {transport!r}, not auto, tcp or shm.")
         for argument, seconds in (
             ("timeout_seconds", timeout_seconds),
             ("connect_timeout_seconds", connect_timeout_seconds),
             ("stall_warning_seconds", stall_warning_seconds),
         ):
             if not seconds > 0:
-                raise ConfigurationError(f"`{argument}` is above 0. Received: {argument}={seconds!r}")
+                raise ConfigurationError(f"`{argument}` is {seconds!r}, not above 0.")
         hosts = [parse_address(address).host for address in cluster.addresses] or ["this host"]  # alone
         algorithm = config.read("TFRING_ALGORITHM")
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -218,7 +218,7 @@ class Communicator:
         ranks = [operator.index(rank) for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < self.world_size for rank in ranks):
             raise ValueError(
-                f"a group has one or more different ranks from 0 to {self.world_size - 1}. Received: {ranks}"
+                f"The ranks of a group are {ranks}, not one or more different ranks from 0 to {self.world_size - 1}."
             )
         error = library.Error()
         members = (ctypes.c_int32 * len(ranks))(*ranks)
@@ -295,7 +295,9 @@ class Communicator:
             self._ensure_links(range(self.world_size))
         if is_tensorflow(value):
             if out is not None:
-                raise ValueError("`out` is for arrays: nothing is written to TensorFlow's tensors. Received: a tensor")
+                raise ValueError(
+                    "`out` was given for a tensor, and TensorFlow's tensors cannot be written. It is for arrays."
+                )
             return _ops().all_reduce(self, value, op, compression=compression, name=name or "all_reduce")
         return arrays.run(self, "all_reduce", value, out=out, op=op, compression=compression, name=name)
 
@@ -515,7 +517,7 @@ class Communicator:
         """
         statistics = library.Statistics()
         if self._core.tfring_get_statistics(self.handle, statistics):
-            raise ValueError(f'communicator "{self.name}" is closed')
+            raise ValueError(f'Communicator "{self.name}" is closed.')
         return {
             "bytes_sent": statistics.bytes_sent,
             "bytes_received": statistics.bytes_received,

@@ -77,7 +77,7 @@ def compression_number(compression: str | None) -> int:
     if compression is None:
         return 0
     if compression not in COMPRESSIONS:
-        raise ValueError(f"`compression` is bfloat16, float16 or None. Received: compression={compression!r}")
+        raise ValueError(f"`compression` is {compression!r}, not bfloat16, float16 or None.")
     return DTYPES[compression]
 
 
@@ -88,7 +88,7 @@ def row_sums_number(reduction: str) -> int:
     6
     """
     if reduction not in ROW_SUMS:
-        raise ValueError(f"`reduction` is auto, gather or owner. Received: reduction={reduction!r}")
+        raise ValueError(f"`reduction` is {reduction!r}, not auto, gather or owner.")
     return ROW_SUMS[reduction]
 
 

@@ -138,8 +138,8 @@ def all_gather_rows(
     num_rows = list(num_rows) if many else [num_rows]
     if not len(values) == len(indices) == len(num_rows):
         raise ValueError(
-            "`values`, `indices` and `num_rows` are lists of equal length. Received: "
-            f"{len(values)} values, {len(indices)} indices, {len(num_rows)} num_rows."
+            f"`values`, `indices` and `num_rows` have {len(values)}, {len(indices)} and {len(num_rows)} entries. Give "
+            "one of each for a tensor."
         )
     if not values:
         return []
@@ -192,10 +192,7 @@ def sum_rows(
         Pairs of values and indices; and how many different ids of each this rank has, int64 `[len(values)]`.
     """
     if len(values) != len(indices):
-        raise ValueError(
-            "`values` and `indices` are lists of equal length. Received: "
-            f"{len(values)} values, {len(indices)} indices."
-        )
+        raise ValueError(f"`values` has {len(values)} tensors and `indices` {len(indices)}. Give the indices of each.")
     number = library.row_sums_number(reduction)
     if not values:
         return [], tf.zeros([0], tf.int64)
@@ -601,7 +598,7 @@ def _as_list(tensors: Any) -> tuple[bool, list[tf.Tensor]]:
 
 def _operation(op: str) -> int:
     if op not in library.OPERATIONS:
-        raise ValueError(f"`op` is {library.OPERATION_NAMES}. Received: op={op!r}")
+        raise ValueError(f"`op` is {op!r}, not {library.OPERATION_NAMES}.")
     return library.OPERATIONS[op]
 
 
@@ -627,10 +624,9 @@ def _refuse_graph_without_order(communicator: Any) -> None:
         if tf.executing_eagerly():
             return
     raise ConfigurationError(
-        "Collectives run eagerly or in a tf.function, which keeps their order; in a graph of TensorFlow 1's kind each "
-        "rank might run them in another. Received: a collective of the ring "
-        f"{communicator.name!r}, or a variable of a strategy over several workers, in `tf.Graph().as_default()` or "
-        "without eager execution. Make the graph by tf.function; make and read variables outside of a tf.Graph."
+        f"A collective of the ring {communicator.name!r}, or a variable of a strategy over several workers, is in "
+        "`tf.Graph().as_default()` or without eager execution, where ranks may run collectives in another order. Make "
+        "the graph by tf.function; make and read variables outside of a tf.Graph."
     )
 
 

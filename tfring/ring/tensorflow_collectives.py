@@ -110,7 +110,10 @@ class TensorFlowCollectives(Collectives):
         assert compression is None  # RingStrategy refuses it
         dtype = tensors[0].dtype
         if op != "sum" and (dtype == tf.uint64 or dtype.is_complex):
-            raise TypeError(f"TensorFlow's collectives find no {op} of {dtype.name}. Received: {name}.")
+            raise TypeError(
+                f"TensorFlow's collectives find no {op} of {dtype.name}, as of {name}. Cast the tensor, or use the "
+                "compiled ring."
+            )
         tensors = zeros_unless(active, [_to_wire(t) for t in tensors])
         if len(tensors) == 1 and tensors[0].shape.rank:
             results = [self._all_reduce(tensors[0], op)]
@@ -178,8 +181,8 @@ class TensorFlowCollectives(Collectives):
             numbers = tf.range(self.world_size, dtype=tf.int64)
             counts = rows // self.world_size + tf.cast(numbers < rows % self.world_size, tf.int64)
         counts = tf.ensure_shape(tf.cast(counts, tf.int64), [self.world_size])
-        rule = f'all_to_all "{name}": `counts` add up to the rows there are'
-        right = tf.debugging.assert_equal(tf.reduce_sum(counts), rows, rule)
+        problem = f'all_to_all "{name}": `counts` do not add up to the rows of the tensor'
+        right = tf.debugging.assert_equal(tf.reduce_sum(counts), rows, problem)
         with tf.control_dependencies([] if right is None else [right]):  # None eagerly
             counts = tf.identity(counts)
 
@@ -221,7 +224,7 @@ class TensorFlowCollectives(Collectives):
 
     def _check_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"{what} runs from 0 to {self.world_size - 1}. Received: {what}={rank}")
+            raise ValueError(f"`{what}` is {rank}, not from 0 to {self.world_size - 1}.")
 
     def barrier(self, *, name: str) -> None:
         self._all_reduce(tf.zeros([1], tf.int32), "sum")

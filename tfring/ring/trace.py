@@ -164,8 +164,8 @@ def start(folder: str | os.PathLike, rank: int, world_size: int, source: Source,
     if _active is not None and not _active.closed and not _active.of_parent:
         if _active.path.parent != path:
             raise ConfigurationError(
-                f"A process writes one trace at a time. Received: trace={str(folder)!r}; it writes one to "
-                f"{_active.path.parent}. Close the strategy that does, or give both the same folder."
+                f"This process writes a trace to {_active.path.parent}, and trace={str(folder)!r} would be a second. "
+                "Close the strategy that writes it, or give both the same folder."
             )
         _active.users += 1
         return _active
@@ -239,7 +239,7 @@ class Recorder:
             self._file = path.open("wb")
         except OSError as error:
             raise ConfigurationError(
-                f"`trace` is a folder that can be written. Received: {path.parent} ({error.strerror})"
+                f"`trace` is {path.parent}, a folder that cannot be written ({error.strerror})."
             ) from error
         self._put(
             type="run",

@@ -170,7 +170,7 @@ class MeetingCollectives:
         other = next((rank for rank, call in calls.items() if call != name), None)
         if other is not None:
             raise MismatchError(
-                f"All workers exchange the same in the same order. Received: {name!r} on rank {self.rank}, "
-                f"{calls[other]!r} on rank {other}."
+                f"Workers exchange different values: {name!r} on rank {self.rank}, {calls[other]!r} on rank {other}. "
+                "All exchange the same in the same order."
             )
         return found

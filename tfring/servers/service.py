@@ -360,8 +360,8 @@ class Service:
     def _join(self, worker: int, head: dict[str, Any], arrays: list[np.ndarray]) -> Answer:
         if head["settings"] != self._settings:
             raise ConfigurationError(
-                "All processes of a job make their strategy with the same settings. Received: "
-                f"{head['settings']} of worker {worker}; {self._settings} of server {self._roles.index}."
+                f"Worker {worker} made its strategy with the settings {head['settings']}, and server "
+                f"{self._roles.index} with {self._settings}. All processes of a job give the same."
             )
         job = head.get("job")
         is_back = job is None and worker in self._lost  # another process in the place of one that was lost
@@ -393,8 +393,8 @@ class Service:
         position = self._position if self._groups else None
         if position is not None and position["fit"] != head["fit"]:
             raise MismatchError(
-                "A worker comes back into the first call of `fit` of its program. Received: a job in call "
-                f"{position['fit']}, which goes on without worker {worker}."
+                f"Worker {worker} cannot come back in call {position['fit']} of `fit`: the job goes on without it. A "
+                "worker comes back into the first `fit` of its program."
             )
         self._pass_on({"what": "return", "worker": worker})
         self._take_in(worker)
@@ -451,8 +451,8 @@ class Service:
             group = self._groups[number]
             if group.description != description:
                 raise ConfigurationError(
-                    "All workers train the same variables by the same optimizer. Received: "
-                    f"{_difference(group.description, description)} (worker 0, worker {worker})."
+                    f"Workers 0 and {worker} train different variables, or by different optimizers: "
+                    f"{_difference(group.description, description)}."
                 )
         return {"slots": group.held.describe(), "version": group.admission.version}, group.held.values("all")
 
@@ -642,8 +642,8 @@ class Service:
         self._wait_until(lambda: not self._awaited)
         if name not in self._results and any(_number(name) < _number(other) for other in self._results):
             raise MismatchError(
-                f"Worker {worker} was lost, and the others have gone on without it. Received: {name!r} of it, and "
-                f"{max(self._results, key=_number)!r} of the others."
+                f"Worker {worker} was lost, and the others have gone on without it: it is at {name!r}, and they are at "
+                f"{max(self._results, key=_number)!r}."
             )
         self._meetings.setdefault(name, {})[worker] = [a.copy() for a in arrays]
         self._at[worker] = name
@@ -654,10 +654,10 @@ class Service:
             del self._at[worker]
             del self._meetings[name][worker]
             raise MismatchError(
-                "All workers begin and end the same epochs, and exchange the same between them. Received: workers that "
-                "wait for each other, "
-                f"{', '.join(f'worker {w} at {n!r}' for w, n in sorted(others.items()))}. Stop training by what is the "
-                "same on all workers: the logs of an epoch."
+                "Workers wait for each other: "
+                f"{', '.join((f'worker {w} at {n!r}' for w, n in sorted(others.items())))}. All begin and end the same "
+                "epochs, and exchange the same between them. Stop training by what is the same on all workers: the "
+                "logs of an epoch."
             )
         self._wait_until(lambda: name in self._results)
         self._at.pop(worker, None)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 SPLIT_BYTES = 1 << 18  # what is smaller stays on one server: a message costs more than its bytes
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Rows `begin` to `end` of a variable, on one server; of a scalar, and of what is not split, all of it."""
 
     variable: int
@@ -30,7 +30,7 @@ def plan(
     can_split: Sequence[bool],
     num_servers: int,
     split_bytes: int = SPLIT_BYTES,
-) -> list[Piece]:
+) -> list[Span]:
     """Divides variables over servers by bytes; the same on every process.
 
     A variable of `split_bytes` or more that can be split is cut into rows, as equal in number as can be. The others go,
@@ -53,7 +53,7 @@ def plan(
     sizes = [math.prod(shape) * item for shape, item in zip(shapes, item_bytes, strict=True)]
     rows = [shape[0] if len(shape) else 1 for shape in shapes]
     loads = [0] * num_servers
-    pieces: dict[int, list[Piece]] = {}
+    spans: dict[int, list[Span]] = {}
     is_split = [
         num_servers > 1 and can and size >= split_bytes and n >= num_servers
         for can, size, n in zip(can_split, sizes, rows, strict=True)
@@ -62,11 +62,11 @@ def plan(
         if not is_split[variable]:
             continue
         bounds = [(s * n // num_servers, (s + 1) * n // num_servers) for s in range(num_servers)]
-        pieces[variable] = [Piece(variable, s, begin, end, False) for s, (begin, end) in enumerate(bounds)]
-        for piece in pieces[variable]:
-            loads[piece.server] += sizes[variable] // n * (piece.end - piece.begin)
+        spans[variable] = [Span(variable, s, begin, end, False) for s, (begin, end) in enumerate(bounds)]
+        for span in spans[variable]:
+            loads[span.server] += sizes[variable] // n * (span.end - span.begin)
     for variable in sorted((v for v in range(len(rows)) if not is_split[v]), key=lambda v: (-sizes[v], v)):
         server = loads.index(min(loads))
-        pieces[variable] = [Piece(variable, server, 0, rows[variable], True)]
+        spans[variable] = [Span(variable, server, 0, rows[variable], True)]
         loads[server] += sizes[variable]
-    return [piece for variable in range(len(rows)) for piece in pieces[variable]]
+    return [span for variable in range(len(rows)) for span in spans[variable]]

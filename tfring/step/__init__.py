@@ -101,9 +101,8 @@ class Step:
         """Raises ConfigurationError in a pipeline that cuts the rows of a batch, for `what` needs all of them."""
         if self.parts > 1:
             raise ConfigurationError(
-                f"A Pipeline computes its loss from some rows of a batch at a time, and {what} needs all of them. "
-                f"Received: rows in {self.parts} parts, of replicas and microbatches. Make the Pipeline with "
-                "num_microbatches=1 and data=1, or use another loss."
+                f"{what} needs all rows of a batch, and this Pipeline computes its loss from {self.parts} parts, of "
+                "replicas and microbatches. Make the Pipeline with num_microbatches=1 and data=1, or use another loss."
             )
 
     def _by_share(self, operation: Callable, value: Any) -> Any:

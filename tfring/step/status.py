@@ -40,9 +40,9 @@ _ENDED_EARLY = (
     "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
 )
 OTHER_OUTPUTS = (
-    "An output of `predict` that has no dimension of rows has to be the same on every replica, which sees its share "
-    "of the batch alone. Received: other values on another replica, as of a statistic of the batch. Return a value for "
-    "each row, or compute it from the rows that `predict` returns. See docs/data.md."
+    "An output of `predict` that has no dimension of rows differs between replicas, as a statistic of the batch does: "
+    "each replica sees its share. Return a value for each row, or compute it from the rows that `predict` returns. See "
+    "docs/data.md."
 )
 _STOPPED = 1  # among the reasons: a callback has stopped the loop on another rank
 _SENTENCES = {

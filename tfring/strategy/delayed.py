@@ -65,15 +65,13 @@ class Delayed:
         tables: str = "average",
     ) -> None:
         if not isinstance(every, numbers.Integral) or isinstance(every, bool) or every < 1:
-            raise ConfigurationError(f"`every` is a whole number of steps from 1. Received: every={every!r}")
+            raise ConfigurationError(f"`every` is {every!r}, not a whole number of steps, 1 or more.")
         if local_momentum not in LOCAL_MOMENTA:
-            raise ConfigurationError(
-                f"`local_momentum` is one of {LOCAL_MOMENTA}. Received: local_momentum={local_momentum!r}"
-            )
+            raise ConfigurationError(f"`local_momentum` is {local_momentum!r}, not one of {LOCAL_MOMENTA}.")
         if tables not in TABLES:
             raise ConfigurationError(
-                f"`tables` is one of {TABLES}, how workers' differences of a table's row become one. Received: "
-                f'tables={tables!r}. Use "diversity" for Adam and its kin, or leave it out.'
+                f"`tables` is {tables!r}, not one of {TABLES}, how workers' differences of a table's row become one. "
+                'Use "diversity" for Adam and its kin, or leave it out.'
             )
         if outer is not None:
             _check_outer(outer)
@@ -91,14 +89,13 @@ class Delayed:
 def _check_outer(outer: Any) -> None:
     if not isinstance(outer, keras.optimizers.Optimizer):
         raise ConfigurationError(
-            f"`outer` is an optimizer of Keras, such as keras.optimizers.SGD(0.7, momentum=0.9). Received: {outer!r}"
+            f"`outer` is {outer!r}, not an optimizer of Keras, such as keras.optimizers.SGD(0.7, momentum=0.9)."
         )
     others = ("LossScaleOptimizer", "MultiOptimizer")
     is_around_others = any(kind.__name__ in others for kind in type(outer).__mro__)
     used = [name for name in ("use_ema", "gradient_accumulation_steps", "loss_scale_factor") if getattr(outer, name)]
     if is_around_others or used:
         raise ConfigurationError(
-            "`outer` takes one averaged difference a window and updates by it. Received: "
-            f"{type(outer).__name__}{''.join(f' with {name}={getattr(outer, name)!r}' for name in used)}. Use a plain "
-            "optimizer such as SGD."
+            f"`outer` is {type(outer).__name__}{''.join(f' with {name}={getattr(outer, name)!r}' for name in used)}, "
+            "which does not update by one averaged difference a window. Use a plain optimizer such as SGD."
         )

@@ -109,8 +109,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             addresses, _ = _tensorflow_runtime
             if addresses != self.cluster.addresses:
                 raise ConfigurationError(
-                    'A process joins one cluster with communication="tensorflow", for its life. Received: '
-                    f"{self.cluster.addresses}; it is in {addresses}. Start processes of their own for another cluster."
+                    f'This process is in the cluster {addresses}, and with communication="tensorflow" it cannot join '
+                    f"{self.cluster.addresses}. Start processes of their own for another cluster."
                 )
             self._local_or_standalone_client_mode = True  # the server runs already
             self._enable_check_health = False
@@ -118,8 +118,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             return
         if _tf.has_run():
             raise ConfigurationError(
-                'RingStrategy(communication="tensorflow") has to be made before TensorFlow runs anything. Received: a '
-                "process in which it has run. Make it the first TensorFlow call of the program."
+                'TensorFlow has run in this process before RingStrategy(communication="tensorflow") was made. Make it '
+                "the first TensorFlow call of the program."
             )
         self._initialize_multi_worker(self._cluster_resolver)
         _tensorflow_runtime = (self.cluster.addresses, self._make_tensorflow_collectives())
@@ -136,10 +136,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         known = {d.name.rpartition("/device:")[2] for d in tf.config.list_logical_devices()}
         missing = [n for n in names if n.rpartition("/device:")[2] not in known]
         if missing:
-            raise ConfigurationError(
-                f"`devices` must be devices of this process. Received: devices={devices}; there are "
-                f"{sorted(known)}."
-            )
+            raise ConfigurationError(f"`devices` is {devices}, and this process has {sorted(known)}.")
         return tuple(names), names[0].rpartition("/device:")[2].partition(":")[0]
 
     def _make_tensorflow_collectives(self) -> Collectives:

@@ -31,14 +31,14 @@ _COMMUNICATIONS = ("ring", "tensorflow")
 _RANDOM = ("replica", "global")
 _OF_MESHES = (
     "With a model or a pipeline axis workers exchange parts of layers by the ring, each worker has one device, and its "
-    "optimizer all that its weights need."
+    "optimizer all slots of its weights."
 )
 _OF_DELAYED = (
     "With synchronization=Delayed(...) each worker is a replica that holds all weights and slots, which differ in "
     "windows, and the ring averages them."
 )
 _EXCLUSIONS = {  # of two options, why one excludes the other
-    ("cluster", "cluster_resolver"): "`cluster` and `cluster_resolver` say the same thing: pass one of them.",
+    ("cluster", "cluster_resolver"): "Both give the cluster.",
     ("compression", "communication"): "TensorFlow's collectives send float32 as it is.",
     ("compression", "shard_optimizer"): "Gradients travel as they are where they are reduced and scattered.",
     ("mesh", "communication"): _OF_MESHES,
@@ -132,28 +132,20 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         trace: str | os.PathLike | None = None,
     ) -> None:
         if communication not in _COMMUNICATIONS:
-            raise ConfigurationError(
-                f"`communication` must be one of {_COMMUNICATIONS}. Received: communication={communication!r}"
-            )
+            raise ConfigurationError(f"`communication` is {communication!r}, not one of {_COMMUNICATIONS}.")
         if bucket_bytes is not None and not (isinstance(bucket_bytes, numbers.Integral) and bucket_bytes >= 1):
-            raise ConfigurationError(
-                f"`bucket_bytes` is a whole number, 1 or more, or None. Received: bucket_bytes={bucket_bytes!r}"
-            )
+            raise ConfigurationError(f"`bucket_bytes` is {bucket_bytes!r}, not a whole number, 1 or more, or None.")
         if compression is not None and compression not in COMPRESSIONS:
-            raise ConfigurationError(
-                f"`compression` is one of {COMPRESSIONS} or None. Received: compression={compression!r}"
-            )
+            raise ConfigurationError(f"`compression` is {compression!r}, not one of {COMPRESSIONS} or None.")
         if random not in _RANDOM:
-            raise ConfigurationError(f"`random` must be one of {_RANDOM}. Received: random={random!r}")
+            raise ConfigurationError(f"`random` is {random!r}, not one of {_RANDOM}.")
         if synchronization is not None and not isinstance(synchronization, Delayed):
             raise ConfigurationError(
-                "`synchronization` is a tfring.Delayed, such as tfring.Delayed(every=8), or None. "
-                f"Received: synchronization={synchronization!r}"
+                f"`synchronization` is {synchronization!r}, not a tfring.Delayed, such as tfring.Delayed(every=8), or "
+                "None."
             )
         if mesh is not None and not isinstance(mesh, Mesh):
-            raise ConfigurationError(
-                f"`mesh` is a tfring.Mesh, such as tfring.Mesh(model=2), or None. Received: mesh={mesh!r}"
-            )
+            raise ConfigurationError(f"`mesh` is {mesh!r}, not a tfring.Mesh, such as tfring.Mesh(model=2), or None.")
         mesh = mesh or Mesh()
         check_equal = settings.read("TFRING_CHECK_EQUAL") if check_equal is None else check_equal
         settings.read("TFRING_SEED")  # which was taken when tfring was imported, if it is legal
@@ -196,8 +188,9 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         if synchronization is not None:
             if len(ring.devices) > 1:
                 raise ConfigurationError(
-                    f"With synchronization={type(synchronization).__name__}(...) a worker is one replica. Received: "
-                    f"devices={ring.devices}. Start a worker for each, as `tfring launch` does."
+                    f"`devices` has several devices, {ring.devices}, and with "
+                    f"synchronization={type(synchronization).__name__}(...) a worker is one replica. Start a worker "
+                    "for each, as `tfring launch` does."
                 )
             ring.updater = LocalSteps(ring, synchronization)
         _keras.install()
@@ -221,8 +214,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._found = None
             before, now = changed
             warnings.warn(
-                "The cluster is read when RingStrategy() is made, and this strategy goes on with what it found. "
-                f"Received then: {before}; now: {now}. Set TF_CONFIG and the like before RingStrategy().",
+                f"The environment describes another cluster ({now}) than when RingStrategy() was made ({before}), "
+                "which this strategy keeps. Set TF_CONFIG and the like before RingStrategy().",
                 stacklevel=4,
             )
 
@@ -305,8 +298,8 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if tf.distribute.get_replica_context() is None:
             raise RuntimeError(
-                "all_reduce_gradients is called in a replica: in `train_step`, or in the function given to "
-                "`strategy.run`. Received: a call in the cross-replica context."
+                "all_reduce_gradients was called in the cross-replica context. Call it in a replica: in `train_step`, "
+                "or in the function given to `strategy.run`."
             )
         return self.extended.all_reduce_gradients(gradients)
 
@@ -371,8 +364,8 @@ def _check_exclusions(given: Mapping[str, Any]) -> None:
     """Raises ConfigurationError where two options are given, not None, of which one excludes the other."""
     for (one, other), why in _EXCLUSIONS.items():
         if given.get(one) is not None and given.get(other) is not None:
-            received = f"{one}={given[one]!r} with {other}={given[other]!r}"
-            raise ConfigurationError(f"{why} Received: {received}. Leave out one of them.")
+            received = f"{one}={given[one]!r} and {other}={given[other]!r}"
+            raise ConfigurationError(f"{received} exclude each other. {why} Leave out one of them.")
 
 
 def _cluster_of(resolver: tf.distribute.cluster_resolver.ClusterResolver) -> Cluster:

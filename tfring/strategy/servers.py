@@ -96,7 +96,7 @@ class ParameterServerStrategy(RingStrategy):
         trace: str | os.PathLike | None = None,
     ) -> None:
         if roles is not None and not isinstance(roles, Roles):
-            raise ConfigurationError(f"`roles` is a tfring.cluster.roles.Roles or None. Received: roles={roles!r}")
+            raise ConfigurationError(f"`roles` is {roles!r}, not a tfring.cluster.roles.Roles or None.")
         self.roles = Roles.of() if roles is None else roles
         settings = {
             "update": update, "max_staleness": max_staleness, "late": late, "backup_workers": backup_workers,
@@ -108,9 +108,9 @@ class ParameterServerStrategy(RingStrategy):
         max_restarts = config.read(launch_variables.MAX_WORKER_RESTARTS)
         if max_restarts and not is_star:
             raise ConfigurationError(
-                'Workers come back under update="async", or with `backup_workers`: a synchronous update equals one '
-                f"process, and needs all. Received: update={update!r}, backup_workers={backup_workers} with `tfring "
-                f"launch --max-worker-restarts {max_restarts}`. Use --max-restarts with tfring.callbacks.Backup."
+                f"`tfring launch --max-worker-restarts {max_restarts}` does not go with update={update!r}, "
+                f"backup_workers={backup_workers}: a synchronous update equals one process, and needs all workers. Use "
+                'update="async" or `backup_workers`, or --max-restarts with tfring.callbacks.Backup.'
             )
         trace = config.read("TFRING_TRACE") if trace is None else trace
         if self.roles is not None:
@@ -130,8 +130,8 @@ class ParameterServerStrategy(RingStrategy):
         super().__init__(of_ring, trace=trace, check_equal=False)
         if len(self.ring.devices) > 1:
             raise ConfigurationError(
-                "A worker of parameter servers computes on one device. Received: "
-                f"devices={self.ring.devices}. Start a worker for each, with CUDA_VISIBLE_DEVICES."
+                f"`devices` has several devices, {self.ring.devices}, and a worker of parameter servers computes on "
+                "one. Start a worker for each, with CUDA_VISIBLE_DEVICES."
             )
         if self.roles is not None:
             client = Client(self.roles, settings, snapshot_dir is not None or replicas > 1, replicas > 1)
@@ -195,35 +195,34 @@ def _check(settings: dict[str, Any], roles: Roles | None) -> None:
 
     problem = None
     if update not in _UPDATES:
-        problem = f"`update` is one of {_UPDATES}"
+        problem = f"`update` is {update!r}, not one of {_UPDATES}"
     elif late not in LATE:
-        problem = f"`late` is one of {LATE}"
+        problem = f"`late` is {late!r}, not one of {LATE}"
     elif bound is not None and not is_count(bound):
-        problem = "`max_staleness` is a whole number from 0, or None"
+        problem = f"`max_staleness` is {bound!r}, not a whole number from 0, or None"
     elif not is_count(backup) or (num_workers is not None and backup >= num_workers):
-        problem = f"`backup_workers` is a whole number from 0, below the number of workers ({num_workers})"
+        problem = f"`backup_workers` is {backup!r}, not a whole number from 0 below the {num_workers} workers"
     elif update == "sync" and (bound is not None or late != "wait"):
-        problem = '`max_staleness` and `late` are of update="async": a synchronous update takes no stale gradient'
+        problem = '`max_staleness` and `late` do not go with update="sync", which takes no stale gradient'
     elif update == "async" and backup:
-        problem = '`backup_workers` are of update="sync": an asynchronous update waits for no worker'
+        problem = '`backup_workers` do not go with update="async", which waits for no worker'
     elif bound is None and late != "wait":
-        problem = "`late` says what is done beyond `max_staleness`, so give both"
+        problem = f"`late` is {late!r} without `max_staleness`: give both"
     elif settings["snapshot_dir"] is not None and update == "sync" and not backup:
         problem = (
-            '`snapshot_dir` is of update="async", or with `backup_workers`: a synchronous update equals one process, '
+            '`snapshot_dir` does not go with update="sync" without `backup_workers`, which equals one process, '
             "and shards of two moments do not. Use tfring.callbacks.Backup with `tfring launch --max-restarts`"
         )
     elif not is_count(replicas) or replicas not in (1, 2):
-        problem = "`replicas` is 1 or 2: how many servers hold each shard"
+        problem = f"`replicas` is {replicas!r}, not 1 or 2, the number of servers that hold each shard"
     elif replicas == 2 and settings["snapshot_dir"] is not None:
         problem = "`replicas` and `snapshot_dir` are two ways to survive the loss of a server: leave out one of them"
     elif replicas == 2 and roles is not None and len(roles.servers) < 2:
         problem = "`replicas=2` needs two servers or more (`tfring launch --servers 2`), and there is one"
     elif not is_seconds(settings["snapshot_seconds"]):
-        problem = "`snapshot_seconds` is a number above 0"
+        problem = f"`snapshot_seconds` is {settings['snapshot_seconds']!r}, not a number above 0"
     if problem is not None:
-        received = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        raise ConfigurationError(f"{problem}. Received: {received}")
+        raise ConfigurationError(f"{problem}.")
 
 
 def _serve(roles: Roles, settings: dict[str, Any], is_star: bool, trace: str | os.PathLike | None) -> None:

@@ -42,7 +42,7 @@ def parse_address(text: str) -> Address:
     '[2001:db8::1]:12345'
     """
     if not isinstance(text, str):
-        raise ConfigurationError(f"{_RULE}. Received: {text!r}, a {type(text).__name__}.")
+        raise ConfigurationError(f"{text!r} is a {type(text).__name__}, and no address. {_RULE}.")
     return _parse(text)
 
 
@@ -96,4 +96,4 @@ def _name_or_ipv4(host: str, text: str) -> str:
 
 
 def _error(text: str, what_to_do: str) -> ConfigurationError:
-    return ConfigurationError(f"{_RULE}. Received: {text!r}. {what_to_do}")
+    return ConfigurationError(f"{text!r} is no address. {_RULE}. {what_to_do}")

@@ -51,9 +51,8 @@ def open_listener(
                 problem = error
         tried.append(port)
     raise ConfigurationError(
-        f"Ranks listen at a free port. Received: {hosts[-1]}, port{'s' if len(tried) > 1 else ''} "
-        f"{_in_short(tried)}, and none is free ({problem}). Name others:\n"
-        f"  export TFRING_PORT_RANGE={_DEFAULT_RANGE[0]}-{_DEFAULT_RANGE[1]}"
+        f"No port is free at {hosts[-1]}: tried port{'s' if len(tried) > 1 else ''} {_in_short(tried)} ({problem}). "
+        f"Name others:\n  export TFRING_PORT_RANGE={_DEFAULT_RANGE[0]}-{_DEFAULT_RANGE[1]}"
     )
 
 
@@ -113,10 +112,9 @@ def named_address() -> str | None:
         if name == wanted or (network is not None and ipaddress.ip_address(address.split("%")[0]) in network):
             return address
     raise ConfigurationError(
-        "TFRING_INTERFACE is the name of an interface of this host, or the network it is in. Received: "
-        f"TFRING_INTERFACE={wanted!r} on {socket.gethostname()}, which has "
-        f"{', '.join(f'{name} ({address})' for name, address in there)}. Write, for instance:\n"
-        f"  export TFRING_INTERFACE={next((name for name, _ in there if name != 'lo'), 'lo')}"
+        f"TFRING_INTERFACE={wanted!r} is neither an interface of {socket.gethostname()} nor the network of one. It has "
+        f"{', '.join((f'{name} ({address})' for name, address in there))}. Write, for instance:\n  export "
+        f"TFRING_INTERFACE={next((name for name, _ in there if name != 'lo'), 'lo')}"
     )
 
 

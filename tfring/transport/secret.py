@@ -43,8 +43,8 @@ def configured(environ: Mapping[str, str] | None = None) -> str | None:
         return config.read(VARIABLE, {VARIABLE: pathlib.Path(file).read_text()})
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"{FILE_VARIABLE} names a file with the secret of the job. Received: {FILE_VARIABLE}={file!r} "
-            f"({error}). {_HOW_TO}"
+            f"{FILE_VARIABLE}={file!r}, which names a file with the secret of the job, cannot be read ({error}). "
+            f"{_HOW_TO}"
         ) from None
 
 
@@ -57,8 +57,7 @@ def of(cluster: Any) -> bytes:
     secret = getattr(cluster, "secret", None) or configured()
     if secret is None and config.read("TFRING_REQUIRE_SECRET"):
         raise ConfigurationError(
-            f"TFRING_REQUIRE_SECRET=1 wants a secret, and there is none. Received: neither {VARIABLE} nor "
-            f"{FILE_VARIABLE}. {_HOW_TO}"
+            f"No secret is set, and TFRING_REQUIRE_SECRET=1 needs {VARIABLE} or {FILE_VARIABLE}. {_HOW_TO}"
         )
     return (secret or "").encode()
 

@@ -47,7 +47,7 @@ CHALLENGE_BYTES = TAG_BYTES = 32
 _PREFIX = struct.Struct("<8sII")
 _SLICE_SECONDS = 0.1  # between looks at whether to go on
 _MAX_FDS = 4
-_PIECE_BYTES = 1 << 16  # memory is taken for what has come, not for what was promised
+_CHUNK_BYTES = 1 << 16  # memory is taken for what has come, not for what was promised
 
 Field = Callable[[Any], bool]  # whether a value may stand there
 Fields = Mapping[str, Field]
@@ -346,7 +346,7 @@ class Channel:
             self._decoder = Decoder(expected)
         while True:
             try:
-                data = self._read(min(self._decoder.missing, _PIECE_BYTES), fds, max_fds)
+                data = self._read(min(self._decoder.missing, _CHUNK_BYTES), fds, max_fds)
             except BlockingIOError:
                 return None
             if not data:

@@ -89,6 +89,6 @@ def install() -> None:
 
 def _not_of_scope(optimizer: Any, what: str) -> ConfigurationError:
     return ConfigurationError(
-        "An optimizer belongs to the strategy in whose scope it was made. Received: "
-        f"{type(optimizer).__name__} {optimizer.name!r}, {what}. Make it {SCOPE}."
+        f"{type(optimizer).__name__} {optimizer.name!r} was made outside of the scope of the strategy that trains with "
+        f"it, {what}. Make it {SCOPE}."
     )

@@ -150,8 +150,9 @@ class LocalSteps(Updater):
                 problem = f"{type(layer).__name__} {layer.name!r}, which exchanges statistics of batches"
         if problem:
             raise ConfigurationError(
-                "With synchronization=Delayed(...) a worker computes steps from its own rows, without XLA. Received: "
-                f"{problem}. Leave it out (keras.layers.BatchNormalization in its place), or train without Delayed."
+                f"synchronization=Delayed(...) does not train a model with {problem}. A worker computes steps from its "
+                "own rows, without XLA. Leave it out (keras.layers.BatchNormalization in its place), or train without "
+                "Delayed."
             )
 
     def on_build(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -184,9 +185,9 @@ class LocalSteps(Updater):
         problem = self._problem_of(optimizer, variables)
         if problem:
             raise ConfigurationError(
-                "With synchronization=Delayed(...) each worker holds full weights, and its own optimizer updates them. "
-                f"Received: {type(optimizer).__name__} {optimizer.name!r} with {problem}. Leave it out, or train "
-                "without Delayed."
+                f"synchronization=Delayed(...) does not train by {type(optimizer).__name__} {optimizer.name!r} with "
+                f"{problem}. Each worker holds full weights, and its own optimizer updates them. Leave it out, or "
+                "train without Delayed."
             )
 
     def is_at_rest(self, model: Any) -> bool:
@@ -200,9 +201,9 @@ class LocalSteps(Updater):
         running = step.current()
         if running is None or (self.ring.num_replicas > 1 and running.share is None):
             raise ConfigurationError(
-                "With synchronization=Delayed(...) models are trained by Keras' steps, which know the rows of each "
-                f"worker. Received: apply of {type(optimizer).__name__} {optimizer.name!r} in a loop of your own. Use "
-                "`fit` or `train_on_batch`, or train without Delayed."
+                "synchronization=Delayed(...) does not train in a loop of your own, which called apply of "
+                f"{type(optimizer).__name__} {optimizer.name!r}: Keras' steps know the rows of each worker. Use `fit` "
+                "or `train_on_batch`, or train without Delayed."
             )
         return running
 

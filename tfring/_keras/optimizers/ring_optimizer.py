@@ -364,16 +364,15 @@ def _names(variables: Sequence[Any]) -> list[str]:
 
 def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
     return ConfigurationError(
-        "Gradients are applied where those of all workers are reduced: in `fit`, or in the function given to "
-        f"`strategy.run`. Received: a call of apply of {type(optimizer).__name__} {optimizer.name!r} outside of both, "
-        f"which would train a model on each of {ring.cluster.world_size} workers alone. Write the step as "
+        f"{type(optimizer).__name__} {optimizer.name!r} was applied outside of `fit` and `strategy.run`, which would "
+        f"train a model on each of {ring.cluster.world_size} workers alone. Write the step as "
         "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
     )
 
 
 def _outside(optimizer: Any) -> ConfigurationError:
     return ConfigurationError(
-        "With shard_optimizer=True, and for weights sharded over workers, gradients are applied where each replica has "
-        "its own: in `train_step`, or in the function given to `strategy.run`. Received: an outside call of apply of "
-        f"{type(optimizer).__name__} {optimizer.name!r}."
+        f"{type(optimizer).__name__} {optimizer.name!r} was applied outside of a replica. With shard_optimizer=True, "
+        "and for weights sharded over workers, apply gradients in `train_step`, or in the function given to "
+        "`strategy.run`."
     )

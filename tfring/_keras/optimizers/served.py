@@ -38,7 +38,7 @@ from tfring.ring.collectives import LocalCollectives
 from tfring.runtime import ring_of
 from tfring.servers import messages
 from tfring.servers.client import Client
-from tfring.servers.shard_plan import SPLIT_BYTES, Piece, plan
+from tfring.servers.shard_plan import SPLIT_BYTES, Span, plan
 
 _Policy = tf.data.experimental.AutoShardPolicy
 ROWS_BYTES = 1 << 16  # from how many bytes on a table is pulled by rows
@@ -130,15 +130,14 @@ class ServerUpdater(Updater):
         if found is not None:
             if [id(v) for v in found.variables] != [id(v) for v in variables]:
                 raise ConfigurationError(
-                    "Servers hold the variables that had gradients in an optimizer's first step. Received: others, of "
-                    f"{type(optimizer).__name__} {optimizer.name!r}: {[v.path for v in variables]}. Compile the model "
-                    "again after `trainable` has changed."
+                    f"{type(optimizer).__name__} {optimizer.name!r} has gradients of variables that had none in its "
+                    f"first step: {[v.path for v in variables]}. Compile the model again after `trainable` has changed."
                 )
             for table, is_by_rows in zip(found.variables, found.by_rows, strict=True):
                 if is_by_rows and not self._is_read_by_rows(table):
                     raise ConfigurationError(
-                        f"The step reads all of table {table.path!r}, of which servers send the rows of a batch alone, "
-                        "as in the step that was traced first. Compile the model again before another step."
+                        f"This step reads all rows of table {table.path!r}, and the step that was traced first read "
+                        "only the rows of its batch. Compile the model again before another step."
                     )
             return found
         for variable in variables:
@@ -167,18 +166,18 @@ class ServerUpdater(Updater):
         new = [v for v in variables if id(v) not in self._placed]
         sizes = [tf.as_dtype(str(v.dtype)).size for v in new]
         splits = [can_split[id(v)] for v in new]
-        pieces = plan([v.shape for v in new], sizes, splits, self.client.num_servers, SPLIT_BYTES)
+        spans = plan([v.shape for v in new], sizes, splits, self.client.num_servers, SPLIT_BYTES)
         for n, variable in enumerate(new):
             number = len(self._placed)
-            mine = [piece for piece in pieces if piece.variable == n]
+            mine = [span for span in spans if span.variable == n]
             self._placed[id(variable)] = _Placed(variable, number, mine)
         placed = [self._placed[id(v)] for v in variables]
         for each in placed:
-            if not can_split[id(each.variable)] and not all(piece.is_full for piece in each.pieces):
+            if not can_split[id(each.variable)] and not all(span.is_full for span in each.spans):
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} {optimizer.name!r} computes with whole weights, and servers hold "
-                    f"{each.variable.path!r} in shards, as another optimizer began to train it. A weight has one place "
-                    "on the servers. Train first with the optimizer that computes with whole weights."
+                    f"{type(optimizer).__name__} {optimizer.name!r} needs full weights, and servers hold "
+                    f"{each.variable.path!r} in shards, as another optimizer began to train it. Train first with the "
+                    "optimizer that needs full weights."
                 )
         return placed
 
@@ -247,8 +246,9 @@ class ServerUpdater(Updater):
         if is_training and self.is_star:
             if epoch_iterator.steps_per_epoch:
                 raise ConfigurationError(
-                    "Workers that go on by themselves train each batch of the data once an epoch, on any of them. "
-                    f"Received: steps_per_epoch={epoch_iterator.steps_per_epoch}. Leave it out, and use `dataset.take`."
+                    f"steps_per_epoch={epoch_iterator.steps_per_epoch} cuts an epoch of workers that share the batches "
+                    "of the data: each batch is trained once an epoch, on any worker. Leave it out, and use "
+                    "`dataset.take`."
                 )
             epoch_iterator._num_batches = None  # how many this worker takes is known at the end
             epoch_iterator._interrupted_warning = lambda: None
@@ -273,7 +273,8 @@ class ServerUpdater(Updater):
         with self._lock:
             if self.client.is_back:
                 raise ConfigurationError(
-                    "A worker comes back where `fit` has a list of callbacks. Received: a keras.callbacks.CallbackList."
+                    "`fit` was given a keras.callbacks.CallbackList, with which no worker can be restarted. Pass a "
+                    "list of callbacks."
                 )
             changed = [g for g in self._groups.values() if g.is_created and g.send_changes()]
             self.client.known["position"] = {**self._position, "number": self._loops}
@@ -333,7 +334,8 @@ class ServerUpdater(Updater):
             return
         if not is_traced:
             raise ConfigurationError(
-                "A worker comes back into steps that are traced. Received: run_eagerly=True."
+                "A model compiled with run_eagerly=True has no steps that a restarted worker could join. Leave "
+                "run_eagerly out."
             )
         with self._lock:
             self._begin_updates()
@@ -387,9 +389,9 @@ class ServerUpdater(Updater):
         has_own_rows = dataset.options().experimental_distribute.auto_shard_policy == _Policy.OFF
         if not has_own_rows and _tf.leaves_order_open(dataset):
             raise ConfigurationError(
-                "Workers that go on by themselves draw the same batches in the same order, and each batch is trained "
-                "by one of them. Received: a dataset with deterministic=False in `map` or `batch`. Leave it out. "
-                "(docs/parameter_servers.md)"
+                "A dataset with deterministic=False in `map` or `batch` gives each worker another order. With "
+                "asynchronous updates or backup workers all draw the same batches in the same order, and one of them "
+                "trains each. Leave it out. (docs/parameter_servers.md)"
             )
         left_out = reached_by_chance(dataset)
 
@@ -452,9 +454,8 @@ class ServerUpdater(Updater):
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore) or type(callback).__name__ == "Backup":
                 raise ConfigurationError(
-                    "Workers that go on by themselves do not restart at one step. Received: "
-                    f"{type(callback).__name__} with asynchronous updates or backup workers. Use ModelCheckpoint, and "
-                    "`model.load_weights` before `fit`."
+                    f"{type(callback).__name__} does not go with asynchronous updates or backup workers, which do not "
+                    "restart at one step. Use ModelCheckpoint, and `model.load_weights` before `fit`."
                 )
         updater = self
 
@@ -546,7 +547,7 @@ class _Placed(NamedTuple):
 
     variable: Any
     number: int
-    pieces: list[Piece]
+    spans: list[Span]
 
 
 class _Group:
@@ -569,9 +570,9 @@ class _Group:
         self._are_sparse = are_sparse
         self.by_rows = by_rows
         placed = updater.place(optimizer, variables)
-        self._pieces = [piece._replace(variable=n) for n, each in enumerate(placed) for piece in each.pieces]
-        self._of_server: list[list[Piece]] = [
-            [p for p in self._pieces if p.server == s] for s in range(self._client.num_servers)
+        self._spans = [span._replace(variable=n) for n, each in enumerate(placed) for span in each.spans]
+        self._of_server: list[list[Span]] = [
+            [p for p in self._spans if p.server == s] for s in range(self._client.num_servers)
         ]
         with tf.init_scope():  # a configuration holds numbers
             self._description = held.describe(
@@ -580,11 +581,11 @@ class _Group:
                 [each.number for each in placed],
                 are_sparse,
                 by_rows,
-                self._pieces,
+                self._spans,
                 clips_norms=not updater.is_star,
             )
         self._indices = {each.number: n for n, each in enumerate(placed)}
-        self._slots: list[list[tuple[int, Any, Piece | None]]] = []  # of each server: (number, local slot, part)
+        self._slots: list[list[tuple[int, Any, Span | None]]] = []  # of each server: (number, local slot, part)
         self.is_created = False
         self._seen_slots: list[str] | None = None  # digests of those that servers hold; None after a push
 
@@ -624,9 +625,9 @@ class _Group:
             )
             if any("norms" in reply for reply, _ in replies):
                 norms = [0.0] * len(self.variables)
-                for pieces, (reply, _) in zip(self._of_server, replies, strict=True):
-                    for piece, norm in zip(pieces, reply.get("norms", []), strict=True):
-                        norms[piece.variable] += norm
+                for spans, (reply, _) in zip(self._of_server, replies, strict=True):
+                    for span, norm in zip(spans, reply.get("norms", []), strict=True):
+                        norms[span.variable] += norm
                 head = {**head, "norms": norms}
                 replies = self._client.ask_all("commit", [head] * self._client.num_servers)
             values = self._joined(replies, lambda variable: not self.by_rows[variable])
@@ -637,17 +638,17 @@ class _Group:
         inputs = list(inputs)
         of_variable = [(inputs.pop(0), inputs.pop(0) if is_sparse else None) for is_sparse in self._are_sparse]
         result = []
-        for pieces in self._of_server:
+        for spans in self._of_server:
             arrays = []
-            for piece in pieces:
-                values, ids = of_variable[piece.variable]
+            for span in spans:
+                values, ids = of_variable[span.variable]
                 if ids is None:
-                    arrays.append(values if piece.is_full else values[piece.begin : piece.end])
-                elif piece.is_full:
+                    arrays.append(values if span.is_full else values[span.begin : span.end])
+                elif span.is_full:
                     arrays += [values, ids]
                 else:
-                    mine = (ids >= piece.begin) & (ids < piece.end)
-                    arrays += [values[mine], ids[mine] - piece.begin]
+                    mine = (ids >= span.begin) & (ids < span.end)
+                    arrays += [values[mine], ids[mine] - span.begin]
             result.append(arrays)
         return result
 
@@ -656,10 +657,10 @@ class _Group:
     ) -> list[np.ndarray]:
         """Full values of the variables that are wanted, from the shards that servers sent."""
         parts: dict[int, list[np.ndarray]] = {}
-        for pieces, (_, arrays) in zip(self._of_server, replies, strict=True):
-            wanted = [p for p in pieces if is_wanted(p.variable)]
-            for piece, array in zip(wanted, arrays, strict=True):
-                parts.setdefault(piece.variable, []).append(array)
+        for spans, (_, arrays) in zip(self._of_server, replies, strict=True):
+            wanted = [p for p in spans if is_wanted(p.variable)]
+            for span, array in zip(wanted, arrays, strict=True):
+                parts.setdefault(span.variable, []).append(array)
         numbers = [n for n in range(len(self.variables)) if is_wanted(n)]
         return [parts[n][0] if len(parts[n]) == 1 else np.concatenate(parts[n]) for n in numbers]
 
@@ -669,8 +670,8 @@ class _Group:
         ids = np.unique(ids)
         ids = ids[(ids >= 0) & (ids < variable.shape[0])]
         asked = []
-        for piece in (p for p in self._pieces if p.variable == number):
-            asked.append((piece.server, ids[(ids >= piece.begin) & (ids < piece.end)] - piece.begin))
+        for span in (p for p in self._spans if p.variable == number):
+            asked.append((span.server, ids[(ids >= span.begin) & (ids < span.end)] - span.begin))
         head = {"group": self._number, "variables": [number]}
         if len(asked) == 1:
             [(server, its)] = asked
@@ -698,8 +699,8 @@ class _Group:
         if numbers is not None:
             head["values"] = numbers
             values = {n: _read(self.variables[n]) for n in numbers}
-            for pieces, its in zip(self._of_server, arrays, strict=True):
-                shards = [(values[p.variable], p) for p in pieces if p.variable in values]
+            for spans, its in zip(self._of_server, arrays, strict=True):
+                shards = [(values[p.variable], p) for p in spans if p.variable in values]
                 its += [v if p.is_full else v[p.begin : p.end] for v, p in shards]
         return self._client.ask_all("create", [head] * self._client.num_servers, arrays)
 
@@ -710,11 +711,11 @@ class _Group:
             heads.append({
                 "group": self._number, "description": self._description, "slots": [number for number, _, _ in slots]
             })
-            values = [(_read(slot), piece) for _, slot, piece in slots]
-            arrays.append([v if piece is None or piece.is_full else v[piece.begin : piece.end] for v, piece in values])
+            values = [(_read(slot), span) for _, slot, span in slots]
+            arrays.append([v if span is None or span.is_full else v[span.begin : span.end] for v, span in values])
         self._client.ask_all("create", heads, arrays)
 
-    def _match(self, described: Sequence[dict[str, Any]]) -> list[list[tuple[int, Any, Piece | None]]]:
+    def _match(self, described: Sequence[dict[str, Any]]) -> list[list[tuple[int, Any, Span | None]]]:
         """Finds for each variable of the servers' optimizers the one of this worker's optimizer.
 
         Slots of a weight, and those of none, are there in the order in which the optimizer's class makes them.
@@ -724,9 +725,9 @@ class _Group:
         of_none = [slot for slot in every if mark_of(slot).weight is None]
         rate = getattr(self._optimizer, "_learning_rate", None)  # goes with each gradient
         found = []
-        for pieces, described_by in zip(self._of_server, described, strict=True):
-            piece_of = {p.variable: p for p in pieces}
-            unused: dict[int | None, Iterator[Any]] = {n: iter(of_weight[n]) for n in piece_of}
+        for spans, described_by in zip(self._of_server, described, strict=True):
+            span_of = {p.variable: p for p in spans}
+            unused: dict[int | None, Iterator[Any]] = {n: iter(of_weight[n]) for n in span_of}
             unused[None] = iter(of_none)
             slots = []
             for number, path in enumerate(described_by["paths"]):
@@ -736,18 +737,18 @@ class _Group:
                 if slot is None:
                     raise self._slots_differ(path)
                 if slot is not rate:
-                    slots.append((number, slot, None if weight is None else piece_of[weight]))
+                    slots.append((number, slot, None if weight is None else span_of[weight]))
             left = next((slot for its in unused.values() for slot in its), None)
-            if left is not None and pieces:
+            if left is not None and spans:
                 raise self._slots_differ(left.path)
             found.append(slots)
         return found
 
     def _slots_differ(self, path: str) -> ConfigurationError:
         return ConfigurationError(
-            f"A server's optimizer and a worker's do not have the same variables. Received: {path!r} of "
-            f"{type(self._optimizer).__name__}, which one of them has. A class of your own makes what it keeps of each "
-            "weight by `add_optimizer_variables` or `add_variable_from_reference`."
+            f"The optimizers of a server and a worker have different variables: only one of them has {path!r} of "
+            f"{type(self._optimizer).__name__}. A class of your own makes its variables of each weight by "
+            "`add_optimizer_variables` or `add_variable_from_reference`."
         )
 
     def pull(self) -> None:
@@ -768,9 +769,9 @@ class _Group:
         replies = self._client.ask_all("slots", [{"group": self._number}] * self._client.num_servers)
         parts: dict[int, tuple[Any, list[np.ndarray]]] = {}
         for slots, (_, arrays) in zip(self._slots, replies, strict=True):
-            for number, slot, piece in slots:
+            for number, slot, span in slots:
                 values = parts.setdefault(id(slot), (slot, []))[1]
-                if not values or (piece is not None and not piece.is_full):
+                if not values or (span is not None and not span.is_full):
                     values.append(arrays[number])
         for slot, values in parts.values():
             if not self._updater.was_assigned(slot):
@@ -894,14 +895,12 @@ def _learning_rate(optimizer: Any) -> tf.Tensor:
 def _check_variable(variable: Any) -> None:
     if mark_of(variable).sharding or mark_of(variable).update:
         raise ConfigurationError(
-            "Servers hold full weights of layers that are not sharded. Received: "
-            f"{variable.path!r}, of a layer that shards it over workers. Use keras.layers.Embedding, Dense or "
-            "MultiHeadAttention in its place, or RingStrategy."
+            f"{variable.path!r} belongs to a layer that shards it over workers, and servers hold full weights. Use "
+            "keras.layers.Embedding, Dense or MultiHeadAttention in its place, or RingStrategy."
         )
     if getattr(variable, "overwrite_with_gradient", False) or str(variable.dtype) not in messages.DTYPES:
         raise ConfigurationError(
-            "Servers hold float variables that an optimizer updates. Received: "
-            f"{variable.path!r}, dtype {variable.dtype}."
+            f"{variable.path!r} has dtype {variable.dtype}, and servers hold float variables that an optimizer updates."
         )
 
 

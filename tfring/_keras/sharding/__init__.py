@@ -117,8 +117,8 @@ class ShardGroup:
         here = strategy.num_replicas_in_sync if ring is None else len(ring.devices)
         if here > 1:
             raise ConfigurationError(
-                f"A {layer} works for one replica of each worker. Received: {type(strategy).__name__} with {here} "
-                f"replicas in this process. Give each worker one device, or use {instead}."
+                f"A {layer} works for one replica of each worker, and this process has {here} replicas of a "
+                f"{type(strategy).__name__}. Give each worker one device, or use {instead}."
             )
         if ring is None:
             return cls()
@@ -182,7 +182,7 @@ class InitialShard:
 def check_axis(axis: str | None) -> None:
     """Raises ConfigurationError for an axis over which layers are not sharded."""
     if axis not in (None, *_AXES_OF_LAYERS):
-        raise ConfigurationError(f"`axis` is one of {_AXES_OF_LAYERS} or None. Received: axis={axis!r}")
+        raise ConfigurationError(f"`axis` is {axis!r}, not one of {_AXES_OF_LAYERS} or None.")
 
 
 def full_shape(variable: Any) -> tuple[int, ...]:

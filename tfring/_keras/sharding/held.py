@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.errors import ConfigurationError
-from tfring.servers.shard_plan import Piece
+from tfring.servers.shard_plan import Span
 
 TOKEN = "tfring_shard_"  # and the number of the variable among all: so is a shard called, and so begin its slots
 NAME = "on_servers"  # of the optimizer: workers number theirs, each its own
@@ -40,12 +40,12 @@ class HeldShards:
         of_variable = description["variables"]
         self._about = [of_variable[p["variable"]] for p in self._parts]
         self._shards: list[Any] = []
-        for piece, about in zip(self._parts, self._about, strict=True):
-            key = (about["number"], piece["begin"])
+        for span, about in zip(self._parts, self._about, strict=True):
+            key = (about["number"], span["begin"])
             if key in store:
                 self._shards.append(store[key])
                 continue
-            shape = about["shape"] if piece["is_full"] else [piece["end"] - piece["begin"], *about["shape"][1:]]
+            shape = about["shape"] if span["is_full"] else [span["end"] - span["begin"], *about["shape"][1:]]
             name = f"{TOKEN}{about['number']}"
             constraint = about["constraint"] and keras.constraints.deserialize(json.loads(about["constraint"]))
             shard = keras.Variable(np.zeros(shape, about["dtype"]), name=name, dtype=about["dtype"])
@@ -67,8 +67,8 @@ class HeldShards:
         """See `Held`. The arrays are the shards of the variables `values`, and those of `slots`, by number."""
         arrays = list(arrays)
         wanted = set(head.get("values", ()))
-        for shard, piece in zip(self._shards, self._parts, strict=True):
-            if piece["variable"] in wanted:
+        for shard, span in zip(self._shards, self._parts, strict=True):
+            if span["variable"] in wanted:
                 shard.assign(arrays.pop(0))
         if not self._optimizer.built:
             self._optimizer.build(self._shards)  # some slots begin as their weights
@@ -136,7 +136,7 @@ class HeldShards:
 
     def rows(self, variable: int, ids: np.ndarray) -> np.ndarray:
         """See `Held`."""
-        number = next(i for i, piece in enumerate(self._parts) if piece["variable"] == variable)
+        number = next(i for i, span in enumerate(self._parts) if span["variable"] == variable)
         return tf.gather(self._shards[number].value, ids).numpy()
 
     def _apply(self, *flat: tf.Tensor) -> None:
@@ -169,7 +169,7 @@ def describe(
     numbers: Sequence[int],
     are_sparse: Sequence[bool],
     are_pulled_by_rows: Sequence[bool],
-    parts: Sequence[Piece],
+    parts: Sequence[Span],
     clips_norms: bool = True,
 ) -> dict[str, Any]:
     """Returns what servers make an optimizer and its shards from: JSON, and no code.
@@ -198,9 +198,9 @@ def describe(
     if bounds and optimizer.gradient_accumulation_steps:
         if kind != "clipvalue":
             raise ConfigurationError(
-                f"Servers accumulate gradients, and then clip them by value alone. Received: {kind}={bound} with "
-                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} of {type(optimizer).__name__} "
-                f"{optimizer.name!r}. Leave out one of them, or use `clipvalue`."
+                f"Servers do not run {type(optimizer).__name__} {optimizer.name!r} with {kind}={bound} and "
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: accumulated gradients are "
+                "clipped by value only. Leave out one of them, or use `clipvalue`."
             )
         kind = None  # Keras clips what it has accumulated
     if kind is not None:
@@ -235,15 +235,16 @@ def check_optimizer(optimizer: Any) -> None:
     what = f"{type(optimizer).__name__} {optimizer.name!r}"
     if type(optimizer).__name__ in ("LossScaleOptimizer", "MultiOptimizer"):
         raise ConfigurationError(
-            f"Servers run one of Keras' own optimizers, and none around another. Received: {what}. Use the inner one."
+            f"Servers do not run {what}: they run Keras' own optimizers, and none around another. Use the inner one."
         )
     if optimizer.use_ema:
         raise ConfigurationError(
-            f"Servers keep no moving averages of weights. Received: use_ema=True of {what}. Leave it out."
+            f"Servers do not run {what} with use_ema=True, for they keep no moving averages of weights. Leave it out."
         )
     if optimizer.loss_scale_factor:
         raise ConfigurationError(
-            f"Servers take gradients as they are. Received: loss_scale_factor={optimizer.loss_scale_factor} of {what}."
+            f"Servers do not run {what} with loss_scale_factor={optimizer.loss_scale_factor}, for they do not scale "
+            "gradients. Leave it out."
         )
     try:
         made = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
@@ -251,8 +252,8 @@ def check_optimizer(optimizer: Any) -> None:
             raise TypeError(f"of its configuration comes a {type(made).__name__}")
     except Exception as error:
         raise ConfigurationError(
-            "Servers make an optimizer again from its configuration, so its class and all in it can be serialized "
-            f"(`@keras.saving.register_keras_serializable`, before the strategy is made). Received: {what}: {error}"
+            f"Servers cannot make {what} from its configuration: {error}. Register its class and all classes in it "
+            "(`@keras.saving.register_keras_serializable`) before the strategy is made."
         ) from error
 
 

@@ -96,12 +96,11 @@ def refuse_unless_element_wise(optimizer: Any, rule: str, way_out: str) -> None:
         return
     kind = optimizer.__class__
     raise ConfigurationError(
-        f"{rule}, so an optimizer has to update each element "
-        "from its own gradient and slots alone. Adafactor, Lamb and Muon need whole weights; whether another class "
-        f"does is unknown. Received: {kind.__name__} {optimizer.name!r}. Use another optimizer, such as "
-        f"AdamW, or {way_out}; a class of your own that computes element by element, and makes its "
-        "slots by `add_optimizer_variables` or `add_variable_from_reference`, declares it by the class attribute "
-        "`element_wise = True`."
+        f"{kind.__name__} {optimizer.name!r} is not known to compute element by element. {rule}, and the optimizer has "
+        "to update each element from its own gradient and slots. Adafactor, Lamb and Muon need full weights. Use "
+        f"another optimizer, such as AdamW, or {way_out}; a class of your own that computes element by element, and "
+        "makes its slots by `add_optimizer_variables` or `add_variable_from_reference`, declares it by the class "
+        "attribute `element_wise = True`."
     )
 
 

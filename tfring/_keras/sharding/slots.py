@@ -131,9 +131,8 @@ def refusal_to_write(kind: str, shards: Sequence[Any], holder: Any, save_type: s
     writer = "tf.train.Checkpoint" if save_type == "checkpoint" else "tf.saved_model.save"
     received = "".join(f"{v.path!r} of " for v in shards[:1])
     return ConfigurationError(
-        f"A rank has its shard of a {kind} that is sharded over workers, and {writer} would write that. Received: "
-        f"{received}{type(holder).__name__} {holder.name!r}. Save by `tfring.save(model, path)`, by `model.save` on "
-        "all ranks, or by tfring.callbacks.Backup."
+        f"{writer} would write only this rank's shard of a {kind}, {received}{type(holder).__name__} {holder.name!r}. "
+        "Save by `tfring.save(model, path)`, by `model.save` on all ranks, or by tfring.callbacks.Backup."
     )
 
 

@@ -45,15 +45,15 @@ def refuse_new_weights() -> None:
     def add_weight(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         others = getattr(self, "_trainable_variables", ())  # there are none before a layer's __init__
         if any(is_sharded_along(variable, "pipeline") for variable in others):
-            raise without_wholes(f"another weight of {type(self).__name__} {self.name!r}")
+            raise full_weights_error(f"another weight of {type(self).__name__} {self.name!r}")
         return original(self, *args, **kwargs)
 
 
-def without_wholes(received: str) -> ConfigurationError:
+def full_weights_error(received: str) -> ConfigurationError:
     """The error for what needs whole weights, of which no worker of a pipeline has all."""
     return ConfigurationError(
-        "LoRA and quantization need whole weights, and a worker of a Pipeline has those of its stage alone. Received: "
-        f"{received}. Save the model, and call enable_lora() or quantize() in one process that loads it."
+        f"A worker of a Pipeline has the weights of its stage only, and LoRA and quantization need all: {received}. "
+        "Save the model, and call enable_lora() or quantize() in one process that loads it."
     )
 
 
@@ -75,7 +75,7 @@ def is_symbolic() -> bool:
 def written_in_parts(variable: Any, num_microbatches: int, recompute: bool) -> ConfigurationError:
     """The error for state that a layer writes in each pass of a step, which takes several."""
     return ConfigurationError(
-        "What layers of a Pipeline write in a step would be written in each of its passes. Received: "
-        f"{variable.path!r} with num_microbatches={num_microbatches}, recompute={recompute}. Freeze the layer "
-        "(`trainable = False`), or use num_microbatches=1 and recompute=False."
+        f"A layer of a Pipeline writes {variable.path!r}, and would write it in each pass of a step "
+        f"(num_microbatches={num_microbatches}, recompute={recompute}). Freeze the layer (`trainable = False`), or use "
+        "num_microbatches=1 and recompute=False."
     )

@@ -54,7 +54,7 @@ def add_table(layer: Any, name: str, parts: Iterable[Any], sharding: Sharding, g
 def check_update(update: str) -> None:
     """Raises ConfigurationError for an unknown way to update tables."""
     if update not in UPDATES:
-        raise ConfigurationError(f"`update` is one of {UPDATES}. Received: update={update!r}")
+        raise ConfigurationError(f"`update` is {update!r}, not one of {UPDATES}.")
 
 
 # -- initial values ----------------------------------------------------------------------------------------------------
@@ -79,10 +79,10 @@ class InitialRows:
         for initializer, begin, end in self._parts:
             if self._is_large(end - begin) and not _draws_row_by_row(initializer):
                 raise ConfigurationError(
-                    f"A table of more than {WHOLE_ELEMENTS} elements is drawn in blocks of rows, by an initializer "
-                    f"whose values do not depend on the number of rows: {', '.join(_ROW_BY_ROW)}, or VarianceScaling "
-                    f'with mode="fan_out". Received: embeddings_initializer={type(initializer).__name__} for '
-                    f"{layer!r}, of shape {(end - begin, *sharding.shape[1:])}."
+                    f"{layer!r} has the shape {(end - begin, *sharding.shape[1:])}, too large to be drawn in one "
+                    f"block, and its initializer {type(initializer).__name__} cannot draw blocks of rows. A table of "
+                    f"more than {WHOLE_ELEMENTS} elements takes {', '.join(_ROW_BY_ROW)}, or VarianceScaling with "
+                    'mode="fan_out".'
                 )
 
     def __call__(self, shape: Any, dtype: Any = None) -> tf.Tensor:
@@ -217,9 +217,9 @@ def update_rows(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any
     """Applies Keras' update, and weight decay, to the rows of a table that have a gradient, and to their slots."""
     if not isinstance(gradient, tf.IndexedSlices):
         raise ConfigurationError(
-            'A table with update="rows" is used by lookups alone, whose gradients are of rows. Received: a dense '
-            f'gradient of {variable.path!r}, of shape {gradient.shape}. Make the layer with update="dense", and do '
-            "not use its `embeddings` in a loss: each worker has its own rows of them."
+            f'Table {variable.path!r} has update="rows" and got a dense gradient, of shape {gradient.shape}. Only '
+            'lookups may use such a table. Make the layer with update="dense", and do not use its `embeddings` in a '
+            "loss: each worker has its own rows of them."
         )
     key, index = optimizer._var_key(variable), optimizer._get_variable_index(variable)
     weight = _Rows(variable, gradient.indices, key)
@@ -251,9 +251,9 @@ def refuse_what_goes_over_all_rows(optimizer: Any, table: Any) -> None:
     wanted = [name for name in ("use_ema", "gradient_accumulation_steps") if getattr(optimizer, name)]
     if wanted:
         raise ConfigurationError(
-            f'A table with update="rows" is left alone but for rows with a gradient, and {wanted[0]} goes over all. '
-            f"Received: {wanted[0]}={getattr(optimizer, wanted[0])} of {type(optimizer).__name__} "
-            f'{optimizer.name!r} for {table.path!r}. Make the layer with update="dense".'
+            f"{type(optimizer).__name__} {optimizer.name!r} has {wanted[0]}={getattr(optimizer, wanted[0])}, which "
+            f'changes all rows, and table {table.path!r} has update="rows", which changes only rows with a gradient. '
+            'Make the layer with update="dense".'
         )
 
 

@@ -33,10 +33,9 @@ void adam(void* state, TF_OpKernelContext* context) {
   const size_t size = tf.TF_TensorByteSize(gradient);
   if (!are_of_adam(scalars, tensors) || static_cast<size_t>(num_bytes(all[2])) != size) {
     return invocation.fail(kTfInvalidArgument,
-                           "Adam takes four scalars, and a gradient of the shape of the weight and "
-                           "its slots. Received: a gradient of " +
-                               std::to_string(size) + " bytes for a weight of " +
-                               std::to_string(num_bytes(all[2])));
+                           "Adam got a gradient of " + std::to_string(size) + " bytes for a weight of " +
+                               std::to_string(num_bytes(all[2])) + ". It takes four scalars, and a gradient of the "
+                               "shape of the weight and its slots");
   }
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
   void* const to[] = {all[0].output, all[1].output, all[2].output};
@@ -62,10 +61,9 @@ void adam_rows(void* state, TF_OpKernelContext* context) {
   const int64_t row = num_rows == 0 ? 0 : num_bytes(all[2]) / num_rows;
   if (!are_of_adam(scalars, tensors) || all[2].num_dims == 0 || count < 0 || size != count * row) {
     return invocation.fail(kTfInvalidArgument,
-                           "Adam takes four scalars, and rows of the shape of the weight's and its slots', "
-                           "with an id each. Received: rows of " +
-                               std::to_string(size) + " bytes with " + std::to_string(count) +
-                               " ids for a weight whose rows have " + std::to_string(row));
+                           "Adam got rows of " + std::to_string(size) + " bytes with " + std::to_string(count) +
+                               " ids for a weight whose rows have " + std::to_string(row) + ". It takes four "
+                               "scalars, and rows of the shape of the weight's and its slots', with an id each");
   }
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
   void* const to[] = {all[0].output, all[1].output, all[2].output};
@@ -74,9 +72,8 @@ void adam_rows(void* state, TF_OpKernelContext* context) {
                                        id_type, tf.TF_TensorData(ids), count, num_rows, row / item, from, to);
   if (updated < 0) return invocation.fail(kTfInternal, "Adam has no memory for the ids of its rows");
   if (updated == 0) {
-    invocation.fail(kTfInvalidArgument, "Adam takes each id once, from 0 to the number of rows less one, " +
-                                            std::to_string(num_rows - 1) +
-                                            ". Received: ids that are there twice, or beyond");
+    invocation.fail(kTfInvalidArgument, "Adam got an id twice, or one that is not from 0 to " +
+                                            std::to_string(num_rows - 1) + ", the last row");
   }
 }
 

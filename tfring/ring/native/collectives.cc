@@ -32,10 +32,10 @@ void take_apart(const char* from, const tfring_tensor* tensors, int num_tensors)
 }
 
 // Parts of equal size, as far as whole items allow.
-void cut(int64_t num_bytes, int64_t item, int num_pieces, std::vector<Range>* chunks) {
+void cut(int64_t num_bytes, int64_t item, int num_parts, std::vector<Range>* chunks) {
   chunks->clear();
-  for (int c = 0; c < num_pieces; ++c) {
-    const Range range = chunk_of(num_bytes / item, num_pieces, c);
+  for (int c = 0; c < num_parts; ++c) {
+    const Range range = chunk_of(num_bytes / item, num_parts, c);
     chunks->push_back({range.begin * item, range.size * item});
   }
 }

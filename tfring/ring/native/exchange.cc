@@ -38,7 +38,7 @@ struct Exchange::Rows {
   }
   bool comes_beside(int from) const { return most_beside > 0 && theirs_bytes(from) <= most_beside; }
   // An all_gather's large blocks are sent round, for each is wanted by all.
-  bool goes_round(int from) const {
+  bool is_sent_around(int from) const {
     if (kind != Kind::kAllGather || comes_beside(from)) return false;
     return size > kFlatMembers || !is_small(theirs_bytes(from), size);
   }
@@ -168,7 +168,7 @@ Status Exchange::announce_rows(Rows* rows) {
       continue;
     }
     plan.add_send(rank, {to + sends_to * numbers, numbers});
-    if (rows->goes_round(rows->member)) continue;
+    if (rows->is_sent_around(rows->member)) continue;
     for (size_t t = 0; t < rows->count; ++t) {
       const size_t at = static_cast<size_t>(sends_to) * rows->count + t;
       const int64_t size = rows->mine[at] * rows->row_bytes[t];
@@ -233,12 +233,12 @@ void Exchange::take_rows(const Rows& rows, void* const* outputs) {
       } else if (comes_beside) {
         copy(out, beside, size);
         beside += size;
-      } else if (!rows.goes_round(m)) {
+      } else if (!rows.is_sent_around(m)) {
         plan.add_recv(group.rank_of(m), {plan.spans.size(), size});
       }
       plan.spans.add(out, out, size);
     }
-    if (!rows.goes_round(m) || plan.spans.size() == begin) continue;
+    if (!rows.is_sent_around(m) || plan.spans.size() == begin) continue;
     chunks_[static_cast<size_t>(group.position_of(m))] = {begin, plan.spans.size() - begin};
     rounds = true;
   }

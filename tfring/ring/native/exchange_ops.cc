@@ -132,8 +132,8 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
       return invocation.fail(
           kTfInvalidArgument,
           std::string("\"") + invocation.call().name +
-              "\": `counts` add up to the rows there are. Received: " + std::to_string(total) +
-              " and more or less than tensor " + std::to_string(t) + " has");
+              "\": `counts` add up to " + std::to_string(total) + ", and not to the rows of tensor " +
+              std::to_string(t));
     }
   }
   invocation.finish(exchanged.run(kind, kind == Kind::kGather ? nullptr : numbers));

@@ -70,32 +70,31 @@ void Distinct::number_as(const void* ids, int64_t count, int32_t* positions) {
 }
 
 Status RowSums::check(const tfring_call& call, const tfring_tensor* tensors, int num_tensors, int num_ranks) {
-  const auto invalid = [&](const std::string& rule) {
-    return Status(Code::kInvalid, std::string("all_reduce_rows \"") + call.name + "\": " + rule);
+  const auto invalid = [&](const std::string& problem) {
+    return Status(Code::kInvalid, std::string("all_reduce_rows \"") + call.name + "\": " + problem);
   };
   const int num_tables = num_tensors / 2;
   for (int t = 0; t < num_tables; ++t) {
     const tfring_tensor& values = tensors[t];
     const tfring_tensor& ids = tensors[num_tables + t];
-    const std::string received = std::string("Received: ") + name_of(static_cast<DType>(ids.dtype)) +
-                                 " with " + std::to_string(ids.num_dims) + " dimensions, for table " +
-                                 std::to_string(t);
+    const std::string of_table = " of table " + std::to_string(t);
     const DType id_type = static_cast<DType>(ids.dtype);
     if ((id_type != DType::kInt32 && id_type != DType::kInt64) || ids.num_dims != 1) {
-      return invalid("ids are int32 or int64, of one dimension. " + received);
+      return invalid("the ids" + of_table + " are " + name_of(id_type) + " with " + std::to_string(ids.num_dims) +
+                     " dimensions, not int32 or int64 with one");
     }
     if (values.num_dims == 0 || values.dims[0] != ids.dims[0]) {
-      return invalid("each row of the values has an id. Received: " +
-                     (values.num_dims == 0 ? "a scalar" : std::to_string(values.dims[0]) + " rows") +
-                     " and " + std::to_string(ids.dims[0]) + " ids, for table " + std::to_string(t));
+      return invalid("the values" + of_table + " are " +
+                     (values.num_dims == 0 ? "a scalar" : std::to_string(values.dims[0]) + " rows") + ", with " +
+                     std::to_string(ids.dims[0]) + " ids. Each row has an id");
     }
     if (!can_reduce(static_cast<DType>(values.dtype), Op::kSum)) {
       return invalid("bool has no sum. Cast to an integer to count");
     }
     const int64_t most = std::numeric_limits<int32_t>::max() / num_ranks;
     if (ids.dims[0] > most) {
-      return invalid("a rank has at most " + std::to_string(most) + " rows of a table. Received: " +
-                     std::to_string(ids.dims[0]) + ", for table " + std::to_string(t));
+      return invalid("there are " + std::to_string(ids.dims[0]) + " rows" + of_table + ", and a rank has at most " +
+                     std::to_string(most));
     }
   }
   return {};

@@ -35,15 +35,15 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
           "to count");
     }
     if (reduces(kind) && tensors[t].dtype != tensors[0].dtype) {
-      return invalid(std::string("tensors reduced together share one dtype. Received: ") +
-                     name_of(static_cast<DType>(tensors[0].dtype)) + " and " + name_of(dtype));
+      return invalid(std::string("tensors reduced together are of ") +
+                     name_of(static_cast<DType>(tensors[0].dtype)) + " and " + name_of(dtype) + ", not of one dtype");
     }
     if (by_rows(kind) && tensors[t].num_dims == 0) {
-      return invalid("it works on rows, so tensors have at least one dimension. Received: a scalar");
+      return invalid("a scalar has no rows. Tensors have at least one dimension");
     }
     if (kind == Kind::kSend && tensors[t].num_dims > kMaxDims) {
-      return invalid("tensors sent have at most " + std::to_string(kMaxDims) +
-                     " dimensions. Received: " + std::to_string(tensors[t].num_dims));
+      return invalid("a tensor has " + std::to_string(tensors[t].num_dims) + " dimensions, and those sent at most " +
+                     std::to_string(kMaxDims));
     }
   }
   if (kind == Kind::kAllReduceRows) TFRING_TRY(RowSums::check(call, tensors, num_tensors, group.size()));
@@ -52,19 +52,18 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
     if (kind != Kind::kAllReduce || static_cast<Op>(call.op) != Op::kSum ||
         tensors[0].dtype != static_cast<int>(DType::kFloat32) ||
         (wire != DType::kBfloat16 && wire != DType::kFloat16)) {
-      return invalid("compression is bfloat16 or float16, of a sum of float32. Received: " +
-                     std::string(name_of(wire)) + " of a " + name_of(static_cast<Op>(call.op)) + " of " +
-                     name_of(static_cast<DType>(tensors[0].dtype)));
+      return invalid(std::string("a ") + name_of(static_cast<Op>(call.op)) + " of " +
+                     name_of(static_cast<DType>(tensors[0].dtype)) + " is not compressed to " + name_of(wire) +
+                     ". Compression is to bfloat16 or float16, of a sum of float32");
     }
   }
   if (has_root(kind) && (call.root < 0 || call.root >= group.size())) {
     const std::string what = kind == Kind::kSend ? "to" : kind == Kind::kReceive ? "source" : "root";
-    return invalid(what + " runs from 0 to " + std::to_string(group.size() - 1) + ". Received: " + what +
-                   "=" + std::to_string(call.root));
+    return invalid(what + "=" + std::to_string(call.root) + " is not from 0 to " +
+                   std::to_string(group.size() - 1));
   }
   if (is_pairwise(kind) && call.root == group.member) {
-    return invalid("the peer is another rank. Received: " + std::to_string(call.root) +
-                   ", which is this one");
+    return invalid("the peer is this rank, " + std::to_string(call.root) + ". It has to be another");
   }
   return {};
 }

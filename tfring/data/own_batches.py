@@ -17,7 +17,9 @@ from tfring.data.rows import bounds, cut_rows, forget_rows, num_rows, slice_rows
 from tfring.data.shares import Shares
 
 
-def pieces(dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int) -> tuple[tf.data.Dataset, int]:
+def split_own_batches(
+    dataset: tf.data.Dataset, replicas_per_worker: int, world_size: int
+) -> tuple[tf.data.Dataset, int]:
     """Returns a dataset of `Shares`, and how many there are.
 
     Args:
