@@ -748,6 +748,38 @@ def test_a_layer_that_the_step_alone_calls():
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+class MadeInCall(keras.layers.Layer):
+    """A variable of TensorFlow's that the first `call` makes, and each adds the mean of its rows to."""
+
+    seen = None
+
+    def call(self, x):
+        if self.seen is None:
+            self.seen = tf.Variable(1.0 + tf.random.stateless_uniform([6], [1, 2]), trainable=False)
+        self.seen.assign_add(tf.reduce_mean(x, 0))
+        return x * self.seen
+
+
+def _fit_what_call_makes(devices):
+    with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+        made = MadeInCall()
+        model = keras.Sequential([made, keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    x, y = _data()
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    predictions = model.predict(x, batch_size=BATCH, verbose=0)
+    return [history["loss"], made.seen.numpy(), predictions, *model.get_weights()]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_variable_that_the_first_call_makes(devices):
+    [one] = workers(1).run(_fit_what_call_makes, 1)
+    assert np.all(one[1] != 1.0)
+    for several in workers(2, logical_cpus=devices).run(_fit_what_call_makes, devices):
+        for got, wanted in zip(several, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def _draw_of_a_seed(devices):
     """Predictions that differ by row by numbers that TensorFlow draws of a seed."""
     with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():

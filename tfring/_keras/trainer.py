@@ -227,11 +227,10 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         try:
             _build_symbolically(model, data_batch)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            # One process does not build here. A step of its own need not call the model, which may lack `call`.
-            if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
-                if not model.run_eagerly and not any(map(_ragged_or_sparse, tf.nest.flatten(data_batch))):
-                    raise
-                _build_eagerly(model, data_batch)
+            # One process does not build here, but while it traces its step, which may not call the model.
+            if model.run_eagerly or any(map(_ragged_or_sparse, tf.nest.flatten(data_batch))):
+                if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
+                    _build_eagerly(model, data_batch)
     if first:
         outside.take_in_metrics(model, ring)
 
