@@ -595,6 +595,31 @@ def test_a_metrics_first_value_counts_once(world_size, devices):
         np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-5)
 
 
+def _begun_and_reset():
+    """Returns logs of a metric whose state begins with 100, and is reset to zeros."""
+    x, y = _data()
+    found = []
+    for call in ("fit", "train_on_batch", "evaluate"):
+        with harness.strategy().scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            metric = Begun(100.0, False, True)
+            metric.reset_state = lambda metric=metric: metric.total.assign(0.0)
+            model.compile("sgd", "mse", metrics=[metric])
+        if call == "evaluate":
+            found.append(model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)["begun"])
+        elif call == "train_on_batch":
+            found.append(model.train_on_batch(x, y, return_dict=True)["begun"])
+        found += model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["begun"]
+    return [float(value) for value in found], float(y.sum())
+
+
+def test_a_metric_is_first_reset_after_it_was_built_as_in_one_process():
+    for found, total in workers(2).run(_begun_and_reset):
+        first = 100.0 + total
+        wanted = [first, total, first, total, total, first, total, total]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 # What `predict` returns of inputs `[rows, 6]`.
 PREDICTIONS = {
     "of each row": lambda x: 2.0 * x,
