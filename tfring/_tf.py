@@ -57,6 +57,7 @@ from tensorflow.python.distribute import mirrored_run as _mirrored_run  # the co
 from tensorflow.python.distribute import values as distribute_values  # PerReplica, Mirrored, SyncOnRead
 from tensorflow.python.distribute import values_util as _values_util  # what a SavedModel cannot hold
 from tensorflow.python.eager import context as eager_context  # number of GPUs; is eager async
+from tensorflow.python.eager import lift_to_graph as _lift_to_graph  # initial values out of a function
 from tensorflow.python.eager import record as _record  # what gradient tapes watch
 from tensorflow.python.eager.polymorphic_function import (
     autograph_util as _autograph_util,  # what AutoGraph makes of a tf.function's Python function
@@ -73,6 +74,7 @@ from tensorflow.python.ops import (
 from tensorflow.python.ops import control_flow_v2_func_graphs as _control_flow  # branches and bodies of loops
 from tensorflow.python.ops import gen_dataset_ops as dataset_kernels  # shuffles with a generator of seeds
 from tensorflow.python.ops import handle_data_util as _handle_data  # items of TensorLists
+from tensorflow.python.ops import op_selector as _op_selector  # the error of what cannot be lifted
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops  # which replica writes summaries
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
@@ -659,6 +661,18 @@ def name_squeezed_dimensions(graph: tf.Graph) -> None:
             if ones:
                 numbers = attr_value_pb2.AttrValue.ListValue(i=ones)
                 op._set_attr("squeeze_dims", attr_value_pb2.AttrValue(list=numbers))
+
+
+def lifted(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Returns the value of a tensor of a function that is being traced; None if it depends on the arguments."""
+
+    @tf.function(autograph=False)
+    def value() -> tf.Tensor:
+        return _lift_to_graph.lift_to_graph([tensor], tf.compat.v1.get_default_graph())[tensor]
+
+    with contextlib.suppress(_op_selector.UnliftableError), tf.init_scope():
+        return value()
+    return None
 
 
 def types_in_jit_scopes(graph: Any) -> list[str]:

@@ -231,6 +231,42 @@ def test_of_rows_by_their_numbers(sizes):
     ]
 
 
+def _beside_each_other(x, y, ids, mask):
+    """Inputs whose placements, scales or axes of rows differ, and numbers that are no longer what they were."""
+    rows, zeros, each = tf.shape(y)[0], tf.zeros([4], y.dtype), tf.cast(y > 0.0, tf.int32)
+    count, none = tf.cast(rows, y.dtype), tf.boolean_mask(y[:, 0], mask > 1)
+    with tf.GradientTape() as tape:
+        tape.watch(y)
+        gram = tf.einsum("...i,ji->...j", y, y)
+    return [
+        tf.tensor_scatter_nd_add(tf.reduce_mean(y, 0), ids[:, None], y[:, 0]),
+        tf.tensor_scatter_nd_add(zeros, [[1]], [count]),
+        tf.tensor_scatter_nd_add(zeros, ids[:, None], tf.sort(y[:, 0])),
+        tf.tensor_scatter_nd_add(zeros, tf.sort(ids)[:, None], y[:, 0]),
+        tf.math.bincount(tf.transpose(each), minlength=2, maxlength=2, axis=-1),
+        tf.math.bincount(each, minlength=2, maxlength=2, axis=-1),
+        tf.math.bincount(tf.sort(ids), weights=y[:, 0], minlength=3, maxlength=3),
+        tf.cast(tf.cast(tf.reduce_sum(each, 0), tf.bool), y.dtype),
+        tf.cast(tf.cast(rows, tf.bool), y.dtype),
+        tf.cast(count / 4.0, tf.int32),
+        tf.cast(tf.cast(tf.reduce_sum(each * 100, 0), tf.uint8), tf.int32),
+        tf.maximum(tf.size(none), 1),
+        tf.sort(y[:, 0])[: tf.maximum(tf.size(none), 1)],
+        tf.nn.bias_add(tf.transpose(y), tf.sort(y[:, 0])),
+        tf.reduce_sum(y, 0) + tf.math.cumulative_logsumexp(zeros),
+        tf.reduce_sum(y, 0) + tf.math.cumprod(zeros, exclusive=True),
+        tf.gather(y, tf.cond(tf.reduce_sum(y) > 1e9, lambda: tf.range(rows), lambda: tf.zeros_like(ids))),
+        tf.gather(y, tf.while_loop(lambda i, _: i < 1, lambda i, at: (i + 1, 0 * at), (0, tf.range(rows)))[1]),
+        gram,
+        tape.gradient(gram, y),
+    ]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_of_inputs_that_do_not_lie_alike(sizes):
+    check(_beside_each_other, *_arrays(sizes), sizes=sizes)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_of_images(sizes):
     """Convolutions, pools and their gradients, by rows."""

@@ -595,6 +595,31 @@ def test_a_metrics_first_value_counts_once(world_size, devices):
         np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-5)
 
 
+def _begun_and_reset():
+    """Returns logs of a metric whose state begins with 100, and is reset to zeros."""
+    x, y = _data()
+    found = []
+    for call in ("fit", "train_on_batch", "evaluate"):
+        with harness.strategy().scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            metric = Begun(100.0, False, True)
+            metric.reset_state = lambda metric=metric: metric.total.assign(0.0)
+            model.compile("sgd", "mse", metrics=[metric])
+        if call == "evaluate":
+            found.append(model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)["begun"])
+        elif call == "train_on_batch":
+            found.append(model.train_on_batch(x, y, return_dict=True)["begun"])
+        found += model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["begun"]
+    return [float(value) for value in found], float(y.sum())
+
+
+def test_a_metric_is_first_reset_after_it_was_built_as_in_one_process():
+    for found, total in workers(2).run(_begun_and_reset):
+        first = 100.0 + total
+        wanted = [first, total, first, total, total, first, total, total]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 # What `predict` returns of inputs `[rows, 6]`.
 PREDICTIONS = {
     "of each row": lambda x: 2.0 * x,
@@ -744,6 +769,38 @@ def _fit_an_encoder():
 def test_a_layer_that_the_step_alone_calls():
     [one] = workers(1).run(_fit_an_encoder)
     for several in workers(2).run(_fit_an_encoder):
+        for got, wanted in zip(several, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+class MadeInCall(keras.layers.Layer):
+    """A variable of TensorFlow's that the first `call` makes, and each adds the mean of its rows to."""
+
+    seen = None
+
+    def call(self, x):
+        if self.seen is None:
+            self.seen = tf.Variable(1.0 + tf.random.stateless_uniform([6], [1, 2]), trainable=False)
+        self.seen.assign_add(tf.reduce_mean(x, 0))
+        return x * self.seen
+
+
+def _fit_what_call_makes(devices):
+    with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+        made = MadeInCall()
+        model = keras.Sequential([made, keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    x, y = _data()
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    predictions = model.predict(x, batch_size=BATCH, verbose=0)
+    return [history["loss"], made.seen.numpy(), predictions, *model.get_weights()]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_variable_that_the_first_call_makes(devices):
+    [one] = workers(1).run(_fit_what_call_makes, 1)
+    assert np.all(one[1] != 1.0)
+    for several in workers(2, logical_cpus=devices).run(_fit_what_call_makes, devices):
         for got, wanted in zip(several, one, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 

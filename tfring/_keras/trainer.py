@@ -217,6 +217,7 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         batch_shapes.check(model, iterator._tfring_batch_size)
         spec = _tf.element_spec(iterator._distributed_dataset)
         data_batch = _symbolic_batch(spec.parts[0] if isinstance(spec, Shares) else spec)
+    _keep_first_state(model._compile_metrics)
     first = model.train_function is None and model.test_function is None
     if iterator is None and not first:  # the second call of `train_on_batch` or another `..._on_batch`
         return
@@ -227,13 +228,18 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
         try:
             _build_symbolically(model, data_batch)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            # One process does not build here. A step of its own need not call the model, which may lack `call`.
-            if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
-                if not model.run_eagerly and not any(map(_ragged_or_sparse, tf.nest.flatten(data_batch))):
-                    raise
-                _build_eagerly(model, data_batch)
+            # One process does not build here, but while it traces its step, which may not call the model.
+            if model.run_eagerly or any(map(_ragged_or_sparse, tf.nest.flatten(data_batch))):
+                if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
+                    _build_eagerly(model, data_batch)
     if first:
         outside.take_in_metrics(model, ring)
+
+
+def _keep_first_state(metrics: Any) -> None:
+    """Passes over the first reset of metrics that are not built: one process builds them after it, in its first step."""
+    if metrics is not None and not metrics.built:
+        vars(metrics)["reset_state"] = lambda: vars(metrics).pop("reset_state")
 
 
 def _build_symbolically(model: Any, data_batch: Any) -> None:

@@ -473,8 +473,8 @@ class Walk:
             return
         # On a replica with one row the axes that a gradient is summed along are those of it, too. Bodies that are given
         # all rows have them as one process does.
-        sums = op.type == "Sum" and op.inputs[1].op.type == "BroadcastGradientArgs" and not self._depth
-        if sums and ins[1].const is not None and self._has_all_rows(ins[0]):
+        sums = op.type == "Sum" and _are_axes_of_gradient(op.inputs[1]) and not self._depth
+        if sums and ins[1].const is not None and (self._has_all_rows(ins[0]) or not is_sharded(ins[0])):
             self._edit(op, 1, ins[1], conversions.Numbers(()))
         if op.type not in _SIZES:
             return
@@ -640,6 +640,13 @@ class Walk:
 # What adds its inputs, or puts them beside each other.
 _SUMS = ("Add", "AddV2", "AddN", "Sub", "Select", "SelectV2", "Pack", "ConcatV2", "BiasAdd", "TensorScatterAdd")
 _NO_TERMS = {"Select": 0, "SelectV2": 0, "ConcatV2": -1, "TensorScatterAdd": 1}
+
+
+def _are_axes_of_gradient(axes: Any) -> bool:
+    """Returns True if axes are those along which a gradient is summed, with or without an offset, as einsum has it."""
+    if axes.op.type == "AddV2":
+        return any(map(_are_axes_of_gradient, axes.op.inputs))
+    return axes.op.type == "BroadcastGradientArgs"
 
 
 def _terms(op: Any) -> list[int]:

@@ -92,6 +92,8 @@ def _computed(op: Any, given: list[Any]) -> list[Any] | None:
     if op.type in _BINARY:
         return [_elementwise(_BINARY[op.type], *given)]
     match op.type:
+        case "Cast" if op.outputs[0].dtype.size < 4 and not op.outputs[0].dtype.is_floating and _has_symbols(given[0]):
+            return None  # whether there is any, or a number that wraps
         case "Identity" | "StopGradient" | "EnsureShape" | "Cast" | "PreventGradient":
             return [given[0]]
         case "Neg":
@@ -148,7 +150,7 @@ def _compared(comparison: str, a: Size, b: Size) -> Size:
 
     Of the rows that a mask keeps there may be none.
     """
-    if a != b and (_is_of_kept(a) or _is_of_kept(b)):
+    if a != b and (dims.is_of_kept(a) or dims.is_of_kept(b)):
         return None
     largest, smallest = dims.maximum(a, b), dims.minimum(a, b)
     if a != b and (largest is None or largest == smallest or 1 in (a, b)):
@@ -158,11 +160,6 @@ def _compared(comparison: str, a: Size, b: Size) -> Size:
     if comparison in ("Equal", "NotEqual"):
         return int(comparison == "NotEqual")
     return int((largest == a) == comparison.startswith("Greater"))
-
-
-def _is_of_kept(size: Size) -> bool:
-    """Returns True if a size depends on the rows that a mask keeps."""
-    return any(name.startswith("rows:") for name in dims.symbols(size))
 
 
 def _reduced(op: Any, given: Any, axes: Any) -> list[Any] | None:
@@ -191,7 +188,7 @@ def _reduction_axes(a: Any, b: Any) -> list[Any] | None:
 
 def _offsets(axis: int, shapes: Sequence[Any]) -> list[Any] | None:
     others = [{shape[i] for shape in shapes} for i in range(len(shapes[0])) if i != axis % len(shapes[0])]
-    if any(len(found) > 1 and any(map(_is_of_kept, found)) for found in others):
+    if any(len(found) > 1 and any(map(dims.is_of_kept, found)) for found in others):
         return None  # the kernel compares them
     at: Size = 0
     offsets = []

@@ -97,12 +97,12 @@ def modulo(a: Size, b: Size) -> Size:
 
 
 def maximum(a: Size, b: Size) -> Size:
-    """Returns the larger; a symbol is at least 1."""
+    """Returns the larger; a symbol is at least 1, and the rows that a mask keeps at least 0."""
     return _chosen(a, b, largest=True)
 
 
 def minimum(a: Size, b: Size) -> Size:
-    """Returns the smaller; a symbol is at least 1."""
+    """Returns the smaller; symbols are as large as in `maximum`."""
     return _chosen(a, b, largest=False)
 
 
@@ -117,7 +117,8 @@ def _chosen(a: Size, b: Size, largest: bool) -> Size:
         return max(a, b) if largest else min(a, b)
     dim, number = (a, b) if isinstance(a, Dim) else (b, a)
     assert isinstance(dim, Dim) and isinstance(number, int)
-    if dim.coefficient < 1 or number > 1:
+    least = 0 if is_of_kept(dim) else 1
+    if dim.coefficient < 1 or number > least:
         return None
     return dim if largest else number
 
@@ -141,3 +142,8 @@ def total(sizes: Iterable[Size]) -> Size:
 def symbols(size: Size) -> dict[str, int]:
     """Returns the exponent of each symbol in a size."""
     return dict(size.powers) if isinstance(size, Dim) else {}
+
+
+def is_of_kept(size: Size) -> bool:
+    """Returns True if a size depends on the rows that a mask keeps."""
+    return any(name.startswith("rows:") for name in symbols(size))

@@ -274,7 +274,7 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             with contextlib.suppress(TypeError, ValueError), tf.init_scope(), tf.device(device):
                 value = local_value()
                 if tf.executing_eagerly() and tf.is_symbolic_tensor(value):
-                    value = None  # computed from tensors of the step
+                    value = _tf.lifted(value)
             with contextlib.nullcontext() if value is None else tf.init_scope(), tf.device(device):
                 value = self._initial_value(local_value() if value is None else value, of_worker)
                 return tf.zeros_like(value) if is_zero else value

@@ -146,8 +146,10 @@ def _is_mean(value: Value, other: Value) -> bool:
 
 
 def _fits(zero: Value, other: Value) -> bool:
-    """Returns True if zeros may stand where there is another value: rows of zeros for rows."""
-    return is_replicated(zero) or zero.placement == other.placement or zero.is_uniform
+    """Returns True if zeros may stand where there is another value: rows of zeros for rows, but for no row numbers."""
+    if other.points_into is not None:
+        return False
+    return is_replicated(zero) or zero.placement == other.placement or (zero.is_uniform and is_sharded(other))
 
 
 def _like_zero(value: Value, zero: Value) -> Value:

@@ -91,16 +91,17 @@ _GRADIENTS = {
 
 @rule(*_LINEAR, takes_numbers=True)
 def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """`f(a x + b y) = a f(x) + b f(y)`; a Cast of a part to integers is none, for it rounds."""
+    """`f(a x + b y) = a f(x) + b f(y)`; not of a Cast that rounds, wraps or asks whether there is any."""
     [value] = ins[:1]
     if value.is_list or value.handle is not None:
         return [value]
     keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
     if value.points_into is not None and not keeps_numbers:
         raise NoRule
-    rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
-    if rounds and is_partial(value):
-        raise NoRule
+    if op.type == "Cast" and not _is_exact(op.inputs[0].dtype, op.outputs[0].dtype):
+        is_number = value.const is not None and op.outputs[0].dtype in _INTEGERS
+        if value.placement == Partial() or (not is_number and scale_of(walk, value) != UNSCALED):
+            raise NoRule
     shape = walk.shape(op.outputs[0], like=value.shape)
     placement = value.placement
     if isinstance(placement, Partial) and placement.op != "sum" and op.type in ("Neg", "Real", "Imag", "Conj"):
@@ -108,6 +109,14 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             raise NoRule
         placement = Partial({"max": "min", "min": "max"}[placement.op])
     return [kept(walk, value, shape, placement, points_into=value.points_into)]
+
+
+def _is_exact(given: tf.DType, wanted: tf.DType) -> bool:
+    """Returns True if a Cast of a sum is the sum of Casts, up to rounding."""
+    to_reals = wanted.is_floating or wanted.is_complex
+    return (given.is_floating or given.is_complex or given in _INTEGERS) and (
+        to_reals or (given in _INTEGERS and wanted in _INTEGERS)
+    )
 
 
 @rule("Bitcast")

@@ -16,12 +16,14 @@ from tfring.partition.rules.table import (
     no_extremes,
     replicated,
     rule,
+    same_scale,
     scale_of,
     shard_of,
     unscaled,
     with_numbers,
 )
 from tfring.partition.types import (
+    UNSCALED,
     Partial,
     Replicate,
     Shard,
@@ -214,15 +216,17 @@ def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
     """Adds rows at indices to what there is: where those are of a batch, a part beside what all hold."""
     value, ids, updates = ins
     no_extremes(ins)
+    unscaled(walk, [ids])
+    scale = same_scale(walk, [value, updates])
     if not is_sharded(ids) and not is_sharded(updates) and not is_sharded(value):
         if any(map(is_partial, ins)):
             raise NoRule
-        return [Value(value.shape, Replicate(), scale_of(walk, value))]
-    if is_sharded(value):
+        return [Value(value.shape, Replicate(), scale)]
+    if not (value.is_zero or is_partial(value)) or ids.placement != Shard(0):
         raise NoRule
-    if value.is_zero or is_partial(value):
-        return [kept(walk, updates, value.shape, Partial(), is_uniform=False)]
-    raise NoRule
+    if updates.placement != Shard(0) and not updates.is_uniform:
+        raise NoRule
+    return [Value(value.shape, Partial(), scale)]
 
 
 @rule("DenseBincount", "Bincount")
@@ -232,13 +236,18 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     unscaled(walk, [value])
     replicated(walk, ins[1:2])
     weights = ins[2]
+    has_none = weights.shape == (0,)
+    if not has_none and weights.placement != value.placement and not (is_sharded(value) and weights.is_uniform):
+        raise NoRule
+    scale = UNSCALED if has_none else scale_of(walk, weights)
     if not is_sharded(value):
-        return [Value(walk.shape(op.outputs[0]))]
-    scale = scale_of(walk, weights) if is_sharded(weights) else ()
-    if value.rank == 1:
+        return [Value(walk.shape(op.outputs[0]), scale=scale)]
+    if value.placement == Shard(value.rank - 1):
         if op.type == "DenseBincount" and op.get_attr("binary_output"):
             raise NoRule  # whether there is any, which is no sum
         return [Value(walk.shape(op.outputs[0]), Partial(), scale)]
+    if value.placement != Shard(0):
+        raise NoRule
     assert value.shape is not None
     return [Value(walk.shape(op.outputs[0], {0: value.shape[0]}), Shard(0), scale)]
 

@@ -260,11 +260,12 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_sharded(value) and shard_of(value).axis in over:
         raise NoRule
     replicated(walk, ins[1:])
-    if op.type in ("Cumprod", "CumulativeLogsumexp"):
+    is_linear = op.type not in ("Cumprod", "CumulativeLogsumexp")
+    if not is_linear:
         unscaled(walk, [value])
     if op.type == "Cumsum":
         no_extremes([value])
-    return [kept(walk, value, value.shape, is_uniform=False)]
+    return [kept(walk, value, value.shape, is_uniform=False, is_zero=value.is_zero and is_linear)]
 
 
 # -- from one to many --------------------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_sharded(bias):
         raise NoRule
     if is_sharded(value):
-        if is_partial(bias) and not bias.is_zero:
+        channels = 1 if op.type == "BiasAdd" and op.get_attr("data_format") == b"NCHW" else value.rank - 1
+        if shard_of(value).axis == channels or (is_partial(bias) and not bias.is_zero):
             raise NoRule
         return [Value(value.shape, value.placement, same_scale(walk, ins))]
     placement, scale = summed(walk, ins)
