@@ -229,15 +229,16 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
             _build_symbolically(model, data_batch)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # One process does not build here, but while it traces its step, which may not call the model.
-            if model.run_eagerly or any(map(_ragged_or_sparse, tf.nest.flatten(data_batch))):
-                if type(model).train_step is RingTrainer.train_step and type(model).test_step is RingTrainer.test_step:
-                    _build_eagerly(model, data_batch)
+            steps_of_keras = RingTrainer.train_step, RingTrainer.test_step
+            is_keras_step = (type(model).train_step, type(model).test_step) == steps_of_keras
+            if is_keras_step and (model.run_eagerly or any(map(_ragged_or_sparse, tf.nest.flatten(data_batch)))):
+                _build_eagerly(model, data_batch)
     if first:
         outside.take_in_metrics(model, ring)
 
 
 def _keep_first_state(metrics: Any) -> None:
-    """Passes over the first reset of metrics that are not built: one process builds them after it, in its first step."""
+    """Passes over the first reset of metrics that are not built: one process builds them after it, in its step."""
     if metrics is not None and not metrics.built:
         vars(metrics)["reset_state"] = lambda: vars(metrics).pop("reset_state")
 

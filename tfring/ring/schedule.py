@@ -37,8 +37,8 @@ of the members: one delay, N - 1 messages.
     0 sends         0 to 1        0, 4 to 2        0 to 4      (then it has all five)
       gets          4 from 4      3, 2 from 3      1 from 1
 
-An all_gather among more than 16 gathers the numbers of rows so, beside them the rows where they are few, and then larger
-ones, unless all together are large: those take the ring.
+An all_gather among more than 16 gathers the numbers of rows so, with the rows beside them if they are few, and then
+larger ones, unless all together are large: those take the ring.
 
 **Halving and doubling**, a buffer of middle size, cut into as many chunks as the largest power of two up to N: in each
 round a member and the one at half the distance of the round before exchange the halves of what each still adds up, and
@@ -155,8 +155,8 @@ def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list
     ([(16384, 'flat'), (None, 'two_level')], [(16384, 'flat'), (65539, 'halving'), (None, 'ring')])
     """
     limits = sorted((SMALL_BYTES // size, (HALVING_BYTES + 1) * size - 1))
-    found = {choose_all_reduce(limit, size, local_size, wanted): limit for limit in limits}
-    found |= {choose_all_reduce(limits[-1] + 1, size, local_size, wanted): None}
+    found: dict[str, int | None] = {choose_all_reduce(limit, size, local_size, wanted): limit for limit in limits}
+    found[choose_all_reduce(limits[-1] + 1, size, local_size, wanted)] = None
     return [(limit, algorithm) for algorithm, limit in found.items()]
 
 
