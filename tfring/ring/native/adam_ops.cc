@@ -32,10 +32,11 @@ void adam(void* state, TF_OpKernelContext* context) {
   const tfring_tensor* all = tensors.data();
   const size_t size = tf.TF_TensorByteSize(gradient);
   if (!are_of_adam(scalars, tensors) || static_cast<size_t>(num_bytes(all[2])) != size) {
-    return invocation.fail(kTfInvalidArgument,
-                           "Adam got a gradient of " + std::to_string(size) + " bytes for a weight of " +
-                               std::to_string(num_bytes(all[2])) + ". It takes four scalars, and a gradient of the "
-                               "shape of the weight and its slots");
+    return invocation.fail(kTfInvalidArgument, "Adam got a gradient of " + std::to_string(size) +
+                                                   " bytes for a weight of " +
+                                                   std::to_string(num_bytes(all[2])) +
+                                                   ". It takes four scalars, and a gradient of the "
+                                                   "shape of the weight and its slots");
   }
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
   void* const to[] = {all[0].output, all[1].output, all[2].output};
@@ -60,10 +61,12 @@ void adam_rows(void* state, TF_OpKernelContext* context) {
   const int64_t num_rows = all[2].num_dims == 0 ? 0 : all[2].dims[0];
   const int64_t row = num_rows == 0 ? 0 : num_bytes(all[2]) / num_rows;
   if (!are_of_adam(scalars, tensors) || all[2].num_dims == 0 || count < 0 || size != count * row) {
-    return invocation.fail(kTfInvalidArgument,
-                           "Adam got rows of " + std::to_string(size) + " bytes with " + std::to_string(count) +
-                               " ids for a weight whose rows have " + std::to_string(row) + ". It takes four "
-                               "scalars, and rows of the shape of the weight's and its slots', with an id each");
+    return invocation.fail(
+        kTfInvalidArgument,
+        "Adam got rows of " + std::to_string(size) + " bytes with " + std::to_string(count) +
+            " ids for a weight whose rows have " + std::to_string(row) +
+            ". It takes four "
+            "scalars, and rows of the shape of the weight's and its slots', with an id each");
   }
   const void* const from[] = {all[0].input, all[1].input, all[2].input};
   void* const to[] = {all[0].output, all[1].output, all[2].output};

@@ -129,11 +129,9 @@ void exchange_rows(void* state, TF_OpKernelContext* context) {
       total += number;
     }
     if (!legal || total != dims[0]) {
-      return invocation.fail(
-          kTfInvalidArgument,
-          std::string("\"") + invocation.call().name +
-              "\": `counts` add up to " + std::to_string(total) + ", and not to the rows of tensor " +
-              std::to_string(t));
+      return invocation.fail(kTfInvalidArgument, std::string("\"") + invocation.call().name +
+                                                     "\": `counts` add up to " + std::to_string(total) +
+                                                     ", and not to the rows of tensor " + std::to_string(t));
     }
   }
   invocation.finish(exchanged.run(kind, kind == Kind::kGather ? nullptr : numbers));

@@ -100,8 +100,9 @@ void gather_rows(void* state, TF_OpKernelContext* context) {
   const auto* numbers = static_cast<const int64_t*>(tf.TF_TensorData(indices));
   for (size_t i = 0; i < count; ++i, to += row) {
     if (static_cast<uint64_t>(numbers[i]) >= num_rows) {
-      return invocation.fail(kTfInvalidArgument, "index " + std::to_string(numbers[i]) + " is not from 0 to " +
-                                                     std::to_string(num_rows - 1) + ", the last row");
+      return invocation.fail(kTfInvalidArgument, "index " + std::to_string(numbers[i]) +
+                                                     " is not from 0 to " + std::to_string(num_rows - 1) +
+                                                     ", the last row");
     }
     const size_t begin = static_cast<size_t>(numbers[i]) * row;
     const size_t in_head = begin < head_bytes ? std::min(row, head_bytes - begin) : 0;

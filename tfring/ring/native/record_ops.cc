@@ -21,7 +21,8 @@ namespace {
 
 constexpr int64_t kHeader = sizeof(uint64_t) + sizeof(uint32_t);
 constexpr int64_t kFooter = sizeof(uint32_t);
-constexpr size_t kColumns = 3;  // of a place: the file's number, where the record begins, the length of its data
+constexpr size_t kColumns =
+    3;  // of a place: the file's number, where the record begins, the length of its data
 
 // CRC-32C, eight bytes at a time, from eight tables.
 class Tables {
@@ -53,7 +54,7 @@ class Tables {
 
 #ifdef __x86_64__
 __attribute__((target("sse4.2"))) uint32_t extend_by_instruction(uint32_t crc, const unsigned char* data,
-                                                                size_t size) {
+                                                                 size_t size) {
   uint64_t wide = crc;
   for (; size >= 8; size -= 8, data += 8) {
     uint64_t word = 0;
@@ -127,7 +128,8 @@ class File {
   }
 
   void broken(const char* how, int64_t offset) {
-    invocation_->fail(kTfDataLoss, std::string(how) + " record at " + std::to_string(offset) + " of " + path_);
+    invocation_->fail(kTfDataLoss,
+                      std::string(how) + " record at " + std::to_string(offset) + " of " + path_);
   }
 
  private:
@@ -196,8 +198,9 @@ void read_records(void* state, TF_OpKernelContext* context) {
       file = std::make_unique<File>(text_of(paths, number), &invocation);
       if (!invocation.ok()) return;
       if (file->size() != static_cast<const int64_t*>(tf.TF_TensorData(sizes))[number]) {
-        return invocation.fail(kTfDataLoss, file->path() + " has changed since its records were counted. Make the "
-                                                           "dataset again.");
+        return invocation.fail(kTfDataLoss, file->path() +
+                                                " has changed since its records were counted. Make the "
+                                                "dataset again.");
       }
     }
     bytes.resize(static_cast<size_t>(kHeader + place[2] + kFooter));

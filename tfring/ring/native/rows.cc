@@ -80,21 +80,21 @@ Status RowSums::check(const tfring_call& call, const tfring_tensor* tensors, int
     const std::string of_table = " of table " + std::to_string(t);
     const DType id_type = static_cast<DType>(ids.dtype);
     if ((id_type != DType::kInt32 && id_type != DType::kInt64) || ids.num_dims != 1) {
-      return invalid("the ids" + of_table + " are " + name_of(id_type) + " with " + std::to_string(ids.num_dims) +
-                     " dimensions, not int32 or int64 with one");
+      return invalid("the ids" + of_table + " are " + name_of(id_type) + " with " +
+                     std::to_string(ids.num_dims) + " dimensions, not int32 or int64 with one");
     }
     if (values.num_dims == 0 || values.dims[0] != ids.dims[0]) {
       return invalid("the values" + of_table + " are " +
-                     (values.num_dims == 0 ? "a scalar" : std::to_string(values.dims[0]) + " rows") + ", with " +
-                     std::to_string(ids.dims[0]) + " ids. Each row has an id");
+                     (values.num_dims == 0 ? "a scalar" : std::to_string(values.dims[0]) + " rows") +
+                     ", with " + std::to_string(ids.dims[0]) + " ids. Each row has an id");
     }
     if (!can_reduce(static_cast<DType>(values.dtype), Op::kSum)) {
       return invalid("bool has no sum. Cast to an integer to count");
     }
     const int64_t most = std::numeric_limits<int32_t>::max() / num_ranks;
     if (ids.dims[0] > most) {
-      return invalid("there are " + std::to_string(ids.dims[0]) + " rows" + of_table + ", and a rank has at most " +
-                     std::to_string(most));
+      return invalid("there are " + std::to_string(ids.dims[0]) + " rows" + of_table +
+                     ", and a rank has at most " + std::to_string(most));
     }
   }
   return {};

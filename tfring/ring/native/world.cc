@@ -36,14 +36,15 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
     }
     if (reduces(kind) && tensors[t].dtype != tensors[0].dtype) {
       return invalid(std::string("tensors reduced together are of ") +
-                     name_of(static_cast<DType>(tensors[0].dtype)) + " and " + name_of(dtype) + ", not of one dtype");
+                     name_of(static_cast<DType>(tensors[0].dtype)) + " and " + name_of(dtype) +
+                     ", not of one dtype");
     }
     if (by_rows(kind) && tensors[t].num_dims == 0) {
       return invalid("a scalar has no rows. Tensors have at least one dimension");
     }
     if (kind == Kind::kSend && tensors[t].num_dims > kMaxDims) {
-      return invalid("a tensor has " + std::to_string(tensors[t].num_dims) + " dimensions, and those sent at most " +
-                     std::to_string(kMaxDims));
+      return invalid("a tensor has " + std::to_string(tensors[t].num_dims) +
+                     " dimensions, and those sent at most " + std::to_string(kMaxDims));
     }
   }
   if (kind == Kind::kAllReduceRows) TFRING_TRY(RowSums::check(call, tensors, num_tensors, group.size()));
@@ -53,8 +54,8 @@ Status check(int rank, const Group& group, const tfring_call& call, const tfring
         tensors[0].dtype != static_cast<int>(DType::kFloat32) ||
         (wire != DType::kBfloat16 && wire != DType::kFloat16)) {
       return invalid(std::string("a ") + name_of(static_cast<Op>(call.op)) + " of " +
-                     name_of(static_cast<DType>(tensors[0].dtype)) + " is not compressed to " + name_of(wire) +
-                     ". Compression is to bfloat16 or float16, of a sum of float32");
+                     name_of(static_cast<DType>(tensors[0].dtype)) + " is not compressed to " +
+                     name_of(wire) + ". Compression is to bfloat16 or float16, of a sum of float32");
     }
   }
   if (has_root(kind) && (call.root < 0 || call.root >= group.size())) {
