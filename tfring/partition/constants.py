@@ -92,8 +92,8 @@ def _computed(op: Any, given: list[Any]) -> list[Any] | None:
     if op.type in _BINARY:
         return [_elementwise(_BINARY[op.type], *given)]
     match op.type:
-        case "Cast" if op.outputs[0].dtype.size < 4 and not op.outputs[0].dtype.is_floating and _has_symbols(given[0]):
-            return None  # whether there is any, or a number that wraps
+        case "Cast" if op.outputs[0].dtype.size < 4 and not set(given[0].ravel().tolist()) <= {0, 1}:
+            return None  # whether there is any, or a number that wraps or is rounded
         case "Identity" | "StopGradient" | "EnsureShape" | "Cast" | "PreventGradient":
             return [given[0]]
         case "Neg":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.dims import Dim, Size
-from tfring.partition.rules.table import NoRule, Walk, beside, kept, rule, scale_of, shard_of
+from tfring.partition.rules.table import NoRule, Walk, beside, kept, no_extremes, rule, scale_of, shard_of
 from tfring.partition.types import (
     Partial,
     Placement,
@@ -65,6 +65,7 @@ def einsum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if len(labels) == 2:
         return [_contracted(walk, ins, labels[0], labels[1], result)]
     [value] = ins
+    no_extremes(ins)
     if value.shape is None:
         raise NoRule
     sizes = dict(zip(labels[0], value.shape, strict=True))

@@ -242,7 +242,7 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     scale = UNSCALED if has_none else scale_of(walk, weights)
     if not is_sharded(value):
         return [Value(walk.shape(op.outputs[0]), scale=scale)]
-    if value.placement == Shard(value.rank - 1):
+    if op.type == "Bincount" or value.placement == Shard(value.rank - 1):
         if op.type == "DenseBincount" and op.get_attr("binary_output"):
             raise NoRule  # whether there is any, which is no sum
         return [Value(walk.shape(op.outputs[0]), Partial(), scale)]

@@ -93,6 +93,7 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     over = int(np.ravel(axis.const)[0]) % value.rank
     shape = tuple(size for i, size in enumerate(value.shape) if i != over)
+    scale_of(walk, value)  # which all entries have
     if not is_sharded(value):
         return [Value(shape)]
     if shard_of(value).axis == over:
