@@ -28,7 +28,6 @@ def retrieved():
 
 @pytest.mark.long
 def test_retrieval():
-    pytest.importorskip("keras_rs")
     movielens_data.fetch()
     [alone] = workers(1).run(retrieved)
     for figures in workers(2).run(retrieved):
@@ -47,7 +46,6 @@ def searched(folder):
 
 @pytest.mark.long
 def test_tuner(tmp_path):
-    pytest.importorskip("keras_tuner")
     [(alone, weights)] = workers(1).run(searched, str(tmp_path / "alone"))
     for trials, others in workers(2).run(searched, str(tmp_path / "two")):
         for (values, score), (expected, score_alone) in zip(trials, alone, strict=True):
@@ -57,9 +55,8 @@ def test_tuner(tmp_path):
     assert len(alone) == 3 and max(score for _, score in alone) > 0.8
 
 
-@pytest.mark.parametrize("package", ["keras_rs", "keras_tuner", "keras_hub"])
+@pytest.mark.parametrize("package", ["keras_rs", "keras_tuner"])
 def test_programs_of_the_benchmark(package, tmp_path, all_packages):
-    pytest.importorskip(package, exc_type=ImportError)
     plain, ring = tmp_path / "plain", tmp_path / "ring"
     program = [FAMILY / "worker.py", f"with_{package}"]
     for command in [[*program, plain, "--plain"], ["-m", "tfring", "launch", "-n", "2", *program, ring]]:

@@ -138,8 +138,9 @@ def test_what_cannot_go_along(tmp_path):
 
 def test_the_example_in_a_kernel(tmp_path):
     """Executes the cells of examples/notebook.ipynb; what workers print is the output of the cell that runs them."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     _, _, two, alone = [

@@ -1,8 +1,5 @@
 """DistributedEmbedding: many tables in one exchange equal one layer of one process for each table."""
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 import pytest
 from common import history_error, is_reference, relative_error
@@ -199,46 +196,28 @@ def test_equals_one_layer_for_each_table(n, names):
 # -- lookups ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class TableOfOthers:
-    """With the attributes of `keras_rs.layers.TableConfig`, which is not installed where tests run."""
+def feature(name, table):
+    from keras_rs.layers import FeatureConfig
 
-    name: str
-    vocabulary_size: int
-    embedding_dim: int
-    initializer: Any = "uniform"
-    optimizer: Any = "adam"
-    combiner: str | None = "mean"
-    placement: str = "auto"
-    max_ids_per_partition: int = 256
-    max_unique_ids_per_partition: int = 256
-
-
-@dataclasses.dataclass
-class FeatureOfOthers:
-    """With those of `keras_rs.layers.FeatureConfig`."""
-
-    name: str
-    table: TableOfOthers
-    input_shape: tuple = (8, 2)
-    output_shape: tuple = (8, 5)
+    return FeatureConfig(name, table, (8, 2), (8, 5))
 
 
 def lookups():
     """The largest errors of what the layer makes of ids, eagerly on all ranks, each with ids of its own."""
     import keras
     import tensorflow as tf
+    from keras_rs.layers import TableConfig
 
     ring = strategy()
     rank = ring.cluster.rank
     values = initial_tables()
     generator = np.random.default_rng(rank)
-    items = TableOfOthers("items", *SIZES["items"], combiner=None)
-    users = TableOfOthers("users", *SIZES["users"])
-    genres = TableOfOthers("genres", *SIZES["genres"])
+    items = TableConfig("items", *SIZES["items"], combiner=None)
+    users = TableConfig("users", *SIZES["users"])
+    genres = TableConfig("genres", *SIZES["genres"])
     nested = {
-        "b": [FeatureOfOthers("last", items), (FeatureOfOthers("user", users),)],
-        "a": {"any": FeatureOfOthers("any", items), "genre": FeatureOfOthers("genre", genres)},
+        "b": [feature("last", items), (feature("user", users),)],
+        "a": {"any": feature("any", items), "genre": feature("genre", genres)},
     }
     ids = {name: generator.integers(0, 4, size=(2 + rank, 3)) for name in ("last", "user", "any", "genre")}
     plans = [dict.fromkeys(("items", "users", "genres"), "rows")]
@@ -252,8 +231,8 @@ def lookups():
         layers = [tfring.layers.DistributedEmbedding(nested, plan=plan) for plan in plans]
         for layer in (layers[0], layers[3], layers[4]):
             layers.append(tfring.layers.DistributedEmbedding.from_config(layer.get_config()))
-        single = tfring.layers.DistributedEmbedding(FeatureOfOthers("user", users))
-        half = tfring.layers.DistributedEmbedding(FeatureOfOthers("user", users), dtype="mixed_float16")
+        single = tfring.layers.DistributedEmbedding(feature("user", users))
+        half = tfring.layers.DistributedEmbedding(feature("user", users), dtype="mixed_float16")
         for layer in (*layers, single, half):
             layer.build()
     errors = []
@@ -446,6 +425,7 @@ def test_ids_without_a_row(n):
 def refused(folder):
     """The errors of what cannot be right, by name."""
     import keras
+    import keras_rs
     import tensorflow as tf
 
     Table, Feature, Layer = tfring.layers.TableConfig, tfring.layers.FeatureConfig, tfring.layers.DistributedEmbedding
@@ -462,9 +442,9 @@ def refused(folder):
     attempt("optimizer", lambda: items(optimizer="adam"))
     attempt("combiner", lambda: items(combiner="max"))
     attempt("placement", lambda: items(placement="sparsecore"))
-    attempt("optimizer of others", lambda: Layer(FeatureOfOthers("a", TableOfOthers("b", 3, 2, optimizer="sgd"))))
+    attempt("optimizer of others", lambda: Layer(feature("a", keras_rs.layers.TableConfig("b", 3, 2, optimizer="sgd"))))
     attempt("no config", lambda: Layer({"a": Feature("a", items()), "b": "items"}))
-    attempt("no table", lambda: Layer([FeatureOfOthers("a", "items")]))
+    attempt("no table", lambda: Layer([feature("a", "items")]))
     attempt("names", lambda: Layer([Feature("a", items()), Feature("b", items())]))
     attempt("plan", lambda: Layer(Feature("a", items()), plan={"users": "rows"}))
     attempt("plan of all", lambda: Layer(Feature("a", items()), plan="rows"))
