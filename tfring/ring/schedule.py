@@ -37,8 +37,8 @@ of the members: one delay, N - 1 messages.
     0 sends         0 to 1        0, 4 to 2        0 to 4      (then it has all five)
       gets          4 from 4      3, 2 from 3      1 from 1
 
-An all_gather among more than 16 gathers the numbers of rows so, beside them the rows where they are few, and then larger
-ones, unless all together are large: those take the ring.
+An all_gather among more than 16 gathers the numbers of rows so, beside them the rows where they are few, and then
+larger ones, unless all together are large: those take the ring.
 
 Whichever it is, all members hold the same bits. The native code makes the same choices; the tests compare the two.
 """
