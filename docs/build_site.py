@@ -83,6 +83,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
         "Reference": [
             {"API": "docs/api.md"},
             "docs/collectives.md",
+            "docs/scale.md",
             "docs/glossary.md",
             "docs/architecture.md",
             "docs/engine.md",
@@ -99,7 +100,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             "benchmarks/training/figures.md",
             *(
                 f"benchmarks/{name}/README.md"
-                for name in ("collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
+                for name in ("input", "collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
             ),
         ]
     },

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pathlib
 import statistics
 
-import model
-
 README = pathlib.Path(__file__).parent / "README.md"
 TRANSPORTS = {"tf_shm": "shared memory", "tf_tcp": "TCP", "np_shm": "shared memory", "np_tcp": "TCP"}
 NETWORK_HEADINGS = {"auto": "auto", "ring": "ring", "server": "server"}
@@ -60,10 +58,10 @@ def write(results: dict, folder: pathlib.Path) -> None:
     if 2 in parts and draw(parts[2], folder):
         sections[1] += "\n\n![microseconds by size](all_reduce.png)"
     if network:
-        sections += [network_section(network), model.section(network)]
-        if model.draw(network, folder):
-            sections[-2] += "\n\n![seconds by number of ranks](network.png)"
-            sections[-1] += "\n\n![seconds by number of hosts](scale.png)"
+        sections.append(network_section(network))
+        if draw_network(network, folder):
+            sections[-1] += "\n\n![seconds by number of ranks](network.png)"
+        sections.append("[The page on many hosts](../../docs/scale.md) simulates more of them.")
     (folder / README.name).write_text(head + MARKER + "\n" + "\n\n".join(sections) + "\n")
 
 
@@ -218,3 +216,34 @@ def time_text(seconds: float | None) -> str:
 
 def number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def draw_network(network: dict, folder: pathlib.Path) -> bool:
+    """network.png beside this file, if there is matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rate = max(rate for rate, *_ in network["shaped"])
+    rows = [row for row in network["shaped"] if row[0] == rate]
+    size = rows[0][1]
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    members = [2, 3, 4, 5, 6, 7, 8]
+    axes.plot(members, [2 * size * (n - 1) / n * 8 / rate for n in members], label="2X(N-1)/(N B)")
+    axes.plot(members, [2 * size * n * 8 / rate for n in members], label="2XN/B", linestyle="--")
+    for number, (algorithm, local) in enumerate((a, n) for n in (1, 2) for a in ("auto", "ring", "server")):
+        points = [(n, t) for _, _, _, hosts, n, a, t in rows if a == algorithm and n // hosts == local]
+        if points:
+            color = f"C{number}"
+            style = {"linestyle": "", "marker": "os^"[number % 3], "markerfacecolor": color if local == 1 else "none"}
+            label = f"{algorithm}, {('one rank', 'two ranks')[local - 1]} a host"
+            axes.plot(*zip(*points, strict=True), color=color, label=label, **style)
+    axes.set(xlabel="ranks", ylabel="seconds", yscale="log")
+    axes.set_title(f"all_reduce of {size >> 20} MB, {rate / 1e9:g} Gbit/s")
+    axes.legend(fontsize=8, bbox_to_anchor=(1.02, 1), loc="upper left")
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "network.png", dpi=110, bbox_inches="tight")
+    return True

@@ -61,7 +61,7 @@ from collections.abc import Sequence
 
 SMALL_BYTES = 64 * 1024
 FLAT_MEMBERS = 16
-HALVING_BYTES = 16 * 1024
+HALVING_BYTES = 128 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list
     """Returns `(most bytes, algorithm)` of `all_reduce`; None: no limit.
 
     >>> all_reduce_choices(4, 2), all_reduce_choices(4, 1)
-    ([(16384, 'flat'), (None, 'two_level')], [(16384, 'flat'), (65539, 'halving'), (None, 'ring')])
+    ([(16384, 'flat'), (None, 'two_level')], [(16384, 'flat'), (524291, 'halving'), (None, 'ring')])
     """
     limits = sorted((SMALL_BYTES // size, (HALVING_BYTES + 1) * size - 1))
     found: dict[str, int | None] = {choose_all_reduce(limit, size, local_size, wanted): limit for limit in limits}

@@ -33,7 +33,7 @@ inline Range chunk_of(int64_t count, int size, int index) {
 // Up to this many bytes in all, every member's full contribution goes to every other.
 constexpr int64_t kSmallBytes = 64 * 1024;
 // Up to this many bytes a member, delays cost more than what a ring gains: the members halve and double.
-constexpr int64_t kHalvingBytes = 16 * 1024;
+constexpr int64_t kHalvingBytes = 128 * 1024;
 // Up to this many members send a small contribution to each other straight.
 constexpr int kFlatMembers = 16;
 
