@@ -41,6 +41,7 @@ from tfring._keras.printing import on_rank_0
 from tfring._keras.seam import entered, extend, ring_of_model
 from tfring.data.rows import has_static_rows, num_rows, split_rows
 from tfring.data.shares import Shares
+from tfring.errors import TfringError
 from tfring.ring import failures
 from tfring.runtime import Ring
 from tfring.step import Way, status, trace
@@ -227,6 +228,8 @@ def _build(model: Any, ring: Ring, iterator: Any, data_batch: Any) -> None:
     with ring.scope():
         try:
             _build_symbolically(model, data_batch)
+        except TfringError:
+            raise
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
             # One process does not build here, but while it traces its step, which may not call the model.
             steps_of_keras = RingTrainer.train_step, RingTrainer.test_step
@@ -241,6 +244,12 @@ def _keep_first_state(metrics: Any) -> None:
     """Passes over the first reset of metrics that are not built: one process builds them after it, in its step."""
     if metrics is not None and not metrics.built:
         vars(metrics)["reset_state"] = lambda: vars(metrics).pop("reset_state")
+
+
+def forget_first_state(model: Any) -> None:
+    """Lets the first reset of a model's metrics be one, for they hold what was restored."""
+    if model._compile_metrics is not None:
+        vars(model._compile_metrics).pop("reset_state", None)
 
 
 def _build_symbolically(model: Any, data_batch: Any) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from tfring._keras import place, randomness
 from tfring._keras.callbacks import RunsLast
 from tfring._keras.seam import ring_of_model
+from tfring._keras.trainer import forget_first_state
 from tfring.callbacks import files, random_states, variables
 from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
@@ -260,6 +261,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         model, ring = self.model, self._ring
         variables.build_optimizers(ring, model, state["optimizers"])
         self._give_variables(variables.variables_of(model))
+        forget_first_state(model)
         arrays = self._attribute_arrays(state)
         self._attributes.set(state["callbacks"], arrays)
         model.history.history.update(state["history"])
