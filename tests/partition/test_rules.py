@@ -249,6 +249,12 @@ def _beside_each_other(x, y, ids, mask):
         tf.cast(tf.cast(tf.reduce_sum(each, 0), tf.bool), y.dtype),
         tf.cast(tf.cast(rows, tf.bool), y.dtype),
         tf.einsum("ij->i", tf.reduce_max(x, 0)),
+        tf.cond(
+            tf.reduce_any(mask > 0),
+            lambda: tf.reduce_mean(tf.boolean_mask(y[:, 0], mask > 0)),
+            lambda: tf.constant(0.0, y.dtype),
+        ),
+        tf.raw_ops.Bucketize(input=tf.reduce_sum(y, 0), boundaries=[-1.0, 0.0, 1.0]),
         tf.argmax(tf.stack([rows, 4])),
         tf.raw_ops.Bincount(arr=each, size=2, weights=y),
         tf.zeros([tf.cast(tf.cast(tf.constant(259), tf.uint8), tf.int32)]),

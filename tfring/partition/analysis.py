@@ -213,7 +213,13 @@ class Walk:
             known = self.graph(graph, ins)
         finally:
             self._depth -= 1
-        return [known[tensor.name] for tensor in graph.outputs]
+        values = [known[tensor.name] for tensor in graph.outputs]
+        # Outside of a body it is not known how many rows a mask of it keeps.
+        inside = f"rows:{graph.name}/"
+        return [
+            Value(value.shape, Unplaced(op)) if any(name.startswith(inside) for name, _ in value.scale) else value
+            for value in values
+        ]
 
     def _note(self, op: Any, values: Sequence[Value], edits: Sequence[Edit]) -> None:
         """Notes how many exchanges results wait for, and which symbols are their sizes."""

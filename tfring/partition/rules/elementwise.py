@@ -58,8 +58,21 @@ _DEGREES = {
 }
 _NONLINEAR = (
     *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "BitwiseAnd"),
-    *("BitwiseOr", "BitwiseXor", "Ceil", "ClipByValue", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc", "Erfinv"),
-    *("Exp", "Expm1", "Floor", "FloorDiv", "FloorMod", "Igamma", "Igammac", "Invert", "LeftShift", "Lgamma", "Log"),
+    *("BitwiseOr", "BitwiseXor", "Bucketize", "Ceil", "ClipByValue", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc"),
+    *(
+        "Erfinv",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "FloorDiv",
+        "FloorMod",
+        "Igamma",
+        "Igammac",
+        "Invert",
+        "LeftShift",
+        "Lgamma",
+        "Log",
+    ),
     *("Log1p", "LogicalAnd", "LogicalNot", "LogicalOr", "Mod", "Ndtri", "NextAfter", "Polygamma", "Pow", "Relu6"),
     *("RightShift", "Rint", "Round", "Selu", "Sigmoid", "Sin", "Sinh", "Softplus", "Softsign", "Tan", "Tanh"),
     *("TruncateDiv", "TruncateMod", "Xdivy", "Xlog1py", "Xlogy", "Zeta"),
