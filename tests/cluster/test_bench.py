@@ -111,9 +111,9 @@ def test_a_plot_nowhere(start, all_packages):
     "options, message",
     [
         ([], "tfring bench -n 2"),
-        (["--op", "all_sum"], "collectives are all_reduce, all_gather"),
-        (["--sizes", "4,4X"], "not '4X'"),
-        (["--sizes", "0"], "not '0'"),
+        (["--op", "all_sum"], "none of the collectives all_reduce, all_gather"),
+        (["--sizes", "4,4X"], "'4X' is not a whole number of bytes"),
+        (["--sizes", "0"], "'0' is not a whole number of bytes"),
         (["--dtype", "string"], "invalid choice: 'string'"),
     ],
 )

@@ -264,14 +264,14 @@ def test_world_sizes_that_differ(job):
 def test_an_inferred_host_that_is_not_rank_0s_is_an_error_at_once(job):
     remedy = "Name it:\n  mpirun -x TFRING_RENDEZVOUS=node1 ..."
     (unresolved, _) = unresolved_clusters(2, job, host="192.0.2.77", remedy=remedy)
-    with pytest.raises(ConfigurationError, match=r"(?s)'192.0.2.77' by inference.*-x TFRING_RENDEZVOUS"):
+    with pytest.raises(ConfigurationError, match=r"(?s)it seems to be '192.0.2.77'.*-x TFRING_RENDEZVOUS"):
         meet(unresolved)
 
 
 def test_no_port_is_free(job, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         (unresolved, _) = unresolved_clusters(2, job, port=taken.getsockname()[1])
-        with pytest.raises(ConfigurationError, match=r"(?s)none is free.*export TFRING_PORT_RANGE="):
+        with pytest.raises(ConfigurationError, match=r"(?s)No port is free.*export TFRING_PORT_RANGE="):
             meet(unresolved)
 
 

@@ -158,9 +158,9 @@ def test_what_cannot_be_rebuilt_is_told(convert):
     with pytest.raises(ValueError, match="built"):
         convert(model)
     model(np.zeros((2, 32), "float32"))
-    with pytest.raises(ValueError, match="mine, a Subclassed"):
+    with pytest.raises(ValueError, match="mine is a Subclassed"):
         convert(model)
-    with pytest.raises(ValueError, match="mine, a Subclassed"):
+    with pytest.raises(ValueError, match="mine is a Subclassed"):
         convert(keras.Model(x, model(x)))
 
 

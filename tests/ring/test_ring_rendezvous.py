@@ -284,8 +284,8 @@ def test_arguments():
     alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
     for arguments, words in (
         ({"transport": "udp"}, "`transport` is 'udp'"),
-        ({"timeout_seconds": 0}, "timeout_seconds=0"),
-        ({"connect_timeout_seconds": -1}, "connect_timeout_seconds=-1"),
+        ({"timeout_seconds": 0}, "`timeout_seconds` is 0"),
+        ({"connect_timeout_seconds": -1}, "`connect_timeout_seconds` is -1"),
     ):
         with pytest.raises(ValueError, match=words):
             Communicator.connect(alone, **arguments)
@@ -304,7 +304,7 @@ def test_environment(monkeypatch):
 
     alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
     monkeypatch.setenv("TFRING_TRANSPORT", "infiniband")
-    with pytest.raises(ConfigurationError, match=r"TFRING_TRANSPORT=.* is not auto, tcp or shm"):
+    with pytest.raises(ConfigurationError, match=r"`TFRING_TRANSPORT` is .* is not auto, tcp or shm"):
         Communicator.connect(alone)
 
 

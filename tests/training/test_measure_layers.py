@@ -164,5 +164,5 @@ def refused():
 
 def test_what_is_refused():
     [errors] = workers(1).run(refused)
-    for error, received in zip(errors, ("slots=-1", "slots=1.0", "repetitions=0", "a Own"), strict=True):
+    for error, received in zip(errors, ("`slots` is -1", "`slots` is 1.0", "`repetitions` is 0", "a Own"), strict=True):
         assert received in error

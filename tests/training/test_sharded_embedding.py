@@ -398,7 +398,7 @@ def initial(seeds):
 
 def test_initial_values():
     [(alone, message)] = workers(1).run(initial, [5])
-    assert "embeddings_initializer=GlorotUniform" in message
+    assert "its initializer GlorotUniform" in message
     assert np.unique(alone[len(KINDS)]).size > VOCABULARY * DIM // 2  # blocks are not drawn alike
     for seeds in ([5], [5, 6, 7]):  # rank 0's hold
         for made, _ in workers(3).run(initial, seeds):
