@@ -256,6 +256,7 @@ def _beside_each_other(x, y, ids, mask):
         ),
         tf.raw_ops.Bucketize(input=tf.reduce_sum(y, 0), boundaries=[-1.0, 0.0, 1.0]),
         tf.argmax(tf.stack([rows, 4])),
+        tf.fill([rows], rows),
         tf.raw_ops.Bincount(arr=each, size=2, weights=y),
         tf.zeros([tf.cast(tf.cast(tf.constant(259), tf.uint8), tf.int32)]),
         tf.cast(count / 4.0, tf.int32),

@@ -316,7 +316,7 @@ def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | 
     [axis] = with_rows
     if axis >= offset and value.shape[axis - offset] != 1:
         raise NoRule
-    return kept(walk, value, tuple(shape), Shard(axis), is_uniform=True, scale=value.scale)
+    return kept(walk, value, tuple(shape), Shard(axis), is_uniform=True)
 
 
 @rule("Tile")
