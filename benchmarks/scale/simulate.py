@@ -39,9 +39,7 @@ class Network:
     local_delay: float = 2e-6
 
 
-def all_reduce(
-    size: float, ranks: int, network: Network, *, local: int = 1, algorithm: str = "auto", placement: str = "block"
-) -> float:
+def all_reduce(size: float, ranks: int, network: Network, *, local: int = 1, algorithm: str = "auto") -> float:
     """Returns the seconds of an all_reduce.
 
     Args:
@@ -50,11 +48,10 @@ def all_reduce(
       network: of their hosts.
       local: ranks a host.
       algorithm: as `TFRING_ALGORITHM`.
-      placement: "block", or "dealt" of a ring that goes round the hosts rank by rank.
     """
     chosen = schedule.choose_all_reduce(int(size), ranks, local, algorithm)
     which = {"flat": "flat_all_gather", "bruck": "bruck_all_gather"}.get(chosen, f"{chosen}_all_reduce")
-    host = np.arange(ranks) // local if placement == "block" else np.arange(ranks) % (ranks // local)
+    host = np.arange(ranks) // local  # the engine, too, has the ranks of a host side by side
     gathers = which.endswith("gather")
     chunks = 1 << ranks.bit_length() - 1 if chosen == "halving" else ranks
     return play(tables(which, ranks, local), size if gathers else size / chunks, chunks, host, network)
@@ -100,16 +97,17 @@ def play(steps: list[np.ndarray], chunk: float, chunks: int, host: np.ndarray, n
     out, into = np.zeros(ranks), np.zeros(ranks)  # until when a rank's link is taken, in each direction
     left = [rounds(table)[::-1] for table in steps]
     sent: dict[tuple[int, int], list] = {}  # messages on their way, by their ends
+    has_sent: set[int] = set()  # positions that have sent what their present step sends
     while any(left):
         heads = [table[-1] if table else None for table in left]
         crossing = np.zeros(host.max() + 1)
         for position, head in enumerate(heads):
-            if head is not None and head[0, 0] >= 0 and (position, "sent") not in sent:
+            if head is not None and head[0, 0] >= 0 and position not in has_sent:
                 crossing[host[position]] += host[position] != host[head[0, 0]]
         for position, head in enumerate(heads):
-            if head is None or (position, "sent") in sent:
+            if head is None or position in has_sent:
                 continue
-            sent[position, "sent"] = []
+            has_sent.add(position)
             to = head[0, 0]
             if to < 0:
                 continue
@@ -142,7 +140,7 @@ def play(steps: list[np.ndarray], chunk: float, chunks: int, host: np.ndarray, n
                     first, last = np.maximum(first, begin[position, gets]), np.maximum(last, end[position, gets])
                 begin[position, gets], end[position, gets] = first, last
             left[position].pop()
-            del sent[position, "sent"]
+            has_sent.discard(position)
             moved = True
         assert moved, "all wait for each other"
     return float(max(end.max(), out.max()))
