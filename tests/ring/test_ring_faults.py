@@ -312,6 +312,31 @@ def test_ranks_that_were_all_stopped_accuse_nobody():
         assert group.outcomes(20) == [3.0] * 3
 
 
+def stop_at_once(cluster):
+    """Stops before the watcher has looked at a peer that has spoken."""
+    os.environ["TFRING_LOST_SECONDS"] = "0.8"
+    with ranks.join(cluster, transport="tcp") as ring:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return float(ring.all_reduce(np.ones(4), name="late")[-1])
+
+
+def is_stopped(pid):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_ranks_that_were_stopped_once_they_were_connected_accuse_nobody():
+    with ranks.Group(3) as group:
+        group.start(3, stop_at_once)
+        deadline = time.monotonic() + 20
+        while not all(is_stopped(group.pid(rank)) for rank in range(3)):
+            assert time.monotonic() < deadline, group.logs()
+            time.sleep(0.05)
+        time.sleep(2.0)  # the limit is 0.8
+        for rank in range(3):
+            os.kill(group.pid(rank), signal.SIGCONT)
+        assert group.outcomes(20) == [3.0] * 3
+
+
 def wait_elsewhere(cluster):
     """All but rank 0 are busy in Python, in no collective, when rank 2 dies."""
     with ranks.join(cluster) as ring:

@@ -304,7 +304,7 @@ def test_environment(monkeypatch):
 
     alone = SimpleNamespace(rank=0, world_size=1, addresses=(), listen_fd=None)
     monkeypatch.setenv("TFRING_TRANSPORT", "infiniband")
-    with pytest.raises(ConfigurationError, match=r"`TFRING_TRANSPORT` is .* is not auto, tcp or shm"):
+    with pytest.raises(ConfigurationError, match=r"TFRING_TRANSPORT=.infiniband. is not auto, tcp or shm"):
         Communicator.connect(alone)
 
 

@@ -95,9 +95,10 @@ int Liveness::watch(int64_t now, int64_t late, const Poll& poll) {
     if (!poll_for(peer, events)) wait_seconds = std::min(wait_seconds, kPauseSeconds);
     if (is_over) continue;
     if (peer->heard == 0 || !failure_.ok()) continue;
-    if (late * 1e-9 > settings_.lost_seconds / 4) {  // this process was stopped itself: it can blame no peer
-      peer->heard = now;
-    }
+    // Silence counts from this thread's first look on. Where it is late, this process was stopped itself and
+    // can blame no peer.
+    if (!peer->is_watched || late * 1e-9 > settings_.lost_seconds / 4) peer->heard = now;
+    peer->is_watched = true;
     if (seconds_between(peer->heard, now) > settings_.lost_seconds) (void)lose(silent(*peer, now));
     ask(peer, now, period);
     const double until_lost = std::max(settings_.lost_seconds - seconds_between(peer->heard, now), 0.0);

@@ -29,6 +29,7 @@ struct Peer {
   ControlFrame frame{};
   std::string unsent;       // of frames to it: its connection had no room
   uint32_t polled_for = 0;  // by the watcher
+  bool is_watched = false;  // the watcher has looked at it since it was first heard
   int64_t heard = 0;        // nanoseconds: its last sign of life; 0: none yet, and the world is not open
   int64_t asked = 0;        // the last ping
   int unanswered = 0;
