@@ -231,6 +231,22 @@ def test_of_rows_by_their_numbers(sizes):
     ]
 
 
+def _divided(x, y, ids, mask):
+    """Operations that no replica computes from the rows of all."""
+    vectors, at = tf.transpose(x, [0, 2, 1]), tf.cast(tf.reduce_sum(y) > 0.0, tf.int32)
+    return [
+        tf.linalg.cross(vectors, tf.tanh(vectors)),
+        tf.linalg.cross(vectors, tf.constant([[[1.0, 2.0, 3.0]] * 4], x.dtype)[0] + tf.zeros_like(vectors)),
+        tf.linalg.cross(tf.transpose(vectors, [1, 0, 2]), tf.transpose(vectors, [1, 0, 2]) ** 2),
+        tf.linalg.cross(tf.reduce_mean(vectors, 0), tf.constant([[1.0, 2.0, 3.0]] * 4, x.dtype)),
+        tf.histogram_fixed_width(tf.sigmoid(y[:, 0]), tf.constant([0.0, 1.0], y.dtype), 5),
+        tf.histogram_fixed_width(y, tf.constant([-1.0, 1.0], y.dtype), 5),
+        tf.switch_case(at + 1, [lambda: y, lambda: y * 2.0, lambda: tf.tanh(y)]),
+        tf.switch_case(at, [lambda: tf.reduce_mean(y, 0), lambda: tf.zeros([4], y.dtype), lambda: y[0] * 0.0]),
+        tf.switch_case(at, [lambda: tf.reduce_sum(y), lambda: tf.reduce_sum(y**2), lambda: tf.reduce_sum(-y)]),
+    ]
+
+
 def _beside_each_other(x, y, ids, mask):
     """Inputs whose placements, scales or axes of rows differ, and numbers that are no longer what they were."""
     rows, zeros, each = tf.shape(y)[0], tf.zeros([4], y.dtype), tf.cast(y > 0.0, tf.int32)
@@ -276,6 +292,13 @@ def _beside_each_other(x, y, ids, mask):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_of_inputs_that_do_not_lie_alike(sizes):
     check(_beside_each_other, *_arrays(sizes), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_divided(sizes):
+    values, _ = check(_divided, *_arrays(sizes), sizes=sizes)
+    kinds = [Shard, Shard, Shard, Partial, Partial, Partial, Shard, None, Partial]
+    assert [type(v.placement) for v, kind in zip(values, kinds, strict=True) if kind] == [k for k in kinds if k]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

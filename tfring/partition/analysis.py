@@ -205,9 +205,9 @@ class Walk:
             if isinstance(placement, Unplaced) and placement.reason != "own":
                 self.findings.append(Finding(placement.reason, placement.op, "what the step writes or prints"))
 
-    def body(self, op: Any, ins: Sequence[Value], attribute: str) -> list[Value]:
-        """Walks the function that an attribute of an operation names; returns its outputs."""
-        graph = self._body(op, attribute)
+    def body(self, op: Any, ins: Sequence[Value], attribute: str, position: int | None = None) -> list[Value]:
+        """Walks the function that an attribute of an operation names, or one of those; returns its outputs."""
+        graph = self._body(op, attribute, position)
         self._depth += 1
         try:
             known = self.graph(graph, ins)
@@ -252,8 +252,9 @@ class Walk:
         levels = [self.levels.get(name, 0) for name in before] + [self._levels_of_state.get(s, 0) for s in states]
         return max(levels, default=0)
 
-    def _body(self, op: Any, attribute: str) -> Any:
-        name = op.get_attr(attribute).name
+    def _body(self, op: Any, attribute: str, position: int | None = None) -> Any:
+        function = op.get_attr(attribute)
+        name = (function if position is None else function[position]).name
         if name not in self._bodies:
             self._bodies[name] = _tf.graph_of_function(op.graph, name)
         if self._bodies[name] is None:
@@ -791,6 +792,8 @@ _WITH_BODIES = (
     "StatefulPartitionedCall",
     "If",
     "StatelessIf",
+    "Case",
+    "StatelessCase",
     "While",
     "StatelessWhile",
     "IdentityN",

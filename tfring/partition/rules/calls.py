@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfring.partition import dims
@@ -37,22 +38,27 @@ def identity_n(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return list(ins)
 
 
-@rule("If", "StatelessIf", takes_numbers=True)
-def if_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Joins the results of both branches, if all replicas take the same."""
+@rule("If", "StatelessIf", "Case", "StatelessCase", takes_numbers=True)
+def branches(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Joins the results of all branches, if all replicas take the same."""
     condition, *arguments = ins
     _decided_alike(walk, condition)
-    before = dict(walk.contents)
-    first = walk.body(op, arguments, "then_branch")
-    after_first = walk.contents
-    walk.contents = dict(before)
-    second = walk.body(op, arguments, "else_branch")
-    after_second = walk.contents
-    walk.contents = {
-        handle: joined(walk, op, "", after_first.get(handle, Value(None)), after_second.get(handle, Value(None)))
-        for handle in {**after_first, **after_second}
-    }
-    return [joined(walk, op, i, a, b) for i, (a, b) in enumerate(zip(first, second, strict=True))]
+    bodies: list[tuple[str, int | None]] = [("then_branch", None), ("else_branch", None)]
+    if op.type in ("Case", "StatelessCase"):
+        bodies = [("branches", i) for i in range(len(op.get_attr("branches")))]
+    before, contents = walk.contents, []
+    results = []
+    for attribute, position in bodies:
+        walk.contents = dict(before)
+        results.append(walk.body(op, arguments, attribute, position))
+        contents.append(walk.contents)
+
+    def of_any(position: Any, values: Iterable[Value]) -> Value:
+        return functools.reduce(lambda a, b: joined(walk, op, position, a, b), values)
+
+    handles = {handle: None for each in contents for handle in each}
+    walk.contents = {handle: of_any("", [each.get(handle, Value(None)) for each in contents]) for handle in handles}
+    return [of_any(i, values) for i, values in enumerate(zip(*results, strict=True))]
 
 
 @rule("While", "StatelessWhile", takes_numbers=True)

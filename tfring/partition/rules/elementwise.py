@@ -168,6 +168,15 @@ def products(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [_combined(walk, ins, "product")]
 
 
+@rule("Cross")
+def cross(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """A product of vectors along the last axis."""
+    result = _combined(walk, ins, "product")
+    if is_sharded(result) and shard_of(result).axis == result.rank - 1:
+        raise NoRule
+    return [result]
+
+
 @rule("SquaredDifference")
 def squared_difference(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """`(x - y)^2`, of one scale."""

@@ -252,6 +252,15 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value(walk.shape(op.outputs[0], {0: value.shape[0]}), Shard(0), scale)]
 
 
+@rule("HistogramFixedWidth")
+def histogram(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
+    """Counts: a part of those of all rows."""
+    value, *bins = ins
+    unscaled(walk, [value])
+    replicated(walk, bins)
+    return [Value(walk.shape(op.outputs[0]), Partial() if is_sharded(value) else Replicate())]
+
+
 @rule("LowerBound", "UpperBound", "SearchSorted")
 def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each value by itself, among those that are sorted."""

@@ -46,8 +46,8 @@ class Walk(Protocol):
     def new_rows(self, op: Any, of: Any = None) -> str:
         """Returns a new symbol of rows, which an operation makes."""
 
-    def body(self, op: Any, ins: Sequence[Value], attribute: str) -> list[Value]:
-        """Walks the function that an attribute of an operation names; returns its outputs."""
+    def body(self, op: Any, ins: Sequence[Value], attribute: str, position: int | None = None) -> list[Value]:
+        """Walks the function that an attribute of an operation names, or one of those; returns its outputs."""
 
     def unchanged(self, op: Any) -> list[bool]:
         """Returns for each variable of a loop whether its body hands it on as it is."""
