@@ -231,6 +231,33 @@ def test_of_rows_by_their_numbers(sizes):
     ]
 
 
+def _of_numbers_of_rows(x, y):
+    """Numbers of rows that are of another axis than that of rows, and sizes that may be 0."""
+    rows, columns = tf.shape(x)[0], tf.tile(y, [1, 6])
+    averages = tf.reduce_mean(y, 0)
+    none = tf.boolean_mask(averages, averages > 9.0)
+    with tf.GradientTape() as tape:
+        tape.watch(y)
+        loss = tf.reduce_sum(tf.tile(y, [1, 6])[:, rows : 2 * rows] ** 2)
+        beside = [tf.concat([tf.cumsum(y, 0), y, tf.reverse(y, [0])], 1), tf.concat([y, tf.sort(y, axis=0)], 1)]
+        loss += sum(tf.reduce_mean(tf.tanh(each)) for each in beside)
+    return [
+        columns[:, :rows],
+        columns[:, rows:],
+        columns[..., : 2 * rows],
+        columns[:, None, rows::2],
+        columns[:rows, :rows],
+        tf.transpose(columns)[:rows],
+        tf.transpose(columns)[rows:, :rows],
+        tape.gradient(loss, y),
+        tf.where(tf.shape(none)[0] > 0, tf.reduce_sum(y), averages[0]),
+        tf.where(tf.equal(tf.size(none), 0), averages[0], tf.reduce_sum(y)),
+        tf.maximum(tf.size(none), 1),
+        tf.reduce_sum(y, 0)[:, None] * tf.linalg.diag(tf.zeros([4], y.dtype), padding_value=1.0),
+        tf.reduce_sum(x, 0)[:, :3] + tf.linalg.diag(tf.zeros([3], y.dtype), padding_value=1.0),
+    ]
+
+
 def _divided(x, y, ids, mask):
     """Operations that no replica computes from the rows of all."""
     vectors, at = tf.transpose(x, [0, 2, 1]), tf.cast(tf.reduce_sum(y) > 0.0, tf.int32)
@@ -244,6 +271,56 @@ def _divided(x, y, ids, mask):
         tf.switch_case(at + 1, [lambda: y, lambda: y * 2.0, lambda: tf.tanh(y)]),
         tf.switch_case(at, [lambda: tf.reduce_mean(y, 0), lambda: tf.zeros([4], y.dtype), lambda: y[0] * 0.0]),
         tf.switch_case(at, [lambda: tf.reduce_sum(y), lambda: tf.reduce_sum(y**2), lambda: tf.reduce_sum(-y)]),
+    ]
+
+
+def _beside_kept_rows(x, y, keep):
+    """What is of all rows beside what is of those that a mask keeps, of which the last replica has none."""
+    kept, count = tf.boolean_mask(y, keep > 0.0), tf.cast(tf.size(tf.where(keep > 0.0)), y.dtype)
+    total, mean = tf.reduce_sum(y, 0), tf.reduce_mean(kept, 0)
+    largest, is_large = tf.reduce_max(y, 0, keepdims=True), tf.reduce_sum(y) > 1e9
+    with tf.GradientTape() as tape:
+        tape.watch(y)
+        loss = tf.reduce_sum(tf.abs(y)) / count + tf.reduce_mean(tf.boolean_mask(y, keep > 0.0) ** 2) * count
+    return [
+        tf.math.divide_no_nan(tf.reduce_sum(tf.abs(y)), count),
+        tf.math.divide_no_nan(tf.abs(y), count),
+        tf.reduce_mean(y, 0) * (count / tf.cast(tf.shape(y)[0], y.dtype)),
+        total / tf.sqrt(count),
+        total * tf.math.rsqrt(count) ** 3,
+        y * count,
+        y + count,
+        tf.gather(tf.range(4.0, dtype=y.dtype) / count, tf.cast(keep, tf.int32) + 1),
+        tf.matmul(y, tf.eye(4, dtype=y.dtype) * count),
+        tf.einsum("ij,k->ik", y, tf.stack([count, 2.0 * count])),
+        tf.fill([tf.shape(y)[0]], count),
+        mean * count,
+        mean + 1.0 / count,
+        count * (1.0 / count),
+        tf.reduce_sum(kept, 0) / count,
+        tf.reduce_sum(kept, 0) / count * y,
+        mean * tf.sign(count),
+        tf.cast(tf.math.is_finite(1.0 / count), y.dtype),
+        tf.argmax(tf.constant([0.0, 1.0], y.dtype) * count),
+        (tf.constant([2.0], y.dtype) * count) ** 0,
+        total * count**2,
+        tf.reduce_sum(kept, 0) / tf.cast(tf.size(kept), y.dtype),
+        tf.concat([total[:1], tf.reshape(count, [1])], 0),
+        tf.stack([y[:, 0], tf.zeros_like(y[:, 1]) + count], 1),
+        tf.maximum(y, count),
+        tf.where(keep > 0.0, y[:, 0] / count, count),
+        tape.gradient(loss, y),
+        tf.nn.conv1d(largest[:, :, None], tf.constant([[[1.0]], [[-0.7]]], y.dtype), 1, "SAME"),
+        tf.nn.conv1d(y[:1, :, None] * 0.0 + 1.0, tf.reshape(largest[:, :2], [2, 1, 1]), 1, "SAME"),
+        tf.nn.bias_add(largest, tf.reduce_max(y * 2.0, 0)),
+        tf.reduce_sum(tf.cond(is_large, lambda: kept, lambda: tf.zeros_like(y)) - 1.0, 0),
+        tf.reduce_mean(tf.cond(is_large, lambda: kept, lambda: y) ** 2),
+        tf.reduce_mean(tf.cond(is_large, lambda: kept, lambda: tf.boolean_mask(y, keep < 1.0)) ** 2),
+        tf.nn.depthwise_conv2d(
+            largest[:, :, None, None], tf.constant([[[[1.0]]], [[[-0.7]]]], y.dtype), [1] * 4, "SAME"
+        ),
+        tf.tile(y, [0, 1]),
+        tf.repeat(tf.sort(y, 0), tf.cast(keep, tf.int32) + 1, axis=0),
     ]
 
 
@@ -292,6 +369,16 @@ def _beside_each_other(x, y, ids, mask):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_of_inputs_that_do_not_lie_alike(sizes):
     check(_beside_each_other, *_arrays(sizes), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_beside_kept_rows(sizes):
+    check(_beside_kept_rows, *_arrays(sizes)[:2], np.array([1.0, 1, 0, 1, 0, 0, 0, 0]), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_of_numbers_of_rows(sizes):
+    check(_of_numbers_of_rows, *_arrays(sizes)[:2], sizes=sizes)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -269,6 +269,7 @@ STATES = {
     "a metric of kept rows": lambda m, x, y: m.tracker.update_state(tf.boolean_mask(y, y > -1.0)),
     "a metric of the last batch": lambda m, x, y: (m.tracker.reset_state(), m.tracker.update_state(y)),
     **{f"metric: {name}": lambda m, x, y, write=write: write(m.tracker.total, x, y) for name, write in METRICS.items()},
+    "a weight, before the optimizer": lambda m, x, y: m.dense.kernel.assign_add(0.01 * tf.reduce_sum(x, 0)[:, None]),
     "if any": lambda m, x, y: tf.cond(
         tf.reduce_max(y) > 1.0, lambda: m.state.assign(tf.reduce_max(y)), lambda: m.state.assign(-1.0)
     ),
@@ -643,6 +644,7 @@ PREDICTIONS = {
     "places of maxima": lambda x: tf.reshape(
         tf.nn.max_pool_with_argmax(_images(x), (2, 3), 1, "VALID", include_batch_in_index=True)[1], [-1]
     ),
+    "numbers as they are": lambda x: tf.range(tf.shape(x)[0]),
     "contrast over the rows": lambda x: tf.image.adjust_contrast(tf.reshape(x, [-1, 2, 3]), 2.0),
     "inverse of a kernel": lambda x: tf.linalg.inv(tf.exp(-tf.reduce_sum((x[:, None] - x) ** 2, -1))) @ x,
     "the third of the rows": lambda x: x - tf.raw_ops.NthElement(input=x[:, 0], n=2),

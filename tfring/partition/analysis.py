@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfring import _tf
-from tfring.partition import constants, conversions, dims, marks
+from tfring.partition import constants, conversions, dims, marks, slices
 from tfring.partition.conversions import Conversion
 from tfring.partition.dims import Size
 from tfring.partition.replicas import DifferentReplicasError, Twins, names_of_own
@@ -43,6 +43,8 @@ from tfring.partition.types import (
     is_partial,
     is_replicated,
     is_sharded,
+    kept_rows,
+    own_rows,
     rows_in,
 )
 
@@ -155,6 +157,7 @@ class Walk:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
+        self.updated: set[Any] = set()  # and of those that operations of tfring's own read or write
         self._twins = twins
         self._needed = needed  # names of operations of which something comes
         self._marked = marked  # and of those that a mark is computed from
@@ -179,8 +182,11 @@ class Walk:
     def graph(self, graph: Any, ins: Sequence[Value]) -> dict[str, Value]:
         """Returns the values of the tensors of a graph, by name, given those of its inputs."""
         known = {tensor.name: value for tensor, value in zip(graph.inputs, ins, strict=True)}
-        own = names_of_own(graph)
-        for op in in_order(graph):
+        own, ordered = names_of_own(graph), in_order(graph)
+        if not self._depth:
+            handles = {t.name for op in ordered if op.name in own for t in op.inputs if t.dtype.name == "resource"}
+            self.updated = {value.handle for name, value in known.items() if name in handles}
+        for op in ordered:
             if op.type == "Placeholder" and op.outputs[0].name in known:
                 continue
             first_edit, contents = len(self.edits), self.contents
@@ -294,7 +300,7 @@ class Walk:
         if unplaced is not None and op.type not in _WITH_BODIES:
             return self._unplaced(op, ins, unplaced)
         if of_shape is not None:
-            return self._sizes_of_all(op, ins[0], of_shape)
+            return [self._size_of_any(value, numbers) for value, numbers in zip(ins, of_shape, strict=True)]
         if any(map(is_drawn, ins)):
             values = self._of_drawn(op, ins)
             if values is not None:
@@ -351,6 +357,23 @@ class Walk:
             raise NoRule
         adds_to = _adds_to(op, ins)
         return [dataclasses.replace(v, is_held=found, adds_to=adds_to) if is_partial(v) else v for v in values]
+
+    def _of_kept(self, op: Any, ins: Sequence[Value], values: list[Value]) -> list[Value]:
+        """Returns results of which it is known whether they are sums over rows that a mask keeps.
+
+        A replica that has none of these rows holds nothing of a mean over them, so nothing else is multiplied by one.
+        """
+        if op.type in _WITH_BODIES or op.type == "ReadVariableOp":
+            return values
+        given = [value for value in ins if not is_replicated(value) and not value.is_zero]
+        rows = {own_rows(value, self.rows) for value in given}
+        absent = rows | {value.none_of for value in given}
+        absent.update(*(kept_rows(value.scale) for value in given))
+        if any(not is_replicated(value) and kept_rows(value.scale) - absent for value in values):
+            raise NoRule
+        if len(rows) != 1 or not rows - {None, ROWS}:
+            return values
+        return [dataclasses.replace(v, none_of=next(iter(rows))) if v.placement == Partial() else v for v in values]
 
     def _of_own(self, op: Any, tensor: Any) -> Value:
         if tensor.dtype.name == "resource":
@@ -448,7 +471,7 @@ class Walk:
     def _placed(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         """Returns the values of an operation's results by its rule; Unplaced where it does not say."""
         try:
-            values = self._held(op, ins, self._by_rule(op, ins))
+            values = self._of_kept(op, ins, self._held(op, ins, self._by_rule(op, ins)))
             self._fit_sizes(op, ins, values)
         except NoRule:
             return self._unplaced(op, ins, Unplaced(op))
@@ -468,11 +491,10 @@ class Walk:
         own = value.placement.axis if isinstance(value.placement, Shard) else None
         return any(rows_in_any(size, self.rows) for axis, size in enumerate(value.shape) if axis != own)
 
-    def _sizes_of_all(self, op: Any, value: Value, sizes: Sequence[Any]) -> list[Value]:
-        """Returns the sizes of what has all rows; beside those of a replica's, these are put in their place."""
-        if not is_sharded(value):
-            return [Value(numbers.shape, const=numbers, is_total=True) for numbers in sizes]
-        return [Value(numbers.shape, const=numbers, is_total=None) for numbers in sizes]
+    def _size_of_any(self, value: Value, numbers: Any) -> Value:
+        """Returns the sizes of a value, which may have all rows, or these and a replica's own."""
+        is_total = (None if is_sharded(value) else True) if self._has_all_rows(value) else False
+        return Value(numbers.shape, const=numbers, is_total=is_total)
 
     def _fit_sizes(self, op: Any, ins: Sequence[Value], values: list[Value]) -> None:
         """Converts sizes that an operation is given to those it has to be given, as its results are placed."""
@@ -493,24 +515,27 @@ class Walk:
             of_rows = [j for j, size in enumerate(np.ravel(value.const)) if rows_in_any(size, self.rows)]
             if not of_rows:
                 continue
-            own = self._own_sizes(op, ins, result, value, of_rows)
+            own = self._own_sizes(op, ins, result, i)
             if any((j in own) == value.is_total for j in of_rows):
                 if self._depth:
                     raise NoRule
                 self._edit(op, i, value, conversions.Numbers(own))
 
-    def _own_sizes(
-        self, op: Any, ins: Sequence[Value], result: Value, sizes: Value, of_rows: Sequence[int]
-    ) -> tuple[int, ...]:
-        """Returns the positions of the sizes that have to be this replica's."""
+    def _own_sizes(self, op: Any, ins: Sequence[Value], result: Value, position: int) -> tuple[int, ...]:
+        """Returns the positions of the sizes, in the input at a position, that have to be this replica's."""
+        sizes = ins[position].const
         of = {"StridedSlice": ins[0], "StridedSliceGrad": result}.get(op.type)
         if of is not None:
-            if is_sharded(of) and self._has_all_rows(of):
+            if not isinstance(of.placement, Shard):
+                return ()
+            if self._has_all_rows(of):
                 raise NoRule
-            return tuple(of_rows) if is_sharded(of) else ()
+            is_of_limits = op.type == "StridedSlice" or position > 0
+            axes = slices.axes(op, len(sizes), of.rank) if is_of_limits else list(range(of.rank))
+            return tuple(i for i, axis in enumerate(axes) if axis == of.placement.axis)
         if not isinstance(result.placement, Shard):
             return ()
-        if np.ndim(sizes.const):
+        if np.ndim(sizes):
             return (result.placement.axis,)
         return (0,) if op.type in ("Range", "UnsortedSegmentSum") else ()
 
@@ -603,8 +628,9 @@ class Walk:
             fits = False
         if what == "added":
             fits = like is not None and like.adds_to is not None and value.adds_to is like.adds_to
+        fits = fits and value.points_into is None
         if what in ("rows of gradients", "ids of gradients"):
-            fits = fits and not self._has_all_rows(value) and value.points_into is None
+            fits = fits and not self._has_all_rows(value)
         if fits:
             return value
         found = None

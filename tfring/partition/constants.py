@@ -146,11 +146,8 @@ def _computed(op: Any, given: list[Any]) -> list[Any] | None:
 
 
 def _compared(comparison: str, a: Size, b: Size) -> Size:
-    """Returns 0 or 1 for a comparison; None where it depends on what symbols stand for, which is 1 at least.
-
-    Of the rows that a mask keeps there may be none.
-    """
-    if a != b and (dims.is_of_kept(a) or dims.is_of_kept(b)):
+    """Returns 0 or 1 for a comparison; None where it depends on what symbols stand for."""
+    if a != b and (dims.may_be_zero(a) or dims.may_be_zero(b)):
         return None
     largest, smallest = dims.maximum(a, b), dims.minimum(a, b)
     if a != b and (largest is None or largest == smallest or 1 in (a, b)):
@@ -188,7 +185,7 @@ def _reduction_axes(a: Any, b: Any) -> list[Any] | None:
 
 def _offsets(axis: int, shapes: Sequence[Any]) -> list[Any] | None:
     others = [{shape[i] for shape in shapes} for i in range(len(shapes[0])) if i != axis % len(shapes[0])]
-    if any(len(found) > 1 and any(map(dims.is_of_kept, found)) for found in others):
+    if any(len(found) > 1 and any(map(dims.is_of_rows, found)) for found in others):
         return None  # the kernel compares them
     at: Size = 0
     offsets = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+ROWS = "n"  # the symbol of the rows of a batch
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dim:
@@ -97,7 +99,7 @@ def modulo(a: Size, b: Size) -> Size:
 
 
 def maximum(a: Size, b: Size) -> Size:
-    """Returns the larger; a symbol is at least 1, and the rows that a mask keeps at least 0."""
+    """Returns the larger; a batch has one row or more, other symbols are 0 or more."""
     return _chosen(a, b, largest=True)
 
 
@@ -117,7 +119,7 @@ def _chosen(a: Size, b: Size, largest: bool) -> Size:
         return max(a, b) if largest else min(a, b)
     dim, number = (a, b) if isinstance(a, Dim) else (b, a)
     assert isinstance(dim, Dim) and isinstance(number, int)
-    least = 0 if is_of_kept(dim) else 1
+    least = 0 if may_be_zero(dim) else 1
     if dim.coefficient < 1 or number > least:
         return None
     return dim if largest else number
@@ -144,6 +146,11 @@ def symbols(size: Size) -> dict[str, int]:
     return dict(size.powers) if isinstance(size, Dim) else {}
 
 
-def is_of_kept(size: Size) -> bool:
-    """Returns True if a size depends on the rows that a mask keeps."""
-    return any(name.startswith("rows:") for name in symbols(size))
+def is_of_rows(size: Size) -> bool:
+    """Returns True if a size depends on the rows of a batch, or on those that a mask keeps."""
+    return any(name == ROWS or name.startswith("rows:") for name in symbols(size))
+
+
+def may_be_zero(size: Size) -> bool:
+    """Returns True if a size depends on another symbol than the rows of a batch, such as those that a mask keeps."""
+    return any(name != ROWS for name in symbols(size))

@@ -29,6 +29,18 @@ class Index(NamedTuple):
     parts: list[Part]
 
 
+def axes(op: Any, count: int, rank: int) -> list[int | None]:
+    """Returns the axis of a tensor of a rank that each number of a StridedSlice's limits is of; None of no axis."""
+    masks = {name: op.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis")}
+    is_none = [bool((masks["ellipsis"] | masks["new_axis"]) >> i & 1) for i in range(count)]
+    found: list[int | None] = []
+    axis = 0
+    for i in range(count):
+        found.append(None if is_none[i] else axis)
+        axis += rank - is_none.count(False) if masks["ellipsis"] >> i & 1 else not is_none[i]
+    return found
+
+
 def parse(op: Any, limits: Sequence[Any], rank: int) -> Index:
     """Reads a StridedSlice, or its gradient, of a tensor of a rank.
 

@@ -28,9 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfring.partition.dims import Dim, Size, symbols
-
-ROWS = "n"  # the symbol of the rows of a batch
+from tfring.partition.dims import ROWS, Dim, Size, symbols
 
 
 class Replicate(NamedTuple):
@@ -120,6 +118,7 @@ class Value:
       is_held: whether a part is of what replicas hold in parts, such as a metric's state, of which one without rows of
         the batch has its part, too; None where it is such a part beside one of the batch, in a body.
       adds_to: what a variable held when it was read, where it is that, or that plus a part of the batch.
+      none_of: of a part of a sum, the symbol of rows that a mask keeps, without any of which a replica holds zeros.
       is_zero: whether it is zeros, which fit every scale.
       is_uniform: whether all rows are alike, so that they fit any order of rows.
       handle: of a resource, which variable it is.
@@ -133,6 +132,7 @@ class Value:
     scale: Scale = UNSCALED
     const: Any = None
     points_into: Any = None
+    none_of: str | None = None
     is_zero: bool = False
     is_uniform: bool = False
     handle: Any = None
@@ -195,6 +195,18 @@ def has_numbers(value: Value, rows: set[str]) -> bool:
 def is_drawn(value: Value) -> bool:
     """Returns True if each replica has drawn a value by itself."""
     return isinstance(value.placement, Drawn)
+
+
+def kept_rows(scale: Scale) -> set[str]:
+    """Returns the symbols in a scale of rows that masks keep, of which a replica may have none."""
+    return {name for name, _ in scale if name != ROWS}
+
+
+def own_rows(value: Value, rows: set[str]) -> str | None:
+    """Returns the symbol of the rows that a replica holds of a value; None where it holds none."""
+    if not isinstance(value.placement, Shard) or value.shape is None:
+        return None
+    return rows_in(value.shape[value.placement.axis], rows)
 
 
 def rows_in(size: Size, rows: set[str]) -> str | None:

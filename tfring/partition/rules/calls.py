@@ -21,6 +21,7 @@ from tfring.partition.types import (
     is_partial,
     is_replicated,
     is_sharded,
+    own_rows,
 )
 
 _LONGEST = 12  # walks over the body of a loop until its types stay
@@ -120,9 +121,11 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
     for value, other in ((a, b), (b, a)):
         if isinstance(value.placement, Unplaced):
             return value
-        if value.is_empty or (value.is_zero and not value.is_empty and not other.is_zero and _fits(value, other)):
+        if value.is_empty or (value.is_zero and not other.is_zero and _fits(walk, value, other)):
             return _like_zero(other, value)
     shape = _joined_shape(op, position, a.shape, b.shape)
+    if own_rows(a, walk.rows) != own_rows(b, walk.rows) and a.placement == b.placement:
+        return Value(shape, Unplaced(op))  # rows, or other rows
     if a.placement == b.placement and a.scale == b.scale:
         const = a.const if is_same else None
         points = a.points_into if a.points_into == b.points_into else None
@@ -151,11 +154,14 @@ def _is_mean(value: Value, other: Value) -> bool:
     return other.scale == PER_MEAN and value.scale == UNSCALED
 
 
-def _fits(zero: Value, other: Value) -> bool:
-    """Returns True if zeros may stand where there is another value: rows of zeros for rows, but for no row numbers."""
+def _fits(walk: Walk, zero: Value, other: Value) -> bool:
+    """Returns True if zeros may stand where there is another value: as many rows for rows, but for no row numbers."""
     if other.points_into is not None:
         return False
-    return is_replicated(zero) or zero.placement == other.placement or (zero.is_uniform and is_sharded(other))
+    if is_sharded(other) and not other.is_list and zero.shape is not None:
+        is_alike = zero.is_uniform or zero.placement == other.placement
+        return is_sharded(zero) and is_alike and own_rows(zero, walk.rows) == own_rows(other, walk.rows)
+    return is_replicated(zero) or zero.placement == other.placement
 
 
 def _like_zero(value: Value, zero: Value) -> Value:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.dims import Dim, Size
-from tfring.partition.rules.table import NoRule, Walk, beside, kept, no_extremes, rule, scale_of, shard_of
+from tfring.partition.rules.table import NoRule, Walk, beside, kept, no_extremes, rule, scale_of_product, shard_of
 from tfring.partition.types import (
     Partial,
     Placement,
@@ -16,7 +16,6 @@ from tfring.partition.types import (
     is_partial,
     is_sharded,
     rows_in,
-    times,
 )
 
 
@@ -89,7 +88,7 @@ def _contracted(
         if label not in sizes or not _is_better(walk, sizes[label], size):
             sizes[label] = size
     shape = tuple(sizes[label] for label in result)
-    scale = times(scale_of(walk, one), scale_of(walk, other))
+    scale = scale_of_product(walk, ins)
     is_zero = one.is_zero or other.is_zero
     placement = _placement(walk, ins, (list(first), list(second)), list(result))
     return Value(shape, placement, scale, is_zero=is_zero)
@@ -137,7 +136,8 @@ def convolution(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     rows, kernel = ins
     if is_sharded(kernel):
         raise NoRule
-    scale = times(scale_of(walk, rows), scale_of(walk, kernel))
+    no_extremes(ins)
+    scale = scale_of_product(walk, ins)
     if is_sharded(rows):
         if is_partial(kernel) or shard_of(rows).axis:
             raise NoRule
@@ -160,7 +160,7 @@ def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> lis
         raise NoRule
     assert rows.shape is not None
     known = dict(enumerate(sizes.const.tolist())) if sizes.const is not None else {0: rows.shape[0]}
-    scale = times(scale_of(walk, rows), scale_of(walk, kernel))
+    scale = scale_of_product(walk, [rows, kernel])
     return [Value(walk.shape(op.outputs[0], known), rows.placement, scale, is_zero=rows.is_zero)]
 
 
@@ -170,5 +170,5 @@ def convolution_filter_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> li
     rows, _, gradients = ins
     if not is_sharded(rows) or not is_sharded(gradients) or rows.placement != gradients.placement:
         raise NoRule
-    scale = times(scale_of(walk, rows), scale_of(walk, gradients))
+    scale = scale_of_product(walk, [rows, gradients])
     return [Value(walk.shape(op.outputs[0]), Partial(), scale, is_zero=rows.is_zero or gradients.is_zero)]

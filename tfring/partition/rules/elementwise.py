@@ -19,6 +19,8 @@ from tfring.partition.rules.table import (
     rule,
     same_scale,
     scale_of,
+    scale_of_power,
+    scale_of_product,
     shard_of,
     summed,
     unscaled,
@@ -238,7 +240,7 @@ def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_partial(value):
         raise NoRule
     degree = _DEGREES[op.type]
-    scale = times(UNSCALED, scale_of(walk, value), degree)
+    scale = scale_of_power(walk, value, degree)
     return [kept(walk, value, value.shape, scale=scale, is_zero=value.is_zero and degree > 0)]
 
 
@@ -248,7 +250,7 @@ def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if op.type == "Pow" and ins[1].const is not None and ins[1].const.size == 1 and not is_partial(ins[0]):
         exponent = ins[1].const.item()
         if isinstance(exponent, int):
-            scale = times(UNSCALED, scale_of(walk, ins[0]), exponent)
+            scale = scale_of_power(walk, ins[0], exponent)
             return [Value(ins[0].shape, ins[0].placement, scale)]
     is_of_counts = op.type in ("FloorDiv", "FloorMod") and not any(map(is_partial, ins))
     if is_of_counts and any(scale_of(walk, value) != UNSCALED for value in ins):
@@ -293,7 +295,7 @@ def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
     is_linear = how == "product" or (how == "ratio" and not is_partial(ins[1]))
     if not is_linear or len(parts) > 1 or parts[0].placement != Partial("sum"):
         raise NoRule
-    return Value(shape, Partial(), _scale(walk, ins, how), is_zero=is_zero)
+    return Value(shape, Partial(), _scale(walk, ins, how), none_of=parts[0].none_of, is_zero=is_zero)
 
 
 def _is_zero(ins: Sequence[Value], how: str) -> bool:
@@ -305,10 +307,7 @@ def _is_zero(ins: Sequence[Value], how: str) -> bool:
 def _scale(walk: Walk, ins: Sequence[Value], how: str) -> Scale:
     if how in ("sum", "choice"):
         return same_scale(walk, ins)
-    scale: Scale = UNSCALED
-    for i, value in enumerate(ins):
-        scale = times(scale, scale_of(walk, value), -1 if how == "ratio" and i else 1)
-    return scale
+    return scale_of_product(walk, ins, is_ratio=how == "ratio")
 
 
 def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bool]:

@@ -18,7 +18,6 @@ from tfring.partition.rules.table import (
     replicated,
     rule,
     same_scale,
-    scale_of,
     shard_of,
     summed,
     unscaled,
@@ -308,6 +307,8 @@ def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | 
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
+        if shape[axis + offset] != value.shape[axis]:
+            raise NoRule  # as many as what all replicas hold
         return kept(walk, value, tuple(shape), Shard(axis + offset, blocks))
     if not with_rows:
         return kept(walk, value, tuple(shape))
@@ -330,6 +331,8 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_sharded(value):
         axis, blocks = shard_of(value)
         if times[axis] != 1:
+            if times[axis] == 0:
+                return [Value(tuple(shape), is_zero=True)]
             if isinstance(times[axis], int) and not isinstance(blocks, tuple):
                 return [kept(walk, value, tuple(shape), Shard(axis, dims.multiply(blocks, times[axis])))]
             raise NoRule
@@ -476,5 +479,5 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         diagonal, *sizes = (each.const.item() for each in ins[1:4])
         if diagonal == 0 and sizes == [-1, -1]:
             known[value.rank] = value.shape[-1]
-    scale_of(walk, value)
-    return [kept(walk, value, walk.shape(op.outputs[0], known))]
+    is_zero = value.is_zero and (padding is None or padding.is_zero)
+    return [kept(walk, value, walk.shape(op.outputs[0], known), is_zero=is_zero)]

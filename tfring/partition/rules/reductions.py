@@ -14,11 +14,11 @@ from tfring.partition.rules.table import (
     no_extremes,
     rule,
     scale_of,
+    scale_of_power,
     shard_of,
     unscaled,
 )
 from tfring.partition.types import (
-    UNSCALED,
     Partial,
     Replicate,
     Shard,
@@ -81,7 +81,7 @@ def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     [value] = ins
     if is_partial(value):
         raise NoRule
-    scale = times(UNSCALED, scale_of(walk, value), 2)
+    scale = scale_of_power(walk, value, 2)
     return [Value((), Partial() if is_sharded(value) else Replicate(), scale, is_zero=value.is_zero)]
 
 
@@ -93,7 +93,7 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     over = int(np.ravel(axis.const)[0]) % value.rank
     shape = tuple(size for i, size in enumerate(value.shape) if i != over)
-    scale_of(walk, value)  # which all entries have
+    scale_of_power(walk, value, 0)  # all entries have one scale
     if not is_sharded(value):
         return [Value(shape)]
     if shard_of(value).axis == over:

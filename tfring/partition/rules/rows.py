@@ -14,6 +14,7 @@ from tfring.partition.rules.table import (
     rule,
     same_scale,
     scale_of,
+    scale_of_power,
     shard_of,
     summed,
     unscaled,
@@ -121,6 +122,7 @@ def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if shard_of(value).axis == channels or (is_partial(bias) and not bias.is_zero):
             raise NoRule
         return [Value(value.shape, value.placement, same_scale(walk, ins))]
+    no_extremes(ins)
     placement, scale = summed(walk, ins)
     return [Value(value.shape, placement, scale)]
 
@@ -148,6 +150,8 @@ def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     keeps = op.type in ("Softmax", "LogSoftmax", "FFT", "FFT2D", "IFFT2D")
     known = dict(enumerate(value.shape if keeps else value.shape[:-1]))
+    if op.type == "TopKV2" and ins[1].const is not None:
+        known[value.rank - 1] = ins[1].const.item()
     return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
 
 
@@ -181,7 +185,7 @@ def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     [value] = ins
     if is_partial(value):
         raise NoRule
-    scale = scale_of(walk, value) if op.type == "ComplexAbs" else ()
+    scale = scale_of_power(walk, value, 1 if op.type == "ComplexAbs" else 0)
     return [Value(value.shape, value.placement, scale)]
 
 

@@ -49,8 +49,10 @@ def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("AssignVariableOp")
 def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The variable holds the value."""
+    """The variable holds the value; one that an optimizer updates that of one process."""
     handle, value = ins
+    if handle.handle in walk.updated:
+        unscaled(walk, [value])
     walk.contents[handle.handle] = Value(None, value.placement, scale_of(walk, value), is_zero=value.is_zero)
     return []
 

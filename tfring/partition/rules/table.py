@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 from tfring.partition.dims import Size
@@ -18,6 +19,8 @@ from tfring.partition.types import (
     is_partial,
     is_replicated,
     is_sharded,
+    kept_rows,
+    own_rows,
     rows_in,
     times,
 )
@@ -33,10 +36,12 @@ class Walk(Protocol):
     Attributes:
       rows: the symbols of rows.
       contents: of each variable that the step has written, what it holds.
+      updated: the handles of variables that operations of tfring's own read or write, such as an optimizer's.
     """
 
     rows: set[str]
     contents: dict[Any, Value]
+    updated: set[Any]
 
     def shape(
         self, tensor: Any, known: dict[int, Size] | None = None, like: Sequence[Size] | None = None
@@ -136,10 +141,35 @@ def _is_mean_of(scale: Scale, mine: Scale) -> bool:
 
 def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
     """Returns the one scale of values; zeros fit any."""
-    scales = {scale_of(walk, value) for value in _counted(values)}
+    counted = _counted(values)
+    scales = {scale_of(walk, value) for value in counted}
     if len(scales) > 1:
         raise NoRule
-    return scales.pop() if scales else UNSCALED
+    scale = scales.pop() if scales else UNSCALED
+    is_mixed = any(map(is_replicated, counted)) and not all(map(is_replicated, counted))
+    if is_mixed and kept_rows(scale) - {own_rows(value, walk.rows) for value in counted}:
+        raise NoRule  # a replica that has none of these rows holds zeros of one, and no zero of the other
+    return scale
+
+
+def scale_of_product(walk: Walk, values: Sequence[Value], is_ratio: bool = False) -> Scale:
+    """Returns the scale of a product, or of the first divided by the second."""
+    scale = scale_of(walk, values[0])
+    for value in values[1:]:
+        scale = times(scale, scale_of(walk, value), -1 if is_ratio else 1)
+    of_any = set().union(*(kept_rows(scale_of(walk, value)) for value in values))
+    if of_any - kept_rows(scale):  # zero times infinity, on a replica that has none of these rows
+        raise NoRule
+    return scale
+
+
+def scale_of_power(walk: Walk, value: Value, exponent: Fraction | int) -> Scale:
+    """Returns the scale of `f(x)` with `f(c x) = c^exponent f(x)` for `c > 0`."""
+    scale = scale_of(walk, value)
+    is_of_zero = exponent == 0 or (exponent < 0 and not is_replicated(value))
+    if is_of_zero and kept_rows(scale):  # c is 0 on a replica that has none of these rows
+        raise NoRule
+    return times(UNSCALED, scale, exponent)
 
 
 def _counted(values: Iterable[Value]) -> list[Value]:
@@ -150,7 +180,8 @@ def kept(
     walk: Walk, value: Value, shape: tuple[Size, ...] | None, placement: Placement | None = None, **changes: Any
 ) -> Value:
     """Returns a value of the same scale: a view of another, or what is linear in it."""
-    fields = {"scale": scale_of(walk, value), "is_zero": value.is_zero, "is_uniform": value.is_uniform, **changes}
+    names = ("none_of", "is_zero", "is_uniform")
+    fields = {"scale": scale_of(walk, value), **{name: getattr(value, name) for name in names}, **changes}
     return Value(shape, value.placement if placement is None else placement, **fields)
 
 
