@@ -196,7 +196,7 @@ class Walk:
             ins = [known[tensor.name] for tensor in op.inputs]
             values = self._operation(op, ins, is_own, known)
             if self._depth == 0 and op.name in self._needed and (not op.outputs or op.type in _WITH_BODIES):
-                self._find_effects()
+                self._find_effects([] if op.name in self._marked else values)
             if is_own:
                 self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
@@ -204,10 +204,14 @@ class Walk:
                 self._note(op, values, self.edits[first_edit:])
         return known
 
-    def _find_effects(self) -> None:
-        """Finds what operations do, print or write with what one process does not have."""
-        for key in [key for key in self.contents if isinstance(key, str)]:
-            placement = self.contents.pop(key).placement
+    def _find_effects(self, values: Sequence[Value]) -> None:
+        """Finds what operations do, print or write with what one process does not have.
+
+        Args:
+          values: the results of bodies that run for what they do alone.
+        """
+        effects = [self.contents.pop(key) for key in [key for key in self.contents if isinstance(key, str)]]
+        for placement in (value.placement for value in [*effects, *values]):
             if isinstance(placement, Unplaced) and placement.reason != "own":
                 self.findings.append(Finding(placement.reason, placement.op, "what the step writes or prints"))
 
