@@ -5,7 +5,7 @@
     python benchmarks/equality/keras_tests.py --modes lockstep                after the other modes
 
 The tests are those of the wheel (`keras/src/**/*_test.py`), which need pytest and absl-py, some of them jax.
-All run in one process a mode, which begins again after a test that ends it:
+The files of a folder run in one process a mode, which begins again after a test that ends it:
 
     plain      without tfring
     beside     a strategy of one worker was made before the tests
@@ -32,6 +32,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,11 @@ class Plugin:
     def note(self, test: str, *outcome: str) -> None:
         print(json.dumps([test.rpartition("keras/src/")[2], outcome]), file=self.file, flush=True)
 
+    def pytest_collectreport(self, report: Any) -> None:
+        """Notes a file whose tests cannot be read, such as for want of a package."""
+        if report.outcome == "failed" and report.nodeid.rpartition("keras/src/")[2] not in self.done:
+            self.note(report.nodeid, "failed", str(report.longrepr).splitlines()[-1])
+
     def pytest_collection_modifyitems(self, items: list) -> None:
         """Leaves out tests that have run, or failed in a mode before."""
         items[:] = [item for item in items if item.nodeid.rpartition("keras/src/")[2] not in self.done]
@@ -85,8 +91,12 @@ class Plugin:
 
 def run_modules(names: list[str]) -> int:
     """Runs the tests of modules in this process."""
+    conftest: Any = types.ModuleType("conftest")  # that of Keras' repository, which the wheel does not hold
+    conftest.skip_if_backend = lambda name, reason: pytest.mark.skipif(name == "tensorflow", reason=reason)
+    sys.modules["conftest"] = conftest
     options = ["-x"] if os.environ[_MODE] == "lockstep" else []  # after a failure ranks are not in step
-    options += ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider", "--rootdir", "/"]
+    options += ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    options += ["--rootdir", "/", "-c", os.devnull, "--noconftest"]  # those of Keras, not of this folder
     return pytest.main(["--pyargs", *names, *options], plugins=[Plugin()])
 
 
@@ -158,9 +168,12 @@ def main() -> None:
     source, out = pathlib.Path(package) / "src", pathlib.Path(options.out)
     files = [path.relative_to(source) for path in sorted(source.rglob("*_test.py"))]
     files = [file for file in files if any(part in str(file) for part in options.only)]
-    modules = [".".join(("keras", "src", *file.with_suffix("").parts)) for file in files]
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        folders.setdefault(str(file.parent), []).append(".".join(("keras", "src", *file.with_suffix("").parts)))
     modes: dict[str, Outcomes] = json.loads(out.read_text()) if out.exists() else {}
-    for mode in (mode for mode in MODES if mode in options.modes):
+    order = [mode for mode in MODES if mode in options.modes]
+    for mode, modules in ((mode, modules) for modules in folders.values() for mode in order):
         needed = {"plain": (), "lockstep": ("plain", "scope")}.get(mode, ("plain",))
         failed = [test for other in needed for test in modes[other].keys() - passed(modes[other])]
         found = outcomes_of(modules, mode, options.seconds, failed)
