@@ -216,6 +216,7 @@ def embedded(optimizer: Callable, **options: Any) -> Callable:
         hidden = keras.layers.Dense(8, activation="tanh")(keras.ops.mean(rows, axis=1))
         model = keras.Model(ids, keras.layers.Dense(1)(hidden))
         model.compile(optimizer(), "mse", metrics=["mae"], jit_compile=False, **options)
+        model.optimizer.build(model.trainable_variables)  # Keras alone loses what ScheduleFreeAdamW builds in a step
         return model
 
     return make
