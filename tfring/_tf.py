@@ -590,10 +590,13 @@ def next_or_dummy(iterator: Any) -> tuple:
     Where no shape is static but the last dimensions, zeros have no rows; TensorFlow's own forget static first ones.
     """
     elements, have_value = [], []
-    for optional in iterator._iterators[0].get_next_as_optional_list():
-        have_value.append(optional.has_value())
-        elements.append(tf.cond(have_value[-1], optional.get_value, lambda o=optional: _zeros(o.element_spec)))
-    if isinstance(iterator, _IteratorAndThen):
+    computes = isinstance(iterator, _IteratorAndThen)
+    # What is drawn may be all rows: on a GPU, where TensorFlow places what no device is said of, they would be copied.
+    with tf.device(iterator._input_workers.worker_devices[0]) if computes else contextlib.nullcontext():
+        for optional in iterator._iterators[0].get_next_as_optional_list():
+            have_value.append(optional.has_value())
+            elements.append(tf.cond(have_value[-1], optional.get_value, lambda o=optional: _zeros(o.element_spec)))
+    if computes:
         elements = [iterator.of(element, drawn) for element, drawn in zip(elements, have_value, strict=True)]
     return elements, have_value
 

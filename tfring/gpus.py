@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from tfring import config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"  # TensorFlow's: takes memory of a GPU as it needs it, not all at the start
 _SECONDS = 20.0  # for nvidia-smi, which starts the driver where nothing has
 
 
@@ -33,7 +34,10 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 def gpu_variables(
     local_rank: int, num_workers: int, environ: Mapping[str, str], *, is_server: bool = False
 ) -> dict[str, str]:
-    """Returns `CUDA_VISIBLE_DEVICES` for one process of a host: the GPU of its local rank, for a server none.
+    """Returns the variables by which one process of a host finds its GPU.
+
+    `CUDA_VISIBLE_DEVICES` names that of its local rank, for a server none. Where there are fewer GPUs than workers,
+    which then share them, TensorFlow takes memory as it needs it, unless the environment says whether it does.
 
     Args:
         local_rank: The number of the process among the workers of its host.
@@ -42,17 +46,19 @@ def gpu_variables(
         is_server: Whether it is a parameter server, which computes on CPUs.
 
     Returns:
-        Nothing where there are no GPUs, or fewer than workers: they then share what there is.
+        Nothing where there are no GPUs.
 
     >>> gpu_variables(1, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"}), gpu_variables(1, 4, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
-    ({'CUDA_VISIBLE_DEVICES': '5'}, {})
+    ({'CUDA_VISIBLE_DEVICES': '5'}, {'TF_FORCE_GPU_ALLOW_GROWTH': 'true'})
     """
     if config.read("TFRING_GPUS", environ) == "all":
         return {}
     gpus = visible_gpus(environ)
     if is_server:
         return {VISIBLE: "-1"} if gpus else {}
-    return {VISIBLE: gpus[local_rank]} if num_workers <= len(gpus) else {}
+    if num_workers <= len(gpus):
+        return {VISIBLE: gpus[local_rank]}
+    return {GROWTH: environ.get(GROWTH, "true")} if gpus else {}
 
 
 def shortage(num_workers: int, environ: Mapping[str, str]) -> str | None:
@@ -62,7 +68,7 @@ def shortage(num_workers: int, environ: Mapping[str, str]) -> str | None:
         return None
     return (
         f"{num_workers} workers on a host with {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: each sees all of them, "
-        f"and TensorFlow in each takes all memory. Start {len(gpus)}, or set CUDA_VISIBLE_DEVICES=-1 to train on CPUs "
+        f"and they share their memory. Start {len(gpus)}, or set CUDA_VISIBLE_DEVICES=-1 to train on CPUs "
         "(docs/gpus.md)."
     )
 

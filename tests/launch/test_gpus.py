@@ -10,6 +10,7 @@ from test_launch import LAUNCH, TIMEOUT, launch, plain_environment
 __all__ = ["launch", "plain_environment"]  # fixtures
 
 SHOW = "print('sees', os.environ.get('CUDA_VISIBLE_DEVICES'), rank, flush=True)"
+GROWTH = "print('grows', os.environ.get('TF_FORCE_GPU_ALLOW_GROWTH'), flush=True)"
 
 
 def seen(done):
@@ -40,6 +41,10 @@ def test_more_workers_than_gpus_are_warned(launch, monkeypatch):
     done = launch(3, SHOW)
     assert seen(done) == ["0,1"] * 3
     assert done.stderr.count("tfring launch: 3 workers on a host with 2 GPUs: each sees all of them") == 1
+    assert launch(3, GROWTH).stdout.count("grows true") == 3  # or the first would take all memory
+    assert launch(2, GROWTH).stdout.count("grows None") == 2
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
+    assert launch(3, GROWTH).stdout.count("grows false") == 3
     monkeypatch.setenv("TFRING_GPUS", "all")
     done = launch(3, SHOW)
     assert seen(done) == ["0,1"] * 3 and "GPU" not in done.stderr

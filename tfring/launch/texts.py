@@ -65,6 +65,8 @@ environment of a worker:
   CUDA_VISIBLE_DEVICES
       one GPU for each worker of a host, of those the variable names already, or nvidia-smi lists; none for a server.
       Left alone by TFRING_GPUS=all, and where a host has fewer GPUs than workers, which a line then warns of.
+  TF_FORCE_GPU_ALLOW_GROWTH=true
+      where workers share GPUs for that reason, unless set already: TensorFlow takes memory as it needs it.
   PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
       unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
       them to those who ask: a step that allocates tensors of many MB spends half its time in the kernel without. More

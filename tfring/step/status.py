@@ -85,31 +85,33 @@ def before_step(ring: Ring, rows: Any, has_batch: Any, fingerprint: Any = None) 
       has_batch: bool, whether this rank drew a batch.
       fingerprint: int64 scalar of the global batch, 0 without one; None, or always 0, where ranks have their own rows.
     """
-    rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
-    has_batch = tf.convert_to_tensor(has_batch)
-    if ring.is_alone:
-        return Status(has_batch, has_batch, None, None, None, tf.ones([1], tf.float64), rows)
-    fingerprint = tf.constant(0, tf.int64) if fingerprint is None else fingerprint
-    head, everyones = _told(ring, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
-    largest, negative, drawn, *flags = tf.unstack(head)
-    has_batch = drawn > 0
-    is_same = largest == -negative  # 0 where the data has ended
-    ended_early = (largest > 0) & (negative == 0)
-    shares = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyones), tf.float64))
-    goes_on = has_batch & is_same & (flags[_STOPS] + flags[_ENDS] == 0)
-    return Status(has_batch, goes_on, flags, is_same, ended_early, shares, everyones)
+    with tf.device("CPU:0"):  # where the input is: on a GPU these few numbers would wait for the step before
+        rows = tf.stack([tf.cast(1 if r is None else r, tf.int64) for r in rows])
+        has_batch = tf.convert_to_tensor(has_batch)
+        if ring.is_alone:
+            return Status(has_batch, has_batch, None, None, None, tf.ones([1], tf.float64), rows)
+        fingerprint = tf.constant(0, tf.int64) if fingerprint is None else fingerprint
+        head, everyones = _told(ring, tf.stack([fingerprint, -fingerprint]), has_batch, rows)
+        largest, negative, drawn, *flags = tf.unstack(head)
+        has_batch = drawn > 0
+        is_same = largest == -negative  # 0 where the data has ended
+        ended_early = (largest > 0) & (negative == 0)
+        shares = tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(tf.reduce_sum(everyones), tf.float64))
+        goes_on = has_batch & is_same & (flags[_STOPS] + flags[_ENDS] == 0)
+        return Status(has_batch, goes_on, flags, is_same, ended_early, shares, everyones)
 
 
 def why_not(status: Status) -> list:
     """Operations that raise InvalidArgumentError where a step is not taken, unless it is for the end of the data."""
     if status.flags is None:
         return []
-    return refuse({
-        _STOPPED: status.flags[_STOPS] > 0,
-        Reason.ENDED_EARLY: status.ended_early,
-        Reason.OTHER_BATCHES: ~tf.convert_to_tensor(status.is_same),
-        Reason.OTHER_LENGTHS: status.flags[_ENDS] > 0,
-    })
+    with tf.device("CPU:0"):
+        return refuse({
+            _STOPPED: status.flags[_STOPS] > 0,
+            Reason.ENDED_EARLY: status.ended_early,
+            Reason.OTHER_BATCHES: ~tf.convert_to_tensor(status.is_same),
+            Reason.OTHER_LENGTHS: status.flags[_ENDS] > 0,
+        })
 
 
 def refuse(wrong: Mapping[int, Any]) -> list:
@@ -118,14 +120,14 @@ def refuse(wrong: Mapping[int, Any]) -> list:
     Args:
       wrong: for reasons, whether they hold; the first that does counts.
     """
-    reasons = tf.constant([int(reason) for reason in wrong], tf.int64)
-    holds = tf.stack([tf.convert_to_tensor(each) for each in wrong.values()])
-    first, any_holds = tf.argmax(tf.cast(holds, tf.float32)), tf.reduce_any(holds)
     with tf.device("CPU:0"):
+        reasons = tf.constant([int(reason) for reason in wrong], tf.int64)
+        holds = tf.stack([tf.convert_to_tensor(each) for each in wrong.values()])
+        first, any_holds = tf.argmax(tf.cast(holds, tf.float32)), tf.reduce_any(holds)
         note = tf.where(any_holds, tf.gather(reasons, first), 0)
         noted = tf.raw_ops.AssignVariableOp(resource=_note(), value=note)
-    with tf.control_dependencies([] if noted is None else [noted]):
-        check = tf.debugging.Assert(~any_holds, [tf.gather([_SENTENCES[reason] for reason in wrong], first)])
+        with tf.control_dependencies([] if noted is None else [noted]):
+            check = tf.debugging.Assert(~any_holds, [tf.gather([_SENTENCES[reason] for reason in wrong], first)])
     return [] if check is None else [check]
 
 
