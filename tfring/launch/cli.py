@@ -8,7 +8,7 @@ import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tfring import config, cpus, gpus
@@ -27,6 +27,16 @@ _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that
 _BENCH_FAILED = 2  # rank 0 has said why
 _AUTO = "auto"
 _NO_RESTARTS = Limits(max_restarts=0)
+_VARIABLE_OF = {  # options that set a variable, for the launcher and all workers
+    "--seed": "TFRING_SEED",
+    "--start-timeout": "TFRING_CONNECT_TIMEOUT_SECONDS",
+    "--interface": "TFRING_INTERFACE",
+    "--port-range": "TFRING_PORT_RANGE",
+}
+# Without effect where all workers start on this machine; those of addresses have one for a rank that meets others.
+_SSH_OPTIONS = ("--ssh-port", "--ssh-identity", "--ssh-config")
+_OPTIONS_OF_STARTED = ("--workdir", "--python")
+_OPTIONS_OF_ADDRESSES = ("--interface", "--port-range")
 # Of Horovod, mpirun and torchrun.
 _OPTIONS_OF_OTHERS = ("-np", "--np", "--num-proc", "-H", "--nproc-per-node", "--nproc_per_node", "--nnodes")
 
@@ -51,8 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_slurm = slurm.in_allocation(os.environ)
         arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
     if unknown:
-        arguments.parser.error(f"unknown option {unknown[0]} (options of the program come after its name)")
+        near = _near(unknown[0], arguments.parser._option_string_actions)
+        arguments.parser.error(f"unknown option {unknown[0]}.{near} Options of the program come after its name")
+    for option, variable in _VARIABLE_OF.items():
+        text = _given(arguments, option)
+        if text is not None:
+            os.environ[variable] = text
     return arguments.run(arguments)
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    """Returns a question about the name that was meant; nothing if none is near."""
+    close = difflib.get_close_matches(name, names, 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _given(arguments: argparse.Namespace, option: str) -> Any:
+    """Returns the value of an option; None if the command has none."""
+    return getattr(arguments, option.lstrip("-").replace("-", "_"), None)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,11 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="M",
         help="leave a lost host out of a restart, as long as M workers remain (default: none is left out)",
     )
-    launch.add_argument(
+    _add_setting(
+        launch,
         "--seed",
-        type=_seed,
-        metavar="SEED",
-        help="what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
+        "SEED",
+        "what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
         "(default: TFRING_SEED, else a new one for each run)",
     )
     launch.add_argument(
@@ -144,9 +170,6 @@ def _parser() -> argparse.ArgumentParser:
         "--servers", type=_number, default=0, metavar="S", help="examine S more processes, the parameter servers, too"
     )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
-    doctor.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
-    )
     bench = command(
         "bench",
         _bench,
@@ -201,12 +224,11 @@ def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     [commands] = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if argv and (argv[0] in commands or argv[0] in parser._option_string_actions):
         return
-    problem, meant = "name a command", ""
+    problem, near = "name a command", ""
     if argv:
         problem = f"no such command: {argv[0]!r}"
-        close = difflib.get_close_matches(argv[0], commands, 1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
-    parser.error(f"{problem}.{meant} The commands are {', '.join(commands)}.")
+        near = _near(argv[0], commands)
+    parser.error(f"{problem}.{near} The commands are {', '.join(commands)}.")
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -231,7 +253,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
     try:
-        seed = config.read("TFRING_SEED") if arguments.seed is None else arguments.seed
+        seed = config.read("TFRING_SEED")
     except ConfigurationError as problem:
         error(str(problem))
     variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
@@ -257,10 +279,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from tfring.doctor import examination
 
-    seconds = arguments.timeout or examination.DEFAULT_SECONDS
-    here = arguments.n is None and not arguments.hosts and not arguments.hostfile
-    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
-        _check_options_of_hosts(arguments, ())
+    seconds = float(arguments.start_timeout or examination.DEFAULT_SECONDS)
+    if _runs_here(arguments):
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
@@ -272,9 +292,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     wanted = options.Options(arguments.op, arguments.sizes, arguments.dtype, arguments.json, arguments.plot)
-    here = arguments.n is None and not arguments.hosts and not arguments.hostfile
-    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
-        _check_options_of_hosts(arguments, ())
+    if _runs_here(arguments):
         from tfring.bench import run
 
         return run.run(wanted)
@@ -290,6 +308,16 @@ def _report(arguments: argparse.Namespace) -> int:
 def _completion(arguments: argparse.Namespace) -> int:
     print(completion.script(_parser(), arguments.shell), end="")
     return 0
+
+
+def _runs_here(arguments: argparse.Namespace) -> bool:
+    """Returns True if this process is a rank of its cluster, or alone, and starts no other."""
+    if arguments.n is not None or arguments.hosts or arguments.hostfile:
+        return False
+    if slurm.in_allocation(os.environ) and not _is_a_rank():
+        return False
+    _check_options_of_hosts(arguments, (), _SSH_OPTIONS + _OPTIONS_OF_STARTED)
+    return True
 
 
 def _is_a_rank() -> bool:
@@ -322,6 +350,31 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir", type=pathlib.Path, metavar="DIR", help="write all that a rank prints to DIR/rank-<rank>.log"
     )
+    _add_setting(
+        parser,
+        "--start-timeout",
+        "SECONDS",
+        "how long hosts and ranks are waited for at the start (default: 60 for the doctor, else "
+        "TFRING_CONNECT_TIMEOUT_SECONDS, else 300)",
+    )
+    _add_setting(
+        parser, "--interface", "NAME", "the interface or network of the hosts that ranks use: eth0, or 192.0.2.0/24"
+    )
+    _add_setting(parser, "--port-range", "PORTS", "the ports of the hosts that ranks listen on, such as 20000-20100")
+
+
+def _add_setting(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:
+    """Adds an option that sets a variable, and accepts what that accepts."""
+    setting = config.SETTINGS[_VARIABLE_OF[option]]
+
+    def checked(value: str) -> str:
+        try:
+            setting.parse(value)
+        except (ValueError, KeyError):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {setting.legal}") from None
+        return value
+
+    parser.add_argument(option, type=checked, metavar=metavar, help=text)
 
 
 def _run(
@@ -340,12 +393,13 @@ def _run(
     try:
         hosts = _hosts(arguments)
         secret.configured()
+        start_seconds = config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
     if not hosts and arguments.n is None:
         error("say how many workers with -n, or where with --hosts or --hostfile")
-    _check_options_of_hosts(arguments, hosts)
+    _check_options_of_hosts(arguments, hosts, _SSH_OPTIONS + _OPTIONS_OF_STARTED + _OPTIONS_OF_ADDRESSES)
     if hosts and (servers or {}).get("max_worker_restarts"):
         error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
     if describes_a_cluster:
@@ -387,6 +441,7 @@ def _run(
             environ={**os.environ, **of_all, **variables},
             hosts=hosts,
             way=way._replace(environ={**way.environ, **variables}),
+            start_seconds=start_seconds,
             quiet_codes=quiet_codes,
             timestamps=timestamps,
             **options,
@@ -395,14 +450,12 @@ def _run(
     return run_guarded(Restarts(make_job, hosts, limits, os.environ).run)
 
 
-def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host]) -> None:
-    """Refuses what says how to start workers elsewhere, where none is started there."""
+def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host], options: Iterable[str]) -> None:
+    """Refuses these options where no worker is started on another host."""
     by_ssh = bool(arguments.hosts or arguments.hostfile)
-    for option, has_effect in (
-        *(("--ssh-port", by_ssh), ("--ssh-identity", by_ssh), ("--ssh-config", by_ssh)),
-        *(("--workdir", bool(hosts)), ("--python", bool(hosts))),
-    ):
-        if getattr(arguments, option[2:].replace("-", "_")) is not None and not has_effect:
+    for option in options:
+        has_effect = by_ssh if option in _SSH_OPTIONS else bool(hosts)
+        if _given(arguments, option) is not None and not has_effect:
             arguments.parser.error(
                 f"{option} has no effect without --hosts or --hostfile: all workers start "
                 f"{'through srun' if hosts else 'on this machine'}. Name the hosts, or leave {option} out"
@@ -450,13 +503,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _seed(text: str) -> int | str:
-    try:
-        return config.SETTINGS["TFRING_SEED"].parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {config.SETTINGS['TFRING_SEED'].legal}") from None
-
-
 def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     def parsed(text: str) -> Any:
         try:
@@ -465,16 +511,6 @@ def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def _open_standard_streams() -> None:

@@ -91,6 +91,7 @@ class Job:
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
         way: How to get to `hosts`, and the workers' environment there.
+        start_seconds: How long to wait for `hosts`.
         timestamps: Whether lines are shown with their time.
         quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
         restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
@@ -110,6 +111,7 @@ class Job:
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
         way: Way | None = None,
+        start_seconds: float = 300.0,
         timestamps: bool = False,
         quiet_codes: Sequence[int] = (),
         restart: int = 0,
@@ -138,6 +140,8 @@ class Job:
         self._sequel = sequel
         self.lost_hosts: list[str] = []
         self.asked_to_stop = False  # by a signal, or because no worker is left to ask
+        self._start_seconds = start_seconds
+        self._give_up_at: float | None = None  # when hosts have to listen
         self._hosts: list[RemoteHost] = []
         first = 0
         for number, host in enumerate(hosts):
@@ -312,6 +316,15 @@ class Job:
             except OSError as error:
                 raise _CannotStartError(f"{host.name}: {error}") from error
             self._watch_output(host.fd, functools.partial(self._on_host, host))
+        self._give_up_at = time.monotonic() + self._start_seconds
+
+    def _give_up(self) -> None:
+        late = [host.name for host in self._hosts if host.listening is None]
+        self.lost_hosts += late
+        raise _CannotStartError(
+            f"{', '.join(late)}: no answer within {self._start_seconds:g} s. Look for what hangs there: the login, the "
+            "disk with Python or the working folder. If it takes so long, give it more with --start-timeout."
+        )
 
     def _on_host(self, host: RemoteHost) -> None:
         try:
@@ -348,6 +361,9 @@ class Job:
         for host in self._hosts:
             if host.listening is None:
                 return
+        self._give_up_at = None
+        for host in self._hosts:
+            assert host.listening is not None
             for rank, port in zip(host.ranks, host.listening, strict=True):
                 addresses[rank] = str(Address(host.address, port))
         for host in self._hosts:
@@ -391,7 +407,7 @@ class Job:
         """Waits for something to happen and deals with it."""
         self._pace()
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
-        due = [self._decide_at, self._next_step_at, *(stream.show_rest_at for stream in streams)]
+        due = [self._decide_at, self._next_step_at, self._give_up_at, *(stream.show_rest_at for stream in streams)]
         times = [at for at in due if at is not None]
         times = [0.0] if self._may_have_ended else times
         self._may_have_ended = False
@@ -408,6 +424,8 @@ class Job:
             self._decide()
         if self._next_step_at is not None and now >= self._next_step_at:
             self._next_step()
+        if self._give_up_at is not None and now >= self._give_up_at and self._stop_code is None:
+            self._give_up()
 
     def _pace(self) -> None:
         """Reads no more from workers than can be shown, so that they wait for a slow reader, and we do not."""

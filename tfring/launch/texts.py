@@ -13,7 +13,7 @@ hosts:
   do. The program, the working folder and Python are at the same path on every host, or where --workdir and --python
   say. Of the environment workers elsewhere get TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and
   CUDA_VISIBLE_DEVICES, and what --env names, all sent through the connection and on no command line. They listen at
-  ports of TFRING_PORT_RANGE, of the interface that TFRING_INTERFACE names.
+  ports of --port-range, of the interface that --interface names.
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
