@@ -16,7 +16,7 @@ from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import completion, exit_codes, plan, remote, texts
+from tfring.launch import completion, exit_codes, job_file, plan, remote, texts
 from tfring.launch.guard import run_guarded
 from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
@@ -27,6 +27,7 @@ _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that
 _BENCH_FAILED = 2  # rank 0 has said why
 _AUTO = "auto"
 _NO_RESTARTS = Limits(max_restarts=0)
+_WHERE = ("n", "hosts", "hostfile")  # one of them on the command line overrides all of them in a file
 _VARIABLE_OF = {  # options that set a variable, for the launcher and all workers
     "--seed": "TFRING_SEED",
     "--start-timeout": "TFRING_CONNECT_TIMEOUT_SECONDS",
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     _check_command(parser, argv)
     arguments, unknown = parser.parse_known_args(argv)
+    in_file = _options_in_a_file(parser, arguments)
+    if in_file:  # the command line wins
+        arguments, unknown = arguments.parser.parse_known_args(argv[1:], argparse.Namespace(**in_file))
     if getattr(arguments, "n", None) == _AUTO:
         in_slurm = slurm.in_allocation(os.environ)
         arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
@@ -68,6 +72,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         if text is not None:
             os.environ[variable] = text
     return arguments.run(arguments)
+
+
+def _options_in_a_file(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values of the command's options that the job's file has, if there is one."""
+    launch = _commands(parser)["launch"]
+    path = getattr(arguments, "config", None)
+    if path is None and arguments.parser is launch and os.path.exists(job_file.PYPROJECT):
+        path = pathlib.Path(job_file.PYPROJECT)
+    if path is None:
+        return {}
+    try:
+        words = job_file.arguments_of(path, launch)
+    except ConfigurationError as problem:
+        arguments.parser.error(str(problem))
+    launch.place = f"{path}: "
+    found = vars(launch.parse_args(words))
+    launch.place = ""
+    says_where = any(getattr(arguments, name) is not None for name in _WHERE)
+    return {
+        name: value
+        for name, value in found.items()
+        if hasattr(arguments, name) and value != launch.get_default(name) and not (says_where and name in _WHERE)
+    }
+
+
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
+    [commands] = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return commands
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -151,7 +183,9 @@ def _parser() -> argparse.ArgumentParser:
         "(default: TFRING_SEED, else a new one for each run)",
     )
     launch.add_argument(
-        "--timestamps", action="store_true", help="show each line with its time, in UTC, and its rank, also of rank 0"
+        "--timestamps",
+        action=argparse.BooleanOptionalAction,
+        help="show each line with its time, in UTC, and its rank, also of rank 0",
     )
     launch.add_argument(
         "--dry-run", action="store_true", help="show which workers would start where, with which variables; start none"
@@ -221,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     """Lists the commands where none is named, or one that does not exist."""
-    [commands] = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    commands = _commands(parser)
     if argv and (argv[0] in commands or argv[0] in parser._option_string_actions):
         return
     problem, near = "name a command", ""
@@ -271,7 +305,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         limits=limits,
         servers=servers,
         variables=variables,
-        timestamps=arguments.timestamps,
+        timestamps=bool(arguments.timestamps),
         dry_run=arguments.dry_run,
     )
 
@@ -334,6 +368,12 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
         type=_positive_or_auto,
         metavar="N",
         help="number of workers; auto: one for each GPU of this machine, or each CPU; in SLURM, all tasks by default",
+    )
+    parser.add_argument(
+        "--config",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="options of tfring launch, as TOML (of launch, the default is [tool.tfring.launch] of pyproject.toml)",
     )
     parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_Elsewhere, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
@@ -485,8 +525,10 @@ class _Elsewhere(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     """Prints what is wrong and how to get help, instead of the full usage."""
 
+    place = ""  # the file that the arguments are from
+
     def error(self, message: str) -> NoReturn:
-        self.exit(exit_codes.WRONG_OPTIONS, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+        self.exit(exit_codes.WRONG_OPTIONS, f"{self.prog}: {self.place}{message}\nSee {self.prog} --help\n")
 
 
 def _number(text: str) -> int:

@@ -15,6 +15,11 @@ hosts:
   CUDA_VISIBLE_DEVICES, and what --env names, all sent through the connection and on no command line. They listen at
   ports of --port-range, of the interface that --interface names.
 
+options from a file:
+  --config FILE reads options from a file of TOML, by their names without dashes: max-restarts = 3, hosts = "host1:4",
+  env = ["TOKEN"], timestamps = true. Without --config they come from the table [tool.tfring.launch] of pyproject.toml
+  in this folder, if there is one. The command line wins; names of --env there are added.
+
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
   their progress bars. With --timestamps lines of all ranks are shown so, the time in front.
