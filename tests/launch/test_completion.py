@@ -19,7 +19,7 @@ COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
 $(complete -p tfring | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-COMMANDS = ["launch", "doctor", "bench", "report", "completion"]
+COMMANDS = ["launch", "doctor", "bench", "test", "report", "completion"]
 EXPECTED = {
     "tfring ": COMMANDS,
     "tfring l": ["launch"],

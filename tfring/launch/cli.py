@@ -1,4 +1,4 @@
-"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `bench`, `report` and `completion`."""
+"""The command line: `tfring launch -n 4 train.py`, `tfring doctor`, `bench`, `test`, `report` and `completion`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tfring.transport import secret
 
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _BENCH_FAILED = 2  # rank 0 has said why
+_TEST_FAILED = 1  # the rank has said why
 _AUTO = "auto"
 _NO_RESTARTS = Limits(max_restarts=0)
 _WHERE = ("n", "hosts", "hostfile")  # one of them on the command line overrides all of them in a file
@@ -230,6 +231,15 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
+    test = command(
+        "test",
+        _test,
+        help="train a small model on a cluster, and compare with one process",
+        usage="tfring test [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
+        description=texts.TEST_HELP,
+        epilog=texts.TEST_EXAMPLES,
+    )
+    _add_options_of_a_job(test)
     report = command(
         "report",
         _report,
@@ -331,6 +341,14 @@ def _bench(arguments: argparse.Namespace) -> int:
 
         return run.run(wanted)
     return _run(arguments, ["-m", "tfring.bench.entry", wanted.to_json()], quiet_codes=(_BENCH_FAILED,))
+
+
+def _test(arguments: argparse.Namespace) -> int:
+    if _runs_here(arguments):
+        from tfring import test
+
+        return test.run()
+    return _run(arguments, ["-m", "tfring.test"], variables={"TFRING_SEED": "1"}, quiet_codes=(_TEST_FAILED,))
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -118,6 +118,23 @@ examples:
   tfring bench --hosts host1:4,host2:4 --op all_reduce --sizes 4,64K,64M --plot bench.png
   mpirun -n 8 tfring bench --json
 """
+TEST_HELP = """\
+Trains a small model on all ranks for 60 steps, and the same model on rank 0 alone with the same batches. Prints rows a
+second of both, and by how much their weights differ. The first thing to run on a cluster that `tfring doctor` calls
+ready: it takes TensorFlow, Keras and the GPUs, if there are any, through a whole training.
+
+where:
+  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
+
+exit code:
+  0 if the weights are those of one process up to rounding, 1 if they differ or a rank cannot train.
+"""
+TEST_EXAMPLES = """\
+examples:
+  tfring test -n 2
+  tfring test --hosts host1:4,host2:4
+  mpirun -n 8 tfring test
+"""
 REPORT_HELP = """\
 Says what the ranks of a run did in a step, and who waits for whom: input, Python, TensorFlow's start of a step,
 compute, waiting, sending and receiving, adding. From the files that each rank writes into the folder of
