@@ -34,6 +34,7 @@ _VARIABLE_OF = {  # options that set a variable, for the launcher and all worker
     "--start-timeout": "TFRING_CONNECT_TIMEOUT_SECONDS",
     "--interface": "TFRING_INTERFACE",
     "--port-range": "TFRING_PORT_RANGE",
+    "--bind": "TFRING_BIND",
 }
 # Without effect where all workers start on this machine; those of addresses have one for a rank that meets others.
 _SSH_OPTIONS = ("--ssh-port", "--ssh-identity", "--ssh-config")
@@ -176,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="M",
         help="leave a lost host out of a restart, as long as M workers remain (default: none is left out)",
     )
+    _add_setting(launch, "--bind", "TO", "cores: bind each worker of a host to its share of the cores (default: none)")
     _add_setting(
         launch,
         "--seed",
@@ -452,6 +454,7 @@ def _run(
         hosts = _hosts(arguments)
         secret.configured()
         start_seconds = config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
+        config.read("TFRING_BIND")
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))

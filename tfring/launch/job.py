@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from tfring.cluster import Address, Cluster, launch_variables
+from tfring.errors import ConfigurationError
 from tfring.launch import exit_codes, frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
@@ -241,7 +242,7 @@ class Job:
         cluster = Cluster.from_hosts(own, index, launch_variables.SOURCE, listener.fileno())
         try:
             self._start_worker(rank, cluster, number, servers if number is None else workers)
-        except OSError as error:
+        except (OSError, ConfigurationError) as error:
             what = f"rank {rank}" if number is None else f"server {number}"
             raise _CannotStartError(f"could not start {what}: {error}") from error
 
