@@ -25,7 +25,7 @@ EXPECTED = {
     "tfring l": ["launch"],
     "tfring --v": ["--version"],
     "tfring completion ": ["bash", "zsh"],
-    "tfring launch --ho": ["--hosts", "--hostfile"],
+    "tfring launch --ho": ["--hosts", "--hostfile", "--hosts-from"],
     "tfring launch --nnodes": [],  # another launcher's, which the parser refuses
     "tfring launch -n 2 ": ["train.py", "a folder"],
     "tfring launch -n 2 tr": ["train.py"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import pathlib
 import secrets
@@ -18,7 +19,7 @@ from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
 from tfring.launch import completion, exit_codes, job_file, plan, remote, texts
 from tfring.launch.guard import run_guarded
-from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
+from tfring.launch.hosts import Host, ask_script, num_workers, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
 from tfring.launch.restarts import Limits, Restarts
 from tfring.transport import secret
@@ -28,7 +29,7 @@ _BENCH_FAILED = 2  # rank 0 has said why
 _TEST_FAILED = 1  # the rank has said why
 _AUTO = "auto"
 _NO_RESTARTS = Limits(max_restarts=0)
-_WHERE = ("n", "hosts", "hostfile")  # one of them on the command line overrides all of them in a file
+_WHERE = ("n", "hosts", "hostfile", "hosts_from")  # one of them on the command line overrides all of them in a file
 _VARIABLE_OF = {  # options that set a variable, for the launcher and all workers
     "--seed": "TFRING_SEED",
     "--start-timeout": "TFRING_CONNECT_TIMEOUT_SECONDS",
@@ -175,7 +176,11 @@ def _parser() -> argparse.ArgumentParser:
         "--min-workers",
         type=_positive,
         metavar="M",
-        help="leave a lost host out of a restart, as long as M workers remain (default: none is left out)",
+        help="leave a lost host out of a restart, as long as M workers remain (default: none is left out; with "
+        "--hosts-from 1)",
+    )
+    launch.add_argument(
+        "--max-workers", type=_positive, metavar="M", help="of the hosts of --hosts-from use the first, for M workers"
     )
     _add_setting(launch, "--bind", "TO", "cores: bind each worker of a host to its share of the cores (default: none)")
     _add_setting(
@@ -303,6 +308,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     except ConfigurationError as problem:
         error(str(problem))
     variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
+    if arguments.max_workers and not arguments.hosts_from:
+        error("--max-workers is of the hosts of --hosts-from: leave it out, or give that")
     limits = Limits(arguments.max_restarts, arguments.min_workers)
     if arguments.max_worker_restarts and not arguments.servers:
         error("--max-worker-restarts is of workers with parameter servers: give --servers too, or use --max-restarts")
@@ -366,7 +373,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 def _runs_here(arguments: argparse.Namespace) -> bool:
     """Returns True if this process is a rank of its cluster, or alone, and starts no other."""
-    if arguments.n is not None or arguments.hosts or arguments.hostfile:
+    if any(getattr(arguments, name) is not None for name in _WHERE):
         return False
     if slurm.in_allocation(os.environ) and not _is_a_rank():
         return False
@@ -399,6 +406,9 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh (localhost: without)")
     where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start them on the hosts of a file")
+    where.add_argument(
+        "--hosts-from", type=pathlib.Path, metavar="FILE", help="start them on the hosts that this program prints"
+    )
     parser.add_argument("--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
     parser.add_argument("--ssh-identity", type=pathlib.Path, metavar="FILE", help="the private key for ssh")
     parser.add_argument("--ssh-config", type=pathlib.Path, metavar="FILE", help="ssh's configuration (its -F)")
@@ -458,8 +468,10 @@ def _run(
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
+    if arguments.hosts_from and num_workers(hosts) < (limits.min_workers or 1):
+        error(f"{arguments.hosts_from} names hosts for {num_workers(hosts)} workers, fewer than the job needs")
     if not hosts and arguments.n is None:
-        error("say how many workers with -n, or where with --hosts or --hostfile")
+        error("say how many workers with -n, or where with --hosts, --hostfile or --hosts-from")
     _check_options_of_hosts(arguments, hosts, _SSH_OPTIONS + _OPTIONS_OF_STARTED + _OPTIONS_OF_ADDRESSES)
     if hosts and (servers or {}).get("max_worker_restarts"):
         error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
@@ -479,24 +491,24 @@ def _run(
             error(f"cannot make the folder of --log-dir: {problem}")
     way = remote.Way(
         remote.by_ssh(port=arguments.ssh_port, identity=arguments.ssh_identity, config=arguments.ssh_config)
-        if arguments.hosts or arguments.hostfile
+        if _names_hosts(arguments)
         else remote.srun,
         arguments.python or sys.executable,
         arguments.workdir or os.getcwd(),
         {**remote.passed_on(os.environ, arguments.env), **of_all},
     )
-    num_workers = sum(host.num_workers for host in hosts) or arguments.n
-    if limits.min_workers and limits.min_workers > num_workers:
-        error(f"--min-workers is at most the number of workers, {num_workers}, not {limits.min_workers}")
+    at_first = num_workers(hosts) or arguments.n
+    if limits.min_workers and limits.min_workers > at_first:
+        error(f"--min-workers is at most the number of workers, {at_first}, not {limits.min_workers}")
     if dry_run:
         num_servers = (servers or {}).get("num_servers", 0)
-        print(plan.text([way.python if hosts else sys.executable, *command], hosts, num_workers, num_servers, way))
+        print(plan.text([way.python if hosts else sys.executable, *command], hosts, at_first, num_servers, way))
         return 0
 
     def make_job(hosts: Sequence[Host], variables: Mapping[str, str], **options: Any) -> Job:
         return Job(
             command,
-            sum(host.num_workers for host in hosts) or arguments.n,
+            num_workers(hosts) or arguments.n,
             **(servers or {}),
             log_dir=arguments.log_dir,
             environ={**os.environ, **of_all, **variables},
@@ -508,12 +520,13 @@ def _run(
             **options,
         )
 
-    return run_guarded(Restarts(make_job, hosts, limits, os.environ).run)
+    ask = functools.partial(_ask_for_hosts, arguments) if arguments.hosts_from else None
+    return run_guarded(Restarts(make_job, hosts, limits, os.environ, ask, start_seconds).run)
 
 
 def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host], options: Iterable[str]) -> None:
     """Refuses these options where no worker is started on another host."""
-    by_ssh = bool(arguments.hosts or arguments.hostfile)
+    by_ssh = _names_hosts(arguments)
     for option in options:
         has_effect = by_ssh if option in _SSH_OPTIONS else bool(hosts)
         if _given(arguments, option) is not None and not has_effect:
@@ -525,11 +538,21 @@ def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host]
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     """Returns the hosts to start workers on; this one alone if the list is empty."""
-    if arguments.hosts or arguments.hostfile:
+    if _names_hosts(arguments):
         if arguments.n is not None:
             raise ConfigurationError("-n and the numbers after the hosts both give the number of workers: leave -n out")
+        if arguments.hosts_from:
+            return _ask_for_hosts(arguments)
         return parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
     return of_allocation(os.environ, arguments.n) if slurm.in_allocation(os.environ) else []
+
+
+def _ask_for_hosts(arguments: argparse.Namespace) -> list[Host]:
+    return ask_script(arguments.hosts_from, _given(arguments, "--max-workers"))
+
+
+def _names_hosts(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.hosts or arguments.hostfile or arguments.hosts_from)
 
 
 class _Elsewhere(argparse.Action):

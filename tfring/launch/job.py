@@ -8,6 +8,7 @@ import errno
 import functools
 import os
 import pathlib
+import select
 import selectors
 import signal
 import socket
@@ -710,6 +711,19 @@ def _bound(port: int = 0) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
     return bound
+
+
+def interrupted(parent_gone: int, seconds: float) -> int | None:
+    """Waits between two jobs; returns the exit code where the launcher is to stop meanwhile, else None."""
+    signals, end = _signals(), time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ready, *_ = select.select([signals, parent_gone], [], [], left)
+        if parent_gone in ready:
+            return 128 + signal.SIGKILL
+        received = [number for number in os.read(signals, 256) if number != signal.SIGCHLD] if ready else []
+        if received:
+            return 128 + received[0]
+    return None
 
 
 @functools.cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 LAUNCH_HELP = """\
-Starts N workers of a program, joined in a ring: on this machine; with --hosts or --hostfile on others, over ssh;
-in an allocation of SLURM on its nodes, over srun.
+Starts N workers of a program, joined in a ring: on this machine; with --hosts, --hostfile or --hosts-from on others,
+over ssh; in an allocation of SLURM on its nodes, over srun.
 
 hosts:
   --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
   --hostfile FILE                 the same, a host a line; "host1 slots=4" too
+  --hosts-from FILE               the same, printed by this program, which is run again before each restart
   localhost, or this machine's name, needs no ssh. ssh never asks for anything: keys, an agent or ~/.ssh/config have to
   do. The program, the working folder and Python are at the same path on every host, or where --workdir and --python
   say. Of the environment workers elsewhere get TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and
@@ -45,8 +46,9 @@ servers:
 restarts:
   With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
   tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and
-  has saved. There is no restart after Ctrl-C, and none after the same failure twice at once. Standard input goes to
-  the first try alone.
+  has saved. With --hosts-from the next try starts on the hosts that are there then, --min-workers to --max-workers of
+  them; too few are waited for, for --start-timeout. There is no restart after Ctrl-C, and none after the same failure
+  twice at once. Standard input goes to the first try alone.
 
 environment of a worker:
   TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
