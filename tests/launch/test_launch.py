@@ -852,7 +852,7 @@ def test_help_and_version():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "tfring: name a command. The commands are launch, doctor, bench, report, completion."),
+        ([], "tfring: name a command. The commands are launch, doctor, bench, test, report, completion."),
         (["lanch", "-n", "2"], "no such command: 'lanch'. Did you mean 'launch'? The commands are launch, doctor,"),
         (["train.py"], "no such command: 'train.py'. The commands are launch, doctor,"),
         (["--nowhere"], "no such command: '--nowhere'. The commands are launch, doctor,"),

@@ -426,7 +426,7 @@ class Job:
             self._decide()
         if self._next_step_at is not None and now >= self._next_step_at:
             self._next_step()
-        if self._give_up_at is not None and now >= self._give_up_at and self._stop_code is None:
+        if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up()
 
     def _pace(self) -> None:
@@ -589,6 +589,7 @@ class Job:
 
     def _stop(self, code: int, ladder: Sequence[tuple[signal.Signals, float]]) -> None:
         self._stop_code = code
+        self._give_up_at = None
         self._ladder = list(ladder)
         self._next_step()
 
