@@ -100,7 +100,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             "benchmarks/training/figures.md",
             *(
                 f"benchmarks/{name}/README.md"
-                for name in ("input", "collectives", "delay", "servers", "equality", "faults", "kernels", "rows")
+                for name in ("input", "collectives", "delay", "servers", "equality", "faults", "gpu", "kernels", "rows")
             ),
         ]
     },

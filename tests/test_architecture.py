@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A file imports from its own row and the rows below. A room is a file or a folder of tfring/.
 ROWS = {
     7: ("__init__", "__main__"),
-    6: ("launch", "doctor", "bench", "report", "notebook"),
+    6: ("launch", "doctor", "bench", "test", "report", "notebook"),
     5: ("layers", "callbacks", "parallel", "functions", "schedules"),
     4: ("strategy", "cluster_resolver", "data", "equality", "losses", "_keras"),
     3: ("cross_device_ops", "runtime", "partition", "step"),

@@ -86,6 +86,12 @@ SETTINGS: dict[str, Setting] = {
         "auto, flat, bruck, halving, ring or two_level",
         "how an all_reduce goes about it, the same on all ranks (tfring/ring/schedule.py)",
     ),
+    "TFRING_BIND": Setting(
+        "none",
+        _one_of("none", "cores"),
+        "none or cores",
+        "whether `tfring launch` binds each worker of a host to its share of the cores (docs/clusters.md)",
+    ),
     "TFRING_BUILD_NATIVE": Setting(
         True, _flag, "0 or 1", "compile the ring when the package is installed (setup.py reads it)"
     ),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import socket
 from collections.abc import Iterator, Mapping
+
+from tfring.errors import ConfigurationError
 
 _MIN_INTER_OP_THREADS = 2  # a collective keeps a thread while it waits for other ranks
 
@@ -13,6 +16,31 @@ _MIN_INTER_OP_THREADS = 2  # a collective keeps a thread while it waits for othe
 def available_cpus(root: pathlib.Path = pathlib.Path("/")) -> int:
     """CPUs this process may use: its affinity mask, and the quota of its cgroup (which a container sets)."""
     return max(1, int(min([len(os.sched_getaffinity(0)), *_cgroup_quotas(root)])))
+
+
+def share_of_cores(
+    number: int, num_workers: int, root: pathlib.Path = pathlib.Path("/sys/devices/system/cpu")
+) -> set[int]:
+    """Returns the CPUs for one of the workers of this host: whole cores that lie together, of those it may use.
+
+    Raises:
+        ConfigurationError: There are fewer cores than workers.
+    """
+    cores: dict[tuple[int, int], set[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        core = [0, cpu]  # unless the kernel says more: each CPU is one, of one socket
+        for index, name in enumerate(("physical_package_id", "core_id")):
+            with contextlib.suppress(OSError, ValueError):
+                core[index] = int((root / f"cpu{cpu}/topology/{name}").read_text())
+        cores.setdefault((core[0], core[1]), set()).add(cpu)
+    if len(cores) < num_workers:
+        raise ConfigurationError(
+            f"{num_workers} workers of {socket.gethostname()} cannot be bound to its {len(cores)} cores: each gets one "
+            "or more. Start fewer workers there, or leave --bind out."
+        )
+    in_order = [cores[core] for core in sorted(cores)]
+    first, end = (each * len(in_order) // num_workers for each in (number, number + 1))
+    return set().union(*in_order[first:end])
 
 
 def thread_variables(num_workers: int, cpus: int, environ: Mapping[str, str]) -> dict[str, str]:

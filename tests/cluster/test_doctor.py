@@ -108,7 +108,7 @@ def test_an_engine_that_gives_no_addresses(start):
 
 def test_a_name_that_does_not_resolve(start):
     config = tf_config([*addresses_of(1), "nowhere.invalid:20600"], 0)
-    found = document(start([*DOCTOR, "--json", "--timeout", "1"], TF_CONFIG=config), 1)
+    found = document(start([*DOCTOR, "--json", "--start-timeout", "1"], TF_CONFIG=config), 1)
     assert "host name 'nowhere.invalid' does not resolve" in words(found)
     assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.UNRESOLVED)]
     assert found["ring"] is None
@@ -116,9 +116,9 @@ def test_a_name_that_does_not_resolve(start):
 
 def test_a_rank_that_never_comes(start):
     addresses = addresses_of(3)
-    second = start([*DOCTOR, "--timeout", "12"], TF_CONFIG=tf_config(addresses, 1))
+    second = start([*DOCTOR, "--start-timeout", "12"], TF_CONFIG=tf_config(addresses, 1))
     began = time.monotonic()
-    out, err = ended(start([*DOCTOR, "--timeout", "6"], TF_CONFIG=tf_config(addresses, 0)), 1)
+    out, err = ended(start([*DOCTOR, "--start-timeout", "6"], TF_CONFIG=tf_config(addresses, 0)), 1)
     assert time.monotonic() - began < 30
     assert ended(second) == ("", "") and err == ""
     assert f"Rank 2 never came. {addresses[2]}: refused: the host answers, but no process listens" in out
@@ -129,7 +129,7 @@ def test_a_rank_that_never_comes(start):
 
 def test_rank_0_never_comes(start):
     addresses = addresses_of(2)
-    out, err = ended(start([*DOCTOR, "--json", "--timeout", "1"], TF_CONFIG=tf_config(addresses, 1)), 1)
+    out, err = ended(start([*DOCTOR, "--json", "--start-timeout", "1"], TF_CONFIG=tf_config(addresses, 1)), 1)
     assert out == ""
     assert err.startswith(f"tfring doctor: rank 1: looked for rank 0 at {addresses[0]} for ") and "refused" in err
 
@@ -137,7 +137,7 @@ def test_rank_0_never_comes(start):
 def test_a_rank_that_never_comes_to_the_meeting(start):
     (port,) = free_ports(1)
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found = document(start([*DOCTOR, "--json", "--timeout", "1"], **variables), 1)
+    found = document(start([*DOCTOR, "--json", "--start-timeout", "1"], **variables), 1)
     assert "for 1 s, but rank 1 never came" in words(found) and found["ranks"][0]["library"]["problem"] is None
 
 
@@ -158,15 +158,15 @@ def test_another_program_at_the_address(start, answer, kind):
         threading.Thread(target=serve, daemon=True).start()
         addresses = [*addresses_of(1), f"127.0.0.1:{listener.getsockname()[1]}"]
         config = tf_config(addresses, 0)
-        found = document(start([*DOCTOR, "--json", "--timeout", "1"], TF_CONFIG=config), 1)
+        found = document(start([*DOCTOR, "--json", "--start-timeout", "1"], TF_CONFIG=config), 1)
         assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, kind)]
 
 
 def test_another_list_of_addresses(start):
     addresses, others = addresses_of(2), addresses_of(2)
-    start([*DOCTOR, "--timeout", "60"], TF_CONFIG=tf_config([others[0], addresses[1]], 1))
+    start([*DOCTOR, "--start-timeout", "60"], TF_CONFIG=tf_config([others[0], addresses[1]], 1))
     config = tf_config(addresses, 0)
-    found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config), 1)
+    found = document(start([*DOCTOR, "--json", "--start-timeout", "3"], TF_CONFIG=config), 1)
     assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_JOB)]
     assert "see that all ranks have the same list of addresses" in words(found)
 
@@ -192,14 +192,14 @@ def test_a_port_that_leads_to_another_rank(start):
 
         # With a secret, or nobody would come in but through the Unix socket.
         secret = {"TFRING_SECRET": "known to all of this test"}
-        last = start([*DOCTOR, "--timeout", "30"], TF_CONFIG=tf_config(addresses, 2), **secret)
+        last = start([*DOCTOR, "--start-timeout", "30"], TF_CONFIG=tf_config(addresses, 2), **secret)
         with socket.socket() as probe:
             deadline = time.monotonic() + SECONDS
             while probe.connect_ex(parse_address(third)) and time.monotonic() < deadline:
                 time.sleep(0.05)
         threading.Thread(target=forward, daemon=True).start()
         config = tf_config(addresses, 0)
-        found = document(start([*DOCTOR, "--json", "--timeout", "3"], TF_CONFIG=config, **secret), 1)
+        found = document(start([*DOCTOR, "--json", "--start-timeout", "3"], TF_CONFIG=config, **secret), 1)
         assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.ANOTHER_RANK)]
         assert "rank 2 answers there" in words(found)
         assert ended(last) == ("", "")
@@ -222,7 +222,7 @@ def test_not_ready_through_the_launcher(start):
 def test_own_port_is_taken(start):
     with socket.create_server(("0.0.0.0", 0)) as listener:
         config = tf_config([f"127.0.0.1:{listener.getsockname()[1]}", *addresses_of(1)], 0)
-        found = document(start([*DOCTOR, "--json", "--timeout", "1"], TF_CONFIG=config), 1)
+        found = document(start([*DOCTOR, "--json", "--start-timeout", "1"], TF_CONFIG=config), 1)
     assert "Rank 0 cannot listen at" in words(found) and "Address already in use" in words(found)
 
 
@@ -312,7 +312,7 @@ def test_hosts_that_cannot_be_had(start):
     ("options", "message"),
     [
         (["-n", "2", "--hosts", "a,b"], "leave -n out"),
-        (["--timeout", "0"], "a number of seconds above 0"),
+        (["--start-timeout", "0"], "is not a number above 0"),
         (["train.py"], "unknown option train.py"),
     ],
 )
@@ -384,7 +384,7 @@ def test_no_route_to_a_host(start, hosts):
 def test_a_firewall_before_rank_0(start, hosts):
     drop(hosts[1], hosts[0])
     drop(hosts[0], hosts[1])
-    first, second, third = on_all(start, hosts, "--timeout", "4")
+    first, second, third = on_all(start, hosts, "--start-timeout", "4")
     found = document(first, 1)
     assert [(each["rank"], each["kind"]) for each in found["missing"]] == [(1, links.TIMED_OUT)]
     assert "It is there, for rank 2 can reach it, and rank 0 cannot" in words(found)
@@ -467,7 +467,7 @@ def test_a_server_of_tf_config_that_never_came_is_named(start):
     cluster = {"worker": [worker], "ps": servers}
     tasks = [{"type": "worker", "index": 0}, {"type": "ps", "index": 1}]
     first, _ = (
-        start([*DOCTOR, "--json", "--timeout", "5"], TF_CONFIG=json.dumps({"cluster": cluster, "task": task}))
+        start([*DOCTOR, "--json", "--start-timeout", "5"], TF_CONFIG=json.dumps({"cluster": cluster, "task": task}))
         for task in tasks
     )
     found = document(first, 1)

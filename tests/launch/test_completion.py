@@ -19,13 +19,13 @@ COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
 $(complete -p tfring | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-COMMANDS = ["launch", "doctor", "bench", "report", "completion"]
+COMMANDS = ["launch", "doctor", "bench", "test", "report", "completion"]
 EXPECTED = {
     "tfring ": COMMANDS,
     "tfring l": ["launch"],
     "tfring --v": ["--version"],
     "tfring completion ": ["bash", "zsh"],
-    "tfring launch --ho": ["--hosts", "--hostfile"],
+    "tfring launch --ho": ["--hosts", "--hostfile", "--hosts-from"],
     "tfring launch --nnodes": [],  # another launcher's, which the parser refuses
     "tfring launch -n 2 ": ["train.py", "a folder"],
     "tfring launch -n 2 tr": ["train.py"],

@@ -1,10 +1,13 @@
 """Shares of a host's CPUs."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from tfring.cpus import available_cpus, thread_variables
+from tfring.cpus import available_cpus, share_of_cores, thread_variables
+from tfring.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
@@ -68,3 +71,60 @@ def test_cgroup_quota(tmp_path, monkeypatch, files, cpus):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_cpus(tmp_path) == cpus
+
+
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [  # (socket, core) of each CPU -> the CPUs of each worker
+        ([(0, 0), (0, 1), (0, 2), (0, 3)], [{0, 1}, {2, 3}]),
+        ([(0, 0), (0, 1), (0, 0), (0, 1)], [{0, 2}, {1, 3}]),  # two hardware threads a core
+        ([(0, 0), (1, 0), (0, 1), (1, 1)], [{0, 2}, {1, 3}]),  # neighbors in number, not in socket
+        ([(0, 0), (0, 1), (0, 2), (0, 3), (0, 4)], [{0, 1}, {2, 3, 4}]),
+        ([(0, 7), (0, 3), (0, 5)], [{1}, {2}, {0}]),
+        ([], [{0, 1}, {2, 3}]),  # of which the kernel says nothing
+    ],
+)
+def test_shares_of_cores(tmp_path, monkeypatch, cores, shares):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(len(cores) or 4)))
+    for cpu, (socket, core) in enumerate(cores):
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/physical_package_id").write_text(f"{socket}\n")
+        (tmp_path / f"cpu{cpu}/topology/core_id").write_text(f"{core}\n")
+    assert [share_of_cores(number, len(shares), tmp_path) for number in range(len(shares))] == shares
+    with pytest.raises(ConfigurationError, match=r"(?s)9 workers of .* cannot be bound to its [2345] cores"):
+        share_of_cores(0, 9, tmp_path)
+
+
+SHOW = "import os\nprint(sorted(os.sched_getaffinity(0)), os.environ['TF_NUM_INTRAOP_THREADS'])\n"
+
+
+@pytest.mark.parametrize("where", [("-n", "2"), ("--hosts", "localhost:2")])
+@pytest.mark.parametrize("binds", [True, False])
+def test_workers_are_bound_where_that_is_asked_for(tmp_path, where, binds):
+    mine = os.sched_getaffinity(0)
+    if len(mine) < 2 or (len(mine) > 2 and available_cpus() != len(mine)):
+        pytest.skip("takes two CPUs")
+    (tmp_path / "show.py").write_text(SHOW)
+    options = ["--bind", "cores"] if binds else []
+    done = subprocess.run(
+        [sys.executable, "-m", "tfring.launch", *where, *options, tmp_path / "show.py"],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = sorted(line.removeprefix("[1] ") for line in done.stdout.splitlines())
+    threads = max(1, available_cpus() // 2)
+    wanted = [share_of_cores(number, 2) for number in range(2)] if binds else [mine, mine]
+    assert shown == sorted(f"{sorted(share)} {threads}" for share in wanted)
+
+
+@pytest.mark.parametrize("where", ["-n", "--hosts"])
+def test_more_workers_than_cores(tmp_path, where):
+    (tmp_path / "show.py").write_text(SHOW)
+    number = len(os.sched_getaffinity(0)) + 1
+    workers = f"{number}" if where == "-n" else f"localhost:{number}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tfring.launch", where, workers, "--bind", "cores", tmp_path / "show.py"],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 71 and done.stdout == "", done
+    assert f"{number} workers of " in done.stderr and "cannot be bound" in done.stderr

@@ -783,7 +783,7 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["-n", "2", "-m"], "-m takes the name of a module"),
         (["-n", "2", "-m", "-x"], "-m takes the name of a module"),
         (["-n", "2", "--nowhere", __file__], "unknown option --nowhere"),
-        (["-n", "2", "--log", "x", __file__], "unknown option --log"),
+        (["-n", "2", "--log", "x", __file__], "unknown option --log. Did you mean '--log-dir'?"),
         (["-n", "2", "--log-dir", "/dev/null/x", __file__], "cannot make the folder of --log-dir"),
         (["-np", "4", __file__], "-np is an option of another launcher. Here it is -n 4: all workers"),
         (["-H", "a:4", "-np", "4", __file__], "Here it is hosts, with the number of workers on each: --hosts a:4"),
@@ -795,6 +795,10 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
         (["-n", "2", "--ssh-config", "x", __file__], "--ssh-config has no effect"),
         (["-n", "2", "--workdir", "/tmp", __file__], "--workdir has no effect"),
         (["-n", "2", "--python", sys.executable, __file__], "all workers start on this machine"),
+        (["-n", "2", "--interface", "lo", __file__], "--interface has no effect"),
+        (["-n", "2", "--port-range", "20500", __file__], "--port-range has no effect"),
+        (["--hosts", "a", "--port-range", "7-5", __file__], "'7-5' is not two ports such as 20000-20100"),
+        (["-n", "2", "--start-timeout", "0", __file__], "--start-timeout: '0' is not a number above 0"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -848,7 +852,7 @@ def test_help_and_version():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "tfring: name a command. The commands are launch, doctor, bench, report, completion."),
+        ([], "tfring: name a command. The commands are launch, doctor, bench, test, report, completion."),
         (["lanch", "-n", "2"], "no such command: 'lanch'. Did you mean 'launch'? The commands are launch, doctor,"),
         (["train.py"], "no such command: 'train.py'. The commands are launch, doctor,"),
         (["--nowhere"], "no such command: '--nowhere'. The commands are launch, doctor,"),
@@ -1111,6 +1115,38 @@ def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monk
             assert secret not in (tmp_path / "ssh").read_text()
     assert len(set(found)) == 3 and [len(secret) for secret in found[:2]] == [64, 64]
     assert found[2] == "chosen for this very run"
+
+
+def test_options_that_set_a_variable(tmp_path, monkeypatch):
+    """Command line wins; workers on other hosts have it, and so has a worker's own environment."""
+    names = ("TFRING_CONNECT_TIMEOUT_SECONDS", "TFRING_INTERFACE", "TFRING_PORT_RANGE")
+    for name in names:
+        monkeypatch.setenv(name, "7")
+    script = f"print([os.environ[name] for name in {names}], os.environ['TFRING_ADDRESSES'])"
+    options = ["--start-timeout", "45", "--interface", "127.0.0.0/8", "--port-range", "20510-20519"]
+    done = subprocess.run(
+        [*LAUNCH, "--hosts", "node1:1,node2:1", *options, write(tmp_path, script)],
+        env=stand_in_for_ssh(tmp_path), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("[1] ") for line in done.stdout.splitlines()]
+    assert len(lines) == 2 and len(set(lines)) == 1
+    assert lines[0].startswith("['45', '127.0.0.0/8', '20510-20519'] 127.0.0.1:2051"), lines
+    local = [*LAUNCH, "-n", "1", "--start-timeout", "45", write(tmp_path, f"print(os.environ['{names[0]}'])")]
+    assert subprocess.run(local, capture_output=True, text=True, timeout=TIMEOUT).stdout == "45\n"
+
+
+def test_a_host_that_never_answers(tmp_path):
+    """Its login hangs, say; the other host's agent ends with the job."""
+    environ = stand_in_for_ssh(tmp_path)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(ssh.read_text().replace("exec", 'case "$*" in *node2*) exec sleep 600; esac\nexec'))
+    done = subprocess.run(
+        [*LAUNCH, "--hosts", "node1:1,node2:1", "--start-timeout", "2", write(tmp_path, "print('never')")],
+        env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert done.returncode == 71 and done.stdout == "", done
+    assert done.stderr.startswith("tfring launch: node2: no answer within 2 s. "), done.stderr
 
 
 def test_much_input_and_output_at_once(tmp_path):

@@ -6,7 +6,16 @@ import signal
 import subprocess
 
 import pytest
-from test_launch import LAUNCH, TIMEOUT, eventually, launch, plain_environment, take_signals, write
+from test_launch import (
+    LAUNCH,
+    TIMEOUT,
+    eventually,
+    launch,
+    plain_environment,
+    stand_in_for_ssh,
+    take_signals,
+    write,
+)
 
 __all__ = ["launch", "plain_environment"]  # fixtures
 
@@ -110,4 +119,114 @@ def test_options_that_do_not_fit(tmp_path):
         return done.stderr
 
     assert "give --max-restarts too" in refused("-n", "2", "--min-workers", "1")
+    assert "--max-workers is of the hosts of --hosts-from" in refused("-n", "2", "--max-workers", "1")
     assert "at most the number of workers, 2" in refused("-n", "2", "--max-restarts", "1", "--min-workers", "3")
+
+
+@pytest.fixture
+def on_hosts(tmp_path):
+    """The command of a job whose hosts are those in the file `hosts`, and what a process of it needs."""
+    (tmp_path / "ask").write_text(f"#!/bin/sh\nexec cat {tmp_path}/hosts\n")
+    (tmp_path / "ask").chmod(0o755)
+
+    def command(hosts, script, *options):
+        (tmp_path / "hosts").write_text(hosts)
+        program = write(tmp_path, TRY + "say = lambda: print('try', attempt, 'of', world, flush=True)\n" + script)
+        return [*LAUNCH, "--hosts-from", tmp_path / "ask", *options, program]
+
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return command, {"env": stand_in_for_ssh(tmp_path), **pipes}
+
+
+def test_hosts_that_are_new_and_hosts_that_are_gone(on_hosts, tmp_path):
+    """Asked before each restart; a try waits until there are enough."""
+    command, options = on_hosts
+    script = """
+if rank == 0:
+    say()
+    (here / "hosts").write_text(["node1:1\\nnode3:2\\nnode4:9", "node1:1", "", ""][attempt])
+if attempt < 3:
+    sys.exit(attempt + 3)
+"""
+    limits = ("--max-restarts", "3", "--min-workers", "2", "--max-workers", "4", "--start-timeout", "40")
+    job = subprocess.Popen(command("node1:1\nnode2 slots=1  # the first\n", script, *limits), **options)
+    try:
+        lines = [job.stdout.readline() for _ in range(2)]
+        assert lines == ["try 0 of 2\n", "try 1 of 4\n"]  # of node4 one worker
+        said = ""
+        while "as soon as" not in said:  # node1 alone is not enough
+            said = job.stderr.readline()
+            assert said
+        assert "Restart 2 of 3: all workers start again as soon as --hosts-from names enough hosts, and" in said
+        (tmp_path / "hosts").write_text("node2:3\n")
+        assert job.stdout.readline() == "try 2 of 3\n"
+        eventually(lambda: (tmp_path / "hosts").read_text() == "")
+        (tmp_path / "hosts").write_text("node1:2\n")
+        out, err = job.communicate(timeout=TIMEOUT)
+        assert (job.returncode, out) == (0, "try 3 of 2\n"), err
+    finally:
+        job.kill()
+        job.communicate()
+    shown = (tmp_path / "ssh").read_text()
+    assert [f"-- node{n} cd" in shown for n in (1, 2, 3, 4)] == [True] * 4
+
+
+def test_a_host_that_is_lost_is_left_out_once(on_hosts):
+    """Though it is still named; it comes back at the next restart."""
+    command, options = on_hosts
+    script = """
+if rank == 0:
+    say()
+if attempt == 0 and rank == 1:
+    os.kill(os.getppid(), signal.SIGKILL)  # the agent, with which the way there ends
+if attempt == 1:
+    sys.exit(3)
+if attempt == 0:
+    time.sleep(600)
+"""
+    done = subprocess.run(command("node1:1\nnode2:1\n", script, "--max-restarts", "5"), **options, timeout=TIMEOUT)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["try 0 of 2", "try 1 of 1", "try 2 of 2"], done.stderr
+    assert "Restart 1 of 5: all workers start again, 1 of them, without node2, and" in done.stderr
+    assert "Restart 2 of 5: all workers start again, 2 of them, and" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["time", "Ctrl-C"])
+def test_hosts_that_never_come(on_hosts, end):
+    command, options = on_hosts
+    script = "(here / 'hosts').write_text('')\nsys.exit(3)"
+    seconds = "2" if end == "time" else "600"
+    job = subprocess.Popen(
+        command("node1:1", script, "--max-restarts", "5", "--start-timeout", seconds),
+        preexec_fn=take_signals,
+        **options,
+    )
+    try:
+        while "as soon as" not in (line := job.stderr.readline()):
+            assert line
+        if end == "Ctrl-C":
+            job.send_signal(signal.SIGINT)
+        _, err = job.communicate(timeout=TIMEOUT)
+    finally:
+        job.kill()
+        job.communicate()
+    assert job.returncode == (71 if end == "time" else 130)
+    assert end == "Ctrl-C" or "named hosts for fewer than 1 workers for 2 s" in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("exit 3", "returned non-zero exit status 3"),
+        ("echo a:0", "has no workers"),
+        ("true", "names hosts for 0 workers, fewer than the job needs"),
+        (None, "chmod +x"),
+    ],
+)
+def test_programs_that_name_no_hosts(on_hosts, tmp_path, asked, message):
+    command, options = on_hosts
+    job = command("node1:1", "say()")
+    (tmp_path / "ask").write_text(f"#!/bin/sh\n{asked}\n")
+    if asked is None:
+        (tmp_path / "ask").chmod(0o600)
+    done = subprocess.run(job, **options, timeout=TIMEOUT)
+    assert done.returncode == 2 and message in done.stderr and not done.stdout, done

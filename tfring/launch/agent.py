@@ -137,7 +137,7 @@ class _Agent:
             stdin = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             try:
                 started = worker.start(command, cluster, environ, stdin=stdin, place=place)
-            except OSError as error:
+            except (OSError, ConfigurationError) as error:
                 self._tell_problem(f"could not start rank {rank}: ", error)
                 self._stop()
                 return

@@ -1,14 +1,15 @@
-"""The command line: `tfring launch -n 4 train.py --my-args`, `tfring doctor`, `bench`, `report` and `completion`."""
+"""The command line: `tfring launch -n 4 train.py`, `tfring doctor`, `bench`, `test`, `report` and `completion`."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tfring import config, cpus, gpus
@@ -16,17 +17,30 @@ from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, slurm, tf_config
 from tfring.errors import ConfigurationError
-from tfring.launch import completion, exit_codes, plan, remote, texts
+from tfring.launch import completion, exit_codes, job_file, plan, remote, texts
 from tfring.launch.guard import run_guarded
-from tfring.launch.hosts import Host, of_allocation, parse_hosts, read_hostfile
+from tfring.launch.hosts import Host, ask_script, num_workers, of_allocation, parse_hosts, read_hostfile
 from tfring.launch.job import Job
 from tfring.launch.restarts import Limits, Restarts
 from tfring.transport import secret
 
 _NOT_READY = 10  # what rank 0 ends with once it has said so; anything else that is not 0 is a doctor that failed
 _BENCH_FAILED = 2  # rank 0 has said why
+_TEST_FAILED = 1  # the rank has said why
 _AUTO = "auto"
 _NO_RESTARTS = Limits(max_restarts=0)
+_WHERE = ("n", "hosts", "hostfile", "hosts_from")  # one of them on the command line overrides all of them in a file
+_VARIABLE_OF = {  # options that set a variable, for the launcher and all workers
+    "--seed": "TFRING_SEED",
+    "--start-timeout": "TFRING_CONNECT_TIMEOUT_SECONDS",
+    "--interface": "TFRING_INTERFACE",
+    "--port-range": "TFRING_PORT_RANGE",
+    "--bind": "TFRING_BIND",
+}
+# Without effect where all workers start on this machine; those of addresses have one for a rank that meets others.
+_SSH_OPTIONS = ("--ssh-port", "--ssh-identity", "--ssh-config")
+_OPTIONS_OF_STARTED = ("--workdir", "--python")
+_OPTIONS_OF_ADDRESSES = ("--interface", "--port-range")
 # Of Horovod, mpirun and torchrun.
 _OPTIONS_OF_OTHERS = ("-np", "--np", "--num-proc", "-H", "--nproc-per-node", "--nproc_per_node", "--nnodes")
 
@@ -47,12 +61,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     _check_command(parser, argv)
     arguments, unknown = parser.parse_known_args(argv)
+    in_file = _options_in_a_file(parser, arguments)
+    if in_file:  # the command line wins
+        arguments, unknown = arguments.parser.parse_known_args(argv[1:], argparse.Namespace(**in_file))
     if getattr(arguments, "n", None) == _AUTO:
         in_slurm = slurm.in_allocation(os.environ)
         arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
     if unknown:
-        arguments.parser.error(f"unknown option {unknown[0]} (options of the program come after its name)")
+        near = _near(unknown[0], arguments.parser._option_string_actions)
+        arguments.parser.error(f"unknown option {unknown[0]}.{near} Options of the program come after its name")
+    for option, variable in _VARIABLE_OF.items():
+        text = _given(arguments, option)
+        if text is not None:
+            os.environ[variable] = text
     return arguments.run(arguments)
+
+
+def _options_in_a_file(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the values of the command's options that the job's file has, if there is one."""
+    launch = _commands(parser)["launch"]
+    path = getattr(arguments, "config", None)
+    if path is None and arguments.parser is launch and os.path.exists(job_file.PYPROJECT):
+        path = pathlib.Path(job_file.PYPROJECT)
+    if path is None:
+        return {}
+    try:
+        words = job_file.arguments_of(path, launch)
+    except ConfigurationError as problem:
+        arguments.parser.error(str(problem))
+    launch.place = f"{path}: "
+    found = vars(launch.parse_args(words))
+    launch.place = ""
+    says_where = any(getattr(arguments, name) is not None for name in _WHERE)
+    return {
+        name: value
+        for name, value in found.items()
+        if hasattr(arguments, name) and value != launch.get_default(name) and not (says_where and name in _WHERE)
+    }
+
+
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
+    [commands] = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return commands
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    """Returns a question about the name that was meant; nothing if none is near."""
+    close = difflib.get_close_matches(name, names, 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _given(arguments: argparse.Namespace, option: str) -> Any:
+    """Returns the value of an option; None if the command has none."""
+    return getattr(arguments, option.lstrip("-").replace("-", "_"), None)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,17 +176,24 @@ def _parser() -> argparse.ArgumentParser:
         "--min-workers",
         type=_positive,
         metavar="M",
-        help="leave a lost host out of a restart, as long as M workers remain (default: none is left out)",
+        help="leave a lost host out of a restart, as long as M workers remain (default: none is left out; with "
+        "--hosts-from 1)",
     )
     launch.add_argument(
+        "--max-workers", type=_positive, metavar="M", help="of the hosts of --hosts-from use the first, for M workers"
+    )
+    _add_setting(launch, "--bind", "TO", "cores: bind each worker of a host to its share of the cores (default: none)")
+    _add_setting(
+        launch,
         "--seed",
-        type=_seed,
-        metavar="SEED",
-        help="what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
+        "SEED",
+        "what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
         "(default: TFRING_SEED, else a new one for each run)",
     )
     launch.add_argument(
-        "--timestamps", action="store_true", help="show each line with its time, in UTC, and its rank, also of rank 0"
+        "--timestamps",
+        action=argparse.BooleanOptionalAction,
+        help="show each line with its time, in UTC, and its rank, also of rank 0",
     )
     launch.add_argument(
         "--dry-run", action="store_true", help="show which workers would start where, with which variables; start none"
@@ -144,9 +212,6 @@ def _parser() -> argparse.ArgumentParser:
         "--servers", type=_number, default=0, metavar="S", help="examine S more processes, the parameter servers, too"
     )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
-    doctor.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="how long ranks wait for each other (default: 60)"
-    )
     bench = command(
         "bench",
         _bench,
@@ -173,6 +238,15 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
+    test = command(
+        "test",
+        _test,
+        help="train a small model on a cluster, and compare with one process",
+        usage="tfring test [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
+        description=texts.TEST_HELP,
+        epilog=texts.TEST_EXAMPLES,
+    )
+    _add_options_of_a_job(test)
     report = command(
         "report",
         _report,
@@ -198,15 +272,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     """Lists the commands where none is named, or one that does not exist."""
-    [commands] = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    commands = _commands(parser)
     if argv and (argv[0] in commands or argv[0] in parser._option_string_actions):
         return
-    problem, meant = "name a command", ""
+    problem, near = "name a command", ""
     if argv:
         problem = f"no such command: {argv[0]!r}"
-        close = difflib.get_close_matches(argv[0], commands, 1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
-    parser.error(f"{problem}.{meant} The commands are {', '.join(commands)}.")
+        near = _near(argv[0], commands)
+    parser.error(f"{problem}.{near} The commands are {', '.join(commands)}.")
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -231,10 +304,12 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
     try:
-        seed = config.read("TFRING_SEED") if arguments.seed is None else arguments.seed
+        seed = config.read("TFRING_SEED")
     except ConfigurationError as problem:
         error(str(problem))
     variables = {"TFRING_SEED": str(secrets.randbelow(10**9) if seed is None else seed)}
+    if arguments.max_workers and not arguments.hosts_from:
+        error("--max-workers is of the hosts of --hosts-from: leave it out, or give that")
     limits = Limits(arguments.max_restarts, arguments.min_workers)
     if arguments.max_worker_restarts and not arguments.servers:
         error("--max-worker-restarts is of workers with parameter servers: give --servers too, or use --max-restarts")
@@ -249,7 +324,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         limits=limits,
         servers=servers,
         variables=variables,
-        timestamps=arguments.timestamps,
+        timestamps=bool(arguments.timestamps),
         dry_run=arguments.dry_run,
     )
 
@@ -257,10 +332,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from tfring.doctor import examination
 
-    seconds = arguments.timeout or examination.DEFAULT_SECONDS
-    here = arguments.n is None and not arguments.hosts and not arguments.hostfile
-    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
-        _check_options_of_hosts(arguments, ())
+    seconds = float(arguments.start_timeout or examination.DEFAULT_SECONDS)
+    if _runs_here(arguments):
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
@@ -272,13 +345,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     wanted = options.Options(arguments.op, arguments.sizes, arguments.dtype, arguments.json, arguments.plot)
-    here = arguments.n is None and not arguments.hosts and not arguments.hostfile
-    if here and (_is_a_rank() or not slurm.in_allocation(os.environ)):
-        _check_options_of_hosts(arguments, ())
+    if _runs_here(arguments):
         from tfring.bench import run
 
         return run.run(wanted)
     return _run(arguments, ["-m", "tfring.bench.entry", wanted.to_json()], quiet_codes=(_BENCH_FAILED,))
+
+
+def _test(arguments: argparse.Namespace) -> int:
+    if _runs_here(arguments):
+        from tfring import test
+
+        return test.run()
+    return _run(arguments, ["-m", "tfring.test"], variables={"TFRING_SEED": "1"}, quiet_codes=(_TEST_FAILED,))
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -290,6 +369,16 @@ def _report(arguments: argparse.Namespace) -> int:
 def _completion(arguments: argparse.Namespace) -> int:
     print(completion.script(_parser(), arguments.shell), end="")
     return 0
+
+
+def _runs_here(arguments: argparse.Namespace) -> bool:
+    """Returns True if this process is a rank of its cluster, or alone, and starts no other."""
+    if any(getattr(arguments, name) is not None for name in _WHERE):
+        return False
+    if slurm.in_allocation(os.environ) and not _is_a_rank():
+        return False
+    _check_options_of_hosts(arguments, (), _SSH_OPTIONS + _OPTIONS_OF_STARTED)
+    return True
 
 
 def _is_a_rank() -> bool:
@@ -307,10 +396,19 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of workers; auto: one for each GPU of this machine, or each CPU; in SLURM, all tasks by default",
     )
+    parser.add_argument(
+        "--config",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="options of tfring launch, as TOML (of launch, the default is [tool.tfring.launch] of pyproject.toml)",
+    )
     parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_Elsewhere, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh (localhost: without)")
     where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start them on the hosts of a file")
+    where.add_argument(
+        "--hosts-from", type=pathlib.Path, metavar="FILE", help="start them on the hosts that this program prints"
+    )
     parser.add_argument("--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
     parser.add_argument("--ssh-identity", type=pathlib.Path, metavar="FILE", help="the private key for ssh")
     parser.add_argument("--ssh-config", type=pathlib.Path, metavar="FILE", help="ssh's configuration (its -F)")
@@ -322,6 +420,31 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir", type=pathlib.Path, metavar="DIR", help="write all that a rank prints to DIR/rank-<rank>.log"
     )
+    _add_setting(
+        parser,
+        "--start-timeout",
+        "SECONDS",
+        "how long hosts and ranks are waited for at the start (default: 60 for the doctor, else "
+        "TFRING_CONNECT_TIMEOUT_SECONDS, else 300)",
+    )
+    _add_setting(
+        parser, "--interface", "NAME", "the interface or network of the hosts that ranks use: eth0, or 192.0.2.0/24"
+    )
+    _add_setting(parser, "--port-range", "PORTS", "the ports of the hosts that ranks listen on, such as 20000-20100")
+
+
+def _add_setting(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:
+    """Adds an option that sets a variable, and accepts what that accepts."""
+    setting = config.SETTINGS[_VARIABLE_OF[option]]
+
+    def checked(value: str) -> str:
+        try:
+            setting.parse(value)
+        except (ValueError, KeyError):
+            raise argparse.ArgumentTypeError(f"{value!r} is not {setting.legal}") from None
+        return value
+
+    parser.add_argument(option, type=checked, metavar=metavar, help=text)
 
 
 def _run(
@@ -340,12 +463,16 @@ def _run(
     try:
         hosts = _hosts(arguments)
         secret.configured()
+        start_seconds = config.read("TFRING_CONNECT_TIMEOUT_SECONDS")
+        config.read("TFRING_BIND")
         describes_a_cluster = tf_config.parse(os.environ.get(tf_config.VARIABLE, "")) is not None
     except ConfigurationError as problem:
         error(str(problem))
+    if arguments.hosts_from and num_workers(hosts) < (limits.min_workers or 1):
+        error(f"{arguments.hosts_from} names hosts for {num_workers(hosts)} workers, fewer than the job needs")
     if not hosts and arguments.n is None:
-        error("say how many workers with -n, or where with --hosts or --hostfile")
-    _check_options_of_hosts(arguments, hosts)
+        error("say how many workers with -n, or where with --hosts, --hostfile or --hosts-from")
+    _check_options_of_hosts(arguments, hosts, _SSH_OPTIONS + _OPTIONS_OF_STARTED + _OPTIONS_OF_ADDRESSES)
     if hosts and (servers or {}).get("max_worker_restarts"):
         error("--max-worker-restarts starts workers again on this machine alone: start them with -n")
     if describes_a_cluster:
@@ -364,45 +491,45 @@ def _run(
             error(f"cannot make the folder of --log-dir: {problem}")
     way = remote.Way(
         remote.by_ssh(port=arguments.ssh_port, identity=arguments.ssh_identity, config=arguments.ssh_config)
-        if arguments.hosts or arguments.hostfile
+        if _names_hosts(arguments)
         else remote.srun,
         arguments.python or sys.executable,
         arguments.workdir or os.getcwd(),
         {**remote.passed_on(os.environ, arguments.env), **of_all},
     )
-    num_workers = sum(host.num_workers for host in hosts) or arguments.n
-    if limits.min_workers and limits.min_workers > num_workers:
-        error(f"--min-workers is at most the number of workers, {num_workers}, not {limits.min_workers}")
+    at_first = num_workers(hosts) or arguments.n
+    if limits.min_workers and limits.min_workers > at_first:
+        error(f"--min-workers is at most the number of workers, {at_first}, not {limits.min_workers}")
     if dry_run:
         num_servers = (servers or {}).get("num_servers", 0)
-        print(plan.text([way.python if hosts else sys.executable, *command], hosts, num_workers, num_servers, way))
+        print(plan.text([way.python if hosts else sys.executable, *command], hosts, at_first, num_servers, way))
         return 0
 
     def make_job(hosts: Sequence[Host], variables: Mapping[str, str], **options: Any) -> Job:
         return Job(
             command,
-            sum(host.num_workers for host in hosts) or arguments.n,
+            num_workers(hosts) or arguments.n,
             **(servers or {}),
             log_dir=arguments.log_dir,
             environ={**os.environ, **of_all, **variables},
             hosts=hosts,
             way=way._replace(environ={**way.environ, **variables}),
+            start_seconds=start_seconds,
             quiet_codes=quiet_codes,
             timestamps=timestamps,
             **options,
         )
 
-    return run_guarded(Restarts(make_job, hosts, limits, os.environ).run)
+    ask = functools.partial(_ask_for_hosts, arguments) if arguments.hosts_from else None
+    return run_guarded(Restarts(make_job, hosts, limits, os.environ, ask, start_seconds).run)
 
 
-def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host]) -> None:
-    """Refuses what says how to start workers elsewhere, where none is started there."""
-    by_ssh = bool(arguments.hosts or arguments.hostfile)
-    for option, has_effect in (
-        *(("--ssh-port", by_ssh), ("--ssh-identity", by_ssh), ("--ssh-config", by_ssh)),
-        *(("--workdir", bool(hosts)), ("--python", bool(hosts))),
-    ):
-        if getattr(arguments, option[2:].replace("-", "_")) is not None and not has_effect:
+def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host], options: Iterable[str]) -> None:
+    """Refuses these options where no worker is started on another host."""
+    by_ssh = _names_hosts(arguments)
+    for option in options:
+        has_effect = by_ssh if option in _SSH_OPTIONS else bool(hosts)
+        if _given(arguments, option) is not None and not has_effect:
             arguments.parser.error(
                 f"{option} has no effect without --hosts or --hostfile: all workers start "
                 f"{'through srun' if hosts else 'on this machine'}. Name the hosts, or leave {option} out"
@@ -411,11 +538,21 @@ def _check_options_of_hosts(arguments: argparse.Namespace, hosts: Sequence[Host]
 
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     """Returns the hosts to start workers on; this one alone if the list is empty."""
-    if arguments.hosts or arguments.hostfile:
+    if _names_hosts(arguments):
         if arguments.n is not None:
             raise ConfigurationError("-n and the numbers after the hosts both give the number of workers: leave -n out")
+        if arguments.hosts_from:
+            return _ask_for_hosts(arguments)
         return parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
     return of_allocation(os.environ, arguments.n) if slurm.in_allocation(os.environ) else []
+
+
+def _ask_for_hosts(arguments: argparse.Namespace) -> list[Host]:
+    return ask_script(arguments.hosts_from, _given(arguments, "--max-workers"))
+
+
+def _names_hosts(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.hosts or arguments.hostfile or arguments.hosts_from)
 
 
 class _Elsewhere(argparse.Action):
@@ -432,8 +569,10 @@ class _Elsewhere(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     """Prints what is wrong and how to get help, instead of the full usage."""
 
+    place = ""  # the file that the arguments are from
+
     def error(self, message: str) -> NoReturn:
-        self.exit(exit_codes.WRONG_OPTIONS, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+        self.exit(exit_codes.WRONG_OPTIONS, f"{self.prog}: {self.place}{message}\nSee {self.prog} --help\n")
 
 
 def _number(text: str) -> int:
@@ -450,13 +589,6 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _seed(text: str) -> int | str:
-    try:
-        return config.SETTINGS["TFRING_SEED"].parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {config.SETTINGS['TFRING_SEED'].legal}") from None
-
-
 def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     def parsed(text: str) -> Any:
         try:
@@ -465,16 +597,6 @@ def _parsed_by(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def _open_standard_streams() -> None:

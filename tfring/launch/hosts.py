@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tfring.cluster import allocation, parse_address
 from tfring.errors import ConfigurationError
 
 _RULE = 'Hosts are written like "host1:4,user@host2:4,[fd00::3]:4", with the number of workers on each (1 if left out)'
+
+_SCRIPT_SECONDS = 60.0
 
 
 class Host(NamedTuple):
@@ -39,14 +42,38 @@ def read_hostfile(path: pathlib.Path) -> list[Host]:
         ConfigurationError: It cannot be read, or a line is malformed.
     """
     try:
-        lines = [line.partition("#")[0].split() for line in path.read_text().splitlines()]
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"The file of --hostfile, {str(path)!r}, cannot be read ({error}).") from None
-    hosts = []
-    for words in filter(None, lines):
-        slots = [word[len("slots=") :] for word in words[1:] if word.startswith("slots=")]
-        hosts.append(_parse_host(f"{words[0]}:{slots[0]}" if slots else words[0], " ".join(words)))
-    return _checked(hosts, str(path))
+    return _checked(_parse_lines(text), str(path))
+
+
+def ask_script(script: pathlib.Path, max_workers: int | None = None) -> list[Host]:
+    """Runs a program that prints the hosts there are now, in lines of a file of hosts; there may be none.
+
+    Args:
+        script: Runs without arguments, for `_SCRIPT_SECONDS` at most.
+        max_workers: How many workers to start on the first of its hosts; on all by default.
+
+    Raises:
+        ConfigurationError: It cannot be run, it fails, or a line is malformed.
+    """
+    try:
+        run = subprocess.run(
+            [script.absolute()], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=_SCRIPT_SECONDS, check=True
+        )
+        hosts = _parse_lines(run.stdout.decode())
+    except (OSError, UnicodeDecodeError, subprocess.SubprocessError) as error:
+        raise ConfigurationError(
+            f"The program of --hosts-from, {str(script)!r}, names no hosts ({error}). It has to be executable "
+            "(chmod +x), begin with a line such as #!/bin/sh, print a host a line and end with exit code 0."
+        ) from None
+    return _first(_checked(hosts, str(script)) if hosts else [], max_workers)
+
+
+def num_workers(hosts: Sequence[Host]) -> int:
+    """Returns the number of workers on all hosts."""
+    return sum(host.num_workers for host in hosts)
 
 
 def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host]:
@@ -69,12 +96,25 @@ def of_allocation(environ: Mapping[str, str], n: int | None = None) -> list[Host
             f"-n {n} asks for more workers than job {environ.get('SLURM_JOB_ID')} of SLURM has tasks, {sum(tasks)}. "
             f"Ask for more:\n  sbatch -n {n} ..."
         )
-    left = sum(tasks) if n is None else n
-    hosts = []
-    for node, num_tasks in zip(nodes, tasks, strict=False):
+    return _first([Host(node, num_tasks) for node, num_tasks in zip(nodes, tasks, strict=False)], n)
+
+
+def _first(hosts: Sequence[Host], max_workers: int | None) -> list[Host]:
+    """Returns as many of the hosts as `max_workers` take, all for None."""
+    left = num_workers(hosts) if max_workers is None else max_workers
+    taken = []
+    for host in hosts:
         if left > 0:
-            hosts.append(Host(node, min(left, num_tasks)))
-        left -= num_tasks
+            taken.append(Host(host.name, min(left, host.num_workers)))
+        left -= host.num_workers
+    return taken
+
+
+def _parse_lines(text: str) -> list[Host]:
+    hosts = []
+    for words in filter(None, (line.partition("#")[0].split() for line in text.splitlines())):
+        slots = [word[len("slots=") :] for word in words[1:] if word.startswith("slots=")]
+        hosts.append(_parse_host(f"{words[0]}:{slots[0]}" if slots else words[0], " ".join(words)))
     return hosts
 
 

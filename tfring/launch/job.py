@@ -8,6 +8,7 @@ import errno
 import functools
 import os
 import pathlib
+import select
 import selectors
 import signal
 import socket
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from tfring.cluster import Address, Cluster, launch_variables
+from tfring.errors import ConfigurationError
 from tfring.launch import exit_codes, frames, processes
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
@@ -91,6 +93,7 @@ class Job:
         environ: The workers' environment, to which the launcher adds; its own by default.
         hosts: Where to start them, `num_workers` in all; on this host by default.
         way: How to get to `hosts`, and the workers' environment there.
+        start_seconds: How long to wait for `hosts`.
         timestamps: Whether lines are shown with their time.
         quiet_codes: Exit codes of a worker about which there is nothing to say, for it has said it.
         restart: How often the command has been started before. Then rank 0 has no standard input, and logs grow.
@@ -110,6 +113,7 @@ class Job:
         environ: Mapping[str, str] | None = None,
         hosts: Sequence[Host] = (),
         way: Way | None = None,
+        start_seconds: float = 300.0,
         timestamps: bool = False,
         quiet_codes: Sequence[int] = (),
         restart: int = 0,
@@ -138,6 +142,8 @@ class Job:
         self._sequel = sequel
         self.lost_hosts: list[str] = []
         self.asked_to_stop = False  # by a signal, or because no worker is left to ask
+        self._start_seconds = start_seconds
+        self._give_up_at: float | None = None  # when hosts have to listen
         self._hosts: list[RemoteHost] = []
         first = 0
         for number, host in enumerate(hosts):
@@ -237,7 +243,7 @@ class Job:
         cluster = Cluster.from_hosts(own, index, launch_variables.SOURCE, listener.fileno())
         try:
             self._start_worker(rank, cluster, number, servers if number is None else workers)
-        except OSError as error:
+        except (OSError, ConfigurationError) as error:
             what = f"rank {rank}" if number is None else f"server {number}"
             raise _CannotStartError(f"could not start {what}: {error}") from error
 
@@ -312,6 +318,15 @@ class Job:
             except OSError as error:
                 raise _CannotStartError(f"{host.name}: {error}") from error
             self._watch_output(host.fd, functools.partial(self._on_host, host))
+        self._give_up_at = time.monotonic() + self._start_seconds
+
+    def _give_up(self) -> None:
+        late = [host.name for host in self._hosts if host.listening is None]
+        self.lost_hosts += late
+        raise _CannotStartError(
+            f"{', '.join(late)}: no answer within {self._start_seconds:g} s. Look for what hangs there: the login, the "
+            "disk with Python or the working folder. If it takes so long, give it more with --start-timeout."
+        )
 
     def _on_host(self, host: RemoteHost) -> None:
         try:
@@ -348,6 +363,9 @@ class Job:
         for host in self._hosts:
             if host.listening is None:
                 return
+        self._give_up_at = None
+        for host in self._hosts:
+            assert host.listening is not None
             for rank, port in zip(host.ranks, host.listening, strict=True):
                 addresses[rank] = str(Address(host.address, port))
         for host in self._hosts:
@@ -391,7 +409,7 @@ class Job:
         """Waits for something to happen and deals with it."""
         self._pace()
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
-        due = [self._decide_at, self._next_step_at, *(stream.show_rest_at for stream in streams)]
+        due = [self._decide_at, self._next_step_at, self._give_up_at, *(stream.show_rest_at for stream in streams)]
         times = [at for at in due if at is not None]
         times = [0.0] if self._may_have_ended else times
         self._may_have_ended = False
@@ -408,6 +426,8 @@ class Job:
             self._decide()
         if self._next_step_at is not None and now >= self._next_step_at:
             self._next_step()
+        if self._give_up_at is not None and now >= self._give_up_at:
+            self._give_up()
 
     def _pace(self) -> None:
         """Reads no more from workers than can be shown, so that they wait for a slow reader, and we do not."""
@@ -569,6 +589,7 @@ class Job:
 
     def _stop(self, code: int, ladder: Sequence[tuple[signal.Signals, float]]) -> None:
         self._stop_code = code
+        self._give_up_at = None
         self._ladder = list(ladder)
         self._next_step()
 
@@ -691,6 +712,19 @@ def _bound(port: int = 0) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
     return bound
+
+
+def interrupted(parent_gone: int, seconds: float) -> int | None:
+    """Waits between two jobs; returns the exit code where the launcher is to stop meanwhile, else None."""
+    signals, end = _signals(), time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ready, *_ = select.select([signals, parent_gone], [], [], left)
+        if parent_gone in ready:
+            return 128 + signal.SIGKILL
+        received = [number for number in os.read(signals, 256) if number != signal.SIGCHLD] if ready else []
+        if received:
+            return 128 + received[0]
+    return None
 
 
 @functools.cache

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfring.cluster import launch_variables
-from tfring.launch.hosts import Host
-from tfring.launch.job import Job
+from tfring.errors import ConfigurationError
+from tfring.launch import exit_codes
+from tfring.launch.hosts import Host, num_workers
+from tfring.launch.job import Job, interrupted
 
 _AT_ONCE_SECONDS = 60.0  # a script that fails earlier has hardly trained
 _MAX_DELAY_SECONDS = 30.0
+_ASK_SECONDS = 60.0  # between two questions for hosts
+_MIN_ASKS = 5  # in the time that is waited for them
 
 
 class Limits(NamedTuple):
@@ -30,11 +36,21 @@ class Restarts:
         hosts: Where to start workers; none for this host.
         limits: What is allowed.
         environ: The launcher's environment.
+        ask: Returns the hosts there are now, asked before each restart; by default they stay those of the start.
+        ask_seconds: How long to ask until there are enough.
     """
 
     def __init__(
-        self, make_job: Callable[..., Job], hosts: Sequence[Host], limits: Limits, environ: Mapping[str, str]
+        self,
+        make_job: Callable[..., Job],
+        hosts: Sequence[Host],
+        limits: Limits,
+        environ: Mapping[str, str],
+        ask: Callable[[], list[Host]] | None = None,
+        ask_seconds: float = 300.0,
     ) -> None:
+        self._ask = ask
+        self._ask_seconds = ask_seconds
         self._make_job = make_job
         self._hosts = list(hosts)
         self._limits = limits
@@ -58,6 +74,8 @@ class Restarts:
             code = job.run(parent_gone)
             if not self._goes_on or job.asked_to_stop:
                 return code
+            if self._ask is not None and (stop_code := self._wait_for_hosts(parent_gone)) is not None:
+                return stop_code
             self._restart += 1
             delay = min(0.5 * 2**self._failures_at_once, _MAX_DELAY_SECONDS)
 
@@ -78,6 +96,8 @@ class Restarts:
         self._failures_at_once = self._failures_at_once + 1 if at_once else 0
         if self._restart >= self._limits.max_restarts:
             return f" Not restarted: all {self._limits.max_restarts} restarts are used."
+        if self._ask is not None:
+            self._hosts = self._hosts_now()
         without = self._leave_out(job.lost_hosts)
         self._goes_on = True
         return (
@@ -86,9 +106,49 @@ class Restarts:
         )
 
     def _leave_out(self, lost: Sequence[str]) -> str:
-        left = [host for host in self._hosts if host.name not in lost]
-        num_workers = sum(host.num_workers for host in left)
-        if not lost or self._limits.min_workers is None or num_workers < self._limits.min_workers:
+        """Leaves lost hosts out where enough are left; returns what there is to say of the hosts of the next try."""
+        if self._ask is None and (not lost or self._limits.min_workers is None):
             return ""
-        self._hosts = left
-        return f", {num_workers} of them, without {', '.join(lost)}"
+        left = [host for host in self._hosts if host.name not in lost]
+        without = ""
+        if num_workers(left) >= self._least:
+            names = ", ".join(host.name for host in self._hosts if host.name in lost)
+            without = f", without {names}" if names else ""
+            self._hosts = left
+        elif self._ask is None:
+            return ""
+        if num_workers(self._hosts) < self._least:
+            return " as soon as --hosts-from names enough hosts"
+        return f", {num_workers(self._hosts)} of them{without}"
+
+    @property
+    def _least(self) -> int:
+        return self._limits.min_workers or 1
+
+    def _hosts_now(self) -> list[Host]:
+        assert self._ask is not None
+        try:
+            return self._ask()
+        except ConfigurationError as error:
+            _say(str(error))
+            return []
+
+    def _wait_for_hosts(self, parent_gone: int) -> int | None:
+        """Asks until there are enough hosts; returns an exit code if there never are, or the launcher is to stop."""
+        end = time.monotonic() + self._ask_seconds
+        while num_workers(self._hosts) < self._least:
+            if time.monotonic() >= end:
+                _say(
+                    f"--hosts-from has named hosts for fewer than {self._least} workers for {self._ask_seconds:g} s. "
+                    "Give it more time with --start-timeout."
+                )
+                return exit_codes.CANNOT_START
+            stop_code = interrupted(parent_gone, min(_ASK_SECONDS, self._ask_seconds / _MIN_ASKS))
+            if stop_code is not None:
+                return stop_code
+            self._hosts = self._hosts_now()
+        return None
+
+
+def _say(text: str) -> None:
+    print(f"tfring launch: {text}", file=sys.stderr, flush=True)

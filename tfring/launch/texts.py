@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 LAUNCH_HELP = """\
-Starts N workers of a program, joined in a ring: on this machine; with --hosts or --hostfile on others, over ssh;
-in an allocation of SLURM on its nodes, over srun.
+Starts N workers of a program, joined in a ring: on this machine; with --hosts, --hostfile or --hosts-from on others,
+over ssh; in an allocation of SLURM on its nodes, over srun.
 
 hosts:
   --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
   --hostfile FILE                 the same, a host a line; "host1 slots=4" too
+  --hosts-from FILE               the same, printed by this program, which is run again before each restart
   localhost, or this machine's name, needs no ssh. ssh never asks for anything: keys, an agent or ~/.ssh/config have to
   do. The program, the working folder and Python are at the same path on every host, or where --workdir and --python
   say. Of the environment workers elsewhere get TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and
   CUDA_VISIBLE_DEVICES, and what --env names, all sent through the connection and on no command line. They listen at
-  ports of TFRING_PORT_RANGE, of the interface that TFRING_INTERFACE names.
+  ports of --port-range, of the interface that --interface names.
+
+options from a file:
+  --config FILE reads options from a file of TOML, by their names without dashes: max-restarts = 3, hosts = "host1:4",
+  env = ["TOKEN"], timestamps = true. Without --config they come from the table [tool.tfring.launch] of pyproject.toml
+  in this folder, if there is one. The command line wins; names of --env there are added.
 
 output:
   Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
@@ -40,8 +46,9 @@ servers:
 restarts:
   With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
   tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and
-  has saved. There is no restart after Ctrl-C, and none after the same failure twice at once. Standard input goes to
-  the first try alone.
+  has saved. With --hosts-from the next try starts on the hosts that are there then, --min-workers to --max-workers of
+  them; too few are waited for, for --start-timeout. There is no restart after Ctrl-C, and none after the same failure
+  twice at once. Standard input goes to the first try alone.
 
 environment of a worker:
   TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
@@ -114,6 +121,23 @@ examples:
   tfring bench -n 4
   tfring bench --hosts host1:4,host2:4 --op all_reduce --sizes 4,64K,64M --plot bench.png
   mpirun -n 8 tfring bench --json
+"""
+TEST_HELP = """\
+Trains a small model on all ranks for 60 steps, and the same model on rank 0 alone with the same batches. Prints rows a
+second of both, and by how much their weights differ. The first thing to run on a cluster that `tfring doctor` calls
+ready: it takes TensorFlow, Keras and the GPUs, if there are any, through a whole training.
+
+where:
+  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
+
+exit code:
+  0 if the weights are those of one process up to rounding, 1 if they differ or a rank cannot train.
+"""
+TEST_EXAMPLES = """\
+examples:
+  tfring test -n 2
+  tfring test --hosts host1:4,host2:4
+  mpirun -n 8 tfring test
 """
 REPORT_HELP = """\
 Says what the ranks of a run did in a step, and who waits for whom: input, Python, TensorFlow's start of a step,

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tfring import config
 from tfring.cluster import Cluster, launch_variables
-from tfring.cpus import available_cpus, thread_variables
+from tfring.cpus import available_cpus, share_of_cores, thread_variables
 from tfring.gpus import gpu_variables, shortage
 from tfring.launch import processes
 
@@ -49,14 +50,17 @@ def start(
 
     Raises:
         OSError: It cannot be started.
+        ConfigurationError: It cannot be bound to cores.
     """
     assert cluster.listen_fd is not None
     cpus = available_cpus()
+    is_server = launch_variables.SERVER in (place or ())
+    binds = config.read("TFRING_BIND", environ) == "cores" and not is_server
+    bound = share_of_cores(cluster.local_rank, cluster.local_world_size) if binds else None
     threads = thread_variables(cluster.local_world_size, cpus, environ)
     variables = {**environ, **threads, **(launch_variables.write(cluster) if place is None else place)}
     if variables.get("TFRING_SEED"):  # a program of the user's
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOOK, variables.get("PYTHONPATH")]))
-        is_server = launch_variables.SERVER in variables
         variables.update(
             gpu_variables(cluster.local_rank, cluster.local_world_size, environ, is_server=is_server)
         )
@@ -83,10 +87,17 @@ def start(
             stderr=err_end,
             pass_fds=[cluster.listen_fd, taken_end],
             start_new_session=True,  # leads a group of its own, to be signalled with what it starts
-            preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
+            preexec_fn=functools.partial(_prepare, os.getpid(), bound),
         )
     finally:
         os.close(out_end)
         os.close(err_end)
         os.close(taken_end)
     return Started(process, out, err, taken)
+
+
+def _prepare(launcher: int, cpus: set[int] | None) -> None:
+    """Runs in the worker's process before its program."""
+    processes.die_with_parent(launcher)
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)

@@ -1,0 +1,53 @@
+"""`tfring test` with real processes: it passes, it fails where workers differ from one process, it says which rank."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+
+from commands import ended, environment, tf_config
+
+TEST = [sys.executable, "-m", "tfring", "test"]
+LOCAL_STATISTICS = """
+import sys
+if "tfring.test" in sys.orig_argv:
+    import keras
+    original = keras.layers.BatchNormalization.__init__
+    keras.layers.BatchNormalization.__init__ = lambda self, synchronized: original(self)
+"""
+
+
+def test_two_on_this_machine(start):
+    out, _ = ended(start([*TEST, "-n", "2"]))
+    title, _, rows, weights, _, verdict = out.splitlines()
+    assert title == "tfring test: 2 workers on 1 host, from tfring launch; 60 steps of 256 rows"
+    assert re.fullmatch(r"Rows a second  [\d,]+ with 2 workers, [\d,]+ with rank 0 alone", rows)
+    found = re.fullmatch(r"Weights        differ .* by (\S+) of a variable's largest; 0.001 is allowed", weights)
+    assert found and float(found[1]) < 1e-4
+    assert verdict == "Passed: the weights are those of one process."
+
+
+def test_workers_that_differ_from_one_process(start, tmp_path):
+    """Each normalizes by its own rows."""
+    (tmp_path / "sitecustomize.py").write_text(LOCAL_STATISTICS)
+    path = f"{tmp_path}:{environment().get('PYTHONPATH', '')}"
+    out, err = ended(start([*TEST, "-n", "2"], PYTHONPATH=path), 1)
+    assert out.endswith("\n\nFailed: the weights differ.\n") and "tfring launch: rank" not in err
+
+
+def test_ranks_that_something_else_starts(start):
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
+    ranks = [start(TEST, TF_CONFIG=tf_config(addresses, rank)) for rank in range(2)]
+    assert ended(ranks[1])[0] == ""
+    out = ended(ranks[0])[0]
+    assert out.startswith("tfring test: 2 workers on 1 host, from TF_CONFIG") and "\nPassed: " in out
+
+
+def test_a_rank_that_cannot_train(start):
+    """The other does not come; the error is the last line, without a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
+    out, err = ended(start([*TEST, "--start-timeout", "1"], TF_CONFIG=tf_config(addresses, 1)), 1)
+    assert out == "" and "tfring test: rank 1: " in err and "Traceback" not in err

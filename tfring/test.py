@@ -1,0 +1,111 @@
+"""`tfring test`: trains a small model on all ranks, and compares it with one process.
+
+`python -m tfring.test` is one rank of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from tfring.callbacks import Throughput
+from tfring.cluster import detect, detection
+from tfring.errors import TfringError
+from tfring.functions import broadcast
+from tfring.strategy import RingStrategy
+
+_FAILED = 1
+_BATCHES = 20
+_ROWS_A_RANK = 128  # of a batch
+_EPOCHS = 3  # the last is timed; the first traces
+_NUM_IDS = 1000
+_TOLERANCE = 1e-3  # of a variable's largest weight: rounding stays far below, also that of TF32 on GPUs
+
+
+class _Trained(NamedTuple):
+    weights: list[np.ndarray]
+    rows_a_second: float
+
+
+def run() -> int:
+    """Takes this process's part; rank 0 compares and prints.
+
+    Returns:
+        The exit code: of rank 0, 1 if its weights are not those of one process; of all, 1 if they could not train.
+    """
+    rank = 0
+    try:
+        said = detection.find(os.environ)
+        rank = said.rank if said is not None else 0
+        return _compare()
+    except TfringError as error:
+        print(f"tfring test: rank {rank}: {error}", file=sys.stderr, flush=True)
+        return _FAILED
+
+
+def _compare() -> int:
+    cluster = detect()
+    strategy = RingStrategy(cluster)
+    batch = _ROWS_A_RANK * cluster.world_size
+    with strategy.scope():
+        model = _model()
+    together = _train(model, batch)
+    strategy.assert_equal(model.variables)
+    differs = False
+    if cluster.rank == 0:  # the others wait
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the model trains alone
+            alone = _train(_model(), batch)
+        largest = max(map(_difference, together.weights, alone.weights))
+        differs = not largest <= _TOLERANCE
+        verdict = "Failed: the weights differ." if differs else "Passed: the weights are those of one process."
+        rows, rows_alone = f"{together.rows_a_second:,.0f}", f"{alone.rows_a_second:,.0f}"
+        workers = f"{cluster.world_size} worker{'s' if cluster.world_size > 1 else ''}"
+        hosts = f"{cluster.num_nodes} host{'s' if cluster.num_nodes > 1 else ''}"
+        print(
+            f"tfring test: {workers} on {hosts}, from {cluster.source}; {_EPOCHS * _BATCHES} steps of {batch} rows\n\n"
+            f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone\n"
+            f"Weights        differ from those of one process by {largest:.1e} of a variable's largest; "
+            f"{_TOLERANCE:g} is allowed\n\n{verdict}",
+            flush=True,
+        )
+    broadcast(differs)
+    return _FAILED if differs else 0
+
+
+def _model() -> keras.Model:
+    """Returns a model with what ranks share: dense and sparse gradients, statistics of a batch, a metric."""
+    keras.utils.set_random_seed(1)
+    ids, features = keras.Input((), dtype="int32"), keras.Input((32,))
+    x = keras.layers.Concatenate()([keras.layers.Embedding(_NUM_IDS, 16)(ids), features])
+    x = keras.layers.BatchNormalization(synchronized=True)(keras.layers.Dense(128, activation="tanh")(x))
+    model = keras.Model([ids, features], keras.layers.Dense(1)(x))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def _train(model: keras.Model, batch: int) -> _Trained:
+    draw = np.random.default_rng(1)
+    rows = _BATCHES * batch - 3  # so that shares of the last batch are unequal
+    ids, features = draw.integers(_NUM_IDS, size=rows, dtype="int32"), draw.normal(size=(rows, 32)).astype("float32")
+    labels = np.tanh(features[:, :1] + ids[:, None] / _NUM_IDS)
+    throughput = Throughput(batch)
+    history = model.fit([ids, features], labels, batch, _EPOCHS, verbose=0, callbacks=[throughput], shuffle=False)
+    return _Trained(model.get_weights(), history.history["samples_per_second"][-1])
+
+
+def _difference(received: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference as a share of the largest value; NaN if there is one.
+
+    >>> _difference(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
+    0.5
+    """
+    return float(np.max(np.abs(received - expected)) / max(float(np.max(np.abs(expected))), 1e-6))
+
+
+if __name__ == "__main__":
+    sys.exit(run())
