@@ -46,6 +46,7 @@ NAVIGATION: list[dict[str, str | list[str | dict[str, str]]]] = [
             {"Saving": "docs/saving.md"},
             {"Functions for scripts": "docs/scripts.md"},
             {"The Keras family": "docs/family.md"},
+            {"Ten questions": "docs/questions.md"},
         ]
     },
     {
