@@ -138,8 +138,9 @@ def compare(value, whole, parts, numbers, where, tolerance):
         return
     match value.placement:
         case Replicate():
-            for part in parts:
-                assert_equal(part, whole, where, tolerance)
+            for part, mine in zip(parts, numbers[1:], strict=True):
+                if all(mine[name] or not numbers[0][name] for name, _ in value.scale):  # else it holds no such value
+                    assert_equal(part, whole, where, tolerance)
         case Shard(axis, blocks):
             if isinstance(blocks, tuple) and not all(_is_known(size, numbers[0]) for size in blocks):
                 return
@@ -170,7 +171,8 @@ def _number(size, known):
 def _scaled(part, scale, whole, mine):
     factor = 1.0
     for name, power in scale:
-        factor *= (mine[name] / whole[name]) ** float(Fraction(power)) if whole[name] else np.nan
+        share = mine[name] / whole[name] if whole[name] else np.nan
+        factor *= share ** float(Fraction(power)) if share else 0.0
     if not scale:
         return part
     return part * factor if factor else np.zeros_like(part)  # of a replica without rows

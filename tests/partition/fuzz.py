@@ -26,7 +26,10 @@ def program(seed, length):
         random = np.random.default_rng(seed)
         weights = tf.constant(np.random.default_rng(1).normal(size=(4, 4)))
         count = tf.cast(tf.shape(x)[0], tf.float64)
+        is_kept = tf.cast(mask, tf.bool)
         pool = [x, y, weights, tf.matmul(y, weights), tf.reduce_mean(x, 0), count, tf.reduce_sum(y, 0), *state * 3]
+        if seed % 4 == 3:
+            pool += [tf.cast(tf.size(tf.where(is_kept)), tf.float64), tf.reduce_mean(tf.boolean_mask(y, is_kept), 0)]
 
         def pick(fits=lambda tensor: True):
             found = [tensor for tensor in pool if fits(tensor)]
@@ -73,7 +76,7 @@ def program(seed, length):
                 case 17 if rank < 4:
                     return tf.stack([tensor, tensor * 2.0], int(random.integers(rank + 1)))
                 case 18 if rank and tensor.shape[0] is None:
-                    return tf.boolean_mask(tensor, tf.cast(mask, tf.bool)) if random.integers(2) else tensor[:2]
+                    return tf.boolean_mask(tensor, is_kept) if random.integers(2) else tensor[:2]
                 case 19 if rank == 2:
                     other = pick(
                         lambda t: t.shape.rank == 2 and t.shape[0] is not None and t.shape[0] == tensor.shape[1]
@@ -136,6 +139,8 @@ def run(seed, length=8, in_threads=False, has_state=False):
     rows = sum(sizes)
     x, y = random.normal(size=(rows, 3, 4)), random.normal(size=(rows, 4))
     ids, mask = random.integers(0, 3, rows).astype(np.int32), random.integers(0, 2, rows).astype(np.int32)
+    if seed % 2:
+        mask[-sizes[-1] :] = 0  # one keeps none
     function = program(seed, length)
     held = random.normal(size=(len(sizes), 4)) if has_state else None
     try:

@@ -668,7 +668,7 @@ class Walk:
     def new_rows(self, op: Any, of: Any = None) -> str:
         """Returns a symbol of rows, which an operation makes; the same of the same sizes put together."""
         name = f"rows:{op.graph.name}/{self._name(op)}"
-        if of is not None:
+        if of is not None and (self._depth or op.name in self._needed):  # others have no names in common with twins
             name = self._put_together.setdefault(of, name)
         self.rows.add(name)
         return name
