@@ -258,6 +258,92 @@ def _of_numbers_of_rows(x, y):
     ]
 
 
+def _written(x, y, ids, keep):
+    """What variables and lists hold after they were written in several ways."""
+    zeros, ones, rows = tf.zeros([4], y.dtype), tf.ones([4], y.dtype), tf.shape(y)[0]
+    held = [VARIABLES[i] for i in range(6)]
+    for variable in held[:5]:
+        variable.assign(zeros)
+    held[0].assign_add(ones)
+    held[1].assign_sub(ones)
+    held[2].scatter_nd_add([[1]], [2.0])
+    held[3][1:3].assign(ones[:2])
+    tf.cond(tf.reduce_sum(y) > -1e9, lambda: held[4].assign_add(ones), lambda: held[4].assign_add(zeros))
+    held[5].assign(tf.reduce_max(y, 0))
+    held[5].assign_add(tf.reduce_max(-2.0 * y, 0))
+    ROWS.assign(y)
+    of_rows = tf.TensorArray(tf.int32, 2, clear_after_read=False).write(0, rows)
+    items = tf.TensorArray(y.dtype, 4, clear_after_read=False).unstack(tf.transpose(y))
+    with tf.GradientTape() as tape:
+        tape.watch(zeros)
+        count = tf.cast(rows, y.dtype)
+        list_of = tf.TensorArray(y.dtype, 4, clear_after_read=False).unstack(zeros)
+        loss = list_of.read(0) * count + list_of.read(0) * count + list_of.read(1) * count
+    return [
+        *(tf.reduce_sum(y, 0) + variable.read_value() for variable in held[:5]),
+        tf.reduce_sum(y, 0) * held[3].read_value(),
+        held[5].read_value(),
+        tf.reduce_mean(ROWS.read_value(), 0),
+        of_rows.write(1, rows).stack(),
+        of_rows.write(1, tf.constant(0)).read(1),
+        items.read(tf.reduce_max(ids)),
+        items.write(tf.reduce_max(ids), y[:, 0] * 2.0).stack(),
+        tape.gradient(loss, zeros),
+    ]
+
+
+VARIABLES = [tf.Variable(tf.zeros([4], tf.float64)) for _ in range(6)]
+ROWS = tf.Variable(tf.zeros([1, 4], tf.float64), shape=[None, 4])
+
+
+def _of_other_kinds(x, y, ids, keep):
+    """Casts that keep no order, rows that are alike until they are reshaped, ids that are scaled, divisors of zero."""
+    rows, kept_ids, images = tf.shape(y)[0], tf.boolean_mask(ids, keep > 0.0), tf.cast(x[:, :, :, None], tf.float32)
+    count = tf.cast(tf.size(tf.where(keep > 0.0)), y.dtype)
+    weights = tf.constant(np.arange(12.0).reshape(3, 4))
+    alike = tf.reshape(tf.tile(weights[None], [rows, 1, 1]), [-1, 4])
+    largest = tf.reduce_max(y, 0)
+    chosen = tf.boolean_mask(largest, largest > tf.sort(largest)[1])
+
+    def with_fill(given):
+        names = {"transforms": [[1.0, 0, 1, 0, 1, 1, 0, 0]], "output_shape": [3, 4], "fill_value": 2.0}
+        return tf.raw_ops.ImageProjectiveTransformV3(
+            images=given, **names, interpolation="NEAREST", fill_mode="CONSTANT"
+        )
+
+    part = tf.reduce_sum(tf.boolean_mask(y, keep > 0.0), 0) / tf.cast(rows, y.dtype)
+    is_large = tf.reduce_sum(y) > 1e9
+    return [
+        tf.cast(tf.reduce_min(tf.boolean_mask(y, keep > 0.0), 0), tf.int32),
+        tf.cast(tf.reduce_max(tf.cast(y, tf.int32), 0), tf.bool),
+        tf.cast(tf.reduce_max(ids * 130), tf.uint8),
+        -tf.reduce_max(kept_ids),
+        alike + tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, 4]),
+        tf.reshape(tf.tile(weights[:, None], [1, rows, 1]), [-1, 4]) * tf.reshape(x, [-1, 4]),
+        tf.gather(tf.range(100), ids * rows),
+        tf.gather(tf.range(100), tf.abs(rows)),
+        tf.math.unsorted_segment_sum(y, ids * rows, 20),
+        tf.math.divide_no_nan(2.0 * count, count) * y,
+        tf.size(tf.boolean_mask(y, keep > 0.0)) // tf.shape(tf.boolean_mask(y, keep > 0.0))[0],
+        tf.where(tf.shape(chosen[:3])[0] > 2, tf.reduce_sum(y), largest[0]),
+        tf.where(tf.shape(y[:9])[0] > 8, tf.reduce_sum(y), largest[0]),
+        with_fill(images / tf.cast(rows, tf.float32)),
+        with_fill(tf.reduce_max(images, 0, keepdims=True)),
+        tf.linalg.triangular_solve(tf.linalg.diag(tf.abs(y) + 1.0), y[:, None, :, None]),
+        tf.gather(tf.transpose(x, [1, 0, 2]), tf.stack([ids % 2] * 3), axis=2, batch_dims=1),
+        tf.tensor_scatter_nd_add(tf.zeros_like(y), ids[:, None], y),
+        tf.raw_ops.MirrorPadGrad(input=largest, paddings=[[1, 1]], mode="REFLECT"),
+        tf.raw_ops.Div(x=tf.reduce_sum(ids), y=3),
+        tf.raw_ops.BiasAddGrad(out_backprop=tf.transpose(y)[None, :, :, None], data_format="NCHW"),
+        tf.raw_ops.BiasAddGrad(out_backprop=tf.transpose(y)[:, :, None, None], data_format="NCHW"),
+        tf.cond(is_large, lambda: tf.ones([4], y.dtype), lambda: part) / count,
+        tf.cond(is_large, lambda: tf.size(kept_ids), lambda: tf.size(tf.where(keep < 1.0))),
+        tf.searchsorted(tf.sort(y, 1), y),
+        tf.searchsorted(tf.sort(y[:, 0]), y[:, 1]),
+        tf.reduce_sum(y, 0) + tf.reduce_prod(tf.zeros([0, 4], y.dtype), 0),
+    ]
+
+
 def _divided(x, y, ids, mask):
     """Operations that no replica computes from the rows of all."""
     vectors, at = tf.transpose(x, [0, 2, 1]), tf.cast(tf.reduce_sum(y) > 0.0, tf.int32)
@@ -274,10 +360,17 @@ def _divided(x, y, ids, mask):
     ]
 
 
+@tf.function(autograph=False)
+def _kept(rows, mask):
+    return tf.boolean_mask(rows, mask)
+
+
 def _beside_kept_rows(x, y, keep):
     """What is of all rows beside what is of those that a mask keeps, of which the last replica has none."""
     kept, count = tf.boolean_mask(y, keep > 0.0), tf.cast(tf.size(tf.where(keep > 0.0)), y.dtype)
     total, mean = tf.reduce_sum(y, 0), tf.reduce_mean(kept, 0)
+    others = _kept(y, keep < 1.0)  # other rows than those of the other call
+    both = [_kept(y, keep > 0.0), others]
     largest, is_large = tf.reduce_max(y, 0, keepdims=True), tf.reduce_sum(y) > 1e9
     with tf.GradientTape() as tape:
         tape.watch(y)
@@ -316,6 +409,9 @@ def _beside_kept_rows(x, y, keep):
         tf.reduce_sum(tf.cond(is_large, lambda: kept, lambda: tf.zeros_like(y)) - 1.0, 0),
         tf.reduce_mean(tf.cond(is_large, lambda: kept, lambda: y) ** 2),
         tf.reduce_mean(tf.cond(is_large, lambda: kept, lambda: tf.boolean_mask(y, keep < 1.0)) ** 2),
+        tf.concat(both, 0),
+        tf.reduce_mean(both[0], 0) + tf.reduce_mean(others, 0),
+        tf.reduce_sum(both[0], 0) / tf.cast(tf.shape(others)[0], y.dtype),
         tf.nn.depthwise_conv2d(
             largest[:, :, None, None], tf.constant([[[[1.0]]], [[[-0.7]]]], y.dtype), [1] * 4, "SAME"
         ),
@@ -379,6 +475,13 @@ def test_beside_kept_rows(sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_of_numbers_of_rows(sizes):
     check(_of_numbers_of_rows, *_arrays(sizes)[:2], sizes=sizes)
+
+
+@pytest.mark.parametrize("function", [_written, _of_other_kinds])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_of_what_is_written_and_of_other_kinds(sizes, function):
+    x, y, ids = _arrays(sizes)[:3]
+    check(function, x, y, ids, np.array([1.0, 1, 0, 1, 0, 0, 0, 0]), sizes=sizes, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -167,8 +167,10 @@ class Walk:
         self.sources: list[dict[str, Source]] = [{} for _ in range(twins.count)]
         self.levels: dict[str, int] = {}  # of operations of the outermost graph
         self._depth = 0  # of bodies
+        self._scope = ""  # of the body that is walked: the calls that lead to it
         self._levels_of_state: dict[Any, int] = {}
         self._bodies: dict = {}
+        self._positions: dict[Any, dict[str, int]] = {}  # in bodies, of operations by their names
         self._put_together: dict[Any, str] = {}  # symbols by the sizes that rows of them come from
 
     # -- graphs ----------------------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class Walk:
             ins = [known[tensor.name] for tensor in op.inputs]
             values = self._operation(op, ins, is_own, known)
             if self._depth == 0 and op.name in self._needed and (not op.outputs or op.type in _WITH_BODIES):
-                self._find_effects([] if op.name in self._marked else values)
+                self._find_effects(values if op.type == "While" and op.name not in self._marked else [])
             if is_own:
                 self.contents = contents
             known.update((tensor.name, value) for tensor, value in zip(op.outputs, values, strict=True))
@@ -208,7 +210,7 @@ class Walk:
         """Finds what operations do, print or write with what one process does not have.
 
         Args:
-          values: the results of bodies that run for what they do alone.
+          values: the results of a loop that runs for what it does alone, on inputs of which some may be converted.
         """
         effects = [self.contents.pop(key) for key in [key for key in self.contents if isinstance(key, str)]]
         for placement in (value.placement for value in [*effects, *values]):
@@ -218,18 +220,16 @@ class Walk:
     def body(self, op: Any, ins: Sequence[Value], attribute: str, position: int | None = None) -> list[Value]:
         """Walks the function that an attribute of an operation names, or one of those; returns its outputs."""
         graph = self._body(op, attribute, position)
+        before, self._scope = self._scope, f"{self.label(op)}.{attribute}{'' if position is None else position}"
         self._depth += 1
         try:
             known = self.graph(graph, ins)
         finally:
+            inside, self._scope = f"rows:{self._scope}/", before
             self._depth -= 1
         values = [known[tensor.name] for tensor in graph.outputs]
         # Outside of a body it is not known how many rows a mask of it keeps.
-        inside = f"rows:{graph.name}/"
-        return [
-            Value(value.shape, Unplaced(op)) if any(name.startswith(inside) for name, _ in value.scale) else value
-            for value in values
-        ]
+        return [Value(v.shape, Unplaced(op)) if _depends_on(v, inside) else v for v in values]
 
     def _note(self, op: Any, values: Sequence[Value], edits: Sequence[Edit]) -> None:
         """Notes how many exchanges results wait for, and which symbols are their sizes."""
@@ -460,11 +460,15 @@ class Walk:
         for edit in self.edits:
             at = edit.op.name, edit.position
             numbers[at] = numbers.get(at, 0) + 1
-            yield self._name(edit.op), edit.position, numbers[at]
+            yield self._twins.name(edit.op), edit.position, numbers[at]
 
-    def _name(self, op: Any) -> str:
-        """Returns the name of an operation; the same of twins in the outermost graph."""
-        return op.name if self._depth else self._twins.name(op)
+    def label(self, op: Any) -> str:
+        """Returns what an operation is called in symbols: alike of twins, another in each call of a function."""
+        if not self._depth:
+            return f"{op.graph.name}/{self._twins.name(op)}"
+        if op.graph not in self._positions:
+            self._positions[op.graph] = {each.name: i for i, each in enumerate(op.graph.get_operations())}
+        return f"{self._scope}/{self._positions[op.graph][op.name]}"
 
     def _why_unplaced(self, values: Sequence[Value], before: dict[Any, Value]) -> Unplaced | None:
         """Returns why something is not placed: of values, or of what variables hold, but did not before."""
@@ -566,6 +570,9 @@ class Walk:
             raise NoRule
         # Of the same on all replicas it makes the same.
         unscaled(self, [value for value in ins if value.handle is None])
+        for value in ins:
+            if value.handle in self.contents and op.type not in _READS:
+                self.contents[value.handle] = dataclasses.replace(self.contents[value.handle], is_zero=False)
         return [Value(self.shape(tensor)) for tensor in op.outputs]
 
     def _unplaced(self, op: Any, ins: Sequence[Value], placement: Unplaced) -> list[Value]:
@@ -656,7 +663,7 @@ class Walk:
         """Returns the sizes of an output: those known, static ones, those of `like`, or new symbols."""
         if tensor.shape.rank is None:
             return None
-        name = f"open:{tensor.graph.name}/{self._name(tensor.op)}:{tensor.value_index}"
+        name = f"open:{self.label(tensor.op)}:{tensor.value_index}"
         sizes: list[Size] = []
         for axis, static in enumerate(tensor.shape.as_list()):
             size = (known or {}).get(axis, static)
@@ -667,7 +674,7 @@ class Walk:
 
     def new_rows(self, op: Any, of: Any = None) -> str:
         """Returns a symbol of rows, which an operation makes; the same of the same sizes put together."""
-        name = f"rows:{op.graph.name}/{self._name(op)}"
+        name = f"rows:{self.label(op)}"
         if of is not None and (self._depth or op.name in self._needed):  # others have no names in common with twins
             name = self._put_together.setdefault(of, name)
         self.rows.add(name)
@@ -766,6 +773,14 @@ def _draws_each_number(op: Any) -> bool:
 def _is_replica_id(tensor: Any) -> bool:
     """Returns True for what TensorFlow gives as `replica_id_in_sync_group`."""
     return tensor.op.type == "Const" and "replica_id_in_sync_group" in tensor.op.name.rpartition("/")[2]
+
+
+def _depends_on(value: Value, prefix: str) -> bool:
+    """Returns True if numbers in a value, or its scale, are of rows whose symbol begins so."""
+    names = {name for name, _ in value.scale}
+    if value.const is not None:
+        names.update(name for size in np.ravel(value.const) for name in dims.symbols(size))
+    return any(name.startswith(prefix) for name in names)
 
 
 def needed_for(graph: Any, is_end: Callable[[Any], Any]) -> set[str]:

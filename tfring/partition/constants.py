@@ -15,17 +15,23 @@ from tfring.partition.types import Value
 
 _LARGEST = 64  # numbers in a tensor that is looked at
 
+
+def _by(divide: Callable[[Size, Size], Size]) -> Callable[[Size, Size], Size]:
+    """Returns a division that gives nothing where the divisor may be zero."""
+    return lambda a, b: None if dims.may_be_zero(b) else divide(a, b)
+
+
 _BINARY: dict[str, Callable[[Size, Size], Size]] = {
     "AddV2": dims.add,
     "Add": dims.add,
     "Sub": dims.subtract,
     "Mul": dims.multiply,
-    "FloorDiv": dims.floor_divide,
-    "FloorMod": dims.modulo,
+    "FloorDiv": _by(dims.floor_divide),
+    "FloorMod": _by(dims.modulo),
     "Maximum": dims.maximum,
     "Minimum": dims.minimum,
-    "RealDiv": dims.divide,
-    "DivNoNan": dims.divide,
+    "RealDiv": _by(dims.divide),
+    "DivNoNan": _by(dims.divide),
 }
 _FOLDED: dict[str, Callable] = {"Prod": dims.product, "Sum": dims.total}
 

@@ -123,7 +123,7 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
             return value
         if value.is_empty or (value.is_zero and not other.is_zero and _fits(walk, value, other)):
             return _like_zero(other, value)
-    shape = _joined_shape(op, position, a.shape, b.shape)
+    shape = _joined_shape(f"open:{walk.label(op)}/{position}", a.shape, b.shape)
     if own_rows(a, walk.rows) != own_rows(b, walk.rows) and a.placement == b.placement:
         return Value(shape, Unplaced(op))  # rows, or other rows
     if a.placement == b.placement and a.scale == b.scale:
@@ -144,7 +144,7 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
     for value, other in ((a, b), (b, a)):
         # What all replicas hold, beside rows or parts of a mean: as in a sum.
         if is_replicated(value) and other.placement == Partial() and _is_mean(value, other):
-            return kept(walk, other, shape)
+            return kept(walk, other, shape, none_of=None, is_zero=False)
         if is_replicated(value) and is_sharded(other) and value.scale == other.scale == UNSCALED:
             placement = Unplaced(op)
     return Value(shape, placement)
@@ -168,10 +168,7 @@ def _like_zero(value: Value, zero: Value) -> Value:
     return value if value.shape is not None else dataclasses.replace(value, shape=zero.shape)
 
 
-def _joined_shape(op: Any, position: Any, a: Any, b: Any) -> tuple[Size, ...] | None:
+def _joined_shape(name: str, a: Any, b: Any) -> tuple[Size, ...] | None:
     if a is None or b is None or len(a) != len(b):
         return a if b is None else b if a is None else None
-    return tuple(
-        x if x == y else dims.symbol(f"open:{op.graph.name}/{op.name}/{position}/{i}")
-        for i, (x, y) in enumerate(zip(a, b, strict=True))
-    )
+    return tuple(x if x == y else dims.symbol(f"{name}/{i}") for i, (x, y) in enumerate(zip(a, b, strict=True)))

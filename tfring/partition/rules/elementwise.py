@@ -117,10 +117,13 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         is_number = value.const is not None and op.outputs[0].dtype in _INTEGERS
         if value.placement == Partial() or (not is_number and scale_of(walk, value) != UNSCALED):
             raise NoRule
+    is_extreme = op.type == "Cast" and value.placement in (Partial("max"), Partial("min"))
+    if is_extreme and not _keeps_order(op.inputs[0].dtype, op.outputs[0].dtype):
+        raise NoRule
     shape = walk.shape(op.outputs[0], like=value.shape)
     placement = value.placement
     if isinstance(placement, Partial) and placement.op != "sum" and op.type in ("Neg", "Real", "Imag", "Conj"):
-        if op.type != "Neg":
+        if op.type != "Neg" or not op.outputs[0].dtype.is_floating:  # the lowest integer has no negative
             raise NoRule
         placement = Partial({"max": "min", "min": "max"}[placement.op])
     return [kept(walk, value, shape, placement, points_into=value.points_into)]
@@ -132,6 +135,13 @@ def _is_exact(given: tf.DType, wanted: tf.DType) -> bool:
     return (given.is_floating or given.is_complex or given in _INTEGERS) and (
         to_reals or (given in _INTEGERS and wanted in _INTEGERS)
     )
+
+
+def _keeps_order(given: tf.DType, wanted: tf.DType) -> bool:
+    """Returns True if a Cast of the largest is the largest Cast, also of what stands for nothing."""
+    if given.is_integer and wanted.is_integer:
+        return bool(wanted.min <= given.min and given.max <= wanted.max)
+    return given.is_bool or (wanted.is_floating and not given.is_complex)
 
 
 @rule("Bitcast")
@@ -160,7 +170,7 @@ def constant_like(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def sums(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """All terms of one scale."""
     if any(value.is_list for value in ins):
-        return [_of_lists(ins)]
+        return [_of_lists(walk, ins)]
     return [_combined(walk, ins, "sum")]
 
 
@@ -189,7 +199,10 @@ def squared_difference(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
 
 @rule(*_RATIOS)
 def ratios(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Linear in the dividend; the divisor is no part."""
+    """Linear in the dividend, but for integers, which it truncates; the divisor is no part."""
+    if op.outputs[0].dtype.is_integer:
+        unscaled(walk, ins)
+        return [_combined(walk, ins, "choice")]
     return [_combined(walk, ins, "ratio")]
 
 
@@ -334,11 +347,12 @@ def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bo
     return Shard(axis, blocks), is_uniform
 
 
-def _of_lists(ins: Sequence[Value]) -> Value:
+def _of_lists(walk: Walk, ins: Sequence[Value]) -> Value:
     """Returns the sum of lists of tensors."""
     filled = [value for value in ins if not value.is_empty and not value.is_zero]
     if not filled:
         return ins[0]
+    filled = [dataclasses.replace(value, const=None, scale=scale_of(walk, value)) for value in filled]
     first = filled[0]
     if any((value.placement, value.scale) != (first.placement, first.scale) for value in filled):
         raise NoRule

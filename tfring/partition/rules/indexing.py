@@ -12,6 +12,7 @@ from tfring.partition.dims import Dim
 from tfring.partition.rules.table import (
     NoRule,
     Walk,
+    beside,
     kept,
     no_extremes,
     replicated,
@@ -54,11 +55,11 @@ def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [Value((end,))] if ins[1].is_total else [Value((end,), Shard(0), points_into=end)]
 
 
-def _origin(mask: Any) -> tuple:
+def _origin(walk: Walk, mask: Any) -> str:
     """Returns what two masks have in common that keep the same rows, as far as it is seen."""
     while mask.op.type in ("Identity", "Reshape", "Squeeze"):
         mask = mask.op.inputs[0]
-    return mask.graph.name, mask.name
+    return f"{walk.label(mask.op)}:{mask.value_index}"
 
 
 @rule("Where")
@@ -71,7 +72,7 @@ def where(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if value.shape is None or value.placement != Shard(0) or value.rank > 1:
         raise NoRule
     rows = rows_in(value.shape[0], walk.rows)
-    kept_rows = walk.new_rows(op, ("kept by", _origin(op.inputs[0])))
+    kept_rows = walk.new_rows(op, ("kept by", _origin(walk, op.inputs[0])))
     points = value.shape[0] if rows else "?"
     return [Value((dims.symbol(kept_rows), value.rank), Shard(0), points_into=points)]
 
@@ -103,10 +104,9 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if batch < 0:
         batch += ids.rank
     shape = (*value.shape[:at], *ids.shape[batch:], *value.shape[at + 1 :])
-    if is_partial(ids):
-        raise NoRule
+    unscaled(walk, [ids])
     if batch:
-        return [_of_each_row(walk, value, ids, at, shape)]
+        return [_of_each_row(walk, value, ids, batch, shape)]
     if not is_sharded(ids):
         if not is_sharded(value):
             return [kept(walk, value, shape)]
@@ -126,10 +126,10 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [kept(walk, value, shape, placement)]
 
 
-def _of_each_row(walk: Walk, value: Value, ids: Value, at: int, shape: tuple) -> Value:
+def _of_each_row(walk: Walk, value: Value, ids: Value, batch: int, shape: tuple) -> Value:
     """Returns what each row's ids choose of the row."""
     if is_sharded(value) and is_sharded(ids):
-        if value.placement != ids.placement or shard_of(value).axis >= at:
+        if value.placement != ids.placement or shard_of(value).axis >= batch:
             raise NoRule
         with_numbers([ids])
         return kept(walk, value, shape, is_uniform=False, points_into=value.points_into)
@@ -176,9 +176,8 @@ def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     value, ids, count = ins
     with_numbers([value])
     no_extremes([value])
+    unscaled(walk, [ids])
     if not is_sharded(value) and not is_sharded(ids):
-        if is_partial(ids):
-            raise NoRule
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     if not is_sharded(ids) or ids.shape is None or value.shape is None:
         raise NoRule
@@ -222,7 +221,7 @@ def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
         if any(map(is_partial, ins)):
             raise NoRule
         return [Value(value.shape, Replicate(), scale)]
-    if not (value.is_zero or is_partial(value)) or ids.placement != Shard(0):
+    if is_sharded(value) or not (value.is_zero or is_partial(value)) or ids.placement != Shard(0):
         raise NoRule
     if updates.placement != Shard(0) and not updates.is_uniform:
         raise NoRule
@@ -263,10 +262,12 @@ def histogram(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("LowerBound", "UpperBound", "SearchSorted")
 def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """Each value by itself, among those that are sorted."""
-    if not is_replicated(ins[0]):
-        raise NoRule
+    """Each value by itself, among those that are sorted: for all, or each row's."""
     unscaled(walk, ins)
+    beside(walk, ins)
+    is_of_rows = is_sharded(ins[0]) or (is_sharded(ins[1]) and shard_of(ins[1]).axis != ins[1].rank - 1)
+    if is_of_rows and not ins[0].placement == ins[1].placement == Shard(0):
+        raise NoRule
     return [Value(walk.shape(op.outputs[0], like=ins[1].shape), ins[1].placement)]
 
 

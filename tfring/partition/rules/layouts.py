@@ -56,7 +56,9 @@ def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         ]
     if not is_sharded(value):
         return [kept(walk, value, tuple(shape))]
-    return [kept(walk, value, tuple(shape), _reshaped(walk, value, shape), points_into=value.points_into)]
+    placement = _reshaped(walk, value, shape)
+    is_uniform = value.is_uniform and shape[placement.axis] == value.shape[shard_of(value).axis]
+    return [kept(walk, value, tuple(shape), placement, points_into=value.points_into, is_uniform=is_uniform)]
 
 
 def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
@@ -241,6 +243,8 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0):
         raise NoRule
     replicated(walk, [paddings])
+    if op.type == "MirrorPadGrad":
+        no_extremes([value])
     if op.type == "PadV2" and not ins[2].is_zero:
         if is_partial(value):
             raise NoRule
@@ -383,13 +387,8 @@ def _length(part: slices.Part, size: Size) -> Size:
     """Returns how many entries of a dimension are taken."""
     if isinstance(size, int) and all(isinstance(n, int) or n is None for n in part[1:]):
         return len(range(*slice(part.begin, part.end, part.stride).indices(size)))
-    if part.stride == 1 and part.begin in (None, 0):
-        if part.end is None or part.end == size:
-            return size
-        return part.end if isinstance(part.end, int) and part.end >= 0 else None
-    if part.stride == 1 and isinstance(part.begin, int) and part.begin < 0 and part.end is None:
-        return -part.begin
-    return None
+    is_all = part.stride == 1 and part.begin in (None, 0) and part.end in (None, size)
+    return size if is_all else None
 
 
 @rule("StridedSliceGrad")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfring.partition import dims
 from tfring.partition.constants import array, same_numbers
-from tfring.partition.rules.table import NoRule, Walk, rule, scale_of, shard_of
+from tfring.partition.rules.table import NoRule, Walk, replicated, rule, scale_of, shard_of
 from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, rows_in
 
 
@@ -35,14 +35,17 @@ def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """An item like those that are there."""
     items, item = ins[0], ins[2 if op.type == "TensorListSetItem" else 1]
+    if op.type == "TensorListSetItem":
+        replicated(walk, [ins[1]])
     is_new = items.is_empty or items.is_zero
     placement: Placement = item.placement
     if isinstance(placement, Shard):
         placement = Shard(placement.axis + 1, placement.blocks)
-    length = items.shape[0] if items.shape else dims.symbol(f"open:{op.graph.name}/{op.name}/length")
+    length = items.shape[0] if items.shape else dims.symbol(f"open:{walk.label(op)}/length")
     shape = None if item.shape is None else (length, *item.shape)
     is_same = same_numbers(items.const, item.const) and items.is_total == item.is_total
-    if item.const is not None and (is_new or is_same):
+    is_pushed = op.type == "TensorListPushBack"  # of others, items that nothing was put in are zeros
+    if item.const is not None and is_pushed and (is_new or is_same):
         return [Value(shape, placement, const=item.const, is_list=True, is_total=item.is_total)]
     if item.is_zero and not is_new and (is_replicated(item) or items.placement == placement):
         return [items]
@@ -56,6 +59,8 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """An item, all of them stacked, or the last and the others."""
     items = ins[0]
+    if op.type == "TensorListGetItem":
+        replicated(walk, [ins[1]])
     output = op.outputs[-1]
     stacked = op.type == "TensorListStack"
     placement: Placement = items.placement
@@ -72,7 +77,8 @@ def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     const = None if stacked else items.const
     is_zero = items.is_zero or items.is_empty
-    taken = Value(walk.shape(output, known), placement, items.scale, const, is_zero=is_zero, is_total=items.is_total)
+    scale = scale_of(walk, items) if stacked else items.scale
+    taken = Value(walk.shape(output, known), placement, scale, const, is_zero=is_zero, is_total=items.is_total)
     return [items, taken] if op.type == "TensorListPopBack" else [taken]
 
 

@@ -25,6 +25,7 @@ from tfring.partition.types import (
     Value,
     is_partial,
     is_sharded,
+    rows_in,
     times,
 )
 
@@ -49,7 +50,8 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if op.type == "Prod" and over:
         unscaled(walk, [value])
     if not is_sharded(value):
-        return [kept(walk, value, shape)]
+        is_zero = value.is_zero and (op.type in ("Sum", "Mean") or not over)  # others of nothing are none
+        return [kept(walk, value, shape, is_zero=is_zero)]
     axis = shard_of(value).axis
     if axis not in over:
         axis -= 0 if keeps else sum(other < axis for other in over)
@@ -61,7 +63,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         # Of other axes a replica holds as much as there is.
         count = value.shape[axis]
         per_count = Value((), const=_scalar(count)).over(walk.rows)
-        if per_count is None or count is None:
+        if per_count is None or rows_in(count, walk.rows) is None:
             raise NoRule
         scale = times(scale, per_count, -1)
     elif op.type in ("Max", "Min", "All", "Any"):
@@ -105,8 +107,11 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def bias_add_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A sum over all axes but the channels'."""
     [value] = ins
+    if value.shape is None:
+        raise NoRule
     no_extremes(ins)
-    if is_sharded(value) and value.shape is not None and shard_of(value).axis != value.rank - 1:
+    channels = 1 if op.get_attr("data_format") == b"NCHW" else value.rank - 1
+    if is_sharded(value) and shard_of(value).axis != channels:
         return [kept(walk, value, walk.shape(op.outputs[0]), Partial(), is_uniform=False)]
     if is_sharded(value):
         raise NoRule

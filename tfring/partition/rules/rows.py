@@ -80,6 +80,8 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     positions, linear = _BY_ROW[op.type]
     if any(op.get_attr(name) is not wanted for name, wanted in _OF_EACH_ROW.get(op.type, ())):
         raise NoRule
+    if op.type == "ImageProjectiveTransformV3" and not ins[3].is_zero:
+        linear = None  # beside what is filled in
     rest = [value for i, value in enumerate(ins) if i != linear]
     if any(is_sharded(value) for i, value in enumerate(ins) if i not in positions):
         raise NoRule
@@ -172,7 +174,7 @@ def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     for given in ins:
         if not is_sharded(given) or given.shape is None or shard_of(given).axis >= given.rank - 2:
             raise NoRule
-        if given.placement != value.placement:
+        if given.placement != value.placement or given.rank != value.rank:
             raise NoRule
     assert value.shape is not None
     known = dict(enumerate(value.shape[:-2]))

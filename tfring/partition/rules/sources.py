@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.partition import constants
-from tfring.partition.rules.table import NoRule, Walk, rule, scale_of, unscaled
+from tfring.partition.rules.table import NoRule, Walk, no_extremes, replicated, rule, scale_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
     UNSCALED,
@@ -44,6 +45,7 @@ def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = walk.shape(op.outputs[0])
     if content is None:
         return [Value(shape)]
+    shape = walk.shape(op.outputs[0], like=content.shape)
     return [Value(shape, content.placement, content.scale, is_zero=content.is_zero)]
 
 
@@ -53,7 +55,8 @@ def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     handle, value = ins
     if handle.handle in walk.updated:
         unscaled(walk, [value])
-    walk.contents[handle.handle] = Value(None, value.placement, scale_of(walk, value), is_zero=value.is_zero)
+    shape = value.shape if is_sharded(value) else None
+    walk.contents[handle.handle] = Value(shape, value.placement, scale_of(walk, value), is_zero=value.is_zero)
     return []
 
 
@@ -62,8 +65,11 @@ def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The variable holds the sum, if it is one of the whole batch."""
     handle, value = ins
     before = walk.contents.get(handle.handle, Value(None))
+    no_extremes([before, value])
     if (before.placement, before.scale) != (value.placement, scale_of(walk, value)):
         raise NoRule
+    is_zero = before.is_zero and value.is_zero
+    walk.contents[handle.handle] = dataclasses.replace(before, is_zero=is_zero)
     return []
 
 
@@ -76,9 +82,6 @@ DRAWS = (
 )
 
 
-_PARAMETERS = ("alpha", "rate", "counts", "probs")
-
-
 def _draws_alike(op: Any) -> bool:
     """Returns True if replicas that draw by themselves would draw the same, as of a seed that the program gives."""
     return op.op_def.is_stateful and any(op.get_attr(name) for name in ("seed", "seed2"))
@@ -88,11 +91,8 @@ def _draws_alike(op: Any) -> bool:
 def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Numbers of each replica's own, for its rows or for all of them; of a seed those for all rows."""
     sizes = ins[0]
-    # The parameters of a distribution, of which there may be one for each row.
-    given = [v for v, each in zip(ins, op.op_def.input_arg, strict=True) if each.name in _PARAMETERS]
-    if not all(map(is_replicated, given)):
-        raise NoRule
-    unscaled(walk, given)
+    # Seeds, limits and the parameters of a distribution, of which there may be one for each row.
+    replicated(walk, [value for value in ins[1:] if not is_drawn(value)])
     is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
     of_all = Drawn() if is_own else Replicate()
     if sizes.const is None:

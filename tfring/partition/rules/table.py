@@ -54,6 +54,9 @@ class Walk(Protocol):
     def body(self, op: Any, ins: Sequence[Value], attribute: str, position: int | None = None) -> list[Value]:
         """Walks the function that an attribute of an operation names, or one of those; returns its outputs."""
 
+    def label(self, op: Any) -> str:
+        """Returns what an operation is called in symbols: alike of twins, another in each call of a function."""
+
     def unchanged(self, op: Any) -> list[bool]:
         """Returns for each variable of a loop whether its body hands it on as it is."""
 
