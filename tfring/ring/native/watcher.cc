@@ -25,6 +25,7 @@ namespace {
 
 constexpr int kPauseMilliseconds = 100;  // before it looks again, where it had no memory
 constexpr int kMostEvents = 64;          // that one look returns
+constexpr int kMostLooks = 64;
 
 class Watcher {
  public:
@@ -97,8 +98,9 @@ class Watcher {
       guard(
           [&] {
             std::lock_guard<std::mutex> lock(mutex_);
-            // All that has come, before anyone's silence is judged.
-            while (count > 0) {
+            // All that has come, before anyone's silence is judged. What is closed, or can be written to,
+            // comes again in each look until `watch` has been there.
+            for (int looks = 0; count > 0 && looks < kMostLooks; ++looks) {
               for (int i = 0; i < count; ++i) hear(events[i].data.u64, now);
               count = count < kMostEvents ? 0 : epoll_wait(epoll_fd_.get(), events, kMostEvents, 0);
             }
