@@ -461,6 +461,7 @@ def test_a_failure_stops_the_others_and_comes_last(launch):
     done = launch(
         3,
         """
+        signal.signal(signal.SIGTERM, lambda *_: (print("stopped", file=sys.stderr), sys.exit(1)))
         note(f"w{rank}")
         wait_for("w0", "w1", "w2")
         if rank == 1:
@@ -468,7 +469,6 @@ def test_a_failure_stops_the_others_and_comes_last(launch):
                 raise KeyError("inner")
             except KeyError as error:
                 raise ValueError("boom") from error
-        signal.signal(signal.SIGTERM, lambda *_: (print("stopped", file=sys.stderr), sys.exit(1)))
         time.sleep(600)
         """,
         code=1,

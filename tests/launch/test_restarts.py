@@ -146,6 +146,7 @@ if rank == 0:
     say()
     (here / "hosts").write_text(["node1:1\\nnode3:2\\nnode4:9", "node1:1", "", ""][attempt])
 if attempt < 3:
+    time.sleep(600 if rank else 0)
     sys.exit(attempt + 3)
 """
     limits = ("--max-restarts", "3", "--min-workers", "2", "--max-workers", "4", "--start-timeout", "40")
