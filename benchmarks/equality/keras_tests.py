@@ -171,6 +171,7 @@ def main() -> None:
     folders: dict[str, list[str]] = {}
     for file in files:
         folders.setdefault(str(file.parent), []).append(".".join(("keras", "src", *file.with_suffix("").parts)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the tests that run
     modes: dict[str, Outcomes] = json.loads(out.read_text()) if out.exists() else {}
     order = [mode for mode in MODES if mode in options.modes]
     for mode, modules in ((mode, modules) for modules in folders.values() for mode in order):

@@ -178,7 +178,9 @@ def test_a_host_that_is_lost_is_left_out_once(on_hosts):
     script = """
 if rank == 0:
     say()
+    note("said")
 if attempt == 0 and rank == 1:
+    wait_for("said")
     os.kill(os.getppid(), signal.SIGKILL)  # the agent, with which the way there ends
 if attempt == 1:
     sys.exit(3)

@@ -258,6 +258,10 @@ def _of_numbers_of_rows(x, y):
     ]
 
 
+VARIABLES = [tf.Variable(tf.zeros([4], tf.float64)) for _ in range(6)]
+ROWS = tf.Variable(tf.zeros([1, 4], tf.float64), shape=[None, 4])
+
+
 def _written(x, y, ids, keep):
     """What variables and lists hold after they were written in several ways."""
     zeros, ones, rows = tf.zeros([4], y.dtype), tf.ones([4], y.dtype), tf.shape(y)[0]
@@ -290,10 +294,6 @@ def _written(x, y, ids, keep):
         items.write(tf.reduce_max(ids), y[:, 0] * 2.0).stack(),
         tape.gradient(loss, zeros),
     ]
-
-
-VARIABLES = [tf.Variable(tf.zeros([4], tf.float64)) for _ in range(6)]
-ROWS = tf.Variable(tf.zeros([1, 4], tf.float64), shape=[None, 4])
 
 
 def _of_other_kinds(x, y, ids, keep):

@@ -523,6 +523,19 @@ void closing_meanwhile(int size, bool shared) {
   });
 }
 
+// Then more connections of the watcher are closed, and so ready, than one of its looks returns.
+void closing_at_once(int size) {
+  std::atomic<int> ready{0};
+  World(size, true, 30).run([&ready, size](int, int64_t ring) {
+    const tfring_call call = named(Kind::kBarrier, "before");
+    tfring_error error{};
+    CHECK(run(ring, call, nullptr, 0, &error) == TFRING_OK, "%s", error.message);
+    ++ready;
+    while (ready < size) usleep(100);
+    tfring_close(ring);
+  });
+}
+
 // Two threads of a rank share one ring; which goes first is the program's matter, so they call the same.
 void sharing() {
   World(2, true, 30).run([](int, int64_t ring) {
@@ -715,6 +728,7 @@ int main() {
       closing_meanwhile(size, shared);
     }
   }
+  for (int i = 0; i < 5; ++i) closing_at_once(24);
   sharing();
   waiting_for_each_other();
   comparing_calls();

@@ -127,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run, parser=added)
         return added
 
+    def of_a_cluster(name: str, run: Callable[[argparse.Namespace], int], **shown: Any) -> argparse.ArgumentParser:
+        usage = f"tfring {name} [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]"
+        added = command(name, run, usage=usage, **shown)
+        _add_options_of_a_job(added)
+        return added
+
     launch = command(
         "launch",
         _launch,
@@ -199,28 +205,24 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="show which workers would start where, with which variables; start none"
     )
     launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
-    doctor = command(
+    doctor = of_a_cluster(
         "doctor",
         _doctor,
         help="say whether a cluster can train",
-        usage="tfring doctor [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
         description=texts.DOCTOR_HELP,
         epilog=texts.DOCTOR_EXAMPLES,
     )
-    _add_options_of_a_job(doctor)
     doctor.add_argument(
         "--servers", type=_number, default=0, metavar="S", help="examine S more processes, the parameter servers, too"
     )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
-    bench = command(
+    bench = of_a_cluster(
         "bench",
         _bench,
         help="measure a cluster's collectives",
-        usage="tfring bench [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
         description=texts.BENCH_HELP,
         epilog=texts.BENCH_EXAMPLES,
     )
-    _add_options_of_a_job(bench)
     bench.add_argument(
         "--op",
         type=_parsed_by(options.parse_ops),
@@ -238,15 +240,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
-    test = command(
+    of_a_cluster(
         "test",
         _test,
         help="train a small model on a cluster, and compare with one process",
-        usage="tfring test [-n N | --hosts HOSTS | --hostfile FILE] [OPTION ...]",
         description=texts.TEST_HELP,
         epilog=texts.TEST_EXAMPLES,
     )
-    _add_options_of_a_job(test)
     report = command(
         "report",
         _report,
