@@ -203,6 +203,11 @@ def test_wrong_use():
 
 
 def test_no_two_folders_have_a_module_of_one_name():
-    """pytest puts the folders of tests on the path, so that the second to be collected would import the first's."""
-    names = collections.Counter(path.name for path in pathlib.Path(__file__).parent.rglob("*.py"))
+    """pytest puts the folders of tests on the path, so that the second to be collected would import the first's.
+
+    Tests of benchmarks put theirs there too.
+    """
+    tests = pathlib.Path(__file__).parent
+    names = collections.Counter(path.name for path in tests.rglob("*.py"))
+    names.update({path.name for path in (tests.parent / "benchmarks").rglob("*.py")})
     assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []

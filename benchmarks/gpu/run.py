@@ -31,8 +31,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(pathlib.Path(__file__).resolve().parent)]
 
-import checks  # noqa: E402
-from checks import CHECKS, Check  # noqa: E402
+import gpu_checks as checks  # noqa: E402
+from gpu_checks import CHECKS, Check  # noqa: E402
 
 from tfring.gpus import visible_gpus  # noqa: E402
 

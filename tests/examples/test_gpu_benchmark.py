@@ -18,12 +18,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
-# What stands in for checks.py: the same, with checks of which two fail, one never ends and one ends its rank.
+# What stands in for gpu_checks.py: the same, with checks of which two fail, one never ends and one ends its rank.
 OTHER_CHECKS = f"""
 import os, sys, time
 sys.path.insert(0, {str(GPU)!r})
-import checks
-from checks import Check, main
+import gpu_checks as checks
+from gpu_checks import Check, main
 
 def differs():
     return checks.equal({{"weights": 1.0}})
@@ -83,7 +83,7 @@ def test_a_check_that_fails_stops_no_other(run, monkeypatch, tmp_path):
     path.write_text(OTHER_CHECKS)
     monkeypatch.setattr(sys, "path", [str(GPU), *sys.path])
     other = load("other_checks", path)
-    chosen, others = list(other.checks.CHECKS), sys.modules.pop("checks")
+    chosen, others = list(other.checks.CHECKS), sys.modules.pop("gpu_checks")
     assert others is other.checks
     monkeypatch.setattr(run, "checks", other)
     monkeypatch.setattr(run, "START_SECONDS", 5.0)

@@ -1,4 +1,4 @@
-"""The checks of run.py, which starts this file as the program of a job: `checks.py FOLDER NAME ...`.
+"""The checks of run.py, which starts this file as the program of a job: `gpu_checks.py FOLDER NAME ...`.
 
 On a machine without a GPU two logical CPUs stand in for a host and its GPU: CPU:0 is the host, CPU:1 the device.
 """
