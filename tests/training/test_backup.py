@@ -483,6 +483,44 @@ def test_a_full_disk_of_one_rank(tmp_path):
     assert len(names) == 3 and names[-1] == "epoch-00000-step-00000002.npz", names
 
 
+def with_a_disk_that_waits_for_the_next_step(folder):
+    """Returns whether the step after each save was made while the file was on its way to the disk."""
+    import keras
+
+    import tfring
+
+    ring = strategy()
+    model, arguments, _, _ = case("no randomness")
+    with ring.scope():
+        model = model()
+    sync, steps, met = os.fsync, [], []
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append(batch)
+
+    def slow(descriptor):
+        if not pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
+            saved, deadline = min(2 * (len(met) + 1), 4), time.monotonic() + 20
+            while len(steps) <= saved and time.monotonic() < deadline:
+                time.sleep(0.01)
+            met.append(len(steps) > saved)
+        sync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        backup = tfring.callbacks.Backup(folder, every_steps=2)
+        model.fit(**arguments, epochs=1, verbose=0, callbacks=[backup, Count()])
+        names = sorted(os.listdir(folder))
+    return met, names
+
+
+def test_training_goes_on_while_a_backup_is_written(tmp_path):
+    (met, names), (_, seen_by_1) = workers(2).run(with_a_disk_that_waits_for_the_next_step, str(tmp_path))
+    assert met[:2] == [True, True] and len(met) == 3, met
+    assert names[-1] == "epoch-00001-step-00000000.npz", (names, seen_by_1)  # `fit` has waited for the last
+
+
 def on_disks_of_their_own(folder):
     import tfring
 

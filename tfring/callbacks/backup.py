@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import copy
 import json
 import os
 import pathlib
@@ -42,11 +44,13 @@ class Backup(RunsLast, keras.callbacks.Callback):
     NumPy, and what other callbacks hold in simple attributes (EarlyStopping, ReduceLROnPlateau); a warning names those
     that are not kept.
 
-    Rank 0 writes; the others restore what it reads. With `sharded=True` each rank writes its shards (weights
-    of sharded layers and of stages, slots that are divided), and rank 0 the rest and what is where. A file is written
-    beside and renamed, so that a kill loses nothing, and is found out where it is not whole; then the one before it is
-    used. It is a plain zip file, see `docs/restarts.md`. When training has ended the last file stays: the same `fit`
-    then has nothing left to do, one with more epochs goes on. Remove the folder to train from the start.
+    Rank 0 copies the state after a step and writes it from a thread, while training goes on; the next save, and the end
+    of `fit`, wait until it is written. The others restore what rank 0 reads. With `sharded=True` each rank writes its
+    shards (weights of sharded layers and of stages, slots that are divided) before its next step, for there may be no
+    memory for a copy, and rank 0 the rest and what is where. A file is written beside and renamed, so that a kill loses
+    nothing, and is found out where it is not whole; then the one before it is used. It is a plain zip file, see
+    `docs/restarts.md`. When training has ended the last file stays: the same `fit` then has nothing left to do, one
+    with more epochs goes on. Remove the folder to train from the start.
 
     SIGTERM, by which schedulers announce that they take a machine back, has all ranks save after the present step and
     end with exit code 75, at which `tfring launch --max-restarts` starts them again; unless the program handles SIGTERM
@@ -113,6 +117,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._restored: Any = None  # the state it goes on from
         self._arrays: list[np.ndarray] | None = None  # on rank 0
         self._problem = ""  # on rank 0: why the last save failed
+        self._writer: Any = None  # a thread, while `fit` runs
+        self._written: concurrent.futures.Future | None = None  # on rank 0: of the last save
 
     # -- around fit ------------------------------------------------------------------------------------------------
 
@@ -123,7 +129,12 @@ class Backup(RunsLast, keras.callbacks.Callback):
         try:
             if self._sharded:
                 self._check_that_all_see_the_folder()
-            with files.held(self._folder) if self._ring.cluster.is_chief else contextlib.nullcontext("") as holder:
+            with (
+                files.held(self._folder) if self._ring.cluster.is_chief else contextlib.nullcontext("") as holder,
+                concurrent.futures.ThreadPoolExecutor(1, "tfring-backup") as self._writer,
+                contextlib.ExitStack() as at_the_end,
+            ):
+                at_the_end.callback(self._finish_writing)
                 self._read(holder)
                 # Those with which data was shuffled; so they are set before data is drawn.
                 states = self._of_rank(self._restored["random_at_start"]) if self._restored else None
@@ -133,7 +144,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
                 with self._sigterm():
                     yield
         finally:
-            self._ring, self._restored, self._arrays = None, None, None
+            self._ring, self._restored, self._arrays, self._writer = None, None, None, None
             model._initial_epoch = initial_epoch
 
     def _check_that_all_see_the_folder(self) -> None:
@@ -220,6 +231,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     def _leave(self) -> NoReturn:
         # No rank ends before rank 0 has written.
+        self._finish_writing()
         problem = variables.broadcast_bytes(self._ring, self._problem.encode()).decode()
         if problem:
             self._say(self._not_saved(problem))
@@ -341,6 +353,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             self.model.history.epoch = list(self._restored["history_epochs"])
             return
         self._save(stopped=self.model.stop_training)
+        self._finish_writing()
         if self.granted == _SAVE_AND_LEAVE:
             self._leave()
 
@@ -361,7 +374,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
             self._leave()
 
     def _save(self, stopped: bool = False) -> None:
-        """On all ranks; rank 0 writes."""
+        """On all ranks; rank 0 has it written while training goes on."""
+        self._finish_writing()
         self._saved_at, self._steps_since_saved = time.monotonic(), 0
         ring, model = self._ring, self.model
         step = self._executions[-1] * model.steps_per_execution if self._executions else 0
@@ -400,14 +414,24 @@ class Backup(RunsLast, keras.callbacks.Callback):
         }
         if self._sharded:
             state |= {"format": _FORMAT_OF_SHARDS, "pieces": [each.get("pieces") for each in everyones]}
+        arrays = [*taken.arrays, *(variables.bits(np.array(array)) for array in of_callbacks)]
+        problems = [each["problem"] for each in everyones if "problem" in each]
+        now = copy.deepcopy(state)  # training adds to what it holds
+        self._written = self._writer.submit(self._write, self._epoch, step, now, arrays, "; ".join(problems))
+
+    def _write(self, epoch: int, step: int, state: dict, arrays: list[np.ndarray | None], problem: str) -> None:
+        if problem:
+            files.remove_all_but(self._folder, self._keep)
+            raise OSError(problem)
+        files.write(self._folder, epoch, step, state, arrays, self._keep)
+
+    def _finish_writing(self) -> None:
+        """Waits until the last save is written. A full disk is no reason to lose what is in memory."""
+        written, self._written = self._written, None
         try:
-            problems = [each["problem"] for each in everyones if "problem" in each]
-            if problems:
-                files.remove_all_but(self._folder, self._keep)
-                raise OSError("; ".join(problems))
-            arrays = [*taken.arrays, *map(variables.bits, of_callbacks)]
-            files.write(self._folder, self._epoch, step, state, arrays, self._keep)
-        except OSError as error:  # a full disk is no reason to lose what is in memory
+            if written:
+                written.result()
+        except OSError as error:
             self._problem = str(error)
             if self.granted != _SAVE_AND_LEAVE:  # else `_leave` reports it
                 warnings.warn(f"tfring could not save in {self._folder}, and goes on without: {error}", stacklevel=2)
