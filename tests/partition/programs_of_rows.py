@@ -222,6 +222,7 @@ PROGRAMS = {
     ),
 }  # fmt: skip
 
+
 def _on_numbers(function, x):
     return function(tf.range(tf.shape(x)[0]))
 
