@@ -89,7 +89,7 @@ def check(function, *arrays, sizes=SIZES, tolerance=1e-9, expected="same"):
 
 
 def on_replicas(function, *arrays, sizes=SIZES):
-    """Edits `function(*rows)`, of which all results are to be the same; returns those of each replica, and the Analysis."""
+    """Edits `function(*rows)`, whose results are to be the same; returns those of each replica, and the Analysis."""
     analysis = None
 
     def step(counts, *rows):
