@@ -195,7 +195,7 @@ def _number(size, known):
 def _scaled(part, scale, whole, mine):
     factor = 1.0
     for name, power in scale:
-        share = mine[name] / whole[name] if whole[name] else np.nan
+        share = mine[name] / whole[name] if whole[name] else 1.0  # as one process computes of none
         factor *= share ** float(Fraction(power)) if share else 0.0
     if not scale:
         return part
