@@ -1,6 +1,6 @@
 """How long do steps take that save a backup, and those during which it is written?
 
-    python benchmarks/restarts/pause.py                    # two workers, 500 MB of state, ten backups
+    python benchmarks/restarts/pause.py                    # two workers, 500 MB of state, five backups
     python benchmarks/restarts/pause.py -n 1 --megabytes 100 --folder /mnt/shared/backup
 
 An embedding that is not trained is the state, so that a step takes about as long whatever its size.
@@ -18,7 +18,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-SAVES, STEPS_BETWEEN = 10, 100
+SAVES, STEPS_BETWEEN = 5, 500
 DIMENSION, ROWS = 64, 2048
 
 

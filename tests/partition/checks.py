@@ -88,6 +88,30 @@ def check(function, *arrays, sizes=SIZES, tolerance=1e-9, expected="same"):
     return values, analysis
 
 
+def on_replicas(function, *arrays, sizes=SIZES):
+    """Edits `function(*rows)`, whose results are to be the same; returns those of each replica, and the Analysis."""
+    analysis = None
+
+    def step(counts, *rows):
+        nonlocal analysis
+        results = []
+        for replica in range(len(sizes)):
+            with partition.replica(replica, is_scoped=True):
+                mine = rows[replica * len(arrays) : (replica + 1) * len(arrays)]
+                found = present(function(*(partition.declare(tensor, "rows") for tensor in mine)))
+                results.append([partition.expect(r, "same", f"result {i}") for i, r in enumerate(found)])
+        analysis = partition.analyze(tf.compat.v1.get_default_graph())
+        partition.apply_edits(analysis, InOneProcess(counts))
+        return tf.nest.map_structure(tf.identity, results)
+
+    ends = np.cumsum(sizes)
+    parts = [tf.constant(a[end - size : end]) for size, end in zip(sizes, ends, strict=True) for a in arrays]
+    traced = tf.function(step, autograph=False).get_concrete_function(
+        tf.TensorSpec([len(sizes)], tf.int64), *specs(arrays) * len(sizes)
+    )
+    return tf.nest.map_structure(np.asarray, traced(tf.constant(sizes, tf.int64), *parts)), analysis
+
+
 def _kept(operations):
     return [op for op in operations if op.type == "Where"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import replicas
 import tensorflow as tf
 
-SIZES = ((5, 3), (4, 1, 3), (6, 0, 2))
+SIZES = ((5, 3), (4, 1, 3), (6, 2, 0))
 
 _random = np.random.default_rng(0)
 X, Y = _random.normal(size=(8, 4)), _random.normal(size=(8, 1))
@@ -191,6 +191,12 @@ PROGRAMS = {
     "by the number of kept rows": (
         _of_kept(lambda k: tf.exp(-1.0 / tf.cast(tf.shape(k)[0], k.dtype)) * tf.reduce_sum(W)), None
     ),
+    "kept rows of kept rows": (
+        lambda x, y, ids: tf.reduce_sum(
+            tf.boolean_mask(tf.boolean_mask(x, ids > 0), tf.boolean_mask(y[:, 0], ids > 0) > -9.0), 0
+        ),
+        None,
+    ),
     "mean of kept rows, or none": (_of_kept(lambda k: tf.reduce_mean(k, 0)), None),
     "numbers of rows": (lambda x, y, ids: (tf.shape(x)[0] // 3, tf.range(tf.shape(x)[0]), tf.size(x) % 5), None),
     "mean of integers": (lambda x, y, ids: tf.reduce_mean(ids), 1),
@@ -221,6 +227,7 @@ PROGRAMS = {
         lambda x, y, ids: tf.reduce_mean(tf.concat([x, x * 2.0, tf.gather(x, tf.where(ids > 1)[:, 0])], 0), 0), None
     ),
 }  # fmt: skip
+
 
 def _on_numbers(function, x):
     return function(tf.range(tf.shape(x)[0]))

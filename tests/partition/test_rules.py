@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from checks import check
+from checks import check, on_replicas
 
 from tfring.partition.rules import RULES
 from tfring.partition.types import Partial, Replicate, Shard
@@ -344,6 +344,42 @@ def _of_other_kinds(x, y, ids, keep):
     ]
 
 
+def _gradients(function, *given):
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        loss = function(*given)
+    return tape.gradient(loss, given)
+
+
+def _moved(x, y, ids, keep):
+    """Gradients of rows that lie elsewhere than they came from, and of a table of as many rows and more."""
+    count = tf.shape(y)[0]
+    table = tf.constant(np.linspace(-1.0, 2.0, 400).reshape(100, 4))
+    kernel = tf.constant(np.linspace(-1.0, 1.0, 9).reshape(3, 3, 1, 1))
+    zeros = tf.TensorArray(y.dtype, 2, element_shape=[None, 4]).write(0, y).write(1, tf.zeros_like(tf.sort(y, 0)))
+    of_none = tf.reduce_prod(tf.zeros_like(y)[:, :0], 1)
+
+    def beside(rows):
+        return tf.reduce_sum(tf.tanh(tf.matmul(rows, tf.stop_gradient(y), transpose_a=True)))
+
+    def picture(kernel, y):
+        return tf.nn.conv2d(y[None, ..., None], kernel, 1, "SAME")[0, :, :, 0]
+
+    return [
+        *_gradients(lambda y: beside(y[::-1]), y),
+        *_gradients(lambda y: tf.reduce_mean((tf.stack([y, y[::-1]], 1) - tf.stop_gradient(y)[:, None]) ** 2), y),
+        *_gradients(lambda y: beside(tf.pad(y, [[1, 0], [0, 0]])[:-1]), y),
+        *_gradients(lambda table: beside(table[:count]), table),
+        *_gradients(lambda table: beside(table[3 : 3 + count]), table),
+        *_gradients(lambda table: tf.reduce_sum(tf.einsum("bi,bi->b", table[:count], y)), table),
+        *_gradients(lambda kernel, y: beside(picture(kernel, y)), kernel, y),
+        zeros.stack(),
+        tf.ensure_shape(y, [8, 4]) * 2.0,
+        tf.raw_ops.ApproximateEqual(x=y / tf.cast(count, y.dtype), y=y * 1.2 / tf.cast(count, y.dtype), tolerance=0.05),
+        of_none + y[:, 0] / tf.cast(count, y.dtype),
+    ]
+
+
 def _divided(x, y, ids, mask):
     """Operations that no replica computes from the rows of all."""
     vectors, at = tf.transpose(x, [0, 2, 1]), tf.cast(tf.reduce_sum(y) > 0.0, tf.int32)
@@ -477,11 +513,56 @@ def test_of_numbers_of_rows(sizes):
     check(_of_numbers_of_rows, *_arrays(sizes)[:2], sizes=sizes)
 
 
-@pytest.mark.parametrize("function", [_written, _of_other_kinds])
+@pytest.mark.parametrize("function", [_written, _of_other_kinds, _moved])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_of_what_is_written_and_of_other_kinds(sizes, function):
     x, y, ids = _arrays(sizes)[:3]
     check(function, x, y, ids, np.array([1.0, 1, 0, 1, 0, 0, 0, 0]), sizes=sizes, tolerance=1e-6)
+
+
+def _drawn(y, ids):
+    """Random numbers, also of operations without rules, that functions, loops and lists hand on."""
+
+    @tf.custom_gradient
+    def twice(a):
+        return a * 2.0, lambda d: d * 2.0
+
+    @tf.function(autograph=False)
+    def called(a):
+        return a * 2.0
+
+    gamma, normal = tf.random.gamma([], 0.4, dtype=y.dtype), tf.random.normal([3])
+    items = tf.TensorArray(tf.float32, 2).write(0, normal).write(1, tf.random.normal([3]))
+    table = tf.reshape(tf.range(400.0), [100, 4]) / 97.0
+    given = ids[:, None], tf.cast(y, tf.float32), 5, 100
+    return [
+        gamma,
+        tf.reduce_mean(gamma * y + (1.0 - gamma) * tf.reverse(y, [0])),
+        tf.random.poisson([3], 2.0),
+        tf.raw_ops.ParameterizedTruncatedNormal(shape=[3], means=[0.0], stdevs=[1.0], minvals=[-1.0], maxvals=[1.0]),
+        tf.random.log_uniform_candidate_sampler(tf.cast(ids, tf.int64)[:, None], 1, 5, True, 100)[0],
+        tf.reduce_mean(tf.nn.sampled_softmax_loss(table, tf.zeros([100]), *given)),
+        tf.reduce_mean(tf.nn.nce_loss(table, tf.zeros([100]), *given)),
+        tf.numpy_function(lambda: np.random.default_rng().normal(size=3), [], tf.float64),
+        called(normal),
+        twice(normal),
+        tf.cond(tf.reduce_sum(y) > -1e9, lambda: normal, lambda: -normal),
+        tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a + normal), (0, tf.zeros([3])))[1],
+        tf.map_fn(lambda i: tf.random.normal([2]), tf.range(3), fn_output_signature=tf.float32),
+        items.stack(),
+        *(tf.cond(tf.random.uniform([]) > 0.5, lambda: 1.0, lambda: 2.0) for _ in range(8)),
+    ]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_what_is_drawn_is_the_same_on_all_replicas(sizes):
+    y, ids = _arrays(sizes)[1:3]
+    replicas, analysis = on_replicas(_drawn, y, ids, sizes=sizes)
+    found = {finding.name for finding in analysis.findings}
+    assert found <= {"result 12"}  # a loop draws
+    for other in replicas[1:]:
+        for i, (first, mine) in enumerate(zip(replicas[0], other, strict=True)):
+            assert f"result {i}" in found or (first == mine).all(), i
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

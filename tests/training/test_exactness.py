@@ -775,6 +775,47 @@ def test_a_layer_that_the_step_alone_calls():
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+class UpdatedInPart(OneLayer):
+    """A step that updates some weights, in another order than the model has them."""
+
+    def __init__(self):
+        super().__init__(lambda m, x, y: tf.reduce_mean((m(x) - y) ** 2))
+        self.last = keras.layers.Dense(1, kernel_initializer="ones", name="last")
+
+    def call(self, x):
+        return self.last(self.dense(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(self, x, y)
+        updated = [*self.last.trainable_variables[::-1], self.dense.kernel]
+        self.optimizer.apply(tape.gradient(loss, updated), updated)
+        return {"loss": loss}
+
+
+def _slots(devices):
+    """Returns the names of an optimizer's variables, in their order, and how often the step was traced."""
+    traced = []
+    with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
+        model = UpdatedInPart()
+        loss_of = model.loss_of
+        model.loss_of = lambda *args: traced.append(1) or loss_of(*args)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
+    x, y = _data()
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return [v.path.split("/")[-1] for v in model.optimizer.variables], len(traced)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_optimizer_is_built_for_the_weights_that_a_step_updates(devices):
+    """As Keras builds it in one process: files hold its variables by their number."""
+    for names, traced in workers(2, logical_cpus=devices).run(_slots, devices):
+        slots = [f"updated_in_part_{weight}_momentum" for weight in ("last_bias", "last_kernel", "dense_kernel")]
+        assert names == ["iteration", "learning_rate", *slots], names
+        assert traced == devices
+
+
 class MadeInCall(keras.layers.Layer):
     """A variable of TensorFlow's that the first `call` makes, and each adds the mean of its rows to."""
 

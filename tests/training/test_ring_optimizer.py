@@ -192,6 +192,32 @@ def written(folder):
     return kept
 
 
+def warned_of_parts(folder):
+    """Returns how many warnings come with files after one, two and three steps of which two make an update."""
+    import warnings
+
+    import keras
+
+    ring = strategy()
+    x, y = skewed_rows(20)
+    with ring.scope():
+        model = model_of(keras.optimizers.SGD(1e-3, gradient_accumulation_steps=2))
+    counts = []
+    for step in range(3):
+        model.train_on_batch(x, y)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model.save_weights(f"{folder}/{step}.weights.h5")
+            model.save(f"{folder}/{step}.keras")
+        counts.append(sum("this worker's part of the gradients" in str(each.message) for each in said))
+    return counts
+
+
+def test_a_file_of_accumulated_gradients_comes_with_a_warning(tmp_path):
+    assert workers(2).run(warned_of_parts, str(tmp_path)) == [[2, 0, 2]] * 2
+    assert workers(1).run(warned_of_parts, str(tmp_path)) == [[0, 0, 0]]
+
+
 def test_files_load_where_there_is_no_tfring(tmp_path):
     kept, _ = workers(2).run(written, str(tmp_path))
     command = [sys.executable, "-c", LOADS, str(tmp_path), *kept]

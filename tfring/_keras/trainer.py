@@ -253,17 +253,15 @@ def forget_first_state(model: Any) -> None:
 
 
 def _build_symbolically(model: Any, data_batch: Any) -> None:
-    """Builds a model as Keras does; its optimizer is left to a step of the user's that builds more layers."""
+    """Builds a model as Keras does; its optimizer is left to a step of the user's, which knows its variables."""
     optimizer = model.optimizer
     if optimizer is None or optimizer.built or type(model).train_step is RingTrainer.train_step:
         return model._symbolic_build(data_batch=data_batch)
-    optimizer.built = True  # else Keras would build it for the layers that `call` has built
+    optimizer.built = True  # else Keras would build it for all variables of the layers that `call` has built
     try:
         model._symbolic_build(data_batch=data_batch)
     finally:
         optimizer.built = False
-    if all(layer.built for layer in model._flatten_layers()):
-        optimizer.build(model.trainable_variables)
 
 
 def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:

@@ -387,14 +387,14 @@ class Walk:
     def _of_drawn(self, op: Any, ins: Sequence[Value]) -> list[Value] | None:
         """Returns results for which it does not matter that replicas have drawn; None where all need the same numbers.
 
-        What is computed from numbers that are drawn is as if it had been drawn. In bodies it is not told apart.
+        What is computed from numbers that are drawn is as if it had been drawn.
         """
-        if op.type in (*DRAWS, *SHUFFLES) and not is_drawn(ins[0]):
+        if op.type == "IdentityN" or (op.type in (*DRAWS, *SHUFFLES) and not is_drawn(ins[0])):
             return self._placed(op, ins)
         once = [dataclasses.replace(value, placement=Replicate()) if is_drawn(value) else value for value in ins]
-        if op.type in _WITH_BODIES:
-            return self._placed(op, once)
-        if not all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, self.rows) for v in once):
+        held = [self.contents[value.handle] for value in ins if value.handle in self.contents]
+        given = once if op.type == "AssignVariableOp" else [*once, *held]
+        if not all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, self.rows) for v in given):
             return None
         before = dict(self.contents)
         values = self._placed(op, once)
@@ -404,13 +404,13 @@ class Walk:
         return [self._as_drawn(value) for value in values]
 
     def _as_drawn(self, value: Value) -> Value:
-        return dataclasses.replace(value, placement=Drawn()) if is_replicated(value) and not value.is_list else value
+        return dataclasses.replace(value, placement=Drawn()) if is_replicated(value) else value
 
     def _drawn_once(self, op: Any, ins: Sequence[Value]) -> list[Value]:
         """Returns inputs of which all replicas have those that the first has drawn, or their rows of what they drew."""
         given = list(ins)
         for i, value in enumerate(ins):
-            if is_drawn(value) and self._depth:
+            if is_drawn(value) and (self._depth or value.is_list):
                 given[i] = Value(value.shape, Unplaced(op))
             elif is_drawn(value):
                 conversion = self._rows_of_drawn(op.inputs[i].op, value) or conversions.Full()
@@ -573,7 +573,9 @@ class Walk:
         for value in ins:
             if value.handle in self.contents and op.type not in _READS:
                 self.contents[value.handle] = dataclasses.replace(self.contents[value.handle], is_zero=False)
-        return [Value(self.shape(tensor)) for tensor in op.outputs]
+        # What draws on its own, or calls Python, may make something else.
+        is_own = op.op_def.is_stateful and not any(value.handle is not None for value in ins)
+        return [Value(self.shape(t), Drawn() if is_own and _is_exchanged(t.dtype) else Replicate()) for t in op.outputs]
 
     def _unplaced(self, op: Any, ins: Sequence[Value], placement: Unplaced) -> list[Value]:
         if not op.outputs:  # what it does is like a variable that it writes
@@ -803,8 +805,11 @@ def _needs_other_dtype(tensor: Any, value: Value, conversion: Conversion) -> boo
         if items is None:
             return True
         dtype = items.dtype
-    is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
-    return conversions.needs_collective(value, conversion) and not is_number
+    return conversions.needs_collective(value, conversion) and not _is_exchanged(dtype)
+
+
+def _is_exchanged(dtype: Any) -> bool:
+    return dtype.is_floating or dtype.is_integer or dtype.is_bool
 
 
 # Of a step, or a layer, that exchanges what replicas hold by itself.

@@ -385,7 +385,7 @@ class _Replica:
     def _offset(self, tensor: tf.Tensor, value: Value) -> tf.Tensor:
         [rows] = [name for name in dims.symbols(value.points_into) if name in self.counts]
         rest = dims.divide(value.points_into, dims.symbol(rows))
-        offset = self.counts[rows].before * self._number(rest, is_own=False)
+        offset = self._first_row(rows) * self._number(rest, is_own=False)
         return tensor + tf.cast(offset, tensor.dtype)
 
     def _sizes(self, value: Value, dtype: tf.DType, own: Sequence[int]) -> tf.Tensor:
@@ -399,13 +399,15 @@ class _Replica:
         size = value.shape[axis]
         [rows] = [name for name in dims.symbols(size) if name in self.counts]
         each = self._number(dims.divide(size, dims.symbol(rows)), is_own=False)
-        counts = self.counts[rows]
-        count = self.size(rows)  # of a replica without rows, the one it computes on
-        begin = tf.minimum(counts.before, counts.total - tf.minimum(count, counts.total))
         sizes = tf.shape(tensor, tf.int64)
-        begins = tf.one_hot(axis, tensor.shape.rank, begin * each, tf.constant(0, tf.int64))
+        begins = tf.one_hot(axis, tensor.shape.rank, self._first_row(rows) * each, tf.constant(0, tf.int64))
         is_rows = tf.one_hot(axis, tensor.shape.rank, True, False)
-        return tf.slice(tensor, begins, tf.where(is_rows, count * each, sizes))
+        return tf.slice(tensor, begins, tf.where(is_rows, self.size(rows) * each, sizes))
+
+    def _first_row(self, rows: str) -> tf.Tensor:
+        """Returns the number of this replica's first row, int64; without rows, of one that there is."""
+        counts = self.counts[rows]
+        return tf.minimum(counts.before, counts.total - tf.minimum(self.size(rows), counts.total))
 
 
 def _sizes(shape: tf.TensorShape) -> int | list[int]:

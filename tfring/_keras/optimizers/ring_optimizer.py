@@ -108,6 +108,8 @@ class RingOptimizer(OptimizerSlots):
             if ring.cluster.world_size > 1:
                 raise _no_replica(self, ring)
             return apply(grads, variables)
+        if not self.built and variables:
+            ring.cross_replica(lambda: _build(self, variables))
         every = list(variables or self._trainable_variables)
         if len(every) != len(grads):  # Keras says what is missing
             return apply(grads, variables)
@@ -348,6 +350,16 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
         def build(self, variables: Sequence[Any]) -> None:
             self._take_along()
             super().build(variables)
+
+
+def _build(optimizer: RingOptimizer, variables: Sequence[Any]) -> None:
+    """Makes slots before the step that is being traced: for those made in it, TensorFlow would trace it once more."""
+
+    def outside(create: Callable, **kwargs: Any) -> Any:
+        return create(**{**kwargs, "experimental_enable_variable_lifting": False})
+
+    with tf.init_scope(), tf.variable_creator_scope(outside):
+        optimizer.build(variables)
 
 
 def _expected(running: step.Step, gradient: Any, variable: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ def full_values_of(model: Any, keep: bool = True) -> Iterator[None]:
     ring = ring_of_model(model)
     if ring is not None and ring.updater is not None:
         ring.updater.before_saving(model, keep)
+    if keep and ring is not None and ring.cluster.world_size > 1:
+        _warn_of_parts(model)
     sharded = [] if _gathered else sharded_variables_of(model)
     for variable in sharded:  # one by one: a rank that does not write has memory for no more
         value = gather_full(variable, keep)
@@ -50,6 +53,21 @@ def full_values_of(model: Any, keep: bool = True) -> Iterator[None]:
     finally:
         if sharded:
             _gathered.clear()
+
+
+def _warn_of_parts(model: Any) -> None:
+    """Warns of gradients that were accumulated since the last update: each worker has those of its own rows."""
+    for optimizer in optimizers_of(model):
+        every = optimizer.gradient_accumulation_steps
+        steps = int(optimizer._iterations.numpy()) % every if every and optimizer.built else 0
+        if steps:
+            warnings.warn(
+                f"The file of model {model.name!r} has this worker's part of the gradients that {optimizer.name!r} has "
+                f"accumulated in {steps} of {every} steps, so training that goes on from it differs by an update from "
+                f"one process. Save after a multiple of {every} steps, or use tfring.callbacks.Backup, which keeps the "
+                "parts of all workers.",
+                stacklevel=2,
+            )
 
 
 def gathered(variable: Any) -> np.ndarray | None:

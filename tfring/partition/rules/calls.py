@@ -18,6 +18,7 @@ from tfring.partition.types import (
     Placement,
     Unplaced,
     Value,
+    is_drawn,
     is_partial,
     is_replicated,
     is_sharded,
@@ -142,6 +143,8 @@ def _joined(walk: Walk, op: Any, position: Any, a: Value, b: Value) -> Value:
         )
     placement: Placement = Unplaced(op)
     for value, other in ((a, b), (b, a)):
+        if is_replicated(value) and is_drawn(other) and value.scale == other.scale == UNSCALED:
+            return dataclasses.replace(other, shape=shape, is_zero=False)
         # What all replicas hold, beside rows or parts of a mean: as in a sum.
         if is_replicated(value) and other.placement == Partial() and _is_mean(value, other):
             return kept(walk, other, shape, none_of=None, is_zero=False)

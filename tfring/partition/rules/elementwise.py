@@ -59,7 +59,8 @@ _DEGREES = {
     "IsNan": Fraction(0),
 }
 _NONLINEAR = (
-    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "BitwiseAnd"),
+    *("Acos", "Acosh", "ApproximateEqual", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e"),
+    "BitwiseAnd",
     *("BitwiseOr", "BitwiseXor", "Bucketize", "Ceil", "ClipByValue", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc"),
     *(
         "Erfinv",
@@ -84,7 +85,7 @@ _SUMS = ("AddV2", "Add", "Sub", "AddN")
 _PRODUCTS = ("Mul", "MulNoNan")
 _RATIOS = ("RealDiv", "Div", "DivNoNan")
 _CHOICES = ("Maximum", "Minimum")
-_COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual", "ApproximateEqual")
+_COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual")
 _SELECTS = ("Select", "SelectV2")
 # The gradient that comes in, in which they are linear, and the others.
 _GRADIENTS = {
@@ -110,6 +111,10 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     [value] = ins[:1]
     if value.is_list or value.handle is not None:
         return [value]
+    if op.type == "EnsureShape" and is_sharded(value):
+        sizes = tf.TensorShape(op.get_attr("shape"))
+        if sizes.rank is not None and sizes[shard_of(value).axis] is not None:
+            raise NoRule  # the number of rows of the whole batch
     keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
     if value.points_into is not None and not keeps_numbers:
         raise NoRule

@@ -369,7 +369,7 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             continue
         size = value.shape[axis]
         if is_sharded(value) and axis == shard_of(value).axis:
-            if part.kind != "all" and not (part.begin in (None, 0) and part.end == size and part.stride == 1):
+            if not _is_all(part, size):
                 raise NoRule
             placement = Shard(at, shard_of(value).blocks)
             part = slices.Part("all")
@@ -387,8 +387,13 @@ def _length(part: slices.Part, size: Size) -> Size:
     """Returns how many entries of a dimension are taken."""
     if isinstance(size, int) and all(isinstance(n, int) or n is None for n in part[1:]):
         return len(range(*slice(part.begin, part.end, part.stride).indices(size)))
-    is_all = part.stride == 1 and part.begin in (None, 0) and part.end in (None, size)
-    return size if is_all else None
+    return size if _is_all(part, size) else None
+
+
+def _is_all(part: slices.Part, size: Size) -> bool:
+    """Returns True if a dimension of this size is taken as it is."""
+    is_one_by_one = part.kind in ("all", "some") and part.stride == 1
+    return is_one_by_one and part.begin in (None, 0) and part.end in (None, size)
 
 
 @rule("StridedSliceGrad")
@@ -409,6 +414,8 @@ def strided_slice_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Va
     for part in parts:
         if part.kind != "new":
             if part.kind != "one" and at == shard_of(value).axis:
+                if not _is_all(part, shape[axis]) or value.shape is None or value.shape[at] != shape[axis]:
+                    raise NoRule
                 return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), is_uniform=False)]
             axis += 1
         at += part.kind != "one"

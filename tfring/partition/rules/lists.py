@@ -47,7 +47,8 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     is_pushed = op.type == "TensorListPushBack"  # of others, items that nothing was put in are zeros
     if item.const is not None and is_pushed and (is_new or is_same):
         return [Value(shape, placement, const=item.const, is_list=True, is_total=item.is_total)]
-    if item.is_zero and not is_new and (is_replicated(item) or items.placement == placement):
+    is_alike = items.placement == placement or (is_replicated(item) and not is_sharded(items))
+    if item.is_zero and not is_new and is_alike:
         return [items]
     scale = scale_of(walk, item)
     if not is_new and (items.placement, items.scale) != (placement, scale):

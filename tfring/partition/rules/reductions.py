@@ -49,13 +49,13 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [kept(walk, value, shape)]
     if op.type == "Prod" and over:
         unscaled(walk, [value])
+    is_zero = value.is_zero and (op.type in ("Sum", "Mean") or not over)  # others of nothing are none
     if not is_sharded(value):
-        is_zero = value.is_zero and (op.type in ("Sum", "Mean") or not over)  # others of nothing are none
         return [kept(walk, value, shape, is_zero=is_zero)]
     axis = shard_of(value).axis
     if axis not in over:
         axis -= 0 if keeps else sum(other < axis for other in over)
-        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks))]
+        return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), is_zero=is_zero)]
     if op.type not in _OVER_ROWS or (op.type == "Mean" and op.outputs[0].dtype.is_integer):  # which rounds
         raise NoRule
     scale = scale_of(walk, value)
@@ -68,7 +68,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         scale = times(scale, per_count, -1)
     elif op.type in ("Max", "Min", "All", "Any"):
         unscaled(walk, [value])
-    return [Value(shape, Partial(_OVER_ROWS[op.type]), scale, is_zero=value.is_zero and op.type in ("Sum", "Mean"))]
+    return [Value(shape, Partial(_OVER_ROWS[op.type]), scale, is_zero=is_zero)]
 
 
 def _scalar(size: Any) -> Any:

@@ -77,8 +77,9 @@ DRAWS = (
     *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "StatelessRandomNormal"),
     *("StatelessRandomNormalV2", "StatelessRandomUniform", "StatelessRandomUniformFullInt"),
     *("StatelessRandomUniformFullIntV2", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2"),
-    *("StatelessRandomUniformV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "RandomGammaV2"),
-    *("StatelessRandomGammaV2", "StatelessRandomGammaV3", "StatelessRandomBinomial", "RandomPoissonV2"),
+    *("StatelessRandomUniformV2", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2", "RandomGamma"),
+    *("StatelessRandomGammaV2", "StatelessRandomGammaV3", "StatelessRandomBinomial", "RandomPoisson"),
+    *("RandomPoissonV2", "ParameterizedTruncatedNormal"),
 )
 
 
