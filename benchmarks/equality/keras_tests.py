@@ -14,8 +14,9 @@ The files of a folder run in one process a mode, which begins again after a test
 
 Of a mode run only tests that passed plain, of `lockstep` only those that passed in the scope, too. After a failure in
 lockstep, both workers begin again, and so does the test if others ran before it: one that raises an error may end
-the ring for those after it. What passes plain and fails otherwise is printed with its error. `keras_tests.json`
-keeps the outcomes, also those of earlier runs.
+the ring for those after it; not one that tfring refuses on both before they communicate (`ConfigurationError`). What
+passes plain and fails otherwise is printed with its error. `keras_tests.json` keeps the outcomes, also those of
+earlier runs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 import pytest
 
 MODES = ("plain", "beside", "scope", "lockstep")
+REFUSED = "tfring.errors.ConfigurationError"
 HERE = pathlib.Path(__file__).resolve()
 _RESULTS, _MODE, _SECONDS = "KERAS_TESTS_RESULTS", "KERAS_TESTS_MODE", "KERAS_TESTS_SECONDS"
 
@@ -60,6 +62,9 @@ class Plugin:
 
     def note(self, test: str, *outcome: str) -> None:
         print(json.dumps([test.rpartition("keras/src/")[2], outcome]), file=self.file, flush=True)
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        self.session = session
 
     def pytest_collectreport(self, report: Any) -> None:
         """Notes a file whose tests cannot be read, such as for want of a package."""
@@ -87,6 +92,8 @@ class Plugin:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = (crash.message if crash else str(report.longrepr))[:600] if report.outcome == "failed" else ""
             self.note(report.nodeid, report.outcome, message)
+            if self.mode == "lockstep" and report.outcome == "failed" and not message.startswith(REFUSED):
+                self.session.shouldfail = "after a failure ranks are not in step"
 
 
 def run_modules(names: list[str]) -> int:
@@ -94,8 +101,7 @@ def run_modules(names: list[str]) -> int:
     conftest: Any = types.ModuleType("conftest")  # that of Keras' repository, which the wheel does not hold
     conftest.skip_if_backend = lambda name, reason: pytest.mark.skipif(name == "tensorflow", reason=reason)
     sys.modules["conftest"] = conftest
-    options = ["-x"] if os.environ[_MODE] == "lockstep" else []  # after a failure ranks are not in step
-    options += ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    options = ["-q", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     options += ["--rootdir", "/", "-c", os.devnull, "--noconftest"]  # those of Keras, not of this folder
     return pytest.main(["--pyargs", *names, *options], plugins=[Plugin()])
 
@@ -125,7 +131,8 @@ def outcomes_of(modules: list[str], mode: str, seconds: int, left_out: list[str]
         for number, test in enumerate(max(ranks, key=len)):
             outcomes = [rank.get(test, ["failed", "another rank did not run it"]) for rank in ranks]
             outcome = max(outcomes, key=lambda outcome: outcome[0] == "failed")
-            failed = mode == "lockstep" and outcome[0] == "failed"
+            refused = all(error.startswith(REFUSED) for _, error in outcomes)
+            failed = mode == "lockstep" and outcome[0] == "failed" and not refused
             if not failed or number == 0:
                 found[test] = outcome
             if failed:
