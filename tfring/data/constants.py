@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
-from tfring.errors import ConfigurationError
 
 
 def constants_of(dataset: tf.data.Dataset) -> list[bool]:
@@ -15,25 +14,16 @@ def constants_of(dataset: tf.data.Dataset) -> list[bool]:
 
     A component whose first dimension is known only when it is drawn has rows; one whose first dimension is static is a
     constant, but where `drop_remainder` made it so. Where all are static and no `batch` says how many rows there are,
-    most components have them.
-
-    Raises:
-      ConfigurationError: where a batch has components of different `batch` steps, of other sizes.
+    most components have them. Of batches of other sizes in one element, as of labelled and unlabelled rows, the largest
+    are the rows; each replica gets the others in full.
     """
     counts = [_static_rows(spec) for spec in tf.nest.flatten(dataset.element_spec)]
     known = [count for count in counts if count is not None and count >= 0]
     sizes = _static_batch_sizes(dataset) & set(known)
-    if len(sizes) > 1:
-        small, *_, large = sorted(sizes)
-        raise ConfigurationError(
-            f"Components of one batch have {' and '.join(map(str, sorted(sizes)))} rows, {dataset.element_spec}, and "
-            "each replica gets its share of the rows of all. Let a row of one have several of the other and flatten "
-            f"them in the model: `unlabelled.batch({-(-large // small)}).batch({small})` beside "
-            f"`labelled.batch({small})`. (docs/data.md)"
-        )
-    if not sizes and None not in counts and known:
-        sizes = {max(known, key=known.count)}
-    return [count is not None and count >= 0 and count not in sizes for count in counts]
+    rows = max(sizes, default=None)
+    if rows is None and None not in counts and known:
+        rows = max(known, key=known.count)
+    return [count is not None and count >= 0 and count != rows for count in counts]
 
 
 def _static_rows(spec: Any) -> int | None:

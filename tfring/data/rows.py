@@ -90,8 +90,8 @@ def with_equal_rows(element: Any) -> Any:
             condition=counts[0] == count,
             data=[
                 f"The first component of a batch has other rows than component {number}, and each replica gets its "
-                "share of the rows of all. A constant beside the rows goes to every replica in full if its first "
-                "dimension is static (`tensor.set_shape`)."
+                "share of the rows of all. A constant beside the rows, or a smaller batch, goes to every replica in "
+                "full if the first dimensions are static (`tensor.set_shape`, `drop_remainder=True`)."
             ],
         )
         for number, count in enumerate(counts[1:], 1)
