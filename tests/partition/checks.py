@@ -68,14 +68,8 @@ def check(function, *arrays, sizes=SIZES, tolerance=1e-9, expected="same"):
             tf.identity, (results, marked, [dict(zip(names, each, strict=True)) for each in numbers])
         )
 
-    ends = np.cumsum(sizes)
-    parts = [tf.constant(a[end - size : end]) for size, end in zip(sizes, ends, strict=True) for a in arrays]
-    counts = tf.constant(sizes, tf.int64)
-    traced = tf.function(step, autograph=False).get_concrete_function(
-        tf.TensorSpec([len(sizes)], tf.int64), *specs(arrays) * len(sizes)
-    )
-    results, marked, own_counts = tf.nest.map_structure(np.asarray, traced(counts, *parts))
-    numbers = [{"n": int(ends[-1]), **dict(zip(own_counts[0], whole_counts, strict=True))}]
+    results, marked, own_counts = _run(step, arrays, sizes)
+    numbers = [{"n": sum(sizes), **dict(zip(own_counts[0], whole_counts, strict=True))}]
     numbers += [{"n": size, **mine} for size, mine in zip(sizes, own_counts, strict=True)]
     numbers = [{name: int(number) for name, number in each.items()} for each in numbers]
     for i, value in enumerate(values):
@@ -104,12 +98,17 @@ def on_replicas(function, *arrays, sizes=SIZES):
         partition.apply_edits(analysis, InOneProcess(counts))
         return tf.nest.map_structure(tf.identity, results)
 
+    return _run(step, arrays, sizes), analysis
+
+
+def _run(step, arrays, sizes):
+    """Returns the results of `step(counts, *rows)`, of the rows of each replica in turn."""
     ends = np.cumsum(sizes)
     parts = [tf.constant(a[end - size : end]) for size, end in zip(sizes, ends, strict=True) for a in arrays]
     traced = tf.function(step, autograph=False).get_concrete_function(
         tf.TensorSpec([len(sizes)], tf.int64), *specs(arrays) * len(sizes)
     )
-    return tf.nest.map_structure(np.asarray, traced(tf.constant(sizes, tf.int64), *parts)), analysis
+    return tf.nest.map_structure(np.asarray, traced(tf.constant(sizes, tf.int64), *parts))
 
 
 def _kept(operations):

@@ -14,7 +14,7 @@ import numpy as np
 import replicas
 import tensorflow as tf
 
-SIZES = ((5, 3), (4, 1, 3), (6, 2, 0))
+SIZES = ((5, 3), (4, 1, 3), (5, 0, 3, 0))
 
 _random = np.random.default_rng(0)
 X, Y = _random.normal(size=(8, 4)), _random.normal(size=(8, 1))

@@ -776,14 +776,15 @@ def test_a_layer_that_the_step_alone_calls():
 
 
 class UpdatedInPart(OneLayer):
-    """A step that updates some weights, in another order than the model has them."""
+    """A step that updates some weights, in another order than the model has them; `call` builds all layers or not."""
 
-    def __init__(self):
+    def __init__(self, builds_all):
         super().__init__(lambda m, x, y: tf.reduce_mean((m(x) - y) ** 2))
+        self.builds_all = builds_all
         self.last = keras.layers.Dense(1, kernel_initializer="ones", name="last")
 
     def call(self, x):
-        return self.last(self.dense(x))
+        return self.last(self.dense(self.adds(x) if self.builds_all else x))
 
     def train_step(self, data):
         x, y = data
@@ -794,11 +795,11 @@ class UpdatedInPart(OneLayer):
         return {"loss": loss}
 
 
-def _slots(devices):
+def _slots(devices, builds_all):
     """Returns the names of an optimizer's variables, in their order, and how often the step was traced."""
     traced = []
     with harness.strategy(devices=[f"CPU:{i}" for i in range(devices)]).scope():
-        model = UpdatedInPart()
+        model = UpdatedInPart(builds_all)
         loss_of = model.loss_of
         model.loss_of = lambda *args: traced.append(1) or loss_of(*args)
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
@@ -807,10 +808,10 @@ def _slots(devices):
     return [v.path.split("/")[-1] for v in model.optimizer.variables], len(traced)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_optimizer_is_built_for_the_weights_that_a_step_updates(devices):
+@pytest.mark.parametrize(("devices", "builds_all"), [(1, True), (1, False), (2, True)])
+def test_an_optimizer_is_built_for_the_weights_that_a_step_updates(devices, builds_all):
     """As Keras builds it in one process: files hold its variables by their number."""
-    for names, traced in workers(2, logical_cpus=devices).run(_slots, devices):
+    for names, traced in workers(2, logical_cpus=devices).run(_slots, devices, builds_all):
         slots = [f"updated_in_part_{weight}_momentum" for weight in ("last_bias", "last_kernel", "dense_kernel")]
         assert names == ["iteration", "learning_rate", *slots], names
         assert traced == devices

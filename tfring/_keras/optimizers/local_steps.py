@@ -211,8 +211,6 @@ class LocalSteps(Updater):
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
     ) -> None:
         running = self._running_step(optimizer)
-        if not optimizer.built:
-            optimizer.build(variables)
         window = optimizer._tfring_window
         gradients = list(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]

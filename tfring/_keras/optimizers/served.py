@@ -83,9 +83,6 @@ class ServerUpdater(Updater):
         self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], active: Any, apply: Callable
     ) -> None:
         """Pushes gradients and assigns what comes back; in a graph or eagerly, in the cross-replica context."""
-        if not optimizer.built:  # as Keras' `apply` does, which is not called
-            with tf.init_scope():
-                optimizer.build(variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         group = self._group_of(optimizer, [g for g, _ in pairs], [v for _, v in pairs])
         inputs = [tf.cast(self._num_rows(), tf.float64), _learning_rate(optimizer)]

@@ -168,9 +168,7 @@ def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> lis
 def convolution_filter_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Bilinear in rows and their gradients, a sum over rows."""
     rows, _, gradients = ins
-    if not is_sharded(rows) or not is_sharded(gradients) or rows.placement != gradients.placement:
-        raise NoRule
-    if shard_of(rows).axis:
+    if not is_sharded(rows) or rows.placement != gradients.placement or shard_of(rows).axis:
         raise NoRule
     scale = scale_of_product(walk, [rows, gradients])
     return [Value(walk.shape(op.outputs[0]), Partial(), scale, is_zero=rows.is_zero or gradients.is_zero)]

@@ -59,8 +59,8 @@ _DEGREES = {
     "IsNan": Fraction(0),
 }
 _NONLINEAR = (
-    *("Acos", "Acosh", "ApproximateEqual", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e"),
-    "BitwiseAnd",
+    "ApproximateEqual",
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atan2", "Atanh", "BesselI0e", "BesselI1e", "BitwiseAnd"),
     *("BitwiseOr", "BitwiseXor", "Bucketize", "Ceil", "ClipByValue", "Cos", "Cosh", "Digamma", "Elu", "Erf", "Erfc"),
     *(
         "Erfinv",
