@@ -59,8 +59,36 @@ def case(name):
         model.compile(optimizer() if callable(optimizer) else optimizer, "mse", metrics=["mae"], **kwargs)
         return model
 
+    class OfSteps(keras.Model):
+        """Its layers and two optimizers are built by its step, and `call` has another layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.hidden = keras.Sequential([layers.Dense(8, activation="tanh"), layers.Dropout(0.3)])
+            self.last, self.of_call = layers.Dense(1), layers.Dense(2)
+            self.second = optimizers.Adam(0.01)
+
+        def call(self, x):
+            return self.of_call(self.hidden(x))
+
+        def train_step(self, data):
+            rows, targets = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.last(self.hidden(rows, training=True)) - targets) ** 2)
+            first, second = self.last.trainable_variables[::-1], self.hidden.trainable_variables
+            gradients = tape.gradient(loss, first + second)
+            self.optimizer.apply(gradients[:2], first)
+            self.second.apply(gradients[2:], second)
+            return {"loss": loss, "squared": tf.reduce_mean(targets**2)}
+
+    def of_steps():
+        model = OfSteps()
+        model.compile("adam")
+        return model
+
     arrays = {"x": x, "y": y, "batch_size": 20}
     return {
+        "built by its step": (of_steps, arrays, {"every_steps": 3}, {"step": 8}),
         "arrays": (
             lambda: model(hidden=[layers.BatchNormalization(), layers.Dropout(0.3)]),
             {
@@ -130,7 +158,7 @@ def case(name):
 ALL = [
     "arrays", "two steps an execution, unknown length", "one iterator for all epochs",
     "cached after a shuffle, in the second validation", "PyDataset, between two updates", "eager, full disk",
-    "SIGTERM, loss scale",
+    "SIGTERM, loss scale", "built by its step",
 ]  # fmt: skip
 
 

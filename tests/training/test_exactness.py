@@ -284,6 +284,7 @@ def _fit(name, check_equal=False, devices=1, run_eagerly=False):
         with strategy.scope():
             loss = LOSSES.get(name, LOSSES["mean"])
             model = OneLayer(OTHERS.get(name, loss), BETWEEN.get(name), STATES.get(name))
+            model.dense.build((None, 6))  # before a step reads its kernel
             model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
         history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
     said = _of_whole_batch(texts)
@@ -740,39 +741,68 @@ def test_predictions_whose_rows_cannot_be_divided_are_those_of_the_whole_batch(d
 
 
 class EncoderAlone(keras.Model):
-    """A model whose `call` uses one of the layers that its step trains."""
+    """A model whose `call` uses one of the layers that its step trains, and another one."""
 
-    def __init__(self):
+    def __init__(self, initializer):
         super().__init__()
-        self.encoder = keras.layers.Dense(3, kernel_initializer="ones")
-        self.head = keras.layers.Dense(1, kernel_initializer="ones")
+        self.encoder = keras.layers.Dense(3, kernel_initializer=initializer)
+        self.head = keras.layers.Dense(1, kernel_initializer=initializer)
+        self.of_call = keras.layers.Dense(2, kernel_initializer=initializer)
 
     def call(self, x):
-        return self.encoder(x)
+        return self.of_call(self.encoder(x))
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self.head(self.encoder(x)) - y) ** 2)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss}
+            y_pred = self.head(self.encoder(x))
+            loss = tf.reduce_mean((y_pred - y) ** 2)
+        weights = self.trainable_variables
+        scaled = [0.5 * gradient for gradient in tape.gradient(loss, weights)]
+        self.optimizer.apply_gradients(zip(scaled, weights, strict=True))
+        return {"loss": loss, **self.compute_metrics(x, y, y_pred)}
 
 
-def _fit_an_encoder():
-    with harness.strategy().scope():
-        model = EncoderAlone()
-        model.compile("adam")
-    x, y = _data()
-    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
-    return [history["loss"], *(w.tolist() for w in model.get_weights())]
+class OfLatents(EncoderAlone):
+    """A GAN, in which `call` makes rows of latent vectors: it does not take the rows that `fit` gets."""
+
+    def call(self, x):
+        tf.debugging.assert_equal(tf.shape(x)[1], 2)
+        return self.encoder(x)
 
 
-def test_a_layer_that_the_step_alone_calls():
-    [one] = workers(1).run(_fit_an_encoder)
-    for several in workers(2).run(_fit_an_encoder):
-        for got, wanted in zip(several, one, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+LEFT_TO_THE_STEP = {"encoder": EncoderAlone, "latents": OfLatents}
+
+
+def _fit_what_the_step_builds(has_strategy=True, devices=1, run_eagerly=False):
+    """Returns of each model its logs, and paths and values of its variables and of its optimizer's."""
+    found = {}
+    for name, kind in LEFT_TO_THE_STEP.items():
+        keras.utils.clear_session()
+        draws = np.random.default_rng(3)  # initial values have the order in which layers are built
+        metrics = [keras.metrics.MeanAbsoluteError(name="mae")]  # which the step holds
+        strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
+        with strategy.scope() if has_strategy else contextlib.nullcontext():
+            model = kind(lambda shape, dtype=None, draws=draws: tf.constant(draws.normal(size=shape), dtype))
+            model.compile("adam", "mse", metrics=metrics, run_eagerly=run_eagerly)
+        x, y = _data()
+        fitted = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        variables = [*model.variables, *model.optimizer.variables]
+        found[name] = {**fitted.history, **{v.path: v.numpy() for v in variables}}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "devices", "run_eagerly"), [(2, 1, False), (3, 1, False), (2, 2, False), (2, 1, True)]
+)
+def test_what_is_left_to_the_step_is_built_as_in_one_process(world_size, devices, run_eagerly):
+    """Weights of the layers that it calls, in their order, and under the paths that they have there."""
+    [one] = workers(1).run(_fit_what_the_step_builds, False, 1, run_eagerly)
+    for several in workers(world_size, logical_cpus=devices).run(_fit_what_the_step_builds, True, devices, run_eagerly):
+        for name, wanted in one.items():
+            assert list(several[name]) == list(wanted)
+            for part, value in wanted.items():
+                np.testing.assert_allclose(several[name][part], value, rtol=1e-5, atol=1e-5, err_msg=f"{name}: {part}")
 
 
 class UpdatedInPart(OneLayer):

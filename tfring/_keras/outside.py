@@ -76,8 +76,11 @@ def warn_of_model(model: Any) -> None:
 
 
 def take_in_metrics(model: Any, ring: Ring) -> None:
-    """Makes metrics that a model holds its strategy's."""
-    for metric in metrics_of(model):
+    """Makes metrics its strategy's that a model holds, and those of `compile`, which its first step takes in."""
+    compiled = model._compile_metrics
+    given = compiled and (compiled._user_metrics, compiled._user_weighted_metrics)
+    given = [metric for metric in tf.nest.flatten(given) if isinstance(metric, keras.metrics.Metric)]
+    for metric in [*metrics_of(model), *given]:
         adopt_variables(metric._variables, ring)
 
 

@@ -165,6 +165,7 @@ class RingTrainer(TensorFlowTrainer):
 for _name in ("compile", "fit", "evaluate", "predict"):  # what `help` and `inspect.signature` tell of them is Keras'
     functools.update_wrapper(vars(RingTrainer)[_name], getattr(TensorFlowTrainer, _name))
 _SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for name in ("fit", "evaluate", "predict")}
+_LEFT = "_tfring_left_to_step"  # of a model that is not built: the spec of a batch
 
 
 @contextlib.contextmanager
@@ -253,15 +254,33 @@ def forget_first_state(model: Any) -> None:
 
 
 def _build_symbolically(model: Any, data_batch: Any) -> None:
-    """Builds a model as Keras does; its optimizer is left to a step of the user's, which knows its variables."""
-    optimizer = model.optimizer
-    if optimizer is None or optimizer.built or type(model).train_step is RingTrainer.train_step:
+    """Builds a model as Keras does; what only a step of the user's knows is left to it, as in one process.
+
+    That is what an optimizer updates, and of a model that is not built, which of its layers are called.
+    """
+    if type(model).train_step is RingTrainer.train_step:
         return model._symbolic_build(data_batch=data_batch)
-    optimizer.built = True  # else Keras would build it for all variables of the layers that `call` has built
+    if not all(layer.built for layer in model._flatten_layers()):
+        vars(model)[_LEFT] = tf.nest.map_structure(lambda symbol: getattr(symbol, "_tfring_spec", None), data_batch)
+        return
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.built:
+        return model._symbolic_build(data_batch=data_batch)
+    optimizer.built = True  # else Keras would build it for all variables of the model, in their order
     try:
         model._symbolic_build(data_batch=data_batch)
     finally:
         optimizer.built = False
+
+
+def build_by_step(model: Any) -> None:
+    """Makes the variables that are left to a `train_step`, before it runs: they are to be restored."""
+    spec, ring = vars(model).pop(_LEFT, None), ring_of_model(model)
+    if spec is None or ring is None or model.run_eagerly:
+        return
+    step = loop.Loop(model, "train").step_function.step
+    with ring.scope():
+        graph_function(lambda batch: ring.strategy.run(step, args=(batch,))).get_concrete_function(spec)
 
 
 def _build_metrics_and_loss(model: Any, data_batch: Any) -> None:
@@ -358,7 +377,7 @@ class StepFunction:
         self._model = model
         self._ring = ring
         self._kind = kind
-        self._step = between_collectives(model, kind, ring)
+        self.step = between_collectives(model, kind, ring)
         self._replicas = len(ring.devices)
         self._logs = Logs(model, ring)
         self._way: Way | None = None  # not known before the first step
@@ -470,7 +489,7 @@ class StepFunction:
         before = state.values_before(self._model)
         outputs, written = self._logs.of_step(
             lambda step: self._ring.strategy.extended.run_step(step, inputs, shares, way),
-            lambda element: self._step(without_optionals(element)),
+            lambda element: self.step(without_optionals(element)),
             rows,
             way,
         )

@@ -23,7 +23,7 @@ import numpy as np
 from tfring._keras import place, randomness
 from tfring._keras.callbacks import RunsLast
 from tfring._keras.seam import ring_of_model
-from tfring._keras.trainer import forget_first_state
+from tfring._keras.trainer import build_by_step, forget_first_state
 from tfring.callbacks import files, random_states, variables
 from tfring.callbacks.attributes import Attributes
 from tfring.cluster.launch_variables import PREEMPTED
@@ -271,6 +271,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     def _restore(self, state: dict[str, Any]) -> None:
         model, ring = self.model, self._ring
+        build_by_step(model)
         variables.build_optimizers(ring, model, state["optimizers"])
         self._give_variables(variables.variables_of(model))
         forget_first_state(model)

@@ -178,7 +178,15 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         is_read_as_one = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         self._of_parts = is_read_as_one and kwargs.get("aggregation") not in _NOT_SUMMED
-        variable = super()._create_variable(next_creator, **kwargs)
+        with contextlib.ExitStack() as scopes:
+            if not tf.executing_eagerly():  # a step makes it, while it is traced
+                value = _known_before_the_step(kwargs["initial_value"], kwargs.get("dtype"), self.worker_devices[0])
+                if value is not None:
+                    scopes.enter_context(tf.init_scope())
+                    kwargs["initial_value"] = value
+            if tf.executing_eagerly():  # else TensorFlow would trace the step twice
+                kwargs["experimental_enable_variable_lifting"] = False
+            variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)
         if type(variable) is _tf.distribute_values.MirroredVariable:
@@ -259,24 +267,10 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         of_worker = self.ring.makes_own_variables
         is_zero = self._of_parts and self.ring.control.rank > 0  # or the sum would have the value of each
 
-        def local_value() -> tf.Tensor:
-            value = kwargs["initial_value"]
-            if callable(value):
-                value = value()
-            value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
-            return tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-
         @functools.cache  # for the replicas of this worker
         def initial_value_fn() -> tf.Tensor:
-            # Of a variable that a step makes it is computed once, before the step runs: a graph that initializes
-            # variables as it runs is traced before they exist, and so before all is known of the step.
-            value = None
-            with contextlib.suppress(TypeError, ValueError), tf.init_scope(), tf.device(device):
-                value = local_value()
-                if tf.executing_eagerly() and tf.is_symbolic_tensor(value):
-                    value = _tf.lifted(value)
-            with contextlib.nullcontext() if value is None else tf.init_scope(), tf.device(device):
-                value = self._initial_value(local_value() if value is None else value, of_worker)
+            with tf.device(device):
+                value = self._initial_value(_value_of(kwargs["initial_value"], kwargs.get("dtype")), of_worker)
                 return tf.zeros_like(value) if is_zero else value
 
         return initial_value_fn
@@ -418,3 +412,17 @@ def _like(gradient: Any, total: Any) -> Any:
         return total
     return tf.IndexedSlices(total, tf.range(tf.shape(total, gradient.indices.dtype)[0]), gradient.dense_shape)
 
+
+def _value_of(initial_value: Any, dtype: Any) -> tf.Tensor:
+    value = initial_value() if callable(initial_value) else initial_value
+    value = getattr(value, "wrapped_value", value)  # a value from a checkpoint
+    return tf.convert_to_tensor(value, dtype=dtype)
+
+
+def _known_before_the_step(initial_value: Any, dtype: Any, device: str) -> tf.Tensor | None:
+    """Returns the initial value of a variable, computed outside of the step; None if it is one of the step's."""
+    with contextlib.suppress(TypeError, ValueError), tf.init_scope(), tf.device(device):
+        if tf.executing_eagerly():
+            value = _value_of(initial_value, dtype)
+            return _tf.lifted(value) if tf.is_symbolic_tensor(value) else value
+    return None

@@ -353,12 +353,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 
 
 def _build(optimizer: RingOptimizer, variables: Sequence[Any]) -> None:
-    """Makes slots before the step that is being traced: for those made in it, TensorFlow would trace it once more."""
-
-    def outside(create: Callable, **kwargs: Any) -> Any:
-        return create(**{**kwargs, "experimental_enable_variable_lifting": False})
-
-    with tf.init_scope(), tf.variable_creator_scope(outside):
+    with tf.init_scope():  # once, also if what it assigns would be a part of the step
         optimizer.build(variables)
 
 
