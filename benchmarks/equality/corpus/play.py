@@ -307,6 +307,9 @@ def conservative_q(model, states, actions, rewards, ended):
 
 @agent
 def soft_actor_critic_temperature(model, states, actions, rewards, ended):
+    if not model.optimizer.built:  # for all that it updates in turn
+        model.optimizer.build(model.trainable_variables)
+
     def loss():
         log_p, logits = log_probabilities(model, states, actions)
         return -tf.reduce_mean(log_p * rewards) - tf.exp(model.alpha) * tf.reduce_mean(entropies(logits))
