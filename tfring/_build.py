@@ -36,6 +36,7 @@ CORE_SOURCES = (
     "shm_channel.cc",
     "stall_inspector.cc",
     "tcp_channel.cc",
+    "tls.cc",
     "trace.cc",
     "turn.cc",
     "wait.cc",
@@ -106,7 +107,7 @@ def build(
     )
     if not extra_flags and all(path.exists() and path.stat().st_mtime > newest for path in (core, ops)):
         return core, ops
-    _compile(core, CORE_SOURCES, (*extra_flags, "-lpthread"))
+    _compile(core, CORE_SOURCES, (*extra_flags, "-lpthread", "-ldl"))
     _compile(
         ops, OPS_SOURCES, (*extra_flags, f"-L{directory}", "-ltfring_core", "-Wl,-rpath,$ORIGIN", "-ldl")
     )

@@ -107,6 +107,9 @@ SETTINGS: dict[str, Setting] = {
         "a whole number",
         "what `tf.data` shuffles without a seed begin with, the same again after a restart (`tfring launch` draws one)",
     ),
+    "TFRING_ENCRYPT": Setting(
+        False, _flag, "0 or 1", "encrypt by TLS what ranks send over TCP, on all ranks alike (docs/security.md)"
+    ),
     "TFRING_GPUS": Setting(
         "one", _one_of("one", "all"), "one or all", "which GPUs `tfring launch` gives a worker (docs/gpus.md)"
     ),

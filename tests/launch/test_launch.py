@@ -1119,11 +1119,11 @@ def test_a_run_has_a_secret_of_its_own_that_is_on_no_command_line(tmp_path, monk
 
 def test_options_that_set_a_variable(tmp_path, monkeypatch):
     """Command line wins; workers on other hosts have it, and so has a worker's own environment."""
-    names = ("TFRING_CONNECT_TIMEOUT_SECONDS", "TFRING_INTERFACE", "TFRING_PORT_RANGE")
+    names = ("TFRING_CONNECT_TIMEOUT_SECONDS", "TFRING_INTERFACE", "TFRING_PORT_RANGE", "TFRING_ENCRYPT")
     for name in names:
         monkeypatch.setenv(name, "7")
     script = f"print([os.environ[name] for name in {names}], os.environ['TFRING_ADDRESSES'])"
-    options = ["--start-timeout", "45", "--interface", "127.0.0.0/8", "--port-range", "20510-20519"]
+    options = ["--start-timeout", "45", "--interface", "127.0.0.0/8", "--port-range", "20510-20519", "--encrypt"]
     done = subprocess.run(
         [*LAUNCH, "--hosts", "node1:1,node2:1", *options, write(tmp_path, script)],
         env=stand_in_for_ssh(tmp_path), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT,
@@ -1131,7 +1131,7 @@ def test_options_that_set_a_variable(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("[1] ") for line in done.stdout.splitlines()]
     assert len(lines) == 2 and len(set(lines)) == 1
-    assert lines[0].startswith("['45', '127.0.0.0/8', '20510-20519'] 127.0.0.1:2051"), lines
+    assert lines[0].startswith("['45', '127.0.0.0/8', '20510-20519', '1'] 127.0.0.1:2051"), lines
     local = [*LAUNCH, "-n", "1", "--start-timeout", "45", write(tmp_path, f"print(os.environ['{names[0]}'])")]
     assert subprocess.run(local, capture_output=True, text=True, timeout=TIMEOUT).stdout == "45\n"
 

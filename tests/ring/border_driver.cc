@@ -185,8 +185,8 @@ void no_collective_has_another_number() {
 void the_other_rank_learns_of_it() {
   for (int count = 0; count < 8; ++count) {
     const Ends control = connect_pair(), data = connect_pair();
-    const tfring_link links[2] = {{1, control.mine, data.mine, -1, -1, -1, -1, "here"},
-                                  {0, control.peers, data.peers, -1, -1, -1, -1, "here"}};
+    const tfring_link links[2] = {{1, control.mine, data.mine, -1, -1, -1, -1, "here", nullptr},
+                                  {0, control.peers, data.peers, -1, -1, -1, -1, "here", nullptr}};
     const auto began = std::chrono::steady_clock::now();
     int codes[2] = {TFRING_OK, TFRING_OK};
     bool is_short = false;
@@ -220,7 +220,7 @@ void the_other_rank_learns_of_it() {
 // Before any other ring: the thread that watches starts with the first.
 void without_a_watcher_no_ring_opens() {
   const Ends control = connect_pair(), data = connect_pair();
-  const tfring_link link{1, control.mine, data.mine, -1, -1, -1, -1, "here"};
+  const tfring_link link{1, control.mine, data.mine, -1, -1, -1, -1, "here", nullptr};
   const tfring_options options = options_of(0, 2, &link);
   tfring_error error{};
   no_thread_starts = true;
@@ -242,7 +242,7 @@ void frames_without_room_are_sent_later() {
   const Ends control = connect_pair();
   const int size = 4096;
   CHECK(setsockopt(control.mine, SOL_SOCKET, SO_SNDBUF, &size, sizeof(size)) == 0, "setsockopt");
-  const tfring_link link{1, control.mine, -1, -1, -1, -1, -1, "here"};
+  const tfring_link link{1, control.mine, -1, -1, -1, -1, -1, "here", nullptr};
   const tfring_options options = options_of(0, 2, &link);
   const tfring::Settings settings(options);
   tfring::News news;

@@ -222,7 +222,7 @@ void live_through_one(uint64_t seed, int64_t* failed) {
   Random random(seed);
   const Pair data = connect_pair(), control = connect_pair();
   Mirror mirror(data.theirs, control.theirs, seed + 1);
-  const tfring_link link{1, control.ours, data.ours, -1, -1, -1, -1, "there"};
+  const tfring_link link{1, control.ours, data.ours, -1, -1, -1, -1, "there", nullptr};
   tfring_options options{};
   options.name = "driver";
   options.host = "here";

@@ -50,6 +50,16 @@ Pair connect_pair() {
   return {fds[0], fds[1]};
 }
 
+const char* tls_library = nullptr;  // with OpenSSL, while connections are to be encrypted
+
+void* encrypt(int fd, bool accepts) {
+  tfring_error error{};
+  const char key[] = "the 32 bytes of a key for a test";
+  void* tls = tfring_tls_open(tls_library, fd, accepts ? 1 : 0, key, 30, &error);
+  CHECK(tls != nullptr, "%s", error.message);
+  return tls;
+}
+
 // A mailbox and its doorbell, written by one rank and read by another.
 struct Box {
   int memory = -1;
@@ -80,10 +90,16 @@ class World {
         const Pair data = shared ? Pair{-1, -1} : connect_pair();
         const Box to_a = shared ? Box::make() : Box();
         const Box to_b = shared ? Box::make() : Box();
+        void* tls[2] = {nullptr, nullptr};
+        if (tls_library != nullptr && !shared) {
+          std::thread other([&] { tls[1] = encrypt(data.b, true); });
+          tls[0] = encrypt(data.a, false);
+          other.join();
+        }
         add(a, {b, control.a, data.a, copy(to_a.memory), to_a.bell_read, copy(to_b.memory), to_b.bell_write,
-                "there"});
+                "there", tls[0]});
         add(b, {a, control.b, data.b, copy(to_b.memory), to_b.bell_read, copy(to_a.memory), to_a.bell_write,
-                "there"});
+                "there", tls[1]});
         for (int fd : {to_a.memory, to_b.memory}) {
           if (fd >= 0) close(fd);
         }
@@ -709,7 +725,8 @@ void take_records(const std::atomic<bool>* over) {
   CHECK(all > 100, "%ld records", long(all));
 }
 
-int main() {
+// `driver LIBRARY`: also over connections that this OpenSSL encrypts.
+int main(int argc, char** argv) {
   tfring_trace(64);
   std::atomic<bool> over{false};
   std::thread taker(take_records, &over);
@@ -727,6 +744,15 @@ int main() {
       standing_still(size, shared);
       closing_meanwhile(size, shared);
     }
+  }
+  tls_library = argc > 1 ? argv[1] : nullptr;
+  if (tls_library != nullptr) {
+    for (int size : {2, 3, 5}) everything(size, false);
+    contending_threads(false);
+    disagreement(2, false);
+    leaving(4, false);
+    standing_still(4, false);
+    closing_meanwhile(4, false);
   }
   for (int i = 0; i < 5; ++i) closing_at_once(24);
   sharing();

@@ -36,6 +36,7 @@ _VARIABLE_OF = {  # options that set a variable, for the launcher and all worker
     "--interface": "TFRING_INTERFACE",
     "--port-range": "TFRING_PORT_RANGE",
     "--bind": "TFRING_BIND",
+    "--encrypt": "TFRING_ENCRYPT",
 }
 # Without effect where all workers start on this machine; those of addresses have one for a rank that meets others.
 _SSH_OPTIONS = ("--ssh-port", "--ssh-identity", "--ssh-config")
@@ -189,6 +190,12 @@ def _parser() -> argparse.ArgumentParser:
         "--max-workers", type=_positive, metavar="M", help="of the hosts of --hosts-from use the first, for M workers"
     )
     _add_setting(launch, "--bind", "TO", "cores: bind each worker of a host to its share of the cores (default: none)")
+    launch.add_argument(
+        "--encrypt",
+        action="store_const",
+        const="1",
+        help="encrypt by TLS what workers of different hosts send each other (default: TFRING_ENCRYPT, else not)",
+    )
     _add_setting(
         launch,
         "--seed",

@@ -12,7 +12,7 @@ from typing import Any
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 
 def _directory() -> pathlib.Path:
@@ -138,6 +138,7 @@ class Link(ctypes.Structure):
         ("mailbox_fd", ctypes.c_int32),
         ("doorbell_fd", ctypes.c_int32),
         ("host", ctypes.c_char_p),
+        ("tls", ctypes.c_void_p),
     ]
 
 
@@ -284,6 +285,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_add_link": (ctypes.c_int, handle, ctypes.POINTER(Link), error),
         "tfring_run": (ctypes.c_int, handle, call, tensors, size, rows, Place, ctypes.c_void_p, error),
         "tfring_kind_name": (ctypes.c_char_p, size),
+        "tfring_tls_open": (address, ctypes.c_char_p, size, size, ctypes.c_char_p, ctypes.c_double, error),
+        "tfring_tls_close": (None, address),
         "tfring_send_abort": (None, size, error),
         "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
         "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),

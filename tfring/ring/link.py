@@ -29,6 +29,7 @@ class Link:
     own: mailbox.Mailbox | None = None  # which the peer writes into
     mailbox_fd: int = -1
     doorbell_fd: int = -1
+    tls: int = 0  # of encryption.encrypt
 
     @property
     def transport(self) -> str:
@@ -57,7 +58,7 @@ class Link:
         data_fd = -1 if self.data is None else self.data.detach()
         own = (-1, -1) if self.own is None else self.own.detach()
         return library.Link(
-            self.rank, self.control.detach(), data_fd, *own, self.mailbox_fd, self.doorbell_fd, host
+            self.rank, self.control.detach(), data_fd, *own, self.mailbox_fd, self.doorbell_fd, host, self.tls
         )
 
     def send_failure(self, why: library.Error) -> None:
@@ -67,6 +68,8 @@ class Link:
 
     def close(self) -> None:
         self.control.close()
+        library.core().tfring_tls_close(self.tls)
+        self.tls = 0
         if self.data is not None:
             self.data.close()
         self.drop_mailboxes()

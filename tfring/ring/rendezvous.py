@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from tfring import config
 from tfring.cluster import Cluster
 from tfring.errors import PeerLostError, Reason, RendezvousError
-from tfring.ring import library
+from tfring.ring import encryption, library
 from tfring.ring.link import Link, adopt_data_connection, data_connection
 from tfring.transport import handshake, mailbox, ports, secret, sockets, wire
 from tfring.transport.address import parse_address
@@ -161,6 +161,7 @@ class _Forming:
         self.deadline = self.began + timeout_seconds
         self.listener = Listener.of(cluster)
         self.key = secret.of(cluster)
+        self.encrypts = encryption.is_wanted(self.key)
         self.job = handshake.job_id(tuple(cluster.addresses))
         self.network = bool(self.key) or ports.spans_hosts(tuple(cluster.addresses))
         self.links: dict[int, Link] = {}  # the connecting thread adds to it as well
@@ -300,7 +301,13 @@ class _Forming:
     def _attempt(self, rank: int) -> Link:
         session = secrets.token_hex(16)
         channel = self._dial(
-            rank, self.kind, ring=self.ring, transport=self.transport, process=_process, session=session
+            rank,
+            self.kind,
+            ring=self.ring,
+            transport=self.transport,
+            encrypts=self.encrypts,
+            process=_process,
+            session=session,
         )
         # The answer comes when the other rank asks for this ring; that may take its time.
         link = Link(rank, channel.socket)
@@ -327,6 +334,7 @@ class _Forming:
             if agreed.fields["transport"] == "tcp":
                 link.drop_mailboxes()
                 link.data = adopt_data_connection(fds) if fds else self._dial(rank, "data", session=session).socket
+                self._encrypt(link, session, accepts=False)
             elif link.transport == "tcp":
                 raise wire.WireError("it was told not to use shared memory, and does")
             return link
@@ -341,6 +349,11 @@ class _Forming:
             if isinstance(error, RendezvousError):
                 raise
             raise RendezvousError(self.failure) from error
+
+    def _encrypt(self, link: Link, session: str, *, accepts: bool) -> None:
+        if self.encrypts and link.data is not None:
+            name = f"{self.ring} {session}"
+            link.tls = encryption.encrypt(link.data, self.key, name, accepts=accepts, seconds=_ANSWER_SECONDS)
 
     def _dial(self, rank: int, kind: str, **more: Any) -> wire.Channel:
         return dial(
@@ -382,6 +395,13 @@ class _Forming:
                     f'{hello["rank"]} "{hello["transport"]}", rank {self.cluster.rank} "{self.transport}". Set '
                     "TFRING_TRANSPORT alike on all ranks.",
                 )
+            if hello["encrypts"] != self.encrypts:
+                one, other = (hello["rank"], self.cluster.rank)[:: 1 if hello["encrypts"] else -1]
+                self._reject(
+                    channel,
+                    f"Rank {one} encrypts what it sends and rank {other} does not. Set TFRING_ENCRYPT alike on all "
+                    "ranks.",
+                )
             mine: tuple[int, ...] = ()
             if "tcp" not in (self.transport, hello["transport"]):
                 if not channel.is_local:
@@ -420,6 +440,7 @@ class _Forming:
                 if data is None:
                     raise ConnectionError("the data connection did not come")
                 link.data = data.channel.socket
+            self._encrypt(link, hello["session"], accepts=True)
             self.links[link.rank] = link
         except (OSError, wire.WireError) as error:
             wire.close_all(fds)

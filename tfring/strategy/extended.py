@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfring import _tf, partition, step
+from tfring import _tf, config, partition, step
 from tfring._keras.state import RingMirroredVariable
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
@@ -52,6 +52,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         compression: str | None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None,
     ) -> None:
+        if communication == "tensorflow" and config.read("TFRING_ENCRYPT"):
+            raise ConfigurationError(
+                "communication=\"tensorflow\" is TensorFlow's own, which TFRING_ENCRYPT=1 does not encrypt. Use "
+                "communication=\"ring\", or an encrypted network (docs/security.md)."
+            )
         # Not super().__init__: it starts TensorFlow's own cluster and makes its own cross-device ops.
         _tf.StrategyExtendedV1.__init__(self, container_strategy)
         # TensorFlow's server binds the port itself.

@@ -25,6 +25,7 @@ _LINK = {
     **_WHO,
     "ring": wire.text(200),
     "transport": wire.one_of("auto", "shm", "tcp"),
+    "encrypts": wire.one_of(False, True),
     "process": _TOKEN,
     "session": _TOKEN,
 }

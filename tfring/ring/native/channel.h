@@ -10,12 +10,16 @@
 
 namespace tfring {
 
-constexpr int64_t kGone = -1;  // the peer closed its end, or died
+constexpr int64_t kGone = -1;     // the peer closed its end, or died
+constexpr int64_t kGarbled = -2;  // what comes is not what the peer encrypted
+
+class Tls;
 
 class Sender {
  public:
   virtual ~Sender() = default;
-  // Takes as many bytes as there is room for now, from the front. Returns their number, or kGone.
+  // Takes as many bytes as there is room for now, from the front. Returns their number, kGone or kGarbled.
+  // Those that it does not take are the first of the next call.
   virtual int64_t send(const iovec* parts, int num_parts) = 0;
   // Returns whether there is room, as far as this is known without asking the kernel.
   virtual bool ready() const = 0;
@@ -29,18 +33,18 @@ class Receiver {
  public:
   virtual ~Receiver() = default;
   // Shows received bytes in place. Returns how many follow at *data (fewer than `wanted`: the rest is still
-  // on its way), or kGone.
+  // on its way), kGone or kGarbled.
   virtual int64_t peek(int64_t wanted, const char** data) = 0;
   virtual void consume(int64_t num_bytes) = 0;
-  // Moves received bytes out. Returns their number, or kGone.
+  // Moves received bytes out. Returns their number, kGone or kGarbled.
   virtual int64_t receive(const iovec* parts, int num_parts) = 0;
   virtual bool ready(int64_t wanted) const = 0;
   virtual int poll_fd() const = 0;
 };
 
-// The descriptor outlives both.
-std::unique_ptr<Sender> make_tcp_sender(int fd);
-std::unique_ptr<Receiver> make_tcp_receiver(int fd);
+// The descriptor outlives both, and so does `tls`, which is null where the data is not encrypted.
+std::unique_ptr<Sender> make_tcp_sender(int fd, Tls* tls);
+std::unique_ptr<Receiver> make_tcp_receiver(int fd, Tls* tls);
 
 constexpr int64_t kMailboxHeaderBytes = 4096;
 struct MailboxHeader;

@@ -128,6 +128,7 @@ int tfring_add_link(int64_t handle, const tfring_link* link, tfring_error* error
                    link->mailbox_fd, link->doorbell_fd}) {
       tfring::Fd closed(fd);
     }
+    delete static_cast<tfring::Tls*>(link->tls);
     return tfring::report({tfring::Code::kInvalid, tfring::why_unknown(handle)}, error);
   });
 }
@@ -225,6 +226,19 @@ int tfring_sum_rows(const tfring_call* call, const tfring_tensor* tensors, int n
     return tfring::report(tfring::sum_rows(*call, tensors, num_tensors, place, context), error);
   });
 }
+
+void* tfring_tls_open(const char* library, int data_fd, int accepts, const void* key, double seconds,
+                      tfring_error* error) {
+  return tfring::at_border(error, static_cast<void*>(nullptr), [&] {
+    std::unique_ptr<tfring::Tls> opened;
+    tfring::report(tfring::Tls::open(library, data_fd, accepts != 0, static_cast<const unsigned char*>(key),
+                                     seconds, &opened),
+                   error);
+    return static_cast<void*>(opened.release());
+  });
+}
+
+void tfring_tls_close(void* tls) { delete static_cast<tfring::Tls*>(tls); }
 
 void tfring_send_abort(int control_fd, const tfring_error* why) {
   tfring::at_border([&] {

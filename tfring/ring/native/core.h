@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 14
+#define TFRING_ABI_VERSION 15
 #define TFRING_MOST_KINDS 32
 
 // Codes of tfring_error; 0 is success.
@@ -77,8 +77,8 @@ typedef struct tfring_call {
   uint64_t* sequence;   // set to that of this call, unless null
 } tfring_call;
 
-// The connections between two ranks. The descriptors belong to the world from the call on, whatever it
-// returns.
+// The connections between two ranks. The descriptors and `tls` belong to the world from the call on, whatever
+// it returns.
 typedef struct tfring_link {
   int32_t rank;
   int32_t control_fd;
@@ -88,6 +88,7 @@ typedef struct tfring_link {
   int32_t mailbox_fd;       // the peer's,
   int32_t doorbell_fd;      // to ring at
   const char* host;         // where the peer runs, for messages
+  void* tls;                // of tfring_tls_open, null where the data is not encrypted
 } tfring_link;
 
 typedef struct tfring_options {
@@ -217,6 +218,11 @@ TFRING_API int tfring_sum_rows(const tfring_call* call, const tfring_tensor* ten
 // The name of a kind; null for a number that is none.
 TFRING_API const char* tfring_kind_name(int kind);
 
+// Encrypts a connection for data by TLS 1.3, as tls.h describes it: both sides call it before anything is
+// sent. `key` has 32 bytes. Returns what tfring_link takes, or null and sets `error`.
+TFRING_API void* tfring_tls_open(const char* library, int data_fd, int accepts, const void* key,
+                                 double seconds, tfring_error* error);
+TFRING_API void tfring_tls_close(void* tls);
 // Tells a peer, over a control connection no world owns yet, that this rank gives up.
 TFRING_API void tfring_send_abort(int control_fd, const tfring_error* why);
 

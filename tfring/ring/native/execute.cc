@@ -101,7 +101,7 @@ Status Execution::send_some(Queue* queue, bool* moved) {
   if (num_parts == 0) return {};
   Link* link = links_.to(queue->rank);
   const int64_t taken = link->sender->send(parts, num_parts);
-  if (taken == kGone) return waiting_.peer_gone(link->rank);
+  if (taken < 0) return cut_off(link->rank, taken);
   if (taken == 0) return {};
   *moved = true;
   statistics_.bytes_sent += taken;
@@ -136,7 +136,7 @@ Status Execution::receive_header(Queue* queue, bool* moved) {
   CallHeader& theirs = link->their_header;
   const char* data = nullptr;
   const int64_t available = link->receiver->peek(kHeaderBytes, &data);
-  if (available == kGone) return waiting_.peer_gone(link->rank);
+  if (available < 0) return cut_off(link->rank, available);
   if (available < kHeaderBytes) return {};
   std::memcpy(&theirs, data, sizeof(theirs));
   link->receiver->consume(kHeaderBytes);
@@ -169,7 +169,7 @@ Status Execution::receive_bytes(const Transfer& transfer, Link* link, int64_t* g
     const int64_t item = transfer.reduce ? size_of(plan_.dtype) : 1;
     const char* wire = nullptr;
     *got = receiver->peek(transfer.range.size == 0 ? 1 : item, &wire);
-    if (*got == kGone) return waiting_.peer_gone(link->rank);
+    if (*got < 0) return cut_off(link->rank, *got);
     if (transfer.range.size == 0) {
       *got = std::min<int64_t>(*got, 1);
     } else {
@@ -200,7 +200,15 @@ Status Execution::receive_bytes(const Transfer& transfer, Link* link, int64_t* g
     left -= span.size;
   }
   *got = receiver->receive(parts, num_parts);
-  return *got == kGone ? waiting_.peer_gone(link->rank) : Status();
+  return *got < 0 ? cut_off(link->rank, *got) : Status();
+}
+
+Status Execution::cut_off(int rank, int64_t why) {
+  if (why == kGone) return waiting_.peer_gone(rank);
+  return fail(Code::kPeerLost,
+              "what arrived from rank " + std::to_string(rank) + " at " + here() +
+                  " is not what it encrypted: the data was changed on the way",
+              Reason::kCutOff, rank);
 }
 
 Status Execution::fail(Code code, const std::string& message, Reason reason, int rank) {

@@ -36,6 +36,8 @@ class Execution {
 
   // Moves bytes until the plan is that far. A plan may then grow, and be executed further.
   Status execute(Until until);
+  // The connection to a rank has ended, with kGone or kGarbled.
+  Status cut_off(int rank, int64_t why);
   // Breaks the ring.
   Status fail(Code code, const std::string& message, Reason reason = Reason::kNone, int rank = -1);
   Status fail_without_memory();

@@ -19,6 +19,7 @@ Status Link::open(const tfring_link& from, int this_rank, std::unique_ptr<Link>*
   auto opened = std::make_unique<Link>();
   opened->rank = from.rank;
   opened->data_fd = Fd(from.data_fd);
+  opened->tls.reset(static_cast<Tls*>(from.tls));
   bool mapped = true;
   opened->own = map(from.own_mailbox_fd, from.own_doorbell_fd, &mapped);
   opened->peers = map(from.mailbox_fd, from.doorbell_fd, &mapped);
@@ -29,8 +30,8 @@ Status Link::open(const tfring_link& from, int this_rank, std::unique_ptr<Link>*
     opened->sender = make_shm_sender(opened->peers.get());
     opened->receiver = make_shm_receiver(opened->own.get(), opened->peers.get());
   } else {
-    opened->sender = make_tcp_sender(opened->data_fd.get());
-    opened->receiver = make_tcp_receiver(opened->data_fd.get());
+    opened->sender = make_tcp_sender(opened->data_fd.get(), opened->tls.get());
+    opened->receiver = make_tcp_receiver(opened->data_fd.get(), opened->tls.get());
   }
   *link = std::move(opened);
   return {};

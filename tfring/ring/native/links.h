@@ -9,6 +9,7 @@
 #include "fd.h"
 #include "frame.h"
 #include "status.h"
+#include "tls.h"
 
 namespace tfring {
 
@@ -20,6 +21,7 @@ struct Link {
 
   int rank = -1;
   Fd data_fd;
+  std::unique_ptr<Tls> tls;        // null where the data is not encrypted
   std::unique_ptr<Mailbox> own;    // the peer writes, this rank reads
   std::unique_ptr<Mailbox> peers;  // and the other way round
   std::unique_ptr<Sender> sender;

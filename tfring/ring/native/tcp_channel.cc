@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "channel.h"
+#include "tls.h"
 
 namespace tfring {
 namespace {
@@ -54,7 +55,7 @@ bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || 
 
 class TcpSender final : public Sender {
  public:
-  explicit TcpSender(int fd) : fd_(fd) {
+  TcpSender(int fd, Tls* tls) : fd_(fd), tls_(tls) {
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     keep_known(fd);
     if (is_local(fd)) {
@@ -63,6 +64,7 @@ class TcpSender final : public Sender {
   }
 
   int64_t send(const iovec* parts, int num_parts) override {
+    if (tls_ != nullptr) return tls_->send(parts, num_parts);
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = static_cast<size_t>(num_parts);
@@ -76,11 +78,12 @@ class TcpSender final : public Sender {
 
  private:
   const int fd_;
+  Tls* const tls_;
 };
 
 class TcpReceiver final : public Receiver {
  public:
-  explicit TcpReceiver(int fd) : fd_(fd), window_(kWindowBytes) {
+  TcpReceiver(int fd, Tls* tls) : fd_(fd), tls_(tls), window_(kWindowBytes) {
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
     keep_known(fd);
   }
@@ -92,7 +95,7 @@ class TcpReceiver final : public Receiver {
       begin_ = 0;
       iovec rest{window_.data() + end_, static_cast<size_t>(kWindowBytes - end_)};
       const int64_t got = receive_now(&rest, 1);
-      if (got == kGone) return kGone;
+      if (got < 0) return got;
       end_ += got;
     }
     *data = window_.data() + begin_;
@@ -118,6 +121,7 @@ class TcpReceiver final : public Receiver {
 
  private:
   int64_t receive_now(const iovec* parts, int num_parts) {
+    if (tls_ != nullptr) return tls_->receive(parts, num_parts);
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts);
     message.msg_iovlen = static_cast<size_t>(num_parts);
@@ -127,6 +131,7 @@ class TcpReceiver final : public Receiver {
   }
 
   const int fd_;
+  Tls* const tls_;
   std::vector<char> window_;
   int64_t begin_ = 0;
   int64_t end_ = 0;
@@ -134,7 +139,9 @@ class TcpReceiver final : public Receiver {
 
 }  // namespace
 
-std::unique_ptr<Sender> make_tcp_sender(int fd) { return std::make_unique<TcpSender>(fd); }
-std::unique_ptr<Receiver> make_tcp_receiver(int fd) { return std::make_unique<TcpReceiver>(fd); }
+std::unique_ptr<Sender> make_tcp_sender(int fd, Tls* tls) { return std::make_unique<TcpSender>(fd, tls); }
+std::unique_ptr<Receiver> make_tcp_receiver(int fd, Tls* tls) {
+  return std::make_unique<TcpReceiver>(fd, tls);
+}
 
 }  // namespace tfring

@@ -13,7 +13,7 @@
 //       │ Plan (plan.cc)
 //       ▼
 //     Execution (execute.cc)                 moves bytes of the plan over Links (links.cc) while any move;
-//       │                                    channels are shm_channel.cc, tcp_channel.cc
+//       │                                    channels are shm_channel.cc, tcp_channel.cc (over tls.cc)
 //       ▼
 //     Waiting (wait.cc)                      while none move: looks again, sleeps,
 //     StallInspector (stall_inspector.cc)    and asks why: a rank is slow, or some wait for each other

@@ -1,0 +1,202 @@
+"""What ranks send over TCP, encrypted: nobody on the way reads it or changes it unseen."""
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ranks
+
+from tfring.ring import encryption
+
+SECRET = "the secret of a test of encryption"
+PATTERN = np.float32(1234.5)  # of whatever is sent
+SIZES = (1, 7, 1000, 70_001, 1_000_003)
+
+
+class Relay:
+    """Stands between rank 1 and rank 0: keeps what passes, and changes a byte of it where that is asked for.
+
+    Args:
+      change_after: of large connections the number of the byte that is changed on its way to rank 0; None for none.
+    """
+
+    def __init__(self, change_after: int | None = None) -> None:
+        self._change_after = change_after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._target = 0
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.passed = bytearray()
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def start(self, port: int) -> None:
+        self._target = port
+        self._run(self._accept)
+
+    def _run(self, body, *args) -> None:
+        self._threads.append(threading.Thread(target=body, args=args, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            if select.select([self._listener], [], [], 0.1)[0]:
+                one = self._listener.accept()[0]
+                self._run(self._pass_on, one, socket.create_connection(("127.0.0.1", self._target)))
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        passed = 0
+        with one, other, contextlib.suppress(OSError):
+            while not self._closed.is_set():
+                for source in select.select([one, other], [], [], 0.1)[0]:
+                    data = source.recv(1 << 16)
+                    if not data:
+                        return
+                    if source is one and self._change_after is not None:
+                        at = self._change_after - passed
+                        if 0 <= at < len(data):
+                            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+                        passed += len(data)
+                    self.passed += data
+                    (other if source is one else one).sendall(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(10)
+        self._listener.close()
+
+
+def exchange(cluster, relay, encrypts, rounds=1):
+    """Sums and gathers arrays of the pattern; rank 0 listens behind the relay."""
+    os.environ["TFRING_ENCRYPT"] = str(int(encrypts[cluster.rank]))
+    addresses = (relay or cluster.addresses[0], *cluster.addresses[1:])
+    there = SimpleNamespace(**{**vars(cluster), "addresses": addresses, "secret": SECRET})
+    try:
+        with ranks.join(there, transport="tcp") as ring:
+            found = []
+            for size in SIZES * rounds:
+                mine = np.full(size, PATTERN * (cluster.rank + 1))
+                found += [ring.all_reduce(mine), ring.all_gather(mine[: size // 2])]
+                ring.broadcast(mine, root=1)
+            return [array.tobytes() for array in found]
+    finally:
+        del os.environ["TFRING_ENCRYPT"]
+
+
+def port_of(group, rank):
+    return int(group._members[rank].address.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_results(world_size):
+    plain = ranks.run(world_size, exchange, None, [False] * world_size)
+    assert ranks.run(world_size, exchange, None, [True] * world_size) == plain
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_what_can_be_read_on_the_way(encrypts):
+    with ranks.Group(2) as group, Relay() as relay:
+        relay.start(port_of(group, 0))
+        group.start(2, exchange, relay.address, [encrypts] * 2)
+        results = group.outcomes(60)
+        assert not any(isinstance(result, ranks.Failed) for result in results), results
+        sent = bytes(relay.passed)
+    assert len(sent) > 4 * max(SIZES)
+    found = [pattern.tobytes() * 4 in sent for pattern in (PATTERN, PATTERN * 2)]
+    assert found == [not encrypts] * 2
+
+
+def test_a_changed_byte_breaks_the_ring():
+    with ranks.Group(2) as group, Relay(change_after=100_000) as relay:
+        relay.start(port_of(group, 0))
+        group.start(2, exchange, relay.address, [True] * 2, 5)
+        for failed in group.outcomes(60):
+            assert failed.kind == "PeerLostError"
+            assert "what arrived from rank 1" in failed.message and "changed on the way" in failed.message
+
+
+def test_ranks_that_differ_in_it():
+    for failed in ranks.try_run(2, exchange, None, [True, False]):
+        assert failed.kind == "RendezvousError"
+        assert "Rank 0 encrypts what it sends and rank 1 does not" in failed.message
+        assert "Set TFRING_ENCRYPT alike on all ranks" in failed.message
+
+
+def without_a_secret(cluster):
+    os.environ["TFRING_ENCRYPT"] = "1"
+    try:
+        with ranks.join(cluster, transport="tcp"):
+            return None
+    finally:
+        del os.environ["TFRING_ENCRYPT"]
+
+
+def test_without_a_secret():
+    for failed in ranks.try_run(2, without_a_secret):
+        assert failed.kind == "ConfigurationError"
+        assert failed.message.startswith("The job has no secret, and TFRING_ENCRYPT=1 needs one")
+
+
+def connected_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def attempt(connection, key, session, accepts, seconds, said):
+    try:
+        said[accepts] = encryption.encrypt(connection, key, session, accepts=accepts, seconds=seconds)
+    except ConnectionError as error:
+        said[accepts] = str(error)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sessions"), [((b"a" * 16, b"b" * 16), ("ring 1", "ring 1")), ((b"a" * 16,) * 2, ("ring 1", "ring 2"))]
+)
+def test_another_key_or_a_connection_that_was_diverted(keys, sessions):
+    one, other = connected_pair()
+    said: dict = {}
+    with one, other:
+        sides = zip((one, other), keys, sessions, (False, True), strict=True)
+        threads = [threading.Thread(target=attempt, args=(*side, 10, said)) for side in sides]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert all(text.startswith("its connection cannot be encrypted") for text in said.values()) and len(said) == 2
+
+
+def test_a_program_without_the_key():
+    """It speaks TLS, and is not let in."""
+    one, other = connected_pair()
+    said: dict = {}
+    with one, other:
+        thread = threading.Thread(target=attempt, args=(other, b"a" * 16, "ring 1", True, 10, said))
+        thread.start()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with pytest.raises((ssl.SSLError, OSError)):
+            context.wrap_socket(one).recv(1)
+        thread.join(20)
+    assert said[True].startswith("its connection cannot be encrypted")
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_a_peer_that_says_nothing_is_not_waited_for(accepts):
+    one, other = connected_pair()
+    said: dict = {}
+    began = time.monotonic()
+    with one, other:
+        attempt(other, b"a" * 16, "ring 1", accepts, 0.5, said)
+    assert said[accepts].endswith("the other side did not finish the TLS handshake")
+    assert time.monotonic() - began < 20
