@@ -126,7 +126,7 @@ def at_the_listener(fuzz: Fuzz, messages: int) -> None:
     hellos = {
         "probe": who,
         "doctor": who,
-        "ring": {**who, "ring": "x", "transport": "auto", "process": token, "session": token},
+        "ring": {**who, "ring": "x", "transport": "auto", "encrypts": False, "process": token, "session": token},
         "data": {**who, "session": token},
         "meeting": {**who, "world_size": 2, "host": "127.0.0.1", "port": 1, "identity": "x", "process": token},
     }

@@ -78,19 +78,16 @@ class Relay:
 
 def exchange(cluster, relay, encrypts, rounds=1):
     """Sums and gathers arrays of the pattern; rank 0 listens behind the relay."""
-    os.environ["TFRING_ENCRYPT"] = str(int(encrypts[cluster.rank]))
+    os.environ["TFRING_ENCRYPT"] = str(int(encrypts[cluster.rank]))  # of a process of this test alone
     addresses = (relay or cluster.addresses[0], *cluster.addresses[1:])
     there = SimpleNamespace(**{**vars(cluster), "addresses": addresses, "secret": SECRET})
-    try:
-        with ranks.join(there, transport="tcp") as ring:
-            found = []
-            for size in SIZES * rounds:
-                mine = np.full(size, PATTERN * (cluster.rank + 1))
-                found += [ring.all_reduce(mine), ring.all_gather(mine[: size // 2])]
-                ring.broadcast(mine, root=1)
-            return [array.tobytes() for array in found]
-    finally:
-        del os.environ["TFRING_ENCRYPT"]
+    with ranks.join(there, transport="tcp") as ring:
+        found = []
+        for size in SIZES * rounds:
+            mine = np.full(size, PATTERN * (cluster.rank + 1))
+            found += [ring.all_reduce(mine), ring.all_gather(mine[: size // 2])]
+            ring.broadcast(mine, root=1)
+        return [array.tobytes() for array in found]
 
 
 def port_of(group, rank):
@@ -99,8 +96,12 @@ def port_of(group, rank):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_results(world_size):
-    plain = ranks.run(world_size, exchange, None, [False] * world_size)
-    assert ranks.run(world_size, exchange, None, [True] * world_size) == plain
+    results = []
+    for encrypts in (False, True):
+        with ranks.Group(world_size) as group:
+            group.start(world_size, exchange, None, [encrypts] * world_size)
+            results.append(group.outcomes(60))
+    assert all(isinstance(result, list) for result in results[0]) and results[0] == results[1], results
 
 
 @pytest.mark.parametrize("encrypts", [False, True])
@@ -126,25 +127,26 @@ def test_a_changed_byte_breaks_the_ring():
 
 
 def test_ranks_that_differ_in_it():
-    for failed in ranks.try_run(2, exchange, None, [True, False]):
-        assert failed.kind == "RendezvousError"
-        assert "Rank 0 encrypts what it sends and rank 1 does not" in failed.message
-        assert "Set TFRING_ENCRYPT alike on all ranks" in failed.message
+    with ranks.Group(2) as group:
+        group.start(2, exchange, None, [True, False])
+        for failed in group.outcomes(60):
+            assert failed.kind == "RendezvousError"
+            assert "Rank 0 encrypts what it sends and rank 1 does not" in failed.message
+            assert "Set TFRING_ENCRYPT alike on all ranks" in failed.message
 
 
 def without_a_secret(cluster):
     os.environ["TFRING_ENCRYPT"] = "1"
-    try:
-        with ranks.join(cluster, transport="tcp"):
-            return None
-    finally:
-        del os.environ["TFRING_ENCRYPT"]
+    with ranks.join(cluster, transport="tcp"):
+        return None
 
 
 def test_without_a_secret():
-    for failed in ranks.try_run(2, without_a_secret):
-        assert failed.kind == "ConfigurationError"
-        assert failed.message.startswith("The job has no secret, and TFRING_ENCRYPT=1 needs one")
+    with ranks.Group(2) as group:
+        group.start(2, without_a_secret)
+        for failed in group.outcomes():
+            assert failed.kind == "ConfigurationError"
+            assert failed.message.startswith("The job has no secret, and TFRING_ENCRYPT=1 needs one")
 
 
 def connected_pair():

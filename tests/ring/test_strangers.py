@@ -339,7 +339,7 @@ def test_running_out_of_descriptors_neither_spins_nor_ends_it(door):
 
 def test_who_waits_to_be_taken_leaves_when_it_is_gone_or_its_time_is_over(door):
     gate, cluster = door()
-    more = {"ring": "x", "transport": "tcp", "process": "0" * 32, "session": "0" * 32}
+    more = {"ring": "x", "transport": "tcp", "encrypts": False, "process": "0" * 32, "session": "0" * 32}
     gone, patient = prove(cluster), prove(cluster)
     gone.send("ring", **hello_of(cluster), **more)
     patient.send("data", **hello_of(cluster, seconds=2), session="1" * 32)

@@ -54,6 +54,7 @@ struct OpenSsl {
   int (*SSL_get_error)(const SSL*, int);
   int (*SSL_read)(SSL*, void*, int);
   int (*SSL_write)(SSL*, const void*, int);
+  int (*SSL_key_update)(SSL*, int);
   BIO_METHOD* (*BIO_meth_new)(int, const char*);
   int (*BIO_meth_set_write)(BIO_METHOD*, int (*)(BIO*, const char*, int));
   int (*BIO_meth_set_read)(BIO_METHOD*, int (*)(BIO*, char*, int));
@@ -75,6 +76,7 @@ constexpr long kTls13 = 0x0304;      // TLS1_3_VERSION
 constexpr int kVerifyPeer = 1;       // SSL_VERIFY_PEER
 constexpr int kWantRead = 2;         // SSL_ERROR_WANT_READ
 constexpr int kWantWrite = 3;        // SSL_ERROR_WANT_WRITE
+constexpr int kNotRequested = 0;     // SSL_KEY_UPDATE_NOT_REQUESTED
 constexpr int kSourceSink = 0x0400;  // BIO_TYPE_SOURCE_SINK
 constexpr int kFlush = 11;           // BIO_CTRL_FLUSH
 constexpr int kRetryRead = 0x01 | 0x08;
@@ -84,6 +86,7 @@ constexpr char kIdentity[] = "tfring";
 constexpr int64_t kRecordBytes = 16384;                 // the most that one record holds,
 constexpr int64_t kRecordOverhead = 256;                // and the most it is longer for that (RFC 8446, 5.2)
 constexpr int64_t kUnsentBytes = 320 * 1024;            // encrypted at a time
+constexpr int64_t kRecordsOfAKey = 1 << 23;             // of 2^24.5 that are safe (RFC 8446, 5.5)
 constexpr size_t kReadBufferBytes = 16 * kRecordBytes;  // received at a time
 
 template <typename Function>
@@ -122,6 +125,7 @@ Status load(const char* path, const OpenSsl** loaded) {
   TFRING_FIND(SSL_get_error);
   TFRING_FIND(SSL_read);
   TFRING_FIND(SSL_write);
+  TFRING_FIND(SSL_key_update);
   TFRING_FIND(BIO_meth_new);
   TFRING_FIND(BIO_meth_set_write);
   TFRING_FIND(BIO_meth_set_read);
@@ -194,6 +198,7 @@ class OpenSslTls final : public Tls {
   }
 
   int64_t receive(const iovec* parts, int num_parts) override {
+    const Reading reading(&is_reading_);
     int64_t moved = 0;
     for (int i = 0; i < num_parts; ++i) {
       auto* to = static_cast<char*>(parts[i].iov_base);
@@ -222,6 +227,7 @@ class OpenSslTls final : public Tls {
 
   // For OpenSSL: what it encrypted, and from where it reads.
   int take_encrypted(const char* bytes, int size) {
+    if (is_reading_) return size;  // an alert: this rank says over the control connection what is wrong
     if (unsent_.size() + static_cast<size_t>(size) > unsent_.capacity()) return -1;  // never; see encrypt()
     unsent_.insert(unsent_.end(), bytes, bytes + size);
     return size;
@@ -242,6 +248,12 @@ class OpenSslTls final : public Tls {
   const OpenSsl& library() const { return ssl_; }
 
  private:
+  struct Reading {
+    explicit Reading(bool* on) : is_on(on) { *is_on = true; }
+    ~Reading() { *is_on = false; }
+    bool* const is_on;
+  };
+
   bool make(bool accepts);
 
   // Returns whether the kernel has all that is encrypted.
@@ -274,6 +286,8 @@ class OpenSslTls final : public Tls {
         if (room < kRecordBytes + kRecordOverhead) return true;
         const int size = static_cast<int>(std::min(left, kRecordBytes));
         ssl_.ERR_clear_error();
+        if (++num_records_ % kRecordsOfAKey == 0 && ssl_.SSL_key_update(connection_, kNotRequested) != 1)
+          return false;
         if (ssl_.SSL_write(connection_, from, size) != size) return false;
         num_encrypted_ += size;
         from += size;
@@ -309,6 +323,8 @@ class OpenSslTls final : public Tls {
   std::vector<char> unsent_;   // encrypted
   size_t sent_ = 0;            // bytes of `unsent_` that the kernel has
   int64_t num_encrypted_ = 0;  // bytes of the caller's in `unsent_`
+  int64_t num_records_ = 0;    // sent
+  bool is_reading_ = false;
   bool is_gone_ = false;
 };
 
