@@ -1,4 +1,4 @@
-"""Encrypts connections for data by TLS 1.3, with the OpenSSL that Python's `ssl` has loaded.
+"""Encrypts connections for data by TLS 1.3, with the OpenSSL that Python's `ssl` uses, else the system's.
 
 Both ranks prove that they know a key, which is the job's secret with the name of this one connection: no certificates
 are needed, and a connection that is diverted to another rank is not taken. The keys of the data come from an ephemeral
@@ -7,7 +7,10 @@ Diffie-Hellman exchange, so what was recorded stays secret if the job's secret b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import ctypes.util
+import functools
 import hmac
 import socket
 
@@ -34,8 +37,8 @@ def is_wanted(key: bytes) -> bool:
         )
     if not _openssl():
         raise ConfigurationError(
-            "The module ssl of this Python is linked statically, and TFRING_ENCRYPT=1 needs an OpenSSL that is a "
-            "shared library. Use the Python of a Linux distribution, of conda or of pyenv, or an encrypted network "
+            "No OpenSSL is found, and TFRING_ENCRYPT=1 needs one that is a shared library: the module ssl of this "
+            "Python has its own linked in. Install it (Debian: apt install libssl3), or use an encrypted network "
             "(docs/security.md)."
         )
     return True
@@ -67,8 +70,13 @@ def encrypt(connection: socket.socket, key: bytes, session: str, *, accepts: boo
     return int(opened)
 
 
+@functools.cache
 def _openssl() -> str:
     """Returns a file that has OpenSSL's functions or links to one that has; empty if there is none."""
     import _ssl
 
-    return getattr(_ssl, "__file__", None) or ""
+    for file in (getattr(_ssl, "__file__", None), ctypes.util.find_library("ssl")):
+        with contextlib.suppress(OSError):
+            if file is not None and hasattr(ctypes.CDLL(file), "SSL_CTX_set_psk_client_callback"):
+                return file
+    return ""

@@ -1,4 +1,4 @@
-// TLS 1.3 over a connection for data, by the OpenSSL that Python's `ssl` has loaded.
+// TLS 1.3 over a connection for data, by an OpenSSL that the process has.
 #pragma once
 
 #include <sys/uio.h>
