@@ -16,7 +16,7 @@ Of a mode run only tests that passed plain, of `lockstep` only those that passed
 lockstep, both workers begin again, and so does the test if others ran before it: one that raises an error may end
 the ring for those after it; not one that tfring refuses on both before they communicate (`ConfigurationError`). What
 passes plain and fails otherwise is printed with its error. `keras_tests.json` keeps the outcomes, also those of
-earlier runs.
+earlier runs, and of one that is interrupted.
 """
 
 from __future__ import annotations
@@ -111,34 +111,45 @@ def run_modules(names: list[str]) -> int:
 Outcomes = dict[str, list[str]]  # of each test: how it ended, and its error
 
 
-def outcomes_of(modules: list[str], mode: str, seconds: int, left_out: list[str]) -> Outcomes:
-    """Returns the outcomes of the tests of some modules; of workers that differ, the failure."""
+def run_tests(found: Outcomes, modules: list[str], mode: str, seconds: int, left_out: list[str]) -> None:
+    """Adds the outcomes of the tests of some modules, also of those that ended before an interrupt.
+
+    Of workers that differ it is the failure.
+    """
     command = [sys.executable, str(HERE), "--run", *modules]
     if mode == "lockstep":
         command = [sys.executable, "-m", "tfring", "launch", "-n", "2", *command[1:]]
-    found: Outcomes = {}
     while True:
         with tempfile.TemporaryDirectory() as folder:
             (pathlib.Path(folder) / "done").write_text(json.dumps([*left_out, *found]))
             environment = {**os.environ, _MODE: mode, _RESULTS: folder, _SECONDS: str(seconds)}
             environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            files = [file.read_text().splitlines() for file in pathlib.Path(folder).glob("rank.*")]
-        if not files:
-            raise RuntimeError(f"No test began in mode {mode}:\n{run.stderr[-3000:]}")
-        ranks = [dict(json.loads(line) for line in lines) for lines in files]  # of each test, its last line
-        before = len(found)
-        for number, test in enumerate(max(ranks, key=len)):
-            outcomes = [rank.get(test, ["failed", "another rank did not run it"]) for rank in ranks]
-            outcome = max(outcomes, key=lambda outcome: outcome[0] == "failed")
-            refused = all(error.startswith(REFUSED) for _, error in outcomes)
-            failed = mode == "lockstep" and outcome[0] == "failed" and not refused
-            if not failed or number == 0:
-                found[test] = outcome
-            if failed:
-                break  # a rank may have gone on after the first that failed on another
+            before = len(found)
+            try:
+                run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                if not list(pathlib.Path(folder).glob("rank.*")):
+                    raise RuntimeError(f"No test began in mode {mode}:\n{run.stderr[-3000:]}")
+            finally:
+                found.update(_outcomes_in(pathlib.Path(folder), mode))
         if len(found) == before:
-            return found
+            return
+
+
+def _outcomes_in(folder: pathlib.Path, mode: str) -> Outcomes:
+    """Returns the outcomes that processes have written, up to the first after which workers are not in step."""
+    files = [file.read_text().splitlines() for file in folder.glob("rank.*")]
+    ranks = [dict(json.loads(line) for line in lines if line.endswith("]")) for lines in files]  # of a test its last
+    found: Outcomes = {}
+    for number, test in enumerate(max(ranks, key=len, default={})):
+        outcomes = [rank.get(test, ["failed", "another rank did not run it"]) for rank in ranks]
+        outcome = max(outcomes, key=lambda outcome: outcome[0] == "failed")
+        refused = all(error.startswith(REFUSED) for _, error in outcomes)
+        failed = mode == "lockstep" and outcome[0] == "failed" and not refused
+        if not failed or number == 0:
+            found[test] = outcome
+        if failed:
+            break  # a rank may have gone on after the first that failed on another
+    return found
 
 
 def passed(outcomes: Outcomes) -> set[str]:
@@ -163,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of paths below keras/src")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--new", action="store_true", help="only tests of which the file --out has no outcome")
     parser.add_argument("--seconds", type=int, default=120, help="for a test")
     parser.add_argument("--out", default="keras_tests.json")
     parser.add_argument("--write", action="store_true", help="write the table into README.md")
@@ -184,9 +196,13 @@ def main() -> None:
     for mode, modules in ((mode, modules) for modules in folders.values() for mode in order):
         needed = {"plain": (), "lockstep": ("plain", "scope")}.get(mode, ("plain",))
         failed = [test for other in needed for test in modes[other].keys() - passed(modes[other])]
-        found = outcomes_of(modules, mode, options.seconds, failed)
-        modes.setdefault(mode, {}).update(found)
-        out.write_text(json.dumps(modes, indent=1))
+        found: Outcomes = {}
+        known = list(modes.get(mode, {})) if options.new else []
+        try:
+            run_tests(found, modules, mode, options.seconds, [*failed, *known])
+        finally:
+            modes.setdefault(mode, {}).update(found)
+            out.write_text(json.dumps(modes, indent=1))
         for test, (outcome, error) in found.items():
             if mode != "plain" and outcome != "passed":
                 print(f"{mode}: {test}: {error.splitlines()[0] if error else outcome}", flush=True)
