@@ -118,7 +118,7 @@ def _given(arguments: argparse.Namespace, option: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tfring", description="Trains Keras models on many processes, round a ring.")
+    parser = _Parser(prog="tfring", description="Trains Keras models on many processes and machines.")
     parser.add_argument("--version", action="version", version=f"tfring {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         help="start the workers of a program",
         usage="tfring launch {-n N | --hosts HOSTS | --hostfile FILE} [OPTION ...] {SCRIPT | -m MODULE} [ARGUMENT ...]",
         description=texts.LAUNCH_HELP,
-        epilog=texts.LAUNCH_EXAMPLES,
+        epilog=texts.LAUNCH_DETAILS,
     )
     _add_options_of_a_job(launch)
     launch.add_argument(
@@ -148,80 +148,75 @@ def _parser() -> argparse.ArgumentParser:
         dest="module",
         nargs=argparse.REMAINDER,
         metavar="MODULE",
-        help="run a module, as `python -m` does",
+        help="run a module, as `python -m`",
     )
     launch.add_argument(
         "--max-restarts",
         type=_number,
         default=0,
         metavar="K",
-        help="after a failure start all workers again, at most K times (default: 0)",
+        help="start all workers again after a failure, at most K times (default: 0)",
     )
     launch.add_argument(
         "--servers",
         type=_number,
         default=0,
         metavar="S",
-        help="start S more processes of the program that serve parameters (tfring.ParameterServerStrategy)",
+        help="start S parameter servers, for tfring.ParameterServerStrategy (default: 0)",
     )
     launch.add_argument(
         "--max-server-restarts",
         type=_number,
         default=3,
         metavar="K",
-        help="start each server that keeps snapshots (snapshot_dir), or whose shards another holds, too (replicas=2), "
-        "again in its place, at most K times (default: 3)",
+        help="restart each server that keeps snapshots (snapshot_dir) or whose shards another server holds "
+        "(replicas=2), at most K times (default: 3)",
     )
     launch.add_argument(
         "--max-worker-restarts",
         type=_number,
         default=0,
         metavar="K",
-        help='start each worker of asynchronous servers (update="async") again by itself, at most K times (default: 0)',
+        help='restart each worker of asynchronous servers (update="async") by itself, at most K times (default: 0)',
     )
     launch.add_argument(
         "--min-workers",
         type=_positive,
         metavar="M",
-        help="leave a lost host out of a restart, as long as M workers remain (default: none is left out; with "
-        "--hosts-from 1)",
+        help="leave lost hosts out of a restart if M workers remain (default: all workers; 1 with --hosts-from)",
     )
     launch.add_argument(
-        "--max-workers", type=_positive, metavar="M", help="of the hosts of --hosts-from use the first, for M workers"
+        "--max-workers", type=_positive, metavar="M", help="use only as many hosts of --hosts-from as M workers need"
     )
-    _add_setting(launch, "--bind", "TO", "cores: bind each worker of a host to its share of the cores (default: none)")
+    _add_setting(launch, "--bind", "TO", "cores: bind each worker to its share of its host's cores (default: none)")
     launch.add_argument(
         "--encrypt",
         action="store_const",
         const="1",
-        help="encrypt by TLS what workers of different hosts send each other (default: TFRING_ENCRYPT, else not)",
+        help="encrypt by TLS what workers send over the network (default: TFRING_ENCRYPT, else off)",
     )
     _add_setting(
         launch,
         "--seed",
         "SEED",
-        "what random numbers without a seed begin with, on all ranks alike; none: what each rank draws by itself "
+        "the seed of Python's random, NumPy and tf.data, the same on all ranks; none: each rank draws its own "
         "(default: TFRING_SEED, else a new one for each run)",
     )
     launch.add_argument(
         "--timestamps",
         action=argparse.BooleanOptionalAction,
-        help="show each line with its time, in UTC, and its rank, also of rank 0",
+        help="begin each line with the time, in UTC, and the rank",
     )
-    launch.add_argument(
-        "--dry-run", action="store_true", help="show which workers would start where, with which variables; start none"
-    )
-    launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="run a script, with its arguments")
+    launch.add_argument("--dry-run", action="store_true", help="print the hosts and variables of all workers, and exit")
+    launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the program, and its arguments")
     doctor = of_a_cluster(
         "doctor",
         _doctor,
-        help="say whether a cluster can train",
+        help="check whether a cluster can train",
         description=texts.DOCTOR_HELP,
         epilog=texts.DOCTOR_EXAMPLES,
     )
-    doctor.add_argument(
-        "--servers", type=_number, default=0, metavar="S", help="examine S more processes, the parameter servers, too"
-    )
+    doctor.add_argument("--servers", type=_number, default=0, metavar="S", help="also check S parameter servers")
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON document (docs/clusters.md)")
     bench = of_a_cluster(
         "bench",
@@ -250,26 +245,26 @@ def _parser() -> argparse.ArgumentParser:
     of_a_cluster(
         "test",
         _test,
-        help="train a small model on a cluster, and compare with one process",
+        help="train a small model on a cluster and compare it with one process",
         description=texts.TEST_HELP,
         epilog=texts.TEST_EXAMPLES,
     )
     report = command(
         "report",
         _report,
-        help="say who waits for whom, from a trace",
+        help="show who waits for whom, from a trace",
         usage="tfring report FOLDER [--json] [--trace FILE] [--plot FILE]",
         description=texts.REPORT_HELP,
         epilog=texts.REPORT_EXAMPLES,
     )
-    report.add_argument("folder", type=pathlib.Path, metavar="FOLDER", help="where the ranks wrote")
+    report.add_argument("folder", type=pathlib.Path, metavar="FOLDER", help="the directory of the trace")
     report.add_argument("--json", action="store_true", help="print one JSON document (docs/report.md)")
-    report.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="write one Chrome trace of all ranks")
+    report.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="write a Chrome trace of all ranks")
     report.add_argument("--plot", metavar="FILE", help="draw a few steps of all ranks, such as steps.png")
     completion_of = command(
         "completion",
         _completion,
-        help="print what makes a shell complete this command",
+        help="print a script for completion in a shell",
         description=texts.COMPLETION_HELP,
         epilog=texts.COMPLETION_EXAMPLES,
     )
@@ -401,43 +396,47 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
         "-n",
         type=_positive_or_auto,
         metavar="N",
-        help="number of workers; auto: one for each GPU of this machine, or each CPU; in SLURM, all tasks by default",
+        help="number of workers; auto: one per GPU of this machine, or per CPU; in SLURM, all tasks by default",
     )
     parser.add_argument(
         "--config",
         type=pathlib.Path,
         metavar="FILE",
-        help="options of tfring launch, as TOML (of launch, the default is [tool.tfring.launch] of pyproject.toml)",
+        help="read options from a TOML file (default of launch: [tool.tfring.launch] of pyproject.toml)",
     )
     parser.add_argument(*_OPTIONS_OF_OTHERS, nargs="?", action=_Elsewhere, dest="elsewhere", help=argparse.SUPPRESS)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="HOSTS", help="start them on these hosts, over ssh (localhost: without)")
-    where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start them on the hosts of a file")
+    where.add_argument("--hosts", metavar="HOSTS", help="start workers on these hosts, over ssh (not for localhost)")
+    where.add_argument("--hostfile", type=pathlib.Path, metavar="FILE", help="start workers on the hosts of a file")
     where.add_argument(
-        "--hosts-from", type=pathlib.Path, metavar="FILE", help="start them on the hosts that this program prints"
+        "--hosts-from", type=pathlib.Path, metavar="FILE", help="start workers on the hosts that this program prints"
     )
-    parser.add_argument("--ssh-port", type=_positive, metavar="PORT", help="of the hosts' ssh servers")
+    parser.add_argument("--ssh-port", type=_positive, metavar="PORT", help="the port of the ssh servers")
     parser.add_argument("--ssh-identity", type=pathlib.Path, metavar="FILE", help="the private key for ssh")
-    parser.add_argument("--ssh-config", type=pathlib.Path, metavar="FILE", help="ssh's configuration (its -F)")
-    parser.add_argument("--workdir", metavar="DIR", help="the working folder on the hosts (default: this one)")
+    parser.add_argument("--ssh-config", type=pathlib.Path, metavar="FILE", help="a configuration file for ssh (its -F)")
+    parser.add_argument("--workdir", metavar="DIR", help="the working directory on the hosts (default: this one)")
     parser.add_argument("--python", metavar="FILE", help="the interpreter on the hosts (default: this one)")
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME", help="pass this variable on to the hosts; may be repeated"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="pass this environment variable to the hosts; may be repeated",
     )
     parser.add_argument(
-        "--log-dir", type=pathlib.Path, metavar="DIR", help="write all that a rank prints to DIR/rank-<rank>.log"
+        "--log-dir", type=pathlib.Path, metavar="DIR", help="write the output of each rank to DIR/rank-<rank>.log"
     )
     _add_setting(
         parser,
         "--start-timeout",
         "SECONDS",
-        "how long hosts and ranks are waited for at the start (default: 60 for the doctor, else "
+        "how long to wait for hosts and ranks at the start (default: 60 for the doctor, else "
         "TFRING_CONNECT_TIMEOUT_SECONDS, else 300)",
     )
     _add_setting(
-        parser, "--interface", "NAME", "the interface or network of the hosts that ranks use: eth0, or 192.0.2.0/24"
+        parser, "--interface", "NAME", "the network interface or network that ranks use: eth0, or 192.0.2.0/24"
     )
-    _add_setting(parser, "--port-range", "PORTS", "the ports of the hosts that ranks listen on, such as 20000-20100")
+    _add_setting(parser, "--port-range", "PORTS", "the ports that ranks listen on, such as 20000-20100")
 
 
 def _add_setting(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:

@@ -3,103 +3,101 @@
 from __future__ import annotations
 
 LAUNCH_HELP = """\
-Starts N workers of a program, joined in a ring: on this machine; with --hosts, --hostfile or --hosts-from on others,
-over ssh; in an allocation of SLURM on its nodes, over srun.
-
-hosts:
-  --hosts host1:4,user@host2:4    a host and how many workers it gets (1 if left out)
-  --hostfile FILE                 the same, a host a line; "host1 slots=4" too
-  --hosts-from FILE               the same, printed by this program, which is run again before each restart
-  localhost, or this machine's name, needs no ssh. ssh never asks for anything: keys, an agent or ~/.ssh/config have to
-  do. The program, the working folder and Python are at the same path on every host, or where --workdir and --python
-  say. Of the environment workers elsewhere get TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*, PYTHON* and
-  CUDA_VISIBLE_DEVICES, and what --env names, all sent through the connection and on no command line. They listen at
-  ports of --port-range, of the interface that --interface names.
-
-options from a file:
-  --config FILE reads options from a file of TOML, by their names without dashes: max-restarts = 3, hosts = "host1:4",
-  env = ["TOKEN"], timestamps = true. Without --config they come from the table [tool.tfring.launch] of pyproject.toml
-  in this folder, if there is one. The command line wins; names of --env there are added.
-
-output:
-  Rank 0's is passed on as it is; of the other ranks whole lines are shown, "[rank] " in front, without
-  their progress bars. With --timestamps lines of all ranks are shown so, the time in front.
-  A warning of several ranks is shown once, and counted at the end. Standard input goes to
-  rank 0: there input() and pdb work, others pass by a breakpoint.
-
-ends:
-  When all workers have ended with exit code 0, with 0. When one fails, the others are stopped, its error
-  comes last, with the frames above, and its exit code (128 + signal if it was killed) is the launcher's.
-  Ctrl-C interrupts all workers; a second one kills them. Nothing a worker has started outlives the job, here or
-  elsewhere, even if the launcher is killed. Where its child, which watches the workers, is killed at the same time,
-  the workers end, but not what they have started.
-
-servers:
-  With --servers S, S more processes of the program serve parameters: tfring.ParameterServerStrategy() serves there, and
-  ends them when the workers are through. Their lines begin with "[server 0] ". A server that keeps snapshots
-  (snapshot_dir) is started again in its place when it fails, at most --max-server-restarts times; workers wait for it.
-  So is one whose shards another holds, too (replicas=2), when it is killed; workers go on with the other.
-  With --max-worker-restarts a worker of asynchronous updates that fails is started again as well, and goes on in the
-  epoch under way; the others do not wait for it. With --hosts, and in an allocation of SLURM, the hosts take servers in
-  turn, the first one first, besides their workers; there a server that fails ends the job, and no worker comes back.
-
-restarts:
-  With --max-restarts, when a worker fails, all are stopped and started again, with new ports; a script that uses
-  tfring.callbacks.Backup goes on from what it saved. A worker that ends with exit code 75 was preempted (SIGTERM) and
-  has saved. With --hosts-from the next try starts on the hosts that are there then, --min-workers to --max-workers of
-  them; too few are waited for, for --start-timeout. There is no restart after Ctrl-C, and none after the same failure
-  twice at once. Standard input goes to the first try alone.
-
-environment of a worker:
-  TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
-  TFRING_LISTEN_FD
-      its place in the ring; tfring.RingStrategy() reads them.
-  TFRING_SECRET
-      what the workers prove to each other; a new one for each run, unless it or TFRING_SECRET_FILE is set.
-  TFRING_RESTART, TFRING_DATA_SEED
-      how often the job was started before; with --max-restarts, unless set already, what shuffles without a seed
-      begin with, the same in every try.
-  TFRING_SEED
-      drawn for each run, or that of --seed: Python's random, NumPy and tf.data's shuffles begin with it before the
-      program does, so that arrays, splits and orders without a seed are one on all ranks. The program no longer sees
-      the variable.
-  PYTHONHASHSEED=0
-      unless set already: a list made of a set of texts, such as a vocabulary, has one order on all ranks.
-  TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
-      its share of the CPUs this process may use, unless set already.
-  TF_CPP_MIN_LOG_LEVEL=1
-      on other ranks than 0, unless set already: what TensorFlow says of itself is said once.
-  CUDA_VISIBLE_DEVICES
-      one GPU for each worker of a host, of those the variable names already, or nvidia-smi lists; none for a server.
-      Left alone by TFRING_GPUS=all, and where a host has fewer GPUs than workers, which a line then warns of.
-  TF_FORCE_GPU_ALLOW_GROWTH=true
-      where workers share GPUs for that reason, unless set already: TensorFlow takes memory as it needs it.
-  PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-      unless set already (to nothing, to turn them off). The last has malloc ask for huge pages, where the kernel gives
-      them to those who ask: a step that allocates tensors of many MB spends half its time in the kernel without. More
-      than 4 workers a CPU do without: the kernel would clear 2 MB for each of their threads.
+Starts N workers of a program and joins them in a ring. The workers run on this machine, on other hosts over ssh
+(--hosts, --hostfile, --hosts-from), or on the nodes of a SLURM allocation over srun.
 """
 
-LAUNCH_EXAMPLES = """\
+LAUNCH_DETAILS = """\
 examples:
   tfring launch -n 4 train.py --epochs 3
   tfring launch -n auto --dry-run train.py
   tfring launch -n 2 --log-dir logs -m my_package.train
   tfring launch --hosts host1:4,host2:4 train.py
   salloc -N 2 -n 8 tfring launch train.py
+
+hosts:
+  --hosts host1:4,user@host2:4    hosts and their numbers of workers (default: 1)
+  --hostfile FILE                 the same, one host per line; "host1 slots=4" is also accepted
+  --hosts-from FILE               a program that prints the same; it runs again before each restart
+  localhost and the name of this machine need no ssh. ssh never asks for a password: use keys, an agent or
+  ~/.ssh/config. The program, the working directory and Python have the same paths on all hosts, unless --workdir and
+  --python name others. Workers on other hosts receive the variables TFRING_*, TF_*, KERAS_*, OMP_*, XLA_*, NCCL_*,
+  PYTHON*, CUDA_VISIBLE_DEVICES and those of --env, through the connection and never on a command line. They listen on
+  the interface of --interface, at ports of --port-range.
+
+options from a file:
+  --config FILE reads options from a TOML file, by their names without dashes: max-restarts = 3, hosts = "host1:4",
+  env = ["TOKEN"], timestamps = true. Without --config, options are read from the table [tool.tfring.launch] of
+  pyproject.toml in this directory, if it exists. Options on the command line override those of the file; --env adds to
+  them.
+
+output:
+  The output of rank 0 is passed on unchanged. Lines of other ranks begin with "[rank] "; their progress bars are left
+  out. With --timestamps, lines of all ranks begin with the time and the rank. A warning that several ranks print is
+  shown once and counted at the end. Standard input goes to rank 0: input() and pdb work there, and breakpoints of other
+  ranks are ignored.
+
+exit code:
+  0 if all workers exit with 0. If a worker fails, the others are stopped, its error is printed last, and its exit code
+  (128 + signal if it was killed) is returned. Ctrl-C interrupts all workers; a second Ctrl-C kills them. No process
+  that a worker started outlives the job, even if the launcher is killed. Exception: if the launcher and its child that
+  watches the workers are killed at the same time, workers end but processes that they started may remain.
+
+parameter servers:
+  --servers S starts S more processes of the program. tfring.ParameterServerStrategy() serves parameters in them and
+  ends them after the workers. Their lines begin with "[server 0] ". A failed server restarts, at most
+  --max-server-restarts times, if it keeps snapshots (snapshot_dir); workers wait for it. A killed server also
+  restarts if another server holds its shards (replicas=2); workers continue meanwhile. With --max-worker-restarts, a
+  failed worker of asynchronous updates restarts and continues in the current epoch; the others do not wait for it. On
+  several hosts, servers are placed on the hosts in turn, beginning with the first. There, a failed server ends the
+  job, and workers do not restart.
+
+restarts:
+  With --max-restarts, a failure stops all workers and starts them again on new ports. A program that uses
+  tfring.callbacks.Backup continues from its last backup. Exit code 75 means that a worker was preempted (SIGTERM) and
+  has saved. With --hosts-from, each restart uses the hosts that are printed then, for --min-workers to --max-workers
+  workers; it waits up to --start-timeout for enough of them. There is no restart after Ctrl-C, or after the same
+  failure twice right after the start. Standard input goes to the first attempt only.
+
+environment of a worker:
+  TFRING_RANK, TFRING_WORLD_SIZE, TFRING_LOCAL_RANK, TFRING_LOCAL_WORLD_SIZE, TFRING_ADDRESSES,
+  TFRING_LISTEN_FD
+      its rank and the addresses of all ranks, which tfring.RingStrategy() reads.
+  TFRING_SECRET
+      the secret of the job, new for each run unless it or TFRING_SECRET_FILE is set.
+  TFRING_RESTART, TFRING_DATA_SEED
+      the number of restarts so far; with --max-restarts, a seed for shuffles without a seed, the same in every attempt.
+  TFRING_SEED
+      a new seed for each run, or that of --seed. Python's random, NumPy and shuffles of tf.data are seeded with it
+      before the program starts, so arrays, splits and orders without a seed are the same on all ranks. The program
+      does not see the variable.
+  PYTHONHASHSEED=0
+      unless set: sets of strings, such as a vocabulary, have the same order on all ranks.
+  TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS, OMP_NUM_THREADS
+      unless set: the worker's share of the CPUs that the launcher may use.
+  TF_CPP_MIN_LOG_LEVEL=1
+      unless set, on all ranks but 0: TensorFlow's start messages are printed once.
+  CUDA_VISIBLE_DEVICES
+      one GPU per worker of a host, of those that the variable already names or that nvidia-smi lists; none for a
+      server. Unchanged with TFRING_GPUS=all, and if a host has fewer GPUs than workers; a line warns of that.
+  TF_FORCE_GPU_ALLOW_GROWTH=true
+      unless set, if workers share GPUs: TensorFlow allocates memory as needed.
+  PYTHONUNBUFFERED=1, PYTHONFAULTHANDLER=1, GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+      unless set; set them to nothing to turn them off. The last makes malloc ask for huge pages: without them, a step
+      that allocates tensors of many MB spends half of its time in the kernel. Not set for more than 4 workers per CPU.
 """
 
 DOCTOR_HELP = """\
-Says whether a cluster can train: looks at every host and every way between two ranks, tries the ring, and ends in a
-verdict, with each problem and what to do about it. Trains nothing, and imports no TensorFlow.
+Checks whether a cluster can train: inspects every host and the connection of every pair of ranks, forms the ring, and
+prints a verdict with each problem and its solution. Trains nothing and does not import TensorFlow.
 
 where:
-  Alone, it is one rank of the cluster that tfring.RingStrategy() would find here: start it as you would your program,
-  through mpirun or srun, or on every host with TF_CONFIG. With -n, --hosts or --hostfile it is started on every place,
-  as by `tfring launch`. Rank 0 prints the report.
+  Without options, the doctor is one rank of the cluster that tfring.RingStrategy() would find: start it as you start
+  your program, with mpirun, srun, or TF_CONFIG on every host. With -n, --hosts or --hostfile it starts all ranks, as
+  `tfring launch` does. Rank 0 prints the report.
 
 exit code:
-  0 if the cluster is ready, 1 if not.
+  0 if the cluster is ready, else 1.
 """
 DOCTOR_EXAMPLES = """\
 examples:
@@ -109,12 +107,12 @@ examples:
   srun -n 8 tfring doctor --json
 """
 BENCH_HELP = """\
-Measures the collectives of a cluster, in the columns of nccl-tests: time, bytes of the size a second (algbw), bytes
-that the slowest link carries a second (busbw), and its share of what the machines themselves take, measured in the
-same run: a raw socket between hosts, a copy of memory within one. From NumPy; imports no TensorFlow.
+Measures the collectives of a cluster, with the columns of nccl-tests: time, size over time (algbw), bytes per second on
+the slowest link (busbw), and the share of what the machines reach without tfring in the same run: a socket between
+hosts, a copy of memory within a host. Uses NumPy arrays and does not import TensorFlow.
 
 where:
-  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
+  Start it as `tfring doctor`: with what starts your program, or with -n, --hosts or --hostfile.
 """
 BENCH_EXAMPLES = """\
 examples:
@@ -123,15 +121,15 @@ examples:
   mpirun -n 8 tfring bench --json
 """
 TEST_HELP = """\
-Trains a small model on all ranks for 60 steps, and the same model on rank 0 alone with the same batches. Prints rows a
-second of both, and by how much their weights differ. The first thing to run on a cluster that `tfring doctor` calls
-ready: it takes TensorFlow, Keras and the GPUs, if there are any, through a whole training.
+Trains a small model on all ranks for 60 steps, and the same model with the same batches on rank 0 alone. Prints rows
+per second of both, and the difference of their weights. Run it first on a cluster that `tfring doctor` calls ready:
+it uses TensorFlow, Keras and the GPUs, if any, in a complete training.
 
 where:
-  Started as `tfring doctor` is: under whatever starts your program, or with -n, --hosts or --hostfile.
+  Start it as `tfring doctor`: with what starts your program, or with -n, --hosts or --hostfile.
 
 exit code:
-  0 if the weights are those of one process up to rounding, 1 if they differ or a rank cannot train.
+  0 if the weights equal those of one process up to rounding, else 1.
 """
 TEST_EXAMPLES = """\
 examples:
@@ -140,12 +138,12 @@ examples:
   mpirun -n 8 tfring test
 """
 REPORT_HELP = """\
-Says what the ranks of a run did in a step, and who waits for whom: input, Python, TensorFlow's start of a step,
-compute, waiting, sending and receiving, adding. From the files that each rank writes into the folder of
-RingStrategy(trace="folder") or TFRING_TRACE; where each host has its own, bring them into one folder.
+Shows how the ranks of a run spend a step and who waits for whom: input, Python, TensorFlow's start of a step, compute,
+waiting, sending and receiving, adding. Reads the files that each rank writes to the directory of
+RingStrategy(trace="directory") or TFRING_TRACE. If each host has its own, copy them into one directory first.
 
 exit code:
-  0, or 1 if the folder has no such files, or those of different runs.
+  0, or 1 if the directory has no such files or those of different runs.
 """
 REPORT_EXAMPLES = """\
 examples:
@@ -153,10 +151,10 @@ examples:
   tfring report traces --trace trace.json       then open trace.json in https://ui.perfetto.dev
 """
 COMPLETION_HELP = """\
-Prints what makes a shell complete commands, options and files of tfring. Give it to the shell where it starts.
+Prints a script that lets a shell complete commands, options and files of tfring. Evaluate it when the shell starts.
 """
 COMPLETION_EXAMPLES = """\
 examples:
   echo 'eval "$(tfring completion bash)"' >> ~/.bashrc
-  echo 'eval "$(tfring completion zsh)"' >> ~/.zshrc       (behind compinit)
+  echo 'eval "$(tfring completion zsh)"' >> ~/.zshrc       (after compinit)
 """
