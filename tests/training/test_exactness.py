@@ -805,6 +805,47 @@ def test_what_is_left_to_the_step_is_built_as_in_one_process(world_size, devices
                 np.testing.assert_allclose(several[name][part], value, rtol=1e-5, atol=1e-5, err_msg=f"{name}: {part}")
 
 
+class ReadAsOne(OneLayer):
+    """Writes variables of TensorFlow's of which each replica holds a part, or a value of its own."""
+
+    def __init__(self):
+        super().__init__(lambda m, x, y: tf.reduce_mean((m(x) - y) ** 2))
+        how, on_read = tf.VariableAggregation, tf.VariableSynchronization.ON_READ
+        made = {"added": how.SUM, "counted": how.SUM, "steps": how.SUM, "assigned": how.SUM, "means": how.MEAN}
+        self.held = {
+            name: tf.Variable(4.0, trainable=False, synchronization=on_read, aggregation=aggregation)
+            for name, aggregation in {**made, "first": how.ONLY_FIRST_REPLICA}.items()
+        }
+
+    def train_step(self, data):
+        x, _ = data
+        self.held["added"].assign_add(tf.reduce_sum(x))
+        self.held["counted"].assign_sub(tf.cast(tf.shape(x)[0], tf.float32))
+        self.held["steps"].assign_add(1.0)
+        self.held["assigned"].assign(tf.reduce_sum(x**2))
+        self.held["means"].assign_add(tf.reduce_mean(x))
+        self.held["first"].assign(tf.reduce_max(x))
+        return super().train_step(data)
+
+
+def _fit_read_as_one(has_strategy=True, devices=1, run_eagerly=False):
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
+    with strategy.scope() if has_strategy else contextlib.nullcontext():
+        model = ReadAsOne()
+        model.compile("sgd", run_eagerly=run_eagerly)
+    x, y = (values[:18] for values in _data())  # the last batch has two rows
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    with strategy.scope() if has_strategy else contextlib.nullcontext():
+        return {name: float(tf.convert_to_tensor(variable)) for name, variable in model.held.items()}
+
+
+@pytest.mark.parametrize(("world_size", "devices", "run_eagerly"), [(3, 1, False), (2, 2, False), (3, 1, True)])
+def test_variables_that_are_read_as_one(world_size, devices, run_eagerly):
+    [one] = workers(1).run(_fit_read_as_one, False)
+    for several in workers(world_size, logical_cpus=devices).run(_fit_read_as_one, True, devices, run_eagerly):
+        assert several == pytest.approx(one, rel=1e-5, abs=1e-5)
+
+
 class UpdatedInPart(OneLayer):
     """A step that updates some weights, in another order than the model has them; `call` builds all layers or not."""
 

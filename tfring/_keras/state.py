@@ -46,8 +46,8 @@ class Written(NamedTuple):
     by: Any = None
 
 
-class RingMirroredVariable(_tf.distribute_values.MirroredVariable):
-    """A mirrored variable of TensorFlow's own, such as `tf.Variable` makes in the scope of a RingStrategy."""
+class _RingVariable:
+    """A variable of TensorFlow's own, such as `tf.Variable` makes in the scope of a RingStrategy."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         """Writes it in a replica: in a step by what it becomes when replicas write it."""
@@ -55,13 +55,22 @@ class RingMirroredVariable(_tf.distribute_values.MirroredVariable):
         by_tensorflow = getattr(_local, "is_by_tensorflow", False) or step.is_kept_by_replica(self)
         if running is None or by_tensorflow:
             return super()._update_replica(update_fn, value, **kwargs)
-        if running.is_plain or self.aggregation == tf.VariableAggregation.NONE:
+        is_read_as_one = self.synchronization == tf.VariableSynchronization.ON_READ
+        if running.is_plain or is_read_as_one or self.aggregation == tf.VariableAggregation.NONE:
             return update_fn(_Copy(running, self), value, **kwargs)
         if isinstance(value, tf.IndexedSlices):
             return super()._update_replica(update_fn, value, **kwargs)
         if self.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
             value = running.weigh(value) * tf.cast(self.distribute_strategy.ring.num_replicas, self.dtype)
         return super()._update_replica(update_fn, running.zero_if_empty(value), **kwargs)
+
+
+class RingSyncOnReadVariable(_RingVariable, _tf.distribute_values.SyncOnReadVariable):
+    """One of which each replica holds a part, or its own value, until it is read."""
+
+
+class RingMirroredVariable(_RingVariable, _tf.distribute_values.MirroredVariable):
+    """One of which all replicas hold the value."""
 
     # TensorFlow's class has no writing by indices.
 
@@ -98,14 +107,7 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
             _local.is_by_tensorflow = False
     else:
         _refuse_outside(variable)
-        if running.is_plain:
-            _write_plainly(running, variable, value)
-        elif variable._value.synchronization == tf.VariableSynchronization.ON_READ:
-            # The row that a replica without rows was given does not count.
-            own = own_copy(variable._value)
-            assign(tf.where(running.active, tf.cast(value, own.dtype), own))
-        else:
-            _write_own(running, variable, value, getattr(_local, "adding", None) is variable)
+        _write_own(running, variable, value, getattr(_local, "adding", None) is variable)
 
 
 @contextlib.contextmanager
@@ -234,9 +236,14 @@ def _write_own(running: step.Step, variable: Any, value: Any, adding: bool) -> N
     if running.is_plain:
         _write_plainly(running, variable, value)
         return
-    own = own_copy(held_by(variable))
-    by = own.assign(tf.cast(value, own.dtype))
-    rule = _rule(held_by(variable), adding)
+    held = held_by(variable)
+    own = own_copy(held)
+    value = tf.cast(value, own.dtype)
+    if held.synchronization == tf.VariableSynchronization.ON_READ:
+        own.assign(tf.where(running.active, value, own))  # the row of a replica without rows does not count
+        return
+    by = own.assign(value)
+    rule = _rule(held, adding)
     running.written.append(Written(variable, rule, None if tf.executing_eagerly() else by.op))
 
 

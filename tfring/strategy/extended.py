@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf, config, partition, step
-from tfring._keras.state import RingMirroredVariable
+from tfring._keras.state import RingMirroredVariable, RingSyncOnReadVariable
 from tfring.cluster import Cluster, Mesh
 from tfring.cluster.launch_variables import release_listener
 from tfring.cluster_resolver import ClusterResolver
@@ -30,6 +30,10 @@ from tfring.runtime import Ring, connect
 from tfring.strategy.replica_context import RingReplicaContext
 
 _NOT_SUMMED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
+_OF_TENSORFLOW = {
+    _tf.distribute_values.MirroredVariable: RingMirroredVariable,
+    _tf.distribute_values.SyncOnReadVariable: RingSyncOnReadVariable,
+}
 _running = threading.local()  # .replicas: whether this thread waits for replicas, and runs what they merge
 _tensorflow_runtime: tuple = ()  # (addresses, collectives) once this process has joined a cluster
 
@@ -194,8 +198,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)
-        if type(variable) is _tf.distribute_values.MirroredVariable:
-            variable.__class__ = RingMirroredVariable
+        if type(variable) in _OF_TENSORFLOW:
+            variable.__class__ = _OF_TENSORFLOW[type(variable)]
         return variable
 
     def _reduce_to(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, destinations: Any, options: Any) -> Any:
