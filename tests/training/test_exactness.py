@@ -836,7 +836,9 @@ def _fit_read_as_one(has_strategy=True, devices=1, run_eagerly=False):
     x, y = (values[:18] for values in _data())  # the last batch has two rows
     model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     with strategy.scope() if has_strategy else contextlib.nullcontext():
-        return {name: float(tf.convert_to_tensor(variable)) for name, variable in model.held.items()}
+        values = {name: float(tf.convert_to_tensor(variable)) for name, variable in model.held.items()}
+        steps = model.optimizer.iterations.value  # which all replicas hold
+        return {**values, "steps so far": int(steps) + float(steps) + np.asarray(steps).sum()}
 
 
 @pytest.mark.parametrize(("world_size", "devices", "run_eagerly"), [(3, 1, False), (2, 2, False), (3, 1, True)])

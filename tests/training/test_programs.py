@@ -493,6 +493,29 @@ def test_fixed_batch_shapes_are_of_the_whole_batch():
             assert "A batch has 24 rows, and the model the fixed batch shape 12" in message
 
 
+def fit_fewer_rows_than_a_batch():
+    import keras
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,), batch_size=4)
+    model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(inputs))
+    model.compile("sgd", "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
+    fitted = model.fit(x, x[:, :1], epochs=2, verbose=0, validation_data=(x, x[:, 1:2])).history  # batches of up to 32
+    return [*fitted.values(), *model.get_weights(), model.predict(x, verbose=0)]
+
+
+def in_and_outside_of_the_scope():
+    with strategy(**devices()).scope():
+        got = fit_fewer_rows_than_a_batch()
+    return {"fewer rows": relative_error(got, fit_fewer_rows_than_a_batch())}
+
+
+def test_a_fixed_batch_shape_of_all_rows():
+    for errors in workers(2).run(in_and_outside_of_the_scope):
+        assert errors["fewer rows"] <= 1e-5, errors
+
+
 # -- printing ----------------------------------------------------------------------------------------------------------
 
 

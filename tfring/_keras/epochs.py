@@ -67,7 +67,7 @@ class RingEpochIterator(trainer.TFEpochIterator):
             is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
             was_distributed = isinstance(given, tf.distribute.DistributedDataset)
             self.source = dataset
-            self._tfring_batch_size = None if was_distributed else self.data_adapter.batch_size
+            self._tfring_batch_size = None if was_distributed else _rows_of_a_batch(self.data_adapter)
             self._yields_alike = not is_distributed and (
                 self._has_arrays_in_order(seed)
                 or (isinstance(dataset, tf.data.Dataset) and yields_alike(dataset))
@@ -126,3 +126,9 @@ class RingEpochIterator(trainer.TFEpochIterator):
         begins, self._begins = self._begins, False
         needed = begins or self.steps_per_epoch or not self._yields_alike
         return super()._get_iterator() if needed else ()
+
+
+def _rows_of_a_batch(adapter: Any) -> int | None:
+    """Returns the rows of a full batch of Keras' adapter: all of its arrays, if they have fewer than that."""
+    rows = getattr(adapter, "_num_samples", None)
+    return adapter.batch_size if rows is None else min(adapter.batch_size, rows)

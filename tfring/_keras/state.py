@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfring import _tf, partition, step
@@ -46,7 +47,7 @@ class Written(NamedTuple):
     by: Any = None
 
 
-class _RingVariable:
+class _RingVariable(_tf.distribute_values.DistributedVariable):
     """A variable of TensorFlow's own, such as `tf.Variable` makes in the scope of a RingStrategy."""
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
@@ -63,6 +64,17 @@ class _RingVariable:
         if self.aggregation == tf.VariableAggregation.MEAN:  # TensorFlow's counts all replicas alike
             value = running.weigh(value) * tf.cast(self.distribute_strategy.ring.num_replicas, self.dtype)
         return super()._update_replica(update_fn, running.zero_if_empty(value), **kwargs)
+
+    # As a variable that is not distributed. TensorFlow's class has no numbers, and makes no arrays of scalars.
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype)
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
 
 
 class RingSyncOnReadVariable(_RingVariable, _tf.distribute_values.SyncOnReadVariable):
