@@ -740,6 +740,42 @@ def test_predictions_whose_rows_cannot_be_divided_are_those_of_the_whole_batch(d
         np.testing.assert_allclose(outputs[0], one[0], rtol=1e-5, atol=1e-5)
 
 
+class Centered(keras.layers.Layer):
+    """Writes to its state in each call, also in `predict`."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+        self.rows = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.sums = tf.Variable(tf.zeros(shape[-1]), trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, 0))
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+        self.calls.assign_add(1.0)
+        self.sums.assign_add(tf.reduce_sum(x, 0))
+        return x - self.mean
+
+
+def _predict_and_write(has_strategy=True, devices=1, run_eagerly=False):
+    """Returns predictions and the state that they leave, of three batches and one by itself."""
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
+    with strategy.scope() if has_strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((6,)), Centered()])
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    x, _ = _data()
+    found = [model.predict(x, batch_size=BATCH, verbose=0), model.predict_on_batch(x[:5])]
+    return [*found, *model.get_weights(), model.layers[0].sums.numpy()]
+
+
+@pytest.mark.parametrize(("world_size", "devices", "run_eagerly"), [(2, 1, False), (3, 2, False), (3, 1, True)])
+def test_state_that_predict_writes(world_size, devices, run_eagerly):
+    [one] = workers(1).run(_predict_and_write, False)
+    for several in workers(world_size, logical_cpus=devices).run(_predict_and_write, True, devices, run_eagerly):
+        for got, wanted in zip(several, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 class EncoderAlone(keras.Model):
     """A model whose `call` uses one of the layers that its step trains, and another one."""
 
@@ -756,11 +792,34 @@ class EncoderAlone(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             y_pred = self.head(self.encoder(x))
-            loss = tf.reduce_mean((y_pred - y) ** 2)
+            loss = tf.reduce_mean((y_pred - tf.cast(y, y_pred.dtype)) ** 2)
         weights = self.trainable_variables
         scaled = [0.5 * gradient for gradient in tape.gradient(loss, weights)]
         self.optimizer.apply_gradients(zip(scaled, weights, strict=True))
         return {"loss": loss, **self.compute_metrics(x, y, y_pred)}
+
+
+class MakesLayers(keras.layers.Layer):
+    """A layer that makes its layers when it is built, with the names and of the dtype policy that one process has."""
+
+    def __init__(self, initializer):
+        super().__init__()
+        self.initializer = initializer
+
+    def build(self, shape):
+        self.last = keras.layers.Dense(3, kernel_initializer=self.initializer)
+        self.policy = self.add_weight(shape=(), initializer="zeros", trainable=False, name=self.last.compute_dtype)
+
+    def call(self, x):
+        return self.last(x)
+
+
+class OfMadeLayers(EncoderAlone):
+    """Its first layer makes others."""
+
+    def __init__(self, initializer):
+        super().__init__(initializer)
+        self.encoder = MakesLayers(initializer)
 
 
 class OfLatents(EncoderAlone):
@@ -771,7 +830,7 @@ class OfLatents(EncoderAlone):
         return self.encoder(x)
 
 
-LEFT_TO_THE_STEP = {"encoder": EncoderAlone, "latents": OfLatents}
+LEFT_TO_THE_STEP = {"encoder": EncoderAlone, "latents": OfLatents, "made": OfMadeLayers}
 
 
 def _fit_what_the_step_builds(has_strategy=True, devices=1, run_eagerly=False):
@@ -779,6 +838,7 @@ def _fit_what_the_step_builds(has_strategy=True, devices=1, run_eagerly=False):
     found = {}
     for name, kind in LEFT_TO_THE_STEP.items():
         keras.utils.clear_session()
+        keras.config.set_dtype_policy("float64" if name == "made" else "float32")
         draws = np.random.default_rng(3)  # initial values have the order in which layers are built
         metrics = [keras.metrics.MeanAbsoluteError(name="mae")]  # which the step holds
         strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
@@ -789,6 +849,7 @@ def _fit_what_the_step_builds(has_strategy=True, devices=1, run_eagerly=False):
         fitted = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
         variables = [*model.variables, *model.optimizer.variables]
         found[name] = {**fitted.history, **{v.path: v.numpy() for v in variables}}
+        keras.config.set_dtype_policy("float32")
     return found
 
 

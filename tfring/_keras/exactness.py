@@ -95,8 +95,12 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
         analysis = partition.analyze(graph, _is_held_in_parts)
         if not analysis.findings:
             made = []
+            if step == "predict_step" and analysis.writes_parts:
+                raise OfWholeBatch("It writes to the model's state, from its rows.")
             if analysis.edits:
                 made = partition.apply_edits(analysis, _Exchange(ring, rows() if callable(rows) else rows))
+    except OfWholeBatch:
+        raise
     except Exception as error:  # a graph of a kind that was never seen
         _log.debug("A step is not edited.", exc_info=True)
         raise OfWholeBatch(f"Its graph is of an unknown kind: {error!r}.") from error

@@ -86,7 +86,6 @@ class PredictFunction:
         self._ring = ring
         self._replicas = len(ring.devices)
         self._way: Way | None = None  # not known before the first batch
-        self._refused: exactness.OfWholeBatch | None = None  # why what was traced is to be traced again
         self._rows_forgotten = False  # while a graph is made: static dimensions of outputs are not those of rows
         self.is_alone = ring.is_alone
         self._can_wait = ring.control.world_size > 1
@@ -116,17 +115,14 @@ class PredictFunction:
             return self._divided_or_whole(lambda: self._of_all(batches, self._constants(batches[0])))
 
     def _divided_or_whole(self, compute: Callable[[], Any]) -> Any:
-        """Returns what a function that may be traced does; it is traced again if rows cannot be divided.
-
-        What was traced first is not given up midway, for TensorFlow initializes variables behind a trace.
-        """
-        while True:
-            result = compute()
-            if self._refused is None:
-                return result
-            exactness.tell_whole(self._ring, self._model, "predict_step", self._refused.reason)
-            self._way, self._refused = Way.WHOLE, None
+        """Returns what a function that may be traced does; it is traced again if rows cannot be divided."""
+        try:
+            return compute()
+        except exactness.OfWholeBatch as refused:
+            exactness.tell_whole(self._ring, self._model, "predict_step", refused.reason)
+            self._way = Way.WHOLE
             self._make()
+        return compute()
 
     @property
     def _eager(self) -> bool:
@@ -277,10 +273,7 @@ class PredictFunction:
                 raise RuntimeError("rows are counted behind what the model exchanges")
             return control.gather_equal(tf.stack(rows), name="rows of the batch")
 
-        try:
-            exactness.edit_step(self._ring, self._model, "predict_step", counted)
-        except exactness.OfWholeBatch as refused:
-            self._refused = refused
+        exactness.edit_step(self._ring, self._model, "predict_step", counted)
 
     def _on_replica(self, element: Any, rows: Any) -> Any:
         element, has_rows = one_row_at_least(without_optionals(element))

@@ -122,6 +122,28 @@ def ring_of_model(model: Any) -> Ring | None:
 _entries: list[str] = []  # fit, evaluate or predict under way, innermost last
 
 
+def state_of_thread() -> dict:
+    """Returns what Keras keeps for this thread: the dtype policy, numbers of names, open scopes."""
+    from keras.src.backend.common import global_state
+
+    return vars(global_state.GLOBAL_STATE_TRACKER)
+
+
+@contextlib.contextmanager
+def in_state_of(other: dict) -> Iterator[None]:
+    """In here this thread has the state of another one, which waits for it."""
+    mine = state_of_thread()
+    before = dict(mine)
+    mine.clear()
+    mine.update(other)
+    try:
+        yield
+    finally:
+        other.update(mine)
+        mine.clear()
+        mine.update(before)
+
+
 @contextlib.contextmanager
 def entered(name: str) -> Iterator[None]:
     """While `fit`, `evaluate` or `predict` runs."""

@@ -276,7 +276,7 @@ def _build_symbolically(model: Any, data_batch: Any) -> None:
 def build_by_step(model: Any) -> None:
     """Makes the variables that are left to a `train_step`, before it runs: they are to be restored."""
     spec, ring = vars(model).pop(_LEFT, None), ring_of_model(model)
-    if spec is None or ring is None or model.run_eagerly:
+    if spec is None or ring is None:
         return
     step = loop.Loop(model, "train").step_function.step
     with ring.scope():

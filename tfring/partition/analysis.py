@@ -91,6 +91,7 @@ class Analysis(NamedTuple):
       sources: for each replica of this process, of each symbol a tensor and its axis of this size, and whether it is
         the replica's part.
       levels: how many exchanges each operation waits for, by its name.
+      writes_parts: whether a variable that holds one value, or one for each row, is given parts of one.
     """
 
     findings: list[Finding]
@@ -98,6 +99,7 @@ class Analysis(NamedTuple):
     values: dict[str, Value]
     sources: list[dict[str, Source]]
     levels: dict[str, int]
+    writes_parts: bool
 
 
 Source = tuple[Any, int, bool]
@@ -129,7 +131,9 @@ def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: Fals
         edits, levels = _of_all_replicas(walk, twins.count)
         if all(edit.level == levels[key] for key, twin_edits in edits.items() for edit in twin_edits):
             findings = list(dict.fromkeys(walk.findings))
-            return Analysis(findings, list(edits.values()), values, walk.sources, walk.levels)
+            written = [walk.contents[key] for key in walk.contents.keys() - walk.in_parts if not isinstance(key, str)]
+            is_alike = all(is_replicated(value) or is_sharded(value) for value in written)
+            return Analysis(findings, list(edits.values()), values, walk.sources, walk.levels, not is_alike)
     raise DifferentReplicasError("an operation of one replica waits for one of another")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf, step
+from tfring._keras.seam import in_state_of, state_of_thread
 
 
 class RingReplicaContext(_tf.MirroredReplicaContext):
@@ -22,11 +23,16 @@ class RingReplicaContext(_tf.MirroredReplicaContext):
 
     @staticmethod
     def around(fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of a replica that runs in such a context, in place of the one that TensorFlow makes."""
+        """Returns a function of a replica that runs in such a context, in place of the one that TensorFlow makes.
+
+        TensorFlow gives each replica a thread. What Keras keeps for a thread is that of the one which calls this.
+        """
+        state = state_of_thread()
 
         def in_context(*args: Any, **kwargs: Any) -> Any:
             _enter()
-            return fn(*args, **kwargs)
+            with in_state_of(state):
+                return fn(*args, **kwargs)
 
         return in_context
 
