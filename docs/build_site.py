@@ -216,6 +216,8 @@ def main() -> int:
         code = subprocess.run(command).returncode
     dead = dead_links(folder)
     print("".join(f"{page} links to {link}, which is not there\n" for page, link in dead), end="", file=sys.stderr)
+    if not (code or dead):
+        print(f"{len(pages())} pages: open {folder / 'index.html'}")
     return code or int(bool(dead))
 
 

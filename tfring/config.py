@@ -227,5 +227,5 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
     try:
         return setting.parse(text)
     except (ValueError, KeyError):
-        received = f"{name} of {len(text)} characters" if setting.private else f"{name}={text!r}"
+        received = f"{name}, which has {len(text)} characters," if setting.private else f"{name}={text!r}"
         raise ConfigurationError(f"{received} is not {setting.legal} ({setting.meaning}).") from None

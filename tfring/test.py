@@ -49,6 +49,7 @@ def run() -> int:
 
 
 def _compare() -> int:
+    os.environ["TFRING_QUIET"] = "1"  # the verdict comes last
     cluster = detect()
     strategy = RingStrategy(cluster)
     batch = _ROWS_A_RANK * cluster.world_size
@@ -68,7 +69,8 @@ def _compare() -> int:
         hosts = f"{cluster.num_nodes} host{'s' if cluster.num_nodes > 1 else ''}"
         print(
             f"tfring test: {workers} on {hosts}, from {cluster.source}; {_EPOCHS * _BATCHES} steps of {batch} rows\n\n"
-            f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone\n"
+            f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone "
+            "(the model is too small to gain)\n"
             f"Weights        differ from those of one process by {largest:.1e} of a variable's largest; "
             f"{_TOLERANCE:g} is allowed\n\n{verdict}",
             flush=True,

@@ -528,7 +528,7 @@ def test_the_cause_is_reported_not_the_peers_that_noticed(launch):
     )
     *_, words, last = done.stderr.splitlines()
     assert words == "[2] ValueError: the cause"
-    assert last == "tfring launch: rank 2 failed first: exit code 1. After it failed ranks 0 and 1."
+    assert last == "tfring launch: rank 2 failed first: exit code 1. Ranks 0 and 1 failed after it."
 
 
 def test_the_cause_is_told_by_time_where_words_do_not(launch):
@@ -547,7 +547,7 @@ def test_the_cause_is_told_by_time_where_words_do_not(launch):
         """,
         code=1,
     )
-    assert "rank 1 failed first: exit code 1. After it failed rank 0." in done.stderr
+    assert "rank 1 failed first: exit code 1. Rank 0 failed after it." in done.stderr
 
 
 def test_a_rank_killed_is_reported_not_the_peers_that_noticed(launch):

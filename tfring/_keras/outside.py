@@ -69,7 +69,7 @@ def warn_of_model(model: Any) -> None:
     made = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
         f"{type(model).__name__} {model.name!r} {made}: it trains alone on each of "
-        f"{ring.cluster.world_size} workers that call fit(), and of what they write to one path the last remains. "
+        f"{ring.cluster.world_size} workers that call fit(), and their files overwrite each other. "
         f"To train one model on all of them, make it {SCOPE}.",
         stacklevel=3,
     )

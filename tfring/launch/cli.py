@@ -43,7 +43,17 @@ _SSH_OPTIONS = ("--ssh-port", "--ssh-identity", "--ssh-config")
 _OPTIONS_OF_STARTED = ("--workdir", "--python")
 _OPTIONS_OF_ADDRESSES = ("--interface", "--port-range")
 # Of Horovod, mpirun and torchrun.
-_OPTIONS_OF_OTHERS = ("-np", "--np", "--num-proc", "-H", "--nproc-per-node", "--nproc_per_node", "--nnodes")
+_OPTIONS_OF_OTHERS = (
+    "-np",
+    "--np",
+    "--num-proc",
+    "-H",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--nnodes",
+    "--workers",
+    "--num-workers",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.n = None if in_slurm else len(gpus.visible_gpus(os.environ)) or cpus.available_cpus()
     if unknown:
         near = _near(unknown[0], arguments.parser._option_string_actions)
-        arguments.parser.error(f"unknown option {unknown[0]}.{near} Options of the program come after its name")
+        where = " Options of the program come after its name." if "script" in arguments else ""
+        arguments.parser.error(f"unknown option {unknown[0]}.{near}{where}")
     for option, variable in _VARIABLE_OF.items():
         text = _given(arguments, option)
         if text is not None:
@@ -189,12 +200,6 @@ def _parser() -> argparse.ArgumentParser:
         "--max-workers", type=_positive, metavar="M", help="use only as many hosts of --hosts-from as M workers need"
     )
     _add_setting(launch, "--bind", "TO", "cores: bind each worker to its share of its host's cores (default: none)")
-    launch.add_argument(
-        "--encrypt",
-        action="store_const",
-        const="1",
-        help="encrypt by TLS what workers send over the network (default: TFRING_ENCRYPT, else off)",
-    )
     _add_setting(
         launch,
         "--seed",
@@ -302,7 +307,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         if script == "-":
             error("a program cannot come from standard input: there is one, and several workers")
         if not arguments.workdir and not os.path.exists(script):
-            error(f"no such script: {script!r} (from {os.getcwd()})")
+            left_out = f". Leave out {script!r}" if os.path.basename(script).startswith("python") else ""
+            error(f"no such script: {script!r} (from {os.getcwd()}){left_out}")
     if arguments.min_workers and not arguments.max_restarts:
         error("--min-workers says with how many workers to restart: give --max-restarts too")
     try:
@@ -437,6 +443,12 @@ def _add_options_of_a_job(parser: argparse.ArgumentParser) -> None:
         parser, "--interface", "NAME", "the network interface or network that ranks use: eth0, or 192.0.2.0/24"
     )
     _add_setting(parser, "--port-range", "PORTS", "the ports that ranks listen on, such as 20000-20100")
+    parser.add_argument(
+        "--encrypt",
+        action="store_const",
+        const="1",
+        help="encrypt by TLS what workers send over the network (default: TFRING_ENCRYPT, else off)",
+    )
 
 
 def _add_setting(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:

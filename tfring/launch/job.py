@@ -663,7 +663,7 @@ class Job:
             text += f" Also preempted: {_ranks(preempted)}."
         failed = [worker for worker in others if worker.exit_code != launch_variables.PREEMPTED]
         if failed:
-            text += f" After it failed {_ranks(failed)}."
+            text += f" {_ranks(failed).capitalize()} failed after it."
         stopped = [worker for worker in self._workers if worker.exit_code and worker not in self._failed]
         if stopped:
             text += f" Stopped: {_ranks(stopped)}."

@@ -78,7 +78,10 @@ def start_line(ring: Ring, servers: int) -> str:
     if ring.communication == "tensorflow":
         parts.append("TensorFlow's collectives")
     elif communicator is not None:
-        parts.append(f"ring over {' and '.join(_LINKS[link] for link in sorted(set(communicator.transport)))}")
+        links = sorted(set(communicator.transport))
+        parts.append(f"ring over {' and '.join(_LINKS[link] for link in links)}")
+        if config.read("TFRING_ENCRYPT"):
+            parts.append("TCP encrypted by TLS" if "tcp" in links else "nothing to encrypt")
     if servers:
         parts.append(f"{servers} parameter server{'s' if servers > 1 else ''}")
     if ring.communication != "tensorflow":
