@@ -50,8 +50,8 @@ def test_lines_that_are_not_printed(launch, monkeypatch):
     assert "tfring: " not in launch(2, TRAIN).stderr
     monkeypatch.setenv("TFRING_QUIET", "0")
     loop = "import tfring; strategy = tfring.RingStrategy(); strategy.barrier()"
-    said = launch(2, loop, options=["--seed", "7"]).stderr  # nothing was trained
-    assert [m.group(1) for m in FIRST.finditer(said)] == ["TCP"] and said.count("tfring: ") == 1
+    said = launch(2, loop, options=["--seed", "7", "--encrypt"]).stderr  # nothing was trained
+    assert [m.group(1) for m in FIRST.finditer(said)] == ["TCP, TCP encrypted by TLS"] and said.count("tfring: ") == 1
 
 
 def test_advice_where_more_than_half_was_waiting():
