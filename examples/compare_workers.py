@@ -42,7 +42,7 @@ def train(num_workers: int, output_dir: pathlib.Path, for_example: list[str]) ->
     command = [sys.executable, "-m", "tfring.launch", "-n", str(num_workers), str(EXAMPLE), *for_example]
     command += ["--output-dir", str(output_dir), "--json", str(file)]
     print(f"\n== workers: {num_workers}", flush=True)
-    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}  # without TensorFlow's notes on its start
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}  # fewer notes of TensorFlow on its start
     code = subprocess.run(command, env=environ).returncode
     if code:
         sys.exit(code)

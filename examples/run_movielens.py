@@ -39,7 +39,7 @@ def main() -> int:
     print(f"[3/3] Training with {args.n} workers", flush=True)
     launch = [f"{VENV}/bin/tfring", "launch", "-n", str(args.n)]
     command = [*launch, f"{ROOT}/examples/movielens.py", "--output-dir", f"{ROOT}/results", *for_example]
-    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}  # without TensorFlow's notes on its start
+    environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}  # fewer notes of TensorFlow on its start
     return subprocess.run(command, env=environ).returncode
 
 

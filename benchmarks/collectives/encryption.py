@@ -22,8 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests" / "cluster" / "engines"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests" / "cluster" / "engines")]
 
+import contest  # noqa: E402
 import namespaces  # noqa: E402
 
 from tfring.cluster import Cluster  # noqa: E402
@@ -74,7 +75,7 @@ def run(hosts: Sequence[namespaces.Host | None], ports: Sequence[int]) -> None:
 def main() -> None:
     if len(sys.argv) > 1:
         return rank(int(sys.argv[1]), json.loads(sys.argv[2]))
-    ports = 20000 + secrets.randbelow(10000), 30000 + secrets.randbelow(10000)
+    ports = contest.free_ports(2)
     print("loopback, not encrypted and encrypted", flush=True)
     run([None, None], ports)
     if why_not := namespaces.why_not():

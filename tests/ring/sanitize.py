@@ -5,6 +5,7 @@
 """
 
 import argparse
+import ctypes.util
 import os
 import pathlib
 import ssl  # noqa: F401  which loads OpenSSL
@@ -37,7 +38,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     loaded = {line.split()[-1] for line in pathlib.Path("/proc/self/maps").read_text().splitlines()}
-    with_tls = tuple(file for file in loaded if pathlib.Path(file).name.startswith("libssl"))
+    shared = [file for file in loaded if pathlib.Path(file).name.startswith("libssl")]
+    [*with_tls] = shared or filter(None, [ctypes.util.find_library("ssl")])
+    if not with_tls:
+        sys.exit("no OpenSSL is found, over which the driver is to run, too (Debian: apt install libssl3)")
     runs = [
         ("address and undefined", "ring_driver.cc", MEMORY, with_tls),
         ("thread", "ring_driver.cc", THREADS, with_tls),

@@ -19,6 +19,26 @@ SECRET = "the secret of a test of encryption"
 PATTERN = np.float32(1234.5)  # of whatever is sent
 SIZES = (1, 7, 1000, 70_001, 1_000_003)
 
+# Of this test alone: any process can make such a server, which knows no secret of a job.
+CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgvE9jYh7XToVxm/9s
+dOoWE2awOq/tqp6xBlUxJbCFNGyhRANCAARxZsSG1xiphoKBdXnFjVhfE7mARgL7
+9zlKj05Py/YqngxjbTFDsnT+wgU+2Qo97Jje9l/0FVU4xGHxs0GKhszq
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBgzCCASmgAwIBAgIUY/5B8+7roSicEvc15hYD90LJxYMwCgYIKoZIzj0EAwIw
+FjEUMBIGA1UEAwwLdGZyaW5nIHRlc3QwIBcNMjYxMTI5MTI1NjIyWhgPMjEyNjEx
+MDUxMjU2MjJaMBYxFDASBgNVBAMMC3RmcmluZyB0ZXN0MFkwEwYHKoZIzj0CAQYI
+KoZIzj0DAQcDQgAEcWbEhtcYqYaCgXV5xY1YXxO5gEYC+/c5So9OT8v2Kp4MY20x
+Q7J0/sIFPtkKPeyY3vZf9BVVOMRh8bNBiobM6qNTMFEwHQYDVR0OBBYEFNhIpS3p
+6v3dK/Bm2qmWa7g2Av+0MB8GA1UdIwQYMBaAFNhIpS3p6v3dK/Bm2qmWa7g2Av+0
+MA8GA1UdEwEB/wQFMAMBAf8wCgYIKoZIzj0EAwIDSAAwRQIhALvMXSmKGJBfPEXu
+xRDV3CzWtzW/9lDY/jQeYZdb2f9hAiBdZBAzrSlApsIfKK+m8tjWtBTW5FYOabEO
+T4rbHP1d8w==
+-----END CERTIFICATE-----
+"""
+
 
 class Relay:
     """Stands between rank 1 and rank 0: keeps what passes, and changes a byte of it where that is asked for.
@@ -151,8 +171,10 @@ def test_without_a_secret():
 
 def connected_pair():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return one, listener.accept()[0]
+        pair = socket.create_connection(listener.getsockname()), listener.accept()[0]
+        for end in pair:
+            end.settimeout(10)
+        return pair
 
 
 def attempt(connection, key, session, accepts, seconds, said):
@@ -191,6 +213,22 @@ def test_a_program_without_the_key():
             context.wrap_socket(one).recv(1)
         thread.join(20)
     assert said[True].startswith("its connection cannot be encrypted")
+
+
+def test_a_server_with_a_certificate_and_without_the_key(tmp_path):
+    """It could read everything, if a rank that connects took it for the other rank."""
+    (tmp_path / "server.pem").write_text(CERTIFICATE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    one, other = connected_pair()
+    said: dict = {}
+    with one, other:
+        thread = threading.Thread(target=attempt, args=(one, b"a" * 16, "ring 1", False, 10, said))
+        thread.start()
+        with pytest.raises((ssl.SSLError, OSError)):
+            context.wrap_socket(other, server_side=True).recv(1)
+        thread.join(20)
+    assert said[False].startswith("its connection cannot be encrypted")
 
 
 @pytest.mark.parametrize("accepts", [False, True])

@@ -258,6 +258,7 @@ def _build_symbolically(model: Any, data_batch: Any) -> None:
 
     That is what an optimizer updates, and of a model that is not built, which of its layers are called.
     """
+    vars(model).pop(_LEFT, None)  # of a call before
     if type(model).train_step is RingTrainer.train_step:
         return model._symbolic_build(data_batch=data_batch)
     if not all(layer.built for layer in model._flatten_layers()):
