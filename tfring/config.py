@@ -174,7 +174,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     # docs/security.md
     "TFRING_SECRET": Setting(
-        None, _secret, "at least 16 characters long", "what ranks prove to each other; the same on all of them", private=True
+        None,
+        _secret,
+        "at least 16 characters long",
+        "what ranks prove to each other; the same on all of them",
+        private=True,
     ),
     "TFRING_SECRET_FILE": Setting(None, str, "the name of a file", "where the secret is, in place of TFRING_SECRET"),
     "TFRING_REQUIRE_SECRET": Setting(False, _flag, "0 or 1", "refuse to start several ranks without a secret"),
