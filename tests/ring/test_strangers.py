@@ -565,7 +565,7 @@ def test_a_secret_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TFRING_SECRET_FILE", str(file))
     assert secret.of(None) == KEY
     file.write_text("short")
-    with pytest.raises(ConfigurationError, match="TFRING_SECRET, which has 5 characters, is not at least 16 characters long"):
+    with pytest.raises(ConfigurationError, match="which has 5 characters, is not at least 16 characters"):
         secret.of(None)
     monkeypatch.setenv("TFRING_SECRET_FILE", str(tmp_path / "none"))
     with pytest.raises(ConfigurationError, match=r"(?s)No such file.*openssl rand"):
