@@ -111,14 +111,27 @@ def test_callbacks_that_extend_writers_run_on_every_rank(tmp_path):
     assert (tmp_path / "log.csv").read_text().count("\n") == 3
 
 
-def interrupted(folder, resume):
+def interrupted(folder, resume, is_own_step):
     import keras
+    import tensorflow as tf
 
     ring = strategy()
     x, y = skewed_rows()
     keras.utils.set_random_seed(3)
+
+    class OwnStep(keras.Model):
+        def train_step(self, data):  # which builds the optimizer
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
     with ring.scope():
         model = small_model("adam")
+        if is_own_step:
+            model = OwnStep(model.inputs, model.outputs)
+            model.compile("adam", "mse")
 
     class Stop(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -139,12 +152,13 @@ def interrupted(folder, resume):
     return epochs, bits(model)
 
 
-def test_backup_and_restore_resumes_all_ranks(tmp_path):
-    uninterrupted = workers(2).run(interrupted, str(tmp_path / "whole"), True)
+@pytest.mark.parametrize("is_own_step", [False, True])
+def test_backup_and_restore_resumes_all_ranks(tmp_path, is_own_step):
+    uninterrupted = workers(2).run(interrupted, str(tmp_path / "whole"), True, is_own_step)
     assert [epochs for epochs, _ in uninterrupted] == [[0, 1, 2, 3, 4]] * 2
-    stopped = workers(2).run(interrupted, str(tmp_path / "cut"), False)
+    stopped = workers(2).run(interrupted, str(tmp_path / "cut"), False, is_own_step)
     assert [epochs for epochs, _ in stopped] == [[0, 1]] * 2
-    resumed = workers(2).run(interrupted, str(tmp_path / "cut"), True)
+    resumed = workers(2).run(interrupted, str(tmp_path / "cut"), True, is_own_step)
     assert resumed[0][0][0] >= 1 and resumed[0][0] == resumed[1][0]
     assert_same(resumed)
     assert resumed[0][1] == uninterrupted[0][1]

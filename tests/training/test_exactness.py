@@ -948,7 +948,51 @@ def test_an_optimizer_is_built_for_the_weights_that_a_step_updates(devices, buil
     for names, traced in workers(2, logical_cpus=devices).run(_slots, devices, builds_all):
         slots = [f"updated_in_part_{weight}_momentum" for weight in ("last_bias", "last_kernel", "dense_kernel")]
         assert names == ["iteration", "learning_rate", *slots], names
-        assert traced == devices
+        assert traced == 2 * devices  # the second time with all variables made, as TensorFlow does
+
+
+class ScalesItsLoss(keras.Model):
+    """A step whose Python looks at what it has made before: an optimizer that scales the loss, a variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.shift = None
+        self.traced = 0
+
+    def call(self, x):
+        if self.shift is None:
+            self.shift = tf.Variable(tf.zeros([6]), trainable=False)
+            self.shift.assign(tf.reduce_mean(x, 0))  # of the first trace alone
+        return self.dense(x - self.shift)
+
+    def train_step(self, data):
+        self.traced += 1
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2) * (2.0 if self.optimizer.built else 1.0)
+            scaled = self.optimizer.scale_loss(loss)
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss, "scaled": scaled}
+
+
+def _fit_what_it_has_made(has_strategy=True):
+    with harness.strategy().scope() if has_strategy else contextlib.nullcontext():
+        model = ScalesItsLoss()
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), dynamic_growth_steps=2))
+    x, y = _data()
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    logs = [np.array(history[name]) for name in ("loss", "scaled")]
+    return [*logs, model.shift.numpy(), *model.get_weights()], model.traced
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_step_that_makes_variables_is_traced_again(world_size):
+    [(one, traced)] = workers(1).run(_fit_what_it_has_made, False)
+    for several, also_traced in workers(world_size).run(_fit_what_it_has_made):
+        assert also_traced == traced == 2
+        for got, wanted in zip(several, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 class MadeInCall(keras.layers.Layer):

@@ -109,14 +109,37 @@ def for_rank(callbacks: Sequence[Any], model: Any, ring: Ring) -> list:
             f"BackupAndRestore saves and restores on rank 0 alone, and {sharded} gives each rank a shard. Use "
             "tfring.callbacks.Backup."
         )
+    backup = keras.callbacks.BackupAndRestore
+    if any(isinstance(c, backup) for c in callbacks):
+        callbacks = [*(_BuiltOnAllRanks(ring, c) for c in callbacks if isinstance(c, backup)), *callbacks]
     if ring.cluster.is_chief:
         return list(callbacks)
     for callback in callbacks:  # what extends CSVLogger may do more than write, so it runs
         if isinstance(callback, keras.callbacks.CSVLogger) and type(callback) is not keras.callbacks.CSVLogger:
             callback.filename = os.devnull
     writers = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
-    backup = keras.callbacks.BackupAndRestore
     return [c for c in callbacks if type(c) not in writers and not isinstance(c, backup)]
+
+
+class _BuiltOnAllRanks(keras.callbacks.Callback):
+    """Has all ranks build the optimizer if BackupAndRestore is about to build it on rank 0, to restore it.
+
+    Args:
+      ring: the workers.
+      backup: the BackupAndRestore.
+    """
+
+    def __init__(self, ring: Ring, backup: Any) -> None:
+        super().__init__()
+        self._ring, self._backup = ring, backup
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        if optimizer is None or optimizer.built:
+            return
+        finds = self._ring.cluster.is_chief and utils.file_utils.exists(self._backup._weights_path)
+        if self._ring.world.largest([int(finds)], name="a backup to restore")[0]:
+            optimizer.build(self.model.trainable_variables)
 
 
 class Needs(NamedTuple):
@@ -368,8 +391,6 @@ def all_variables(model: Any) -> list:
 
 def broadcast_variables(ring: Ring, model: Any) -> None:
     """Gives every rank rank 0's weights and optimizer state."""
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
     for variable in all_variables(model):
         [value] = ring.world.broadcast(
             [tf.convert_to_tensor(np.asarray(variable.numpy()))], name="restored variable"

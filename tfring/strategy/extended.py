@@ -188,13 +188,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         is_read_as_one = kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ
         self._of_parts = is_read_as_one and kwargs.get("aggregation") not in _NOT_SUMMED
         with contextlib.ExitStack() as scopes:
-            if not tf.executing_eagerly():  # a step makes it, while it is traced
+            if not tf.executing_eagerly():  # a step makes it, while it is traced; which TensorFlow then does again
                 value = _known_before_the_step(kwargs["initial_value"], kwargs.get("dtype"), self.worker_devices[0])
                 if value is not None:
                     scopes.enter_context(tf.init_scope())
                     kwargs["initial_value"] = value
-            if tf.executing_eagerly():  # else TensorFlow would trace the step twice
-                kwargs["experimental_enable_variable_lifting"] = False
             variable = super()._create_variable(next_creator, **kwargs)
         if isinstance(variable, tf.distribute.DistributedValues):
             _tf.note_replicas(variable)

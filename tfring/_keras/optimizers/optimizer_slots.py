@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfring._keras.sharding import mark, mark_of, shard_of, sharding_of, slots, stores, tables
 from tfring._keras.sharding.shards import Shards, refuse_unless_element_wise, shards_of
@@ -75,7 +76,11 @@ class OptimizerSlots(keras.optimizers.Optimizer):
             initializer = tables.without_copies(initializer)
         marked = mark_of(reference)
         ring = None if marked.sharding is None else ring_of(reference.value.distribute_strategy)
-        with contextlib.nullcontext() if ring is None else ring.variables_of_worker():
+        with contextlib.ExitStack() as scopes:
+            if self._ring is not None and not tf.distribute.has_strategy():  # a callback has it built
+                scopes.enter_context(self._ring.scope())
+            if ring is not None:
+                scopes.enter_context(ring.variables_of_worker())
             slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
         return mark(slot, sharding=marked.sharding, rank=marked.rank, update=update, weight=reference_variable)
 
