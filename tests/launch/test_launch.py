@@ -1015,6 +1015,74 @@ call(f"Graph execution error:\\n\\n{where}\\nof rank {rank}: too large")
     assert shown.index("[2] of rank 2") < shown.index("[0] of rank 0: too large\ntfring launch: rank 0 failed first")
 
 
+def test_an_error_that_all_ranks_raise_is_shown_once_and_no_rank_is_blamed(launch):
+    """Whichever is first; the others have the time to raise theirs."""
+    done = launch(3, "def build(width):\n    raise ValueError(f'no {width}')\ntime.sleep(0.3 * rank)\nbuild(7)", code=1)
+    assert done.stderr.count("raise ValueError") == done.stderr.count("in build") == 1
+    assert done.stderr.count("ValueError: no 7") == 2  # the traceback's, and the summary's
+    *_, one, two, last = done.stderr.splitlines()
+    assert {one, two} == {f"[{rank}] Traceback (most recent call last): as of rank 0, above" for rank in (1, 2)}
+    assert last == "tfring launch: ranks 0, 1 and 2 failed with the same error: ValueError: no 7."
+
+
+def test_an_error_of_several_paragraphs_is_told_by_the_first_two(launch):
+    """As Keras' are: the first says little."""
+    message = r"Exception encountered when calling call().\n\n\x1b[1mshapes differ\x1b[0m\n\nArguments:\n  • mask=None"
+    done = launch(2, f"time.sleep(0.3 * rank)\nraise ValueError('{message}')", code=1)
+    assert done.stderr.count("\nArguments:") == 1
+    assert done.stderr.splitlines()[-1] == (
+        "tfring launch: ranks 0 and 1 failed with the same error: "
+        "ValueError: Exception encountered when calling call(). shapes differ."
+    )
+
+
+@pytest.mark.parametrize("different", [0, 2])
+def test_an_error_of_one_rank_is_shown_beside_that_of_the_others(launch, different):
+    script = f"time.sleep(0.3 * rank)\nif rank == {different}: raise KeyError('own')\nraise ValueError('alike')"
+    done = launch(3, script, code=1)
+    last = done.stderr.splitlines()[-1]
+    if different == 0:
+        assert last == "tfring launch: rank 0 failed first: exit code 1. Ranks 1 and 2 failed after it."
+    else:
+        alike = "ranks 0 and 1 failed with the same error: ValueError: alike."
+        assert last == f"tfring launch: {alike} Rank 2 failed after it."
+    assert done.stderr.count("raise ValueError") == 1 and done.stderr.count("raise KeyError") == 1
+    assert "[0] ValueError: alike" in done.stderr if different else "[0] KeyError: 'own'" in done.stderr
+
+
+def test_the_rank_that_failed_by_itself_is_blamed_for_those_that_lost_it(launch):
+    """Those raise the same error, too."""
+    script = """
+        from tfring.cluster import detect
+        from tfring.errors import PeerLostError
+        detect()
+        if rank == 1:
+            wait_for("0", "2")
+            raise ValueError("boom")
+        note(str(rank))
+        time.sleep(0.3)
+        raise PeerLostError("rank 1 died")
+    """
+    done = launch(3, script, code=1)
+    assert done.stderr.splitlines()[-1].startswith("tfring launch: rank 1 failed first: exit code 1.")
+    assert "the same error" not in done.stderr
+
+
+def test_an_error_after_which_all_ranks_went_on_is_not_that_which_ended_them(launch):
+    script = """
+        import traceback
+        try:
+            raise ValueError("handled")
+        except ValueError:
+            traceback.print_exc()
+        note(str(rank))
+        wait_for("0", "1")
+        time.sleep(600) if rank else sys.exit(3)
+    """
+    done = launch(2, script, code=3)
+    assert "tfring launch: rank 0 failed first: exit code 3. Stopped: rank 1." in done.stderr
+
+
 def test_a_place_that_python_marks_without_an_indent_is_folded(launch):
     """As of Python 3.11 under a `with` of several lines: "^^^^" begins its line."""
     frames = ["Traceback (most recent call last):", "  File a.py", "^^^^", "  File b.py", "ValueError: of rank "]

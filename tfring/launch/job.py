@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 from tfring.cluster import Address, Cluster, launch_variables
 from tfring.errors import ConfigurationError
-from tfring.launch import exit_codes, frames, processes
+from tfring.launch import exit_codes, frames, processes, tracebacks
 from tfring.launch.guard import STOP_SIGNALS
 from tfring.launch.hosts import Host
-from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces, without_frames
+from tfring.launch.output import Shown, Stream, Surface, prefix, surfaces
 from tfring.launch.remote import RemoteHost, Way
 from tfring.launch.worker import FDS_OF_A_WORKER, start
 from tfring.transport import secret, sockets
@@ -35,6 +35,9 @@ _PREEMPT = ((signal.SIGTERM, 25.0), (signal.SIGKILL, 5.0))  # lets tfring.callba
 _KILL = ((signal.SIGKILL, 5.0),)
 
 _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the others have noticed
+_SAME_ERROR_SECONDS = 1.0  # how long the others may take, from the first traceback on, to end by the same error
+_RAISED = 1  # the exit code of Python where no one catches an error
+_MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; one that went on after it ends by something else
 
 _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
 
@@ -66,6 +69,7 @@ class Worker:
     server: int | None = None  # its number, of a parameter server; its rank then comes after those of the workers
     exit_code: int | None = None  # negative for a signal
     failed_at: float = 0.0  # when its traceback began, or it ended without
+    error: list[bytes] = dataclasses.field(default_factory=list)  # the traceback by which it ended
     lost_a_peer: bool = False  # it ended because another had, as it has said: it is not the first to fail
 
     @property
@@ -463,6 +467,8 @@ class Job:
         now = time.monotonic()
         worker.out.pump()
         worker.err.pump()
+        if worker.err.traceback_at is not None and now - worker.err.traceback_at < _MOST_EXIT_SECONDS:
+            worker.error = worker.err.last_traceback()
         if code == 0:
             self._end_those_started_again()
         if code == 0 or self._stop_code is not None:
@@ -478,12 +484,15 @@ class Job:
             if self._is_training():
                 self._start_server_again(worker)
             return
-        worker.failed_at = now if code < 0 else (worker.err.traceback_at or now)
+        traceback_at = worker.err.traceback_at if code > 0 else None
+        worker.failed_at = now if traceback_at is None else traceback_at
         self._failed.append(worker)
-        if not self._another_may_be_first(worker):
-            self._decide_at = now
-        elif self._decide_at is None:
-            self._decide_at = now + _CAUSE_SECONDS
+        decide_at = now
+        if self._another_may_be_first(worker):
+            decide_at = now + _CAUSE_SECONDS
+        elif traceback_at is not None:
+            decide_at = traceback_at + _SAME_ERROR_SECONDS
+        self._decide_at = decide_at if self._decide_at is None else min(self._decide_at, decide_at)
 
     def _start_server_again(self, server: Worker) -> None:
         if server.rank in self._replicated and self._restarts.get(server.rank, 0) >= self._max_server_restarts:
@@ -648,29 +657,40 @@ class Job:
     def _report_failure(self, first: Worker) -> None:
         words, others_since = first.err.last_words()
         if others_since and first.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):  # it had no last words
-            for line in without_frames(words):
+            for line in tracebacks.without_frames(words):
                 self._err.write_line(prefix(first.rank if first.server is None else first.name) + line)
         which = "failed first" if len(self._workers) > 1 else "failed"
         if first.exit_code == launch_variables.PREEMPTED:
             which = "was preempted, and has saved what a tfring.callbacks.Backup goes on from"
         text = f"{first.name} {which}: {_describe(first.exit_code)}."
+        alike = self._ended_alike(first)
+        if alike:
+            error = tracebacks.summary(first.error)
+            text = f"{_ranks([first, *alike])} failed with the same error: {error.rstrip('.')}."
         early = [worker for worker in self._workers if worker.exit_code == 0]
         if early and first.lost_a_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."
-        others = [worker for worker in self._failed if worker is not first]
+        others = [worker for worker in self._failed if worker is not first and worker not in alike]
         preempted = [worker for worker in others if worker.exit_code == launch_variables.PREEMPTED]
         if preempted:
             text += f" Also preempted: {_ranks(preempted)}."
         failed = [worker for worker in others if worker.exit_code != launch_variables.PREEMPTED]
         if failed:
             text += f" {_ranks(failed).capitalize()} failed after it."
-        stopped = [worker for worker in self._workers if worker.exit_code and worker not in self._failed]
+        stopped = [worker for worker in self._workers if worker.exit_code and worker not in [*self._failed, *alike]]
         if stopped:
             text += f" Stopped: {_ranks(stopped)}."
         text += self._sequel(self)
         if self._log_dir:
             text += f" All it printed: {self._log_dir / (first.name.replace(' ', '-') + '.log')}"
         self._say(text)
+
+    def _ended_alike(self, first: Worker) -> list[Worker]:
+        """Returns the workers that have ended by the same error as the first to fail, which is not another's end."""
+        if first.lost_a_peer or first.exit_code != _RAISED:
+            return []
+        others = [worker for worker in self._workers if worker is not first and worker.exit_code]
+        return [worker for worker in others if tracebacks.is_same(first.error, worker.error)]
 
     def _say(self, text: str) -> None:
         self._err.write_line(f"tfring launch: {text}".encode())

@@ -3,7 +3,7 @@
 Rank 0 is passed on as it is, progress bars included; but a line is given a moment to get its end, because `print`
 writes it in parts. Of the others, and of rank 0 where lines are shown with their time, whole lines are shown, `[rank] `
 in front; lines that were drawn over (carriage returns, backspaces: progress bars) are left out. What TensorFlow's log
-says on every rank, a warning of Python, and the frames of a traceback that another rank has shown, are shown once.
+says on every rank, a warning of Python, and a traceback that another rank has shown, are shown once.
 Bytes throughout, so no text is too odd.
 """
 
@@ -22,17 +22,12 @@ import termios
 import time
 from typing import BinaryIO
 
+from tfring.launch import tracebacks
+
 _LINE_SECONDS = 0.1  # how long rank 0's line may lack its end until it is shown without, as a question is
 _MAX_LINE_BYTES = 64 * 1024  # a longer one is shown in parts
 _MOST_LOG_LINES = 10_000  # different ones, that are remembered
 _KEPT_LINES = 400  # of a worker's standard error, to tell why it failed
-# "Traceback (most recent call last):", "  + Exception Group Traceback (most recent call last):" but not the
-# "    | Traceback (most recent call last):" within a group, and what faulthandler writes of a crash.
-_TRACEBACK = re.compile(rb"(?<!\| )Traceback \(most recent call last\):|Fatal Python error: ")
-_FRAMES = re.compile(rb"\(most recent call last\):\r?$")  # of Python, and of the graph in TensorFlow's errors
-_OF_FRAMES = re.compile(rb"  |[\s^~]*$")  # Python marks a place in a line of many lines without an indent
-_FEWEST_FRAMES = 4  # lines of frames that are worth folding
-_MOST_FRAMES = 2000
 # A line of TensorFlow's log; what follows the time and the thread is the same on all ranks, if the line is.
 _LOG = re.compile(
     rb"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWE]|[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+) (\S+:\d+\] .*)"
@@ -42,7 +37,6 @@ _LOG = re.compile(
 _WARNING = re.compile(rb"\S.*:\d+: (\w*Warning: .*)")
 _PIPE_BYTES, _TERMINAL_BYTES = select.PIPE_BUF, 256  # what takes some bytes takes as many without blocking
 _MOST_PENDING_BYTES = 1 << 26  # what is printed beyond is dropped; reached only by what is being stopped
-_CAUSE = re.compile(rb"^(During handling of the above exception|The above exception was the direct cause)")
 
 
 class Surface:
@@ -155,7 +149,7 @@ class Stream:
         self.show_rest_at: float | None = None  # when `show_rest` is to be called
         self._rest = b""  # the line that has no end yet
         self._not_shown = b""  # what rank 0 has still to show
-        self._frames: list[bytes] = []  # of a traceback that has not ended yet
+        self._tracebacks = tracebacks.Folding(rank, shown.tracebacks)
         self._folds_log = False  # whether the last line of the log was left out
         self._folds_source = False  # whether the line of the source of a warning is left out
         self._others_before_line = 0
@@ -193,13 +187,13 @@ class Stream:
     def last_words(self) -> tuple[list[bytes], bool]:
         """The last traceback, or else the last lines; and whether lines of other ranks were shown since."""
         lines = list(self.lines)
-        starts = [i for i, line in enumerate(lines) if _TRACEBACK.search(line)]
-        if not starts:
-            return lines[-20:], self._shown.by_others(self._rank) > self._others_before_line
-        start = starts.pop()
-        while starts and any(_CAUSE.match(line) for line in lines[max(0, start - 2) : start]):
-            start = starts.pop()
-        return lines[start:], self._shown.by_others(self._rank) > self._others_before_traceback
+        traceback = tracebacks.last(lines)
+        since = self._others_before_traceback if traceback else self._others_before_line
+        return traceback or lines[-20:], self._shown.by_others(self._rank) > since
+
+    def last_traceback(self) -> list[bytes]:
+        """The last traceback, without lines of TensorFlow's log; empty where there is none."""
+        return tracebacks.last([line for line in self.lines if not _LOG.match(line)])
 
     def take(self, data: bytes) -> None:
         """Shows what the worker has printed."""
@@ -221,7 +215,7 @@ class Stream:
     def show_rest(self) -> None:
         """Shows a traceback that has not ended, and a line of rank 0 that has no end."""
         self.show_rest_at = None
-        self._show(self._end_of_frames())
+        self._show(self._tracebacks.end())
         if self._not_shown:
             self._surface.write_raw(self._not_shown)
             self._not_shown = b""
@@ -237,41 +231,31 @@ class Stream:
             for line in lines:
                 self._show(self._folded(line))
             if rest:
-                self._show(self._end_of_frames())
+                self._show(self._tracebacks.end())
                 self._surface.write_raw(rest)
         self._not_shown = text[whole_bytes:]
-        if (self._not_shown or self._frames) and self.show_rest_at is None:
+        if (self._not_shown or self._tracebacks.is_pending) and self.show_rest_at is None:
             self.show_rest_at = time.monotonic() + _LINE_SECONDS
 
     def _folded(self, line: bytes) -> list[bytes]:
         """The lines to show now that this one is there: it, it and those held back before, or none."""
-        if self._frames and _OF_FRAMES.match(line) and len(self._frames) < _MOST_FRAMES:
-            self._frames.append(line)
-            return []
-        lines = self._end_of_frames()
-        if _FRAMES.search(line):
-            self._frames = [line]
-            return lines
+        log = _LOG.match(line)
+        lines: list[bytes] = []
+        if not log:
+            lines, is_done = self._tracebacks.take(line)
+            if is_done:
+                return lines
         folds_source, self._folds_source = self._folds_source, False
         if folds_source and line.startswith(b"  "):
             return lines
         if _WARNING.match(line):
             self._folds_source = self._shown.count_log_line(self._rank, line)
             return lines if self._folds_source else [*lines, line]
-        log = _LOG.match(line)
         if log:
             self._folds_log = self._shown.count_log_line(self._rank, log.group(1) or log.group(2))
         elif not line.startswith(b"\t"):  # a message's second line
             self._folds_log = False
         return lines if self._folds_log else [*lines, line]
-
-    def _end_of_frames(self) -> list[bytes]:
-        """The frames held back; one line where another rank has shown the same."""
-        frames, self._frames = self._frames, []
-        if len(frames) < _FEWEST_FRAMES:
-            return frames
-        other = self._shown.first_with_frames(self._rank, b"\n".join(frames))
-        return frames if other is None else [frames[0].rstrip() + b" as of rank %d, above" % other]
 
     def _show(self, lines: list[bytes]) -> None:
         for line in lines:
@@ -279,6 +263,7 @@ class Stream:
                 self._surface.write_raw(line + b"\n")
             else:
                 self._surface.write_line(self._now() + self._prefix + line)
+            if not isinstance(line, tracebacks.Fold):
                 self._shown.count(self._rank)
 
     def _now(self) -> bytes:
@@ -290,18 +275,16 @@ class Stream:
         line = line.removesuffix(b"\r")
         drawn_over = _drawn_over(line)
         self._others_before_line = self._shown.by_others(self._rank)
-        traceback = _TRACEBACK.search(line)
+        traceback = tracebacks.START.search(line)
         if traceback:
             self.traceback_at = time.monotonic()
             self._others_before_traceback = self._others_before_line
             if drawn_over:  # it began behind a progress bar
                 line, drawn_over = line[traceback.start() :], False
         self.lines.append(line.rpartition(b"\r")[2])
-        if self._is_raw:
-            self._shown.count(0)
-        elif not drawn_over:
+        if not self._is_raw and not drawn_over:
             self._show(self._folded(line))
-            if self._frames and self.show_rest_at is None:
+            if self._tracebacks.is_pending:
                 self.show_rest_at = time.monotonic() + _LINE_SECONDS
 
 
@@ -312,7 +295,7 @@ class Shown:
         self._lines: collections.Counter[int] = collections.Counter()
         self._log: collections.Counter[bytes] = collections.Counter()
         self._log_of_rank: collections.Counter[tuple[int, bytes]] = collections.Counter()
-        self._frames: dict[bytes, int] = {}
+        self.tracebacks: dict[bytes, tracebacks.Traceback] = {}
 
     def count_log_line(self, rank: int, text: bytes) -> bool:
         """Counts a line of a rank's log. Returns True if another rank has shown it as often as this one has it now."""
@@ -335,11 +318,6 @@ class Shown:
                 found.append(f"{number} ranks: {warning[1].decode(errors='replace')}")
         return found
 
-    def first_with_frames(self, rank: int, frames: bytes) -> int | None:
-        """Returns another rank that has shown these frames; else records this one, and returns None."""
-        first = self._frames.setdefault(frames, rank)
-        return None if first == rank else first
-
     def count(self, rank: int) -> None:
         self._lines[rank] += 1
 
@@ -355,18 +333,6 @@ def _num_readable(fd: int) -> int:
 
 def _drawn_over(line: bytes) -> bool:
     return b"\r" in line or b"\b" in line
-
-
-def without_frames(lines: list[bytes]) -> list[bytes]:
-    """A traceback without its frames and those of TensorFlow's graph in its message, which were shown before."""
-    result: list[bytes] = []
-    skips = False
-    for line in lines:
-        skips = skips and bool(_OF_FRAMES.match(line))
-        if not skips:
-            skips = bool(_FRAMES.search(line))
-            result.append(line.rstrip() + b" above" if skips else line)
-    return result
 
 
 def prefix(rank: int | str) -> bytes:

@@ -39,9 +39,10 @@ output:
 
 exit code:
   0 if all workers exit with 0. If a worker fails, the others are stopped, its error is printed last, and its exit code
-  (128 + signal if it was killed) is returned. Ctrl-C interrupts all workers; a second Ctrl-C kills them. No process
-  that a worker started outlives the job, even if the launcher is killed. Exception: if the launcher and its child that
-  watches the workers are killed at the same time, workers end but processes that they started may remain.
+  (128 + signal if it was killed) is returned. An error that several workers raise is shown once, with their ranks.
+  Ctrl-C interrupts all workers; a second Ctrl-C kills them. No process that a worker started outlives the job, even if
+  the launcher is killed. Exception: if the launcher and its child that watches the workers are killed at the same time,
+  workers end but processes that they started may remain.
 
 parameter servers:
   --servers S starts S more processes of the program. tfring.ParameterServerStrategy() serves parameters in them and
