@@ -129,7 +129,7 @@ def fail_in_fit(name):
     except LookupError:
         strategy.close()
     except PeerLostError as error:
-        seen += [str(error), type(error.__cause__).__name__]
+        seen += [str(error), type(error.__context__).__name__]
     strategy = harness.strategy()
 
     def differ(x):

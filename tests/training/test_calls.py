@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import time
+import traceback
 
 import harness
 import numpy as np
@@ -59,6 +60,46 @@ def message_of_a_rank_that_left(_):
         model.evaluate(x, y, verbose=0)
     except PeerLostError as error:
         return str(error)
+
+
+def tracebacks_of_a_rank_that_left(how):
+    """Of an error of the program's own, and of what rank 0 raises once rank 1 has left."""
+    import keras
+    import tensorflow as tf
+
+    strategy = harness.strategy()
+    model = make_model(strategy)
+    x, y = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
+
+    class Raises(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            raise ValueError("on all ranks")
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            if strategy.rank == 1:
+                raise LookupError("on rank 1")
+            model.evaluate(x, y, verbose=0)
+
+    with pytest.raises(ValueError) as own:
+        model.evaluate(x, y, verbose=0, callbacks=[Raises()])
+    if strategy.rank == 1:
+        if how == "callback":
+            with pytest.raises(LookupError):
+                model.fit(x, y, verbose=0, callbacks=[Evaluates()])
+        strategy.close()
+        return None
+    if how == "unfiltered":
+        keras.config.disable_traceback_filtering()
+    try:
+        with pytest.raises(PeerLostError) as lost:
+            if how == "run":
+                strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.ones(3)))
+            else:
+                model.fit(x, y, verbose=0, callbacks=[Evaluates()] if how == "callback" else [])
+    finally:
+        keras.config.enable_traceback_filtering()
+    return ["".join(traceback.format_exception(error.value)) for error in (own, lost)]
 
 
 def message_of_calls_at_two_places(_):
@@ -187,6 +228,21 @@ def test_a_rank_that_left():
     told, _ = workers(2).run(message_of_a_rank_that_left, None)
     assert told.startswith("rank 1 left the ring") and "Rank 0 was in `model.evaluate` at test_calls.py:" in told
     assert "All ranks make the same calls in the same order" in told
+
+
+@pytest.mark.parametrize("how", ["fit", "callback", "run", "unfiltered"])
+def test_an_error_of_another_rank_has_the_frames_of_the_program_alone(how):
+    """An error of the program's own keeps those of tfring; Keras' switch shows all."""
+    (own, lost), _ = workers(2).run(tracebacks_of_a_rank_that_left, how)
+    assert "tfring/_keras/trainer.py" in own and "test_calls.py" in own
+    files = re.findall(r'File ".*/(.*)", line', lost)
+    if how == "unfiltered":
+        assert {"test_calls.py", "trainer.py", "contextlib.py", "agreement.py"} <= {*files}, lost
+    else:
+        wrapper = {"api.py"} if how == "run" else set()  # TensorFlow's, around all of `strategy.run`
+        assert {*files} - wrapper == {"test_calls.py"} and "Graph execution error" not in lost, lost
+        assert lost.count("in on_train_begin") == (how == "callback")
+    assert lost.splitlines()[-1].startswith("tfring.errors.PeerLostError: rank 1 ")
 
 
 def test_calls_at_two_places():

@@ -92,21 +92,21 @@ class RingTrainer(TensorFlowTrainer):
             outside.refuse_model(self, "fit")
             outside.warn_of_model(self)
             return super().fit(*args, **kwargs)
-        with _call("fit", self, ring, args, kwargs) as (given, _):
+        with _short_traceback(), _call("fit", self, ring, args, kwargs) as (given, _):
             return super().fit(**given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         ring = ring_of_model(self)
         if ring is None or kwargs.get("_use_cached_eval_dataset"):  # the validation of `fit`
             return super().evaluate(*args, **kwargs)
-        with _call("evaluate", self, ring, args, kwargs) as (given, _):
+        with _short_traceback(), _call("evaluate", self, ring, args, kwargs) as (given, _):
             return super().evaluate(**given)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         ring = ring_of_model(self)
         if ring is None:
             return super().predict(*args, **kwargs)
-        with _call("predict", self, ring, args, kwargs) as (given, needed):
+        with _short_traceback(), _call("predict", self, ring, args, kwargs) as (given, needed):
             self.make_predict_function()
             if not isinstance(self.predict_function, PredictFunction):  # one that the user put there
                 return super().predict(**given)
@@ -166,6 +166,10 @@ for _name in ("compile", "fit", "evaluate", "predict"):  # what `help` and `insp
     functools.update_wrapper(vars(RingTrainer)[_name], getattr(TensorFlowTrainer, _name))
 _SIGNATURES = {name: inspect.signature(getattr(TensorFlowTrainer, name)) for name in ("fit", "evaluate", "predict")}
 _LEFT = "_tfring_left_to_step"  # of a model that is not built: the spec of a batch
+
+
+def _short_traceback() -> failures.ShortTraceback:
+    return failures.ShortTraceback(keras.config.is_traceback_filtering_enabled())
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ _KILL = ((signal.SIGKILL, 5.0),)
 _CAUSE_SECONDS = 2.0  # how long the first to fail may take to exit after the others have noticed
 _SAME_ERROR_SECONDS = 1.0  # how long the others may take, from the first traceback on, to end by the same error
 _RAISED = 1  # the exit code of Python where no one catches an error
-_MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; one that went on after it ends by something else
+_MOST_EXIT_SECONDS = 30.0  # from a traceback to the end of the process; else it is not what ended it
 
 _GOES_ON = b"a"  # what a worker has said, whose loss the others survive (asynchronous parameter servers)
 

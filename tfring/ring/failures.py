@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import types
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -53,6 +57,44 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
     except RuntimeError as error:
         raise_interrupt(error)
         raise
+
+
+class ShortTraceback:
+    """In here an error that names a lost or late rank keeps the frames of the program alone, as by Keras' filter.
+
+    Frames of tfring, Keras and TensorFlow are left out, and TensorFlow's error becomes its `__context__`: they tell
+    nothing about the other rank. Other errors keep all. A class, for a generator's `with` puts the frames back.
+
+    Args:
+        filters: False after `keras.config.disable_traceback_filtering()`; TensorFlow has a switch of its own.
+    """
+
+    def __init__(self, filters: bool = True) -> None:
+        self._filters = filters and tf.debugging.is_traceback_filtering_enabled()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: types.TracebackType | None) -> None:
+        if self._filters and isinstance(error, (PeerLostError, CollectiveTimeoutError)):
+            error.__context__ = error.__cause__ or error.__context__
+            error.__cause__ = None  # and with it, `__suppress_context__`
+            error.__traceback__ = _users_frames(trace)
+
+
+def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    if trace is None:
+        return None
+    rest = _users_frames(trace.tb_next)
+    libraries = tuple(
+        os.path.dirname(sys.modules[name].__file__ or "") + os.sep
+        for name in ("tfring", "keras", "tensorflow")
+        if name in sys.modules
+    )
+    file = trace.tb_frame.f_code.co_filename
+    if file.startswith(libraries) or file == contextlib.__file__:
+        return rest
+    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 @contextlib.contextmanager

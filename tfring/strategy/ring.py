@@ -267,7 +267,7 @@ class RingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         Where a collective fails, it raises tfring's error, unless TensorFlow runs it later, in a `tf.function` around
         this call.
         """
-        with failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
+        with failures.ShortTraceback(), failures.reraise_as_tfring_error(self.ring.channels, self.mesh):
             return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Any, axis: int | None) -> Any:
