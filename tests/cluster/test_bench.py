@@ -22,9 +22,11 @@ def document(process):
 def test_three_on_this_machine(start):
     out, err = ended(start([*BENCH, "-n", "3", "--op", "all_reduce,all_to_all", "--sizes", "4,1M"]))
     assert err == ""
-    title, limit, blank, columns, units, *lines = out.splitlines()
+    title, limit, terms, training, _, blank, columns, units, *lines = out.splitlines()
     assert title == "tfring bench: 3 ranks on 1 host, from tfring launch" and blank == ""
-    assert re.fullmatch(r"Limit: memory copy, [\d.]+ GB/s each, every rank copies, all at once", limit)
+    reached = "which copying memory reaches where every rank copies, all at once"
+    assert re.fullmatch(rf"Limit: [\d.]+ GB/s a rank, {reached}", limit)
+    assert terms.startswith("time: of one call; algbw: ") and "all_reduce sums gradients" in training
     assert columns.split() == [
         "collective",
         "size",

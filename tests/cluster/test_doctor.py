@@ -52,10 +52,10 @@ def test_alone(start):
 def test_three_on_this_machine(start):
     out, err = ended(start([*DOCTOR, "-n", "3"]))
     assert err == ""
-    assert "6 of 6 ordered pairs" in out and "never came" not in out
+    assert "6 of 6 connections" in out and "never came" not in out
     assert out.endswith("Ready: 3 workers on 1 host can train.\n")
     assert out.count("one host, shared memory, latency") == 3
-    assert "\n              all_reduce: flat up to 21.8 kB, ring beyond\n" in out
+    assert "\n              algorithm of all_reduce: flat up to 21.8 kB, ring above\n" in out
 
 
 def test_the_document(start):
@@ -124,7 +124,7 @@ def test_a_rank_that_never_comes(start):
     assert f"Rank 2 never came. {addresses[2]}: refused: the host answers, but no process listens" in out
     assert "Start the doctor for rank 2 too" in out and "Not ready: 1 problem" in out
     assert f"{addresses[2]} (never came)" in out
-    assert "2 of 6 ordered pairs" in out and "R refused" in out
+    assert "2 of 6 connections" in out and "R refused" in out
 
 
 def test_rank_0_never_comes(start):
@@ -305,7 +305,16 @@ def test_hosts_that_cannot_be_had(start):
     process = start([*DOCTOR, "--json", "--hosts", "nowhere.invalid:1,other.invalid:1"])
     out, err = ended(process, 1)
     found = json.loads(out)
-    assert not found["ready"] and "could not be started" in words(found) and "tfring launch: " in err
+    assert not found["ready"] and "tfring launch: " in err
+    assert "did not start for every rank, or ended before the report (exit code 71):\n  " in words(found)
+    assert re.search(r"^  tfring launch: .*(nowhere|other)\.invalid", words(found), re.M), "the reason"
+
+
+def test_the_reason_of_a_doctor_that_does_not_start_stands_with_the_problem(start):
+    out, err = ended(start([*DOCTOR, "-n", str((os.cpu_count() or 1) + 1)], TFRING_BIND="cores"), 1)
+    reason = "tfring launch: could not start rank 0: "
+    assert f"before the report (exit code 71):\n       {reason}" in out and reason in err
+    assert "\n     Fix this and run the command again.\n" in out and "standard error" not in out
 
 
 @pytest.mark.parametrize(
@@ -456,8 +465,8 @@ def test_what_is_slow():
 def test_servers_of_the_launcher_are_examined_too(start):
     out, err = ended(start([*DOCTOR, "-n", "2", "--servers", "1"]))
     assert err == ""
-    assert "tfring doctor: 3 ranks, from tfring launch; rank 2 is the parameter server\n" in out
-    assert "6 of 6 ordered pairs" in out
+    assert "tfring doctor: 3 processes (ranks 0-2), from tfring launch; rank 2 is the parameter server\n" in out
+    assert "6 of 6 connections" in out
     assert re.search(r"ranks 0-2, \d+ CPUs? for 2 workers and 1 parameter server \(", out), out
     assert out.endswith("Ready: 2 workers and 1 parameter server on 1 host can train.\n")
 

@@ -12,6 +12,11 @@ from tfring.cluster import Cluster, parse_address
 SCHEMA = 1
 _COLUMNS = ("collective", "size", "count", "dtype", "time", "algorithm", "algbw", "busbw", "of limit")
 _UNITS = ("", "bytes", "", "", "us", "", "GB/s", "GB/s", "")
+_LEGEND = (
+    "time: of one call; algbw: size / time; busbw: what the slowest connection carries; of limit: busbw / limit.\n"
+    "In training, all_reduce sums gradients; all_gather, reduce_scatter and all_to_all serve sharded layers; broadcast "
+    "copies\ninitial weights."
+)
 _WIDTHS = (14, 11, 10, 8, 10, 9, 7, 7, 8)
 
 
@@ -38,9 +43,12 @@ def head(document: dict[str, Any]) -> str:
     cluster, limit = document["cluster"], document["limit"]
     hosts = len(cluster["hosts"])
     where = f"{cluster['world_size']} ranks on {hosts} host{'s' if hosts > 1 else ''}, from {cluster['source']}"
-    at_once = {"raw socket": "every rank sends to the next and gets as much", "memory copy": "every rank copies"}
-    speed = f"{limit['gigabytes_per_second']:.3g} GB/s each, {at_once[limit['kind']]}, all at once"
-    return f"tfring bench: {where}\nLimit: {limit['kind']}, {speed}\n\n{_line(_COLUMNS)}\n{_line(_UNITS)}"
+    reached_by = {
+        "raw socket": "plain sockets reach where every rank sends to the next and gets as much",
+        "memory copy": "copying memory reaches where every rank copies",
+    }
+    speed = f"{limit['gigabytes_per_second']:.3g} GB/s a rank, which {reached_by[limit['kind']]}, all at once"
+    return f"tfring bench: {where}\nLimit: {speed}\n{_LEGEND}\n\n{_line(_COLUMNS)}\n{_line(_UNITS)}"
 
 
 def line(result: dict[str, Any]) -> str:

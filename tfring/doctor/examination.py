@@ -37,6 +37,7 @@ _ANSWER_SECONDS = 25.0  # for facts, with names that do not resolve
 _CLOCK_SECONDS = 20.0
 _RING_SECONDS = 20.0  # to form, and for each collective
 _MARGIN_SECONDS = 10.0
+_MOST_LINES = 20  # of what was printed, in the report
 _LINGER_SECONDS = 3.0  # so that a launcher learns of rank 0's end first
 
 _RANKS = wire.list_of(wire.integer(0, handshake.MAX_RANKS), handshake.MAX_RANKS)
@@ -89,11 +90,12 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
     return _report(found, as_json, not_ready_code)
 
 
-def not_started(code: int, *, as_json: bool) -> int:
-    """Reports that the launcher could not bring doctors to every place, or keep them there."""
-    problem = f"The doctor could not be started for every rank, or ended before the report (exit code {code})."
-    found = findings.without_cluster(None, f"{problem}\nSee the messages on standard error.")
-    return _report(found, as_json, 1)
+def not_started(code: int, printed: str, *, as_json: bool) -> int:
+    """Reports that the launcher could not bring doctors to every place, or keep them there, with what was printed."""
+    lines = [f"  {line}" for line in printed.splitlines()[-_MOST_LINES:] if line.strip()]
+    problem = f"The doctor did not start for every rank, or ended before the report (exit code {code})"
+    reason = "\n".join([f"{problem}:", *lines] if lines else [f"{problem}."])
+    return _report(findings.without_cluster(None, f"{reason}\n\nFix this and run the command again."), as_json, 1)
 
 
 def _with_servers(roles: Roles) -> Cluster:

@@ -27,7 +27,10 @@ class Finding(NamedTuple):
 
 
 def without_cluster(facts: dict[str, Any] | None, problem: str) -> dict[str, Any]:
-    """Returns the results where no cluster could be found; `facts` of this process, if they matter."""
+    """Returns the results where no cluster could be found; `facts` of this process, if they matter.
+
+    Of a problem of several lines, those after an empty one say what to do; else those after the first.
+    """
     return {
         "source": None,
         "world_size": None,
@@ -46,22 +49,23 @@ def may_form(found: dict[str, Any]) -> bool:
 def problems(found: dict[str, Any]) -> Iterator[Finding]:
     """Yields the problems that keep this cluster from training."""
     if found["problem"]:
-        what, _, do = found["problem"].partition("\n")
-        yield Finding(what, do or "Mend that, and ask again.")
+        what, _, do = found["problem"].partition("\n\n" if "\n\n" in found["problem"] else "\n")
+        yield Finding(what, do or "Fix this and run the command again.")
     yield from _of_hosts(found["facts"])
     yield from _of_names(found["facts"])
     yield from _of_missing(found)
     yield from _of_connections(found)
     for rank, problem in found.get("lost", {}).items():
         who = _capital(named([rank], found))
-        yield Finding(f"{who} was there and is gone: {problem}.", "See what it printed, and ask again.")
+        yield Finding(f"{who} was there and is gone: {problem}.", "See what it printed, then run the command again.")
     ring = found.get("ring", {})
     if "problem" in ring:
-        yield Finding(f"The ring does not form: {ring['problem']}", "Mend that, and ask again.")
+        yield Finding(f"The ring does not form: {ring['problem']}", "Fix this and run the command again.")
     for pair in found.get("neighbours", []):
         if "problem" in pair:
             between = ranks_in_words(pair["ranks"])
-            yield Finding(f"The ring of {between} alone failed: {pair['problem']}", "Mend that, and ask again.")
+            what = f"The ring of {between} alone failed: {pair['problem']}"
+            yield Finding(what, "Fix this and run the command again.")
 
 
 def warnings(found: dict[str, Any]) -> Iterator[Finding]:
@@ -274,7 +278,7 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
         ),
         links.UNREACHABLE: (
             f"unreachable: there is no way to it{words}",
-            f"Mend the route between the two hosts, or {network}",
+            f"Fix the route between the two hosts, or {network}",
         ),
         links.UNRESOLVED: (f"the name does not resolve{words}", "Correct the name."),
         links.NO_ANSWER: (
@@ -293,7 +297,7 @@ def _explain(kind: str, detail: str | None, source: str) -> tuple[str, str]:
             f"a program that is not tfring's answers there{words}",
             f"Stop it, or {ports}",
         ),
-    }.get(kind, (f"failed{words}", "Mend that, and ask again."))
+    }.get(kind, (f"failed{words}", "Fix this and run the command again."))
 
 
 def _of_python(facts: dict[int, dict[str, Any]]) -> Iterator[Finding]:

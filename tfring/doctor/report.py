@@ -88,7 +88,8 @@ def _title(document: dict[str, Any]) -> str:
         return "tfring doctor: no cluster could be made out"
     if cluster["world_size"] == 1:
         return f"tfring doctor: this process alone ({cluster['source']})"
-    title = f"tfring doctor: {cluster['world_size']} ranks, from {cluster['source']}"
+    ranks = findings.ranks_in_words(range(cluster["world_size"]))
+    title = f"tfring doctor: {cluster['world_size']} processes ({ranks}), from {cluster['source']}"
     if cluster["num_servers"]:
         num_workers = cluster["world_size"] - cluster["num_servers"]
         servers = findings.ranks_in_words(range(num_workers, cluster["world_size"]))
@@ -103,9 +104,9 @@ def _software(ranks: list[dict[str, Any]]) -> list[str]:
 
     def library(rank: dict[str, Any]) -> str:
         about = rank["library"]
-        return "cannot be used" if about["problem"] else f"{about['path']}, interface {about['interface']}"
+        return "cannot be used" if about["problem"] else f"{about['path']}, version {about['interface']}"
 
-    return _same(ranks, "Versions", versions) + _same(ranks, "Ring library", library)
+    return _same(ranks, "Versions", versions) + _same(ranks, "Compiled ring", library)
 
 
 def _same(ranks: list[dict[str, Any]], label: str, of: Any) -> list[str]:
@@ -136,13 +137,13 @@ def _hosts(document: dict[str, Any]) -> list[str]:
             same = [other["address"] for other in first["interfaces"] if other["name"] == each["name"]]
             addresses = ", ".join(address for address in same if "%" not in address) or same[0]
             speed = f", {each['speed_megabits'] / 1000:g} Gb/s" if each["speed_megabits"] else ""
-            mark = ", used" if each["name"] in used else ""
+            mark = ", used by the ranks" if each["name"] in used else ""
             lines.append(_line("", f"  {each['name']} {addresses}{speed}, MTU {each['mtu']}{mark}"))
         memory = first["shared_memory"]
-        if memory["dev_shm_bytes"] is not None:
-            sizes = f"{_bytes(memory['dev_shm_free_bytes'])} of {_bytes(memory['dev_shm_bytes'])} free"
-            needs = f"the ring needs none of it, but {_bytes(memory['needed_bytes'])} of unnamed memory a worker"
-            lines.append(_line("", f"  /dev/shm {sizes}; {needs}"))
+        if memory["dev_shm_bytes"] is not None and memory["needed_bytes"]:
+            free = f"{_bytes(memory['dev_shm_free_bytes'])} of {_bytes(memory['dev_shm_bytes'])} free"
+            needs = f"each worker needs {_bytes(memory['needed_bytes'])} to exchange data, none of it in /dev/shm"
+            lines.append(_line("", f"  memory: {needs} ({free})"))
     return lines
 
 
@@ -164,7 +165,7 @@ def _connections(document: dict[str, Any]) -> list[str]:
     kinds = {(each["from"], each["to"]): each["kind"] for each in document["connections"]}
     good = sum(kind == links.CONNECTED for kind in kinds.values())
     size = document["cluster"]["world_size"]
-    lines = [_line("Connections", f"{good} of {size * (size - 1)} ordered pairs of ranks connect over TCP")]
+    lines = [_line("Connections", f"{good} of {size * (size - 1)} connections from one rank to another work (TCP)")]
     if good == size * (size - 1) or size > _MAX_MATRIX:
         return lines
     width = len(str(size - 1))
@@ -190,20 +191,20 @@ def _clocks(ranks: list[dict[str, Any]]) -> list[str]:
         return []
     worst, rank = max(clocks, key=lambda each: abs(each[0]["offset_seconds"]))
     offset, uncertainty = worst["offset_seconds"], worst["uncertainty_seconds"]
-    return [_line("Clocks", f"rank {rank}'s is farthest from rank 0's: {_signed(offset)} (± {_seconds(uncertainty)})")]
+    return [_line("Clocks", f"rank {rank}'s differs most from rank 0's: {_signed(offset)} (± {_seconds(uncertainty)})")]
 
 
 def _speeds(document: dict[str, Any]) -> list[str]:
     ring = document["ring"]
     if ring is None:
-        return [_line("Ring", "not tried, for the problems below")]
+        return [_line("Ring", "not tried, because of the problems below")]
     if "problem" in ring:
         return [_line("Ring", "does not form")]
     size = _bytes(ring["all_reduce_bytes"])
-    took = f"{size} summed over all ranks in {_seconds(ring['all_reduce_seconds'])}"
-    speed = f"each sends {ring['gigabytes_per_second']:.3g} GB/s"
-    lines = [_line("Ring", f"formed in {_seconds(ring['seconds_to_form'])}; {took}, {speed}")]
-    lines.append(_line("", f"all_reduce: {_algorithms(ring['algorithms'])}"))
+    took = f"takes {_seconds(ring['all_reduce_seconds'])}; each rank sends {ring['gigabytes_per_second']:.3g} GB/s"
+    lines = [_line("Ring", f"all ranks connected in {_seconds(ring['seconds_to_form'])}")]
+    lines.append(_line("", f"all_reduce, the sum over all ranks, of {size} {took}"))
+    lines.append(_line("", f"algorithm of all_reduce: {_algorithms(ring['algorithms'])}"))
     for number, pair in enumerate(document["neighbours"]):
         first, second = pair["ranks"]
         if "problem" in pair:
@@ -214,18 +215,18 @@ def _speeds(document: dict[str, Any]) -> list[str]:
             way = {"shm": "shared memory", "tcp": "TCP"}[pair["transport"]]
             latency, speed = _seconds(pair["latency_seconds"]), pair["gigabytes_per_second"]
             words = f"{shares}, {way}, latency {latency}, {speed:.3g} GB/s each way"
-        lines.append(_line("" if number else "Neighbours", f"{first} and {second}: {words}"))
+        lines.append(_line("" if number else "Neighbours", f"ranks {first} and {second}: {words}"))
     return lines
 
 
 def _algorithms(found: list[dict[str, Any]]) -> str:
     """
     >>> _algorithms([{"up_to_bytes": 16384, "algorithm": "flat"}, {"up_to_bytes": None, "algorithm": "ring"}])
-    'flat up to 16.4 kB, ring beyond'
+    'flat up to 16.4 kB, ring above'
     """
     *small, large = found
     smaller = [f"{each['algorithm']} up to {_bytes(each['up_to_bytes'])}, " for each in small]
-    return "".join(smaller) + large["algorithm"] + (" beyond" if small else "")
+    return "".join(smaller) + large["algorithm"] + (" above" if small else "")
 
 
 def _finding(number: int, finding: dict[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -345,10 +346,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return examination.examine(seconds, as_json=arguments.json)
     options = ["--timeout", str(seconds), "--not-ready-code", str(_NOT_READY)]
     command = ["-m", "tfring.doctor.entry", *options, *(["--json"] if arguments.json else [])]
-    code = _run(arguments, command, quiet_codes=(_NOT_READY,), servers={"num_servers": arguments.servers})
+    with _Printed() as printed:
+        code = _run(arguments, command, quiet_codes=(_NOT_READY,), servers={"num_servers": arguments.servers})
     if code == 0 or 128 < code < exit_codes.LOST_HOST:  # killed, by Ctrl-C for instance
         return code
-    return 1 if code == _NOT_READY else examination.not_started(code, as_json=arguments.json)
+    return 1 if code == _NOT_READY else examination.not_started(code, printed.text, as_json=arguments.json)
+
+
+class _Printed:
+    """Keeps what this process and its children print on standard error, which is shown at the end."""
+
+    text = ""
+
+    def __enter__(self) -> _Printed:
+        self._file = tempfile.TemporaryFile()
+        self._fd = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stderr.flush()
+        os.dup2(self._fd, 2)
+        os.close(self._fd)
+        with self._file as file:
+            file.seek(0)
+            self.text = file.read().decode(errors="replace")
+        sys.stderr.write(self.text)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -89,31 +89,34 @@ environment of a worker:
 """
 
 DOCTOR_HELP = """\
-Checks whether a cluster can train: inspects every host and the connection of every pair of ranks, forms the ring, and
-prints a verdict with each problem and its solution. Trains nothing and does not import TensorFlow.
+Checks whether a cluster can train: inspects every host, connects every worker with every other one, measures how fast
+they exchange data, and prints a verdict with each problem and its solution. The workers are numbered from 0; these
+numbers are their ranks. Trains nothing and does not import TensorFlow.
 
 where:
-  Without options, the doctor is one rank of the cluster that tfring.RingStrategy() would find: start it as you start
-  your program, with mpirun, srun, or TF_CONFIG on every host. With -n, --hosts or --hostfile it starts all ranks, as
-  `tfring launch` does. Rank 0 prints the report.
+  With -n, --hosts or --hostfile the doctor starts all workers, as `tfring launch` does. Without options, it is one
+  worker of the cluster that tfring.RingStrategy() would find, or alone: start it as you start your program, with
+  mpirun, srun, or TF_CONFIG on every host. Rank 0 prints the report.
 
 exit code:
   0 if the cluster is ready, else 1.
 """
 DOCTOR_EXAMPLES = """\
 examples:
-  tfring doctor
+  tfring doctor -n 2
   tfring doctor --hosts host1:4,host2:4
   mpirun -n 8 tfring doctor
   srun -n 8 tfring doctor --json
 """
 BENCH_HELP = """\
-Measures the collectives of a cluster, with the columns of nccl-tests: time, size over time (algbw), bytes per second on
-the slowest link (busbw), and the share of what the machines reach without tfring in the same run: a socket between
-hosts, a copy of memory within a host. Uses NumPy arrays and does not import TensorFlow.
+Measures how fast the workers of a cluster exchange data. It times collectives, the operations that all workers call
+together, such as all_reduce, which sums gradients in training. The columns are those of nccl-tests: time, size / time
+(algbw), bytes per second on the slowest connection (busbw), and the share of what the machines reach without tfring in
+the same run: by sockets between hosts, by copies of memory within a host. Uses NumPy and does not import TensorFlow.
 
 where:
-  Start it as `tfring doctor`: with what starts your program, or with -n, --hosts or --hostfile.
+  -n, --hosts and --hostfile start the workers, as `tfring launch` does. Without them, start it with what starts your
+  program, such as mpirun or srun.
 """
 BENCH_EXAMPLES = """\
 examples:
