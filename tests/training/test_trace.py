@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import shutil
 import time
 
@@ -13,7 +14,7 @@ from harness import strategy, workers
 from test_steps import bits, small_model
 
 from tfring.launch import cli
-from tfring.report import files, timeline
+from tfring.report import files, sentences, timeline
 from tfring.ring import clocks, trace
 
 
@@ -107,6 +108,7 @@ def test_the_trace_is_sound(run, capsys):
             assert sum(row["waits_for"].values()) == pytest.approx(row["waiting"])
     for row in document["steps"]["train"]["ranks"].values():
         assert row["gradients"] > 0 and 0 <= row["gradients_hidden_share"] <= 1 and row["input"] > 0
+    assert document["summary"][0].startswith("The run trained for 18 steps, ") and 3 <= len(document["summary"]) <= 5
     gradients = [c for c in document["collectives"] if c["ring"] == "gradients"]
     assert gradients and all(c["calls"] == 18 and c["kind"] == "all_reduce" for c in gradients)
 
@@ -158,6 +160,57 @@ def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"rank 0 waits {first['waiting']:.2f} ms a step, {first['waits_for']['1']:.2f} of it for rank 1" in out
     assert document["findings"][0] in out
+    # First what the run did and what to look at, then tables.
+    did, communication, slow, advice = document["summary"]
+    steps = first["count"] + first["built"]
+    assert re.fullmatch(rf"The run trained for {steps} steps, [\d.]+ a second, so [\d.]+ s without the .*", did)
+    assert re.match(r"Communication that nothing hides takes \d+ % of a step, and \d+ % ", communication)
+    assert re.fullmatch(r"Rank 1 is slow, by [\d.]+ ms a step, and the others wait for it\.", slow)
+    assert advice == "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md)."
+    _, summary, table, *_ = out.split("\n\n")
+    assert " ".join(summary.split()) == " ".join(document["summary"]) and table.startswith("train: mean ")
+
+
+def of_ranks(*changes, servers=0, kind="train"):
+    """A document with what the sentences read; every rank's step takes 100 ms, of which it computes the rest."""
+    ranks = {}
+    for rank, change in enumerate(changes):
+        row = {**dict.fromkeys(("input", "Python", "dispatch", "waiting", "server", "moving", "adding"), 0.0), **change}
+        row.setdefault("milliseconds", 100.0)
+        row["compute"] = row["milliseconds"] - sum(value for name, value in row.items() if name != "milliseconds")
+        ranks[str(rank)] = {**row, "count": 50, "waits_for": {str((rank + 1) % len(changes)): row["waiting"]}}
+    whole = {
+        rank: {"steps": {kind: {"count": 60, "milliseconds": row["milliseconds"]}}} for rank, row in ranks.items()
+    }
+    return {"steps": {kind: {"ranks": ranks}}, "whole_run": whole, "num_servers": servers}
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        (of_ranks({}, {}), ["takes 0 % of a step", "No rank is slower", "computing, which is what a step is for"]),
+        (of_ranks({"input": 60}, {"input": 70}), ["No rank is slower", "Most of the rest is input: prefetch"]),
+        (of_ranks({"dispatch": 60}, {"dispatch": 60}), ["Most of the rest is the start of steps"]),
+        (of_ranks({"waiting": 40}, {"waiting": 40}), ["takes 40 % of a step, and 40 %", "in turns. Give each its own"]),
+        (of_ranks({"waiting": 50}, {"Python": 55}), ["Rank 1 is slow, by 50 ms a step, and the others", "a callback"]),
+        (of_ranks({"moving": 30}, {"adding": 30}), ["takes 30 % of a step, and 0 %", "Measure the network"]),
+        (of_ranks({"server": 30}, {"server": 30}, servers=1), ["requests to the servers below"]),
+        (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and none waits for it."]),
+        (of_ranks({"Python": 90}), ["60 steps, 10 a second, so 6 s", "Most of a step is Python"]),
+        (of_ranks({}, {}, kind="predict"), ["The run predicted for 60 steps"]),
+    ],
+)
+def test_what_a_run_did_and_what_to_look_at(document, says):
+    told = sentences.of(document)
+    assert 2 <= len(told) <= 5
+    for words in says:
+        assert words in " ".join(told), told
+
+
+def test_a_run_without_steps():
+    row = {"collectives": 7, "seconds_in_collectives": 1.5, "seconds_waited_for": {"1": 0.5}}
+    [told] = sentences.of({"steps": {}, "whole_run": {"0": row}, "num_servers": 0})
+    assert "but 7 collectives. They took 1.5 s on the slowest rank; at most 0.5 s" in told
 
 
 def many_steps(folder):

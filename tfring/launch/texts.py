@@ -140,11 +140,14 @@ examples:
   tfring test -n 2
   tfring test --hosts host1:4,host2:4
   mpirun -n 8 tfring test
+  srun -n 8 tfring test --json
 """
 REPORT_HELP = """\
-Shows how the ranks of a run spend a step and who waits for whom: input, Python, TensorFlow's start of a step, compute,
-waiting, sending and receiving, adding. Reads the files that each rank writes to the directory of
-RingStrategy(trace="directory") or TFRING_TRACE. If each host has its own, copy them into one directory first.
+Says in a few sentences what a run did and what to look at: how long, how many steps a second, the share of
+communication, a rank that is slow. Tables show how the ranks spend a step and who waits for whom: input, Python,
+TensorFlow's start of a step, compute, waiting, sending and receiving, adding. Reads the files that each rank writes to
+the directory of RingStrategy(trace="directory") or TFRING_TRACE. If each host has its own, copy them into one directory
+first.
 
 exit code:
   0, or 1 if the directory has no such files or those of different runs.

@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 
-from tfring.report import chrome, files, picture, summary, table
+from tfring.report import chrome, files, picture, sentences, summary, table
 
 
 def run(
@@ -33,6 +33,7 @@ def run(
         print(f"tfring report: {error}", file=sys.stderr)
         return 1
     document = summary.document(found)
+    document["summary"] = sentences.of(document)
     print(json.dumps(document) if as_json else table.text(document))
     if trace is not None and not as_json:
         print(f"\nTrace of all ranks: {trace} (open it in https://ui.perfetto.dev)")

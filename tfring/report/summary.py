@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfring.report import timeline
 from tfring.report.files import Rank, Run
@@ -209,6 +209,41 @@ _OWN = {
 }
 
 
+class SlowRank(NamedTuple):
+    """A rank that is slower than the others, and what it has more of than they: a key of `_OWN`, or nothing."""
+
+    rank: str
+    milliseconds: float  # a step that the others wait for it, or that its own step takes longer
+    is_waited_for: bool
+    cause: str
+
+
+def slow_rank(ranks: dict[str, dict[str, Any]]) -> SlowRank | None:
+    """Returns the rank that the others wait for, or that is slower with none waiting; None if there is none."""
+    whom, mean = _waited_for(ranks)
+    others = [row for rank, row in ranks.items() if rank != whom]
+    step = max(row["milliseconds"] for row in ranks.values())
+    if not others:
+        return None
+    if mean < _WORTH_TELLING * step and ranks[whom]["waiting"] < _WORTH_TELLING * step:
+        slowest = max(ranks, key=lambda rank: ranks[rank]["milliseconds"])
+        others = [row for rank, row in ranks.items() if rank != slowest]
+        more = ranks[slowest]["milliseconds"] - sum(row["milliseconds"] for row in others) / len(others)
+        if not _slow("", ranks):
+            return None
+        return SlowRank(slowest, more, False, _cause(ranks[slowest], others, 0.2 * more))
+    if ranks[whom]["waiting"] > mean / 2:
+        return None
+    return SlowRank(whom, mean, True, _cause(ranks[whom], others, 0.2 * mean))
+
+
+def _waited_for(ranks: dict[str, dict[str, Any]]) -> tuple[str, float]:
+    """Returns the rank that the others wait for most, and how long, mean milliseconds a step."""
+    waits = {who: [row["waits_for"].get(who, 0.0) for rank, row in ranks.items() if rank != who] for who in ranks}
+    whom = max(waits, key=lambda who: sum(waits[who]))
+    return whom, sum(waits[whom]) / max(len(waits[whom]), 1)
+
+
 def findings(kind: str, steps: dict[str, Any]) -> list[str]:
     """Explains the figures of a kind of step, in a sentence or two."""
     ranks = {rank: row for rank, row in steps["ranks"].items() if row["count"]}
@@ -216,10 +251,7 @@ def findings(kind: str, steps: dict[str, Any]) -> list[str]:
         return []
     step = max(row["milliseconds"] for row in ranks.values())
     told = []
-    waited_for = {who: [row["waits_for"].get(who, 0.0) for rank, row in ranks.items() if rank != who] for who in ranks}
-    whom = max(waited_for, key=lambda who: sum(waited_for[who]))
-    waits = waited_for[whom]
-    mean = sum(waits) / max(len(waits), 1)
+    whom, mean = _waited_for(ranks)
     own_waiting = ranks[whom]["waiting"]
     others = [row for rank, row in ranks.items() if rank != whom]
     if not others:
@@ -247,11 +279,18 @@ def findings(kind: str, steps: dict[str, Any]) -> list[str]:
 
 def _why(row: dict[str, Any], others: list[dict[str, Any]], least: float) -> str:
     """Returns what a rank has more of than the others, if it is more than `least` milliseconds."""
+    cause = _cause(row, others, least)
+    if not cause:
+        return ""
+    more = row[cause] - sum(other[cause] for other in others) / len(others)
+    return f": {_OWN[cause]} {row[cause]:.1f} ms a step, {more:.1f} more than that of the others"
+
+
+def _cause(row: dict[str, Any], others: list[dict[str, Any]], least: float) -> str:
+    """Returns the key of `_OWN` of which a rank has most more than the others; nothing if it is not over `least`."""
     more = {name: row[name] - sum(other[name] for other in others) / len(others) for name in _OWN}
     cause = max(more, key=lambda name: more[name])
-    if more[cause] <= least:
-        return ""
-    return f": {_OWN[cause]} {row[cause]:.1f} ms a step, {more[cause]:.1f} more than that of the others"
+    return cause if more[cause] > least else ""
 
 
 def _slow(kind: str, ranks: dict[str, dict[str, Any]]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from tfring.report.timeline import CATEGORIES
 
 _TITLES = {"moving": "send/recv", "server": "servers"}
 _KINDS = ("push", "commit", "rows", "pull", "claim", "meet")  # of requests, that a step or an epoch makes
+_WIDTH = 112  # of sentences
 _MOST_RANKS = 16  # told of one by one
 
 
@@ -17,7 +19,7 @@ def text(found: dict[str, Any]) -> str:
     rank     ms
        0  10.25
     """
-    parts = [_head(found)]
+    parts = [_head(found), "\n".join(textwrap.wrap(" ".join(found["summary"]), _WIDTH))]
     for kind, steps in found["steps"].items():
         parts.append(_steps(kind, steps["ranks"], found))
     if not found["steps"]:

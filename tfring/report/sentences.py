@@ -1,0 +1,88 @@
+"""Tells what a run did and what to look at, in the sentences before the tables of a report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfring.report import summary
+
+_COMMUNICATION = ("waiting", "server", "moving", "adding")
+_MUCH = 0.2  # of a step: worth a change
+_DID = {"train": "trained", "test": "evaluated", "predict": "predicted"}
+_OF_ONE_RANK = {
+    "input": "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md).",
+    "Python": "It spends the time in Python between its steps: look for a callback that does more on this rank.",
+    "dispatch": "It is slow to start its steps: look for other programs on its cores.",
+    "compute": "It computes longer: look for a slower machine, other programs on its cores, or more rows.",
+    "": "Look for other programs on its cores.",
+}
+_OF_ALL = {
+    "input": "Most of the rest is input: prefetch, cache, or let more threads prepare the batches (docs/data.md).",
+    "Python": "Most of the rest is Python between the steps: set `steps_per_execution`, or take out callbacks.",
+    "dispatch": "Most of the rest is the start of steps: take a larger batch, or set `steps_per_execution`.",
+    "compute": "Most of the rest is computing, which is what a step is for.",
+}
+
+
+def of(found: dict[str, Any]) -> list[str]:
+    """Returns the sentences on a document of `summary.document`: of the steps that train, else of the first kind."""
+    kind = "train" if "train" in found["steps"] else next(iter(found["steps"]), None)
+    ranks = {} if kind is None else {r: row for r, row in found["steps"][kind]["ranks"].items() if row["count"]}
+    if kind is None or not ranks:
+        return [_without_steps(found["whole_run"])]
+    totals = [row["steps"][kind] for row in found["whole_run"].values() if row["steps"].get(kind, {}).get("count")]
+    step = max(total["milliseconds"] for total in totals) if totals else _mean(ranks, "milliseconds")
+    number = max([total["count"] for total in totals] or [row["count"] for row in ranks.values()])
+    told = [
+        f"The run {_DID.get(kind, kind)} for {number} steps, {1e3 / max(step, 1e-6):.3g} a second, so "
+        f"{number * step / 1e3:.3g} s without the building of graphs."
+    ]
+    if len(ranks) == 1:
+        return [*told, _OF_ALL[_largest(ranks)].replace("of the rest", "of a step")]
+    share = sum(_mean(ranks, name) for name in _COMMUNICATION) / max(_mean(ranks, "milliseconds"), 1e-6)
+    waiting = _mean(ranks, "waiting") / max(_mean(ranks, "milliseconds"), 1e-6)
+    told.append(
+        f"Communication that nothing hides takes {100 * share:.0f} % of a step, and {100 * waiting:.0f} % of a step is "
+        "waiting for other ranks (means of all ranks)."
+    )
+    slow = summary.slow_rank(ranks)
+    if slow is not None:
+        others = "the others wait for it" if slow.is_waited_for else "none waits for it"
+        told.append(f"Rank {slow.rank} is slow, by {slow.milliseconds:.3g} ms a step, and {others}.")
+        told.append(_OF_ONE_RANK[slow.cause])
+    elif waiting >= _MUCH:
+        told.append(
+            "No rank is slower than the others; they wait for each other in turns. Give each its own cores "
+            "(`tfring launch --bind cores`), start fewer on a host, or take a larger batch."
+        )
+    elif share >= _MUCH and found["num_servers"]:
+        told.append(
+            "No rank is slower than the others. Look at the requests to the servers below: more servers share the "
+            "updates."
+        )
+    elif share >= _MUCH:
+        told.append(
+            "No rank is slower than the others. Measure the network (`tfring bench`), take a larger batch, or send "
+            'less (`compression="bfloat16"`).'
+        )
+    else:
+        told += ["No rank is slower than the others.", _OF_ALL[_largest(ranks)]]
+    return told
+
+
+def _mean(ranks: dict[str, dict[str, Any]], name: str) -> float:
+    return float(sum(row[name] for row in ranks.values()) / len(ranks))
+
+
+def _largest(ranks: dict[str, dict[str, Any]]) -> str:
+    return max(_OF_ALL, key=lambda name: _mean(ranks, name))
+
+
+def _without_steps(ranks: dict[str, dict[str, Any]]) -> str:
+    number = max(row["collectives"] for row in ranks.values())
+    seconds = max(row["seconds_in_collectives"] for row in ranks.values())
+    waiting = max(sum(row["seconds_waited_for"].values()) for row in ranks.values())
+    return (
+        f"The run made no steps of `fit`, `evaluate` or `predict`, but {number} collectives. They took {seconds:.3g} s "
+        f"on the slowest rank; at most {waiting:.3g} s of a rank were waiting for others."
+    )
