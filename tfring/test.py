@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -19,6 +20,7 @@ from tfring.errors import TfringError
 from tfring.functions import broadcast
 from tfring.strategy import RingStrategy
 
+_SCHEMA = 1
 _FAILED = 1
 _BATCHES = 20
 _ROWS_A_RANK = 128  # of a batch
@@ -32,8 +34,11 @@ class _Trained(NamedTuple):
     rows_a_second: float
 
 
-def run() -> int:
+def run(as_json: bool = False) -> int:
     """Takes this process's part; rank 0 compares and prints.
+
+    Args:
+        as_json: One JSON document (docs/clusters.md) in place of text.
 
     Returns:
         The exit code: of rank 0, 1 if its weights are not those of one process; of all, 1 if they could not train.
@@ -42,13 +47,13 @@ def run() -> int:
     try:
         said = detection.find(os.environ)
         rank = said.rank if said is not None else 0
-        return _compare()
+        return _compare(as_json)
     except TfringError as error:
         print(f"tfring test: rank {rank}: {error}", file=sys.stderr, flush=True)
         return _FAILED
 
 
-def _compare() -> int:
+def _compare(as_json: bool) -> int:
     os.environ["TFRING_QUIET"] = "1"  # the verdict comes last
     cluster = detect()
     strategy = RingStrategy(cluster)
@@ -64,19 +69,40 @@ def _compare() -> int:
         largest = max(map(_difference, together.weights, alone.weights))
         differs = not largest <= _TOLERANCE
         verdict = "Failed: the weights differ." if differs else "Passed: the weights are those of one process."
-        rows, rows_alone = f"{together.rows_a_second:,.0f}", f"{alone.rows_a_second:,.0f}"
-        workers = f"{cluster.world_size} worker{'s' if cluster.world_size > 1 else ''}"
-        hosts = f"{cluster.num_nodes} host{'s' if cluster.num_nodes > 1 else ''}"
-        print(
-            f"tfring test: {workers} on {hosts}, from {cluster.source}; {_EPOCHS * _BATCHES} steps of {batch} rows\n\n"
-            f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone "
-            "(the model is too small to gain)\n"
-            f"Weights        differ from those of one process by {largest:.1e} of a variable's largest; "
-            f"{_TOLERANCE:g} is allowed\n\n{verdict}",
-            flush=True,
-        )
+        document = {
+            "schema": _SCHEMA,
+            "passed": not differs,
+            "verdict": verdict,
+            "cluster": {
+                "source": cluster.source,
+                "world_size": cluster.world_size,
+                "num_hosts": cluster.num_nodes,
+            },
+            "steps": _EPOCHS * _BATCHES,
+            "rows_per_step": batch,
+            "rows_per_second": together.rows_a_second,
+            "rows_per_second_alone": alone.rows_a_second,
+            "difference": largest if np.isfinite(largest) else None,
+            "tolerance": _TOLERANCE,
+        }
+        print(json.dumps(document) if as_json else _text(document, largest), flush=True)
     broadcast(differs)
     return _FAILED if differs else 0
+
+
+def _text(document: dict[str, Any], difference: float) -> str:
+    cluster = document["cluster"]
+    workers = f"{cluster['world_size']} worker{'s' if cluster['world_size'] > 1 else ''}"
+    hosts = f"{cluster['num_hosts']} host{'s' if cluster['num_hosts'] > 1 else ''}"
+    rows, rows_alone = f"{document['rows_per_second']:,.0f}", f"{document['rows_per_second_alone']:,.0f}"
+    return (
+        f"tfring test: {workers} on {hosts}, from {cluster['source']}; {document['steps']} steps of "
+        f"{document['rows_per_step']} rows\n\n"
+        f"Rows a second  {rows} with {workers}, {rows_alone} with rank 0 alone "
+        "(the model is too small to gain)\n"
+        f"Weights        differ from those of one process by {difference:.1e} of a variable's largest; "
+        f"{document['tolerance']:g} is allowed\n\n{document['verdict']}"
+    )
 
 
 def _model() -> keras.Model:
@@ -110,4 +136,4 @@ def _difference(received: np.ndarray, expected: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(run(as_json="--json" in sys.argv[1:]))

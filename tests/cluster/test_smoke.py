@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
 
+import pytest
 from commands import ended, environment, tf_config
 
 TEST = [sys.executable, "-m", "tfring", "test"]
@@ -29,21 +31,36 @@ def test_two_on_this_machine(start):
     assert verdict == "Passed: the weights are those of one process."
 
 
-def test_workers_that_differ_from_one_process(start, tmp_path):
+def test_the_document(start):
+    found = json.loads(ended(start([*TEST, "-n", "2", "--json"]))[0])
+    assert found["cluster"] == {"source": "tfring launch", "world_size": 2, "num_hosts": 1}
+    assert (found["schema"], found["passed"], found["steps"], found["rows_per_step"]) == (1, True, 60, 256)
+    assert found["verdict"] == "Passed: the weights are those of one process."
+    assert 0 <= found["difference"] < 1e-4 and found["tolerance"] == 1e-3
+    assert found["rows_per_second"] > 0 and found["rows_per_second_alone"] > 0
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_workers_that_differ_from_one_process(start, tmp_path, options):
     """Each normalizes by its own rows."""
     (tmp_path / "sitecustomize.py").write_text(LOCAL_STATISTICS)
     path = f"{tmp_path}:{environment().get('PYTHONPATH', '')}"
-    out, err = ended(start([*TEST, "-n", "2"], PYTHONPATH=path), 1)
-    assert out.endswith("\n\nFailed: the weights differ.\n") and "tfring launch: rank" not in err
+    out, err = ended(start([*TEST, "-n", "2", *options], PYTHONPATH=path), 1)
+    assert "tfring launch: rank" not in err
+    if options:
+        found = json.loads(out)
+        assert not found["passed"] and found["difference"] > found["tolerance"]
+    else:
+        assert out.endswith("\n\nFailed: the weights differ.\n")
 
 
 def test_ranks_that_something_else_starts(start):
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
-    ranks = [start(TEST, TF_CONFIG=tf_config(addresses, rank)) for rank in range(2)]
+    ranks = [start([*TEST, "--json"], TF_CONFIG=tf_config(addresses, rank)) for rank in range(2)]
     assert ended(ranks[1])[0] == ""
-    out = ended(ranks[0])[0]
-    assert out.startswith("tfring test: 2 workers on 1 host, from TF_CONFIG") and "\nPassed: " in out
+    found = json.loads(ended(ranks[0])[0])
+    assert found["cluster"]["source"] == "TF_CONFIG" and found["verdict"].startswith("Passed: ")
 
 
 def test_a_rank_that_cannot_train(start):

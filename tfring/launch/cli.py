@@ -248,13 +248,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", choices=tuple(options.ITEM_BYTES), default="float32", help="default: float32")
     bench.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     bench.add_argument("--plot", metavar="FILE", help="draw bus bandwidth over size, such as bench.png")
-    of_a_cluster(
+    test = of_a_cluster(
         "test",
         _test,
         help="train a small model on a cluster and compare it with one process",
         description=texts.TEST_HELP,
         epilog=texts.TEST_EXAMPLES,
     )
+    test.add_argument("--json", action="store_true", help="print one JSON document (docs/clusters.md)")
     report = command(
         "report",
         _report,
@@ -387,8 +388,9 @@ def _test(arguments: argparse.Namespace) -> int:
     if _runs_here(arguments):
         from tfring import test
 
-        return test.run()
-    return _run(arguments, ["-m", "tfring.test"], variables={"TFRING_SEED": "1"}, quiet_codes=(_TEST_FAILED,))
+        return test.run(arguments.json)
+    command = ["-m", "tfring.test", *(["--json"] if arguments.json else [])]
+    return _run(arguments, command, variables={"TFRING_SEED": "1"}, quiet_codes=(_TEST_FAILED,))
 
 
 def _report(arguments: argparse.Namespace) -> int:
