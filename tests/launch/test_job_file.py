@@ -62,7 +62,8 @@ def test_the_number_of_workers_overrides_hosts(run, tmp_path):
 
 def test_the_doctor_and_bench_take_those_they_have(run, tmp_path):
     (tmp_path / "job.toml").write_text("n = 2\nmax-restarts = 3\n")
-    assert "tfring doctor: 2 ranks, from tfring launch" in run("doctor", "--config", "job.toml").stdout
+    said = run("doctor", "--config", "job.toml").stdout
+    assert "tfring doctor: 2 processes (ranks 0 and 1), from tfring launch" in said
     options = ("--op", "all_reduce", "--sizes", "4")
     assert "tfring bench: 2 ranks" in run("bench", "--config", "job.toml", *options).stdout
 
