@@ -1367,3 +1367,14 @@ def test_a_dry_run_shows_who_would_start_where_and_starts_none(tmp_path):
     assert "\nb:\n  by ssh " in there and " 2222 " in there and "rank 2, local rank 1 of 2\n" in there
     assert "TF_SECRET_TOKEN" in there and "hidden" not in there
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["--help"]])
+def test_what_no_one_reads_ends_the_command_silently(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tfring", *command], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT
+    )
+    os.close(writing)
+    assert ended.returncode == 128 + signal.SIGPIPE and ended.stderr == "", ended.stderr

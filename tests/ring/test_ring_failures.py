@@ -141,7 +141,7 @@ def fail_in_fit(name):
         try:
             strategy.run(run, (tf.constant(1.0),))
         except MismatchError as error:
-            seen += [str(error), type(error.__cause__).__name__]
+            seen += [str(error), type(error.__context__).__name__]
     return seen
 
 

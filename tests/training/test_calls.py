@@ -63,7 +63,7 @@ def message_of_a_rank_that_left(_):
 
 
 def tracebacks_of_a_rank_that_left(how):
-    """Of an error of the program's own, and of what rank 0 raises once rank 1 has left."""
+    """Of errors of the program and of Keras, of one in tfring, and of what rank 0 raises once rank 1 has left."""
     import keras
     import tensorflow as tf
 
@@ -83,6 +83,10 @@ def tracebacks_of_a_rank_that_left(how):
 
     with pytest.raises(ValueError) as own:
         model.evaluate(x, y, verbose=0, callbacks=[Raises()])
+    with pytest.raises(ValueError) as keras_own:
+        model.evaluate(x[:, :3], y, verbose=0)  # which Keras raises in the step
+    with pytest.raises(AttributeError) as within:
+        model.evaluate(x, y, verbose=0, callbacks=3)
     if strategy.rank == 1:
         if how == "callback":
             with pytest.raises(LookupError):
@@ -99,7 +103,7 @@ def tracebacks_of_a_rank_that_left(how):
                 model.fit(x, y, verbose=0, callbacks=[Evaluates()] if how == "callback" else [])
     finally:
         keras.config.enable_traceback_filtering()
-    return ["".join(traceback.format_exception(error.value)) for error in (own, lost)]
+    return ["".join(traceback.format_exception(error.value)) for error in (own, keras_own, within, lost)]
 
 
 def message_of_calls_at_two_places(_):
@@ -230,12 +234,19 @@ def test_a_rank_that_left():
     assert "All ranks make the same calls in the same order" in told
 
 
+def _files(error):
+    return re.findall(r'File ".*/(.*)", line', error)
+
+
 @pytest.mark.parametrize("how", ["fit", "callback", "run", "unfiltered"])
 def test_an_error_of_another_rank_has_the_frames_of_the_program_alone(how):
-    """An error of the program's own keeps those of tfring; Keras' switch shows all."""
-    (own, lost), _ = workers(2).run(tracebacks_of_a_rank_that_left, how)
-    assert "tfring/_keras/trainer.py" in own and "test_calls.py" in own
-    files = re.findall(r'File ".*/(.*)", line', lost)
+    """So has one that its code raises; one that tfring runs into has the last of tfring. Keras' switch shows all."""
+    (own, keras_own, within, lost), _ = workers(2).run(tracebacks_of_a_rank_that_left, how)
+    assert {*_files(own)} == {"test_calls.py"}, own
+    for error in (keras_own, within):
+        *before, last = _files(error)
+        assert {*before} == {"test_calls.py"} and last in ("trainer.py", "callbacks.py"), error
+    files = _files(lost)
     if how == "unfiltered":
         assert {"test_calls.py", "trainer.py", "contextlib.py", "agreement.py"} <= {*files}, lost
     else:

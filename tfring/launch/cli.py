@@ -8,8 +8,9 @@ import functools
 import os
 import pathlib
 import secrets
+import signal
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -67,7 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     _open_standard_streams()
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run_command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:  # else it is closed
+                sys.stdout.flush()
+    except BrokenPipeError:  # `tfring report ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + signal.SIGPIPE
+
+
+def _run_command(argv: list[str]) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
     parser = _parser()
@@ -87,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = _given(arguments, option)
         if text is not None:
             os.environ[variable] = text
-    return arguments.run(arguments)
+    return int(arguments.run(arguments))
 
 
 def _options_in_a_file(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -355,24 +367,29 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 class _Printed:
-    """Keeps what this process and its children print on standard error, which is shown at the end."""
+    """Keeps what this process and its children print on standard error, and passes it on."""
 
     text = ""
 
     def __enter__(self) -> _Printed:
-        self._file = tempfile.TemporaryFile()
         self._fd = os.dup(2)
-        os.dup2(self._file.fileno(), 2)
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(writing)
+        self._thread = threading.Thread(target=self._pass_on, args=(reading,), daemon=True)
+        self._thread.start()
         return self
+
+    def _pass_on(self, reading: int) -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while data := pipe.read(1 << 16):
+                self.text += data.decode(errors="replace")
+                os.write(self._fd, data)
 
     def __exit__(self, *_: object) -> None:
         sys.stderr.flush()
-        os.dup2(self._fd, 2)
-        os.close(self._fd)
-        with self._file as file:
-            file.seek(0)
-            self.text = file.read().decode(errors="replace")
-        sys.stderr.write(self.text)
+        os.dup2(self._fd, 2)  # closes the pipe here; children have ended, or are left to themselves
+        self._thread.join(timeout=1.0)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -60,10 +60,11 @@ def reraise_as_tfring_error(channels: Sequence[Collectives], mesh: Mesh) -> Iter
 
 
 class ShortTraceback:
-    """In here an error that names a lost or late rank keeps the frames of the program alone, as by Keras' filter.
+    """In here an error has the frames of the program alone, as by Keras' filter.
 
-    Frames of tfring, Keras and TensorFlow are left out, and TensorFlow's error becomes its `__context__`: they tell
-    nothing about the other rank. Other errors keep all. A class, for a generator's `with` puts the frames back.
+    Frames of tfring, Keras and TensorFlow are left out, but for a last one of tfring that runs into an error.
+    TensorFlow's error, from which one of `tfring.errors` is made, becomes its `__context__`. A class, for a generator's
+    `with` puts the frames back.
 
     Args:
         filters: False after `keras.config.disable_traceback_filtering()`; TensorFlow has a switch of its own.
@@ -76,25 +77,31 @@ class ShortTraceback:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: types.TracebackType | None) -> None:
-        if self._filters and isinstance(error, (PeerLostError, CollectiveTimeoutError)):
-            error.__context__ = error.__cause__ or error.__context__
+        if error is None or not self._filters:
+            return
+        is_tfrings = isinstance(error, TfringError)
+        if is_tfrings and isinstance(error.__cause__, tf.errors.OpError):
+            error.__context__ = error.__cause__
             error.__cause__ = None  # and with it, `__suppress_context__`
-            error.__traceback__ = _users_frames(trace)
+        error.__traceback__ = _users_frames(trace, keeps_last=not is_tfrings)
 
 
-def _users_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _users_frames(trace: types.TracebackType | None, keeps_last: bool) -> types.TracebackType | None:
     if trace is None:
         return None
-    rest = _users_frames(trace.tb_next)
-    libraries = tuple(
-        os.path.dirname(sys.modules[name].__file__ or "") + os.sep
-        for name in ("tfring", "keras", "tensorflow")
-        if name in sys.modules
-    )
+    rest = _users_frames(trace.tb_next, keeps_last)
     file = trace.tb_frame.f_code.co_filename
-    if file.startswith(libraries) or file == contextlib.__file__:
+    is_tfrings, is_last = file.startswith(_folders_of("tfring")), keeps_last and trace.tb_next is None
+    if (is_tfrings and not is_last) or file.startswith(_folders_of("keras", "tensorflow")):
+        return rest
+    if file == contextlib.__file__:
         return rest
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _folders_of(*modules: str) -> tuple[str, ...]:
+    """Returns the folders of those modules that are imported, with a separator at the end."""
+    return tuple(os.path.dirname(sys.modules[name].__file__ or "") + os.sep for name in modules if name in sys.modules)
 
 
 @contextlib.contextmanager
