@@ -58,7 +58,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     Args:
       folder: of this `fit` alone, on a disk that rank 0 sees after a restart too.
-      every_steps: save when this number of steps has passed since the last time. Default None.
+      every_steps: save after every this number of steps. Default None.
       every_seconds: save after the step at which this number of seconds has passed, by rank 0's clock. Default None;
         without both, at the end of each epoch.
       keep: how many files stay in the folder. Default 2.
@@ -263,7 +263,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._executions: list[int] = []  # of the step function in each epoch; the last is the present one
         self._validations: list[int] = []  # the same of each validation
         self._saved_at = time.monotonic()
-        self._steps_since_saved = 0
+        self._steps_since_due = 0  # a save for `every_steps`, which other saves do not put off: it may end a window
         self._metrics_to_restore = False
         self._validations_to_pass: list[int] = []
         if self._restored:
@@ -279,6 +279,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._attributes.set(state["callbacks"], arrays)
         model.history.history.update(state["history"])
         self._executions = state["executions"]
+        self._steps_since_due = state.get("steps_since_due", 0)
         self._validations = state["validations"]
         self._validations_to_pass = list(self._validations)
         self._metrics_to_restore = True
@@ -331,14 +332,14 @@ class Backup(RunsLast, keras.callbacks.Callback):
 
     def _may_save(self, due_at: float) -> bool:
         """Returns False where saving would end a window of `Delayed` early, for half of the grace at most."""
-        steps = self._steps_since_saved + self.model.steps_per_execution  # with those that have just been made
+        steps = self._steps_since_due + self.model.steps_per_execution  # with those that have just been made
         if self._ring.updater is None or (self._every_steps is not None and steps >= self._every_steps):
             return True
         return self._ring.updater.is_at_rest(self.model) or time.monotonic() >= due_at + self._grace_seconds / 2
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._executions[-1] += 1
-        self._steps_since_saved += self.model.steps_per_execution
+        self._steps_since_due += self.model.steps_per_execution
         self._logs = logs
         self._save_if_due()
 
@@ -368,7 +369,9 @@ class Backup(RunsLast, keras.callbacks.Callback):
         self._validations[-1] += 1
 
     def _save_if_due(self, every_epoch: bool = False) -> None:
-        steps_due = self._every_steps is not None and self._steps_since_saved >= self._every_steps
+        steps_due = self._every_steps is not None and self._steps_since_due >= self._every_steps
+        if steps_due:
+            self._steps_since_due = 0
         if self.granted or steps_due or every_epoch:
             self._save()
         if self.granted == _SAVE_AND_LEAVE:
@@ -377,7 +380,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
     def _save(self, stopped: bool = False) -> None:
         """On all ranks; rank 0 has it written while training goes on."""
         self._finish_writing()
-        self._saved_at, self._steps_since_saved = time.monotonic(), 0
+        self._saved_at = time.monotonic()
         ring, model = self._ring, self.model
         step = self._executions[-1] * model.steps_per_execution if self._executions else 0
         taken = variables.take(ring, model, variables.variables_of(model), apart=self._sharded)
@@ -401,6 +404,7 @@ class Backup(RunsLast, keras.callbacks.Callback):
             "stopped": bool(stopped),
             "cluster": variables.describe_cluster(ring),
             "executions": self._executions,
+            "steps_since_due": self._steps_since_due,
             "validations": self._validations,
             "logs": self._logs,
             "history": model.history.history,
