@@ -387,6 +387,7 @@ class StepFunction:
         self._logs = Logs(model, ring)
         self._way: Way | None = None  # not known before the first step
         self._refused: exactness.OfWholeBatch | None = None  # why the step that was traced is to be traced again
+        self._reads_more = False  # than its updater knew when it was traced: so is it
         self._static_rows: int | None = None  # of every batch of all workers, where one process knows their number
         self._is_compared = False
         self._make()
@@ -470,9 +471,13 @@ class StepFunction:
                 if self._way is not Way.EDITED or self._static_rows is None:
                     raise
                 self._refused = exactness.OfWholeBatch(f"It needs their number before it runs ({error!r}).")
-            if self._refused is None:
+            if self._refused is not None:
+                self._take_whole_batches(self._refused)
+            elif self._reads_more:
+                self._make()
+            else:
                 return traced
-            self._take_whole_batches(self._refused)
+            self._reads_more = False
 
     def bring_logs_together(self) -> None:
         """Behind the loop over batches: Keras finds the logs of the last in what it was given."""
@@ -498,6 +503,8 @@ class StepFunction:
             rows,
             way,
         )
+        if self._kind == "train" and self._ring.updater is not None:
+            self._reads_more |= self._ring.updater.reads_more()
         if way is not Way.EDITED:
             return self._with_state_and_logs(outputs, written, shares, before, with_logs)
         exchanges: list = []

@@ -132,16 +132,32 @@ class ServerUpdater(Updater):
                 )
             for table, is_by_rows in zip(found.variables, found.by_rows, strict=True):
                 if is_by_rows and not self._is_read_by_rows(table):
-                    raise ConfigurationError(
-                        f"This step reads all rows of table {table.path!r}, and the step that was traced first read "
-                        "only the rows of its batch. Compile the model again before another step."
-                    )
+                    raise _reads_more_than_first(table)
             return found
         for variable in variables:
             _check_variable(variable)
         sparse = [isinstance(g, tf.IndexedSlices) for g in gradients]
         by_rows = [is_sparse and self._is_read_by_rows(v) for is_sparse, v in zip(sparse, variables, strict=True)]
         found = self._groups[id(optimizer)] = _Group(self, len(self._groups), optimizer, variables, sparse, by_rows)
+        return found
+
+    def reads_more(self) -> bool:
+        """Returns True if the step that is being traced reads more of a table, after its update, than a batch's rows.
+
+        It is to be traced again: from now on such a table is pulled in full.
+
+        Raises:
+          ConfigurationError: if another step has run that reads rows of a batch alone.
+        """
+        found = False
+        for key, group in [*self._groups.items()]:
+            tables = zip(group.variables, group.by_rows, strict=True)
+            more = [is_by_rows and self._is_read_beyond_rows(table) for table, is_by_rows in tables]
+            if any(more):
+                if group.is_created:
+                    raise _reads_more_than_first(group.variables[more.index(True)])
+                self._groups[key] = group.pulling_in_full(more)
+                found = True
         return found
 
     def on_assign(self, variable: Any) -> None:
@@ -197,9 +213,11 @@ class ServerUpdater(Updater):
 
     def _is_read_by_rows(self, variable: Any) -> bool:
         """Returns whether a table is read by lookups alone that pull its rows, in the graph of the step."""
-        reads = {name for name, kind in _operations_on(variable).items() if not _WRITES.match(kind)}
-        lookups = self._lookups.get(tf.compat.v1.get_default_graph(), {}).get(id(variable), set()) if reads else set()
-        return bool(reads) and reads <= lookups
+        return bool(_reads_of(variable)) and not self._is_read_beyond_rows(variable)
+
+    def _is_read_beyond_rows(self, variable: Any) -> bool:
+        lookups = self._lookups.get(tf.compat.v1.get_default_graph(), {}).get(id(variable), set())
+        return not _reads_of(variable) <= lookups
 
     def _pull_before(self, variable: Any, ids: Any) -> bool:
         """Pulls the rows of a table that a lookup is about to read, and returns whether they can be pulled."""
@@ -586,6 +604,11 @@ class _Group:
         self.is_created = False
         self._seen_slots: list[str] | None = None  # digests of those that servers hold; None after a push
 
+    def pulling_in_full(self, chosen: Sequence[bool]) -> _Group:
+        """Returns this group, which servers do not hold yet, with chosen tables pulled in full."""
+        by_rows = [before and not is_chosen for before, is_chosen in zip(self.by_rows, chosen, strict=True)]
+        return _Group(self._updater, self._number, self._optimizer, self.variables, self._are_sparse, by_rows)
+
     def is_fresh(self) -> bool:
         """Returns whether this worker's full weights are those of the servers."""
         return all(id(variable) in self._updater._seen for variable in self.variables)
@@ -853,6 +876,17 @@ def _operations_on(variable: Any) -> dict[str, str]:
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return {}
     return {each.name: each.type for each in graph.capture(values_of(variable.value)[0].handle).consumers()}
+
+
+def _reads_of(variable: Any) -> set[str]:
+    return {name for name, kind in _operations_on(variable).items() if not _WRITES.match(kind)}
+
+
+def _reads_more_than_first(table: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"This step reads all rows of table {table.path!r}, and the step that was traced first read only the rows of "
+        "its batch. Compile the model again before another step."
+    )
 
 
 def _state_of(model: Any) -> tuple[list, list]:

@@ -52,6 +52,10 @@ class Updater:
         """
         raise NotImplementedError
 
+    def reads_more(self) -> bool:
+        """Returns True if the step that is being traced has to be traced again, for what it reads after its update."""
+        return False
+
     def before_first_step(self, is_traced: bool) -> None:
         """Prepares the first step of training.
 
