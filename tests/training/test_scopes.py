@@ -265,7 +265,7 @@ def test_steps_that_run_eagerly_may_call_numpy():
     assert_equal(workers(2).run(numpy_in_steps))
 
 
-def of_another_strategy(by_keras):
+def of_another_strategy(by_keras, method):
     """A model made under another strategy of one device, TensorFlow's or Keras' own, within a worker."""
     import keras
     import tensorflow as tf
@@ -280,12 +280,15 @@ def of_another_strategy(by_keras):
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         for _ in range(2):
-            model.fit(x, y, verbose=0)
+            model.fit(x, y, verbose=0) if method == "fit" else model.train_on_batch(x, y)
     keras.distribution.set_distribution(None)
     return ring.cluster.world_size, [str(w.message) for w in noted if w.filename == __file__]
 
 
-@pytest.mark.parametrize(("by_keras", "name"), [(False, "MirroredStrategy"), (True, "DataParallel")])
-def test_a_model_of_another_strategy(by_keras, name):
-    for _, (said,) in workers(2).run(of_another_strategy, by_keras):
+@pytest.mark.parametrize(
+    ("by_keras", "name", "method"),
+    [(False, "MirroredStrategy", "fit"), (True, "DataParallel", "fit"), (False, "MirroredStrategy", "train_on_batch")],
+)
+def test_a_model_of_another_strategy(by_keras, name, method):
+    for _, (said,) in workers(2).run(of_another_strategy, by_keras, method):
         assert f"is of a {name}: it trains alone on each of 2 workers" in said

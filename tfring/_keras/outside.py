@@ -59,7 +59,7 @@ def take_in_model(model: Any) -> None:
         model._distribute_strategy = rings[0].strategy
 
 
-def warn_of_model(model: Any) -> None:
+def warn_of_model(model: Any, stacklevel: int = 3) -> None:
     """Warns once a strategy of a model that trains on this worker alone, while others train theirs."""
     ring = ring_of_process()
     if ring is None or ring in _warned:
@@ -69,9 +69,9 @@ def warn_of_model(model: Any) -> None:
     made = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
         f"{type(model).__name__} {model.name!r} {made}: it trains alone on each of "
-        f"{ring.cluster.world_size} workers that call fit(), and their files overwrite each other. "
+        f"{ring.cluster.world_size} workers that train it, and their files overwrite each other. "
         f"To train one model on all of them, make it {SCOPE}.",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 

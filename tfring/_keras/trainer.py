@@ -116,6 +116,7 @@ class RingTrainer(TensorFlowTrainer):
     def make_train_function(self, force: bool = False) -> Any:
         ring = ring_of_model(self)
         if ring is None:
+            outside.warn_of_model(self, stacklevel=4)  # after `fit` has; or in `train_on_batch`
             return super().make_train_function(force)
         return _make_step_function(self, ring, "train", force)
 
