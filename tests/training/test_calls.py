@@ -81,8 +81,15 @@ def tracebacks_of_a_rank_that_left(how):
                 raise LookupError("on rank 1")
             model.evaluate(x, y, verbose=0)
 
+    class Recurs(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            self.on_test_begin()
+
     with pytest.raises(ValueError) as own:
         model.evaluate(x, y, verbose=0, callbacks=[Raises()])
+    with pytest.raises(RecursionError) as recurred:
+        model.evaluate(x, y, verbose=0, callbacks=[Recurs()])
+    assert {entry.path.name for entry in recurred.traceback} == {"test_calls.py"}
     with pytest.raises(ValueError) as keras_own:
         model.evaluate(x[:, :3], y, verbose=0)  # which Keras raises in the step
     with pytest.raises(AttributeError) as within:

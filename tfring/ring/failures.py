@@ -87,16 +87,19 @@ class ShortTraceback:
 
 
 def _users_frames(trace: types.TracebackType | None, keeps_last: bool) -> types.TracebackType | None:
-    if trace is None:
-        return None
-    rest = _users_frames(trace.tb_next, keeps_last)
-    file = trace.tb_frame.f_code.co_filename
-    is_tfrings, is_last = file.startswith(_folders_of("tfring")), keeps_last and trace.tb_next is None
-    if (is_tfrings and not is_last) or file.startswith(_folders_of("keras", "tensorflow")):
-        return rest
-    if file == contextlib.__file__:
-        return rest
-    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    kept: types.TracebackType | None = None
+    own, others = _folders_of("tfring"), _folders_of("keras", "tensorflow")
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    for entry in reversed(entries):  # no recursion: there may be as many as Python allows
+        file = entry.tb_frame.f_code.co_filename
+        is_last = keeps_last and entry is entries[-1]
+        if (file.startswith(own) and not is_last) or file.startswith(others) or file == contextlib.__file__:
+            continue
+        kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
 
 
 def _folders_of(*modules: str) -> tuple[str, ...]:
