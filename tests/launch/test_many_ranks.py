@@ -22,6 +22,10 @@ with Communicator.connect(detect()) as ring:
     large = ring.all_reduce(np.tile(inputs[rank], 50))
     rows = ring.all_gather(inputs[rank, :4])
     more = ring.all_gather(inputs[rank, : 10 * rank])                # another number on each rank
+    first = ring.broadcast(inputs[rank], root=5)
+    total = ring.reduce(np.arange(1000) + rank, root=5)
+    assert np.array_equal(first, inputs[5])
+    assert np.array_equal(total, (rank == 5) * (np.arange(1000) * world + world * (world - 1) // 2))
     assert np.array_equal(rows, inputs[:, :4].ravel())
     assert np.array_equal(more, np.concatenate([inputs[r, : 10 * r] for r in range(world)]))
     np.testing.assert_allclose(large, np.tile(inputs.sum(0, "float64"), 50), rtol=1e-4, atol=1e-4)

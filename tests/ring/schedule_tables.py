@@ -74,6 +74,37 @@ def ring_reduce(position: int, size: int, root: int) -> list[Step]:
     return steps
 
 
+def _tree(position: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """Returns a position's parent in a binomial tree and its children, the nearest first.
+
+    >>> _tree(0, 6, 0), _tree(4, 6, 0), _tree(2, 6, 1)
+    ((None, [1, 2, 4]), (0, [5]), (1, []))
+    """
+    member = (position - root) % size
+    distances = [1 << k for k in range(size.bit_length()) if not member % (2 << k)]
+    children = [(position + distance) % size for distance in distances if member + distance < size]
+    return (None if member == 0 else (position - (member & -member)) % size), children
+
+
+def tree_broadcast(position: int, size: int, root: int) -> list[Step]:
+    """Returns the steps of a broadcast by a binomial tree; chunk 1 is a member's word and that of all below it.
+
+    >>> [tuple(step) for step in tree_broadcast(2, 4, 0)]
+    [(None, None, 0, 0, False), (3, 0, None, None, False), (None, None, 3, 1, True), (0, 1, None, None, False)]
+    """
+    parent, children = _tree(position, size, root)
+    steps = [Step(child, 0, None, None) for child in reversed(children)]
+    steps += [Step(None, None, child, 1, True) for child in reversed(children)]
+    return steps if parent is None else [Step(None, None, parent, 0), *steps, Step(parent, 1, None, None)]
+
+
+def tree_reduce(position: int, size: int, root: int) -> list[Step]:
+    """Returns the steps of a reduction by the same tree."""
+    parent, children = _tree(position, size, root)
+    steps = [Step(None, None, child, 0, True) for child in children]
+    return steps if parent is None else [*steps, Step(parent, 0, None, None)]
+
+
 def flat_all_gather(position: int, size: int) -> list[Step]:
     """Returns the steps of a flat all-gather; each begins with another peer, so that not all send to one at once."""
     return [

@@ -39,13 +39,14 @@ def play(cluster, first, *others):
                 checked += 1
         np.testing.assert_array_equal(given["rows"], given["ids"][:, None] * np.ones(3))
         assert dict(zip(given["each"].tolist(), given["sums"][:, 0], strict=True)) == {3: 1.0, 7: 5.0, 9: 3.0}
+        np.testing.assert_array_equal(given["later"], [0, 4, 8])
         assert given["pair"].rank == {0: 0, 2: 1}.get(ring.rank, -1)
         assert given["row"].ranks == ((0, 1), (2, 3))[ring.rank // 2]
     return checked
 
 
 def test_programs_on_arrays():
-    assert len(blocks()) == 4
+    assert len(blocks()) == 5
     assert set(ranks.run(4, play, *blocks())) == {2}
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 
 import numpy as np
@@ -12,7 +13,7 @@ from harness import workers
 from test_ring_collectives import DTYPES
 from test_ring_ops import join, run
 
-from tfring.ring import library
+from tfring.ring import library, schedule
 from tfring.ring.schedule import chunk_bounds
 
 TRANSPORTS = ("tcp", "shm")
@@ -205,6 +206,18 @@ def many_ranks(cluster):
             record, lost = library.Record(), ctypes.c_int64()
             assert ring._core.tfring_take_records(record, 1, lost) == 1
             assert record.algorithm == library.ALGORITHMS[algorithm]
+            ring._core.tfring_trace(0)
+        most = (schedule.TREE_BYTES + 1) * size - 1
+        for num_bytes, root in itertools.product((0, 1, 1000, most, most + 1, 1 << 20), (0, 7, size - 1)):
+            some = np.arange(num_bytes).astype(np.uint8)
+            mine, total = some + np.uint8(rank), some * np.uint8(size) + np.uint8(size * (size - 1) // 2)
+            ring._core.tfring_trace(8)
+            np.testing.assert_array_equal(ring.broadcast(mine, root), some + np.uint8(root))
+            np.testing.assert_array_equal(ring.reduce(mine, root), total if rank == root else 0 * mine)
+            records, lost = (library.Record * 2)(), ctypes.c_int64()
+            assert ring._core.tfring_take_records(records, 2, lost) == 2
+            expected = library.ROOTED[schedule.choose_rooted(num_bytes, size)]
+            assert [record.algorithm for record in records] == [expected] * 2
             ring._core.tfring_trace(0)
         few = np.full((3, 50), rank + 1.0), np.array([rank, 5, 5])
         rows = [few, (np.ones((200, 8)), np.arange(rank, rank + 200))]

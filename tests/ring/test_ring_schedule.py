@@ -23,7 +23,7 @@ EACH = (
     "flat_all_gather",
     "bruck_all_gather",
 )
-ROOTED = ("ring_broadcast", "ring_reduce", "flat_broadcast")
+ROOTED = ("ring_broadcast", "ring_reduce", "tree_broadcast", "tree_reduce", "flat_broadcast")
 
 
 def local_sizes(size):
@@ -62,7 +62,7 @@ def test_native_code_follows_the_table_of_two_levels(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_native_code_has_the_same_partners(size):
-    for local, position in itertools.product(local_sizes(size), range(size)):
+    for local, position in itertools.product((0, *local_sizes(size)), range(size)):
         found = (ctypes.c_int32 * size)()
         count = library.core().tfring_partners(position, size, local, found)
         assert found[:count] == schedule.partners(position, size, local)
@@ -74,8 +74,9 @@ def test_native_code_makes_the_same_choice(wanted):
     for size in SIZES:
         limit = schedule.SMALL_BYTES // size
         middle = (schedule.HALVING_BYTES + 1) * size - 1
-        numbers = (0, 1, limit, limit + 1, middle, middle + 1, 1 << 30, 1 << 40)
-        for local, num_bytes in itertools.product(local_sizes(size), numbers):
+        shared = (schedule.HALVING_SHARED_BYTES + 1) * size - 1
+        numbers = (0, 1, limit, limit + 1, shared, shared + 1, middle, middle + 1, 1 << 30, 1 << 40)
+        for local, num_bytes in itertools.product((0, *local_sizes(size)), numbers):
             native = library.core().tfring_choose(library.ALGORITHMS[wanted], num_bytes, size, local)
             assert names[native] == schedule.choose_all_reduce(num_bytes, size, local, wanted)
 
@@ -83,7 +84,7 @@ def test_native_code_makes_the_same_choice(wanted):
 @pytest.mark.parametrize("wanted", library.ALGORITHMS)
 def test_choices_in_words_are_those_made(wanted):
     for size, num_bytes in itertools.product(SIZES, (0, 100, 3000, 20_000, 65_536, 65_537, 400_000, 1 << 40)):
-        for local in local_sizes(size):
+        for local in (0, *local_sizes(size)):
             choices = schedule.all_reduce_choices(size, local, wanted)
             said = next(algorithm for limit, algorithm in choices if limit is None or num_bytes <= limit)
             assert said == schedule.choose_all_reduce(num_bytes, size, local, wanted)
@@ -108,7 +109,8 @@ def test_what_is_wanted_is_what_is_chosen_where_it_can_be(wanted):
         assert (chosen(small, size, local), chosen(large, size, local)) == pair
     if wanted == "auto":
         assert [chosen(middle, 32, local) for local in (1, 8, 32)] == ["halving", "two_level", "halving"]
-        assert [chosen(middle, 8, local) for local in (1, 2, 8)] == ["halving", "two_level", "ring"]
+        assert [chosen(middle, 8, local) for local in (0, 1, 2, 8)] == ["halving", "halving", "two_level", "ring"]
+        assert [chosen(1 << 20, 30, local) for local in (0, 1)] == ["ring", "halving"]
     assert chosen(large, 6, 1) != "two_level"  # as many hosts as members, or hosts that differ
 
 
@@ -280,28 +282,35 @@ def test_all_gather_brings_every_chunk_everywhere(which, size, seed):
             assert len({step.to for step in steps}) == len({step.from_ for step in steps}) == rounds
 
 
-@pytest.mark.parametrize("which", ["ring_broadcast", "flat_broadcast"])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("which", ["ring_broadcast", "tree_broadcast", "flat_broadcast"])
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_brings_the_roots_everywhere_and_word_back(which, size):
+def test_broadcast_brings_the_roots_everywhere_and_word_back(which, size, seed):
     for root in range(size):
         tables = [getattr(schedule_tables, which)(p, size, root) for p in range(size)]
         held = [[frozenset({"value"}) if p == root else frozenset(), frozenset({p})] for p in range(size)]
-        held, _ = play(tables, held)
+        held, delays = play(tables, held, seed=seed)
         assert all(chunk == {"value"} for chunk, _ in held)
-        words = [step.from_ for step in tables[root] if step.recv == 1]
-        # Round the ring the last one's word is enough: all others have passed the value on.
-        expected = {(root - 1) % size} if which == "ring_broadcast" else set(range(size)) - {root}
-        assert sorted(words) == sorted(expected if size > 1 else ())
+        if which == "tree_broadcast":
+            assert held[root][1] == set(range(size)), "each one's word"
+            assert delays <= 2 * math.ceil(math.log2(size))
+        else:
+            words = [step.from_ for step in tables[root] if step.recv == 1]
+            # Round the ring the last one's word is enough: all others have passed the value on.
+            expected = {(root - 1) % size} if which == "ring_broadcast" else set(range(size)) - {root}
+            assert sorted(words) == sorted(expected if size > 1 else ())
         for p in set(range(size)) - {root}:
             assert tables[p][0] == (None, None, tables[p][0].from_, 0, False), "it comes before it is passed on"
 
 
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("which", ["ring_reduce", "tree_reduce"])
 @pytest.mark.parametrize("size", SIZES)
-def test_reduce_brings_every_contribution_to_each_root_once(size, seed):
+def test_reduce_brings_every_contribution_to_each_root_once(which, size, seed):
     for root in range(size):
-        tables = [schedule_tables.ring_reduce(p, size, root) for p in range(size)]
-        held, _ = play(tables, contributions(size, 1), seed=seed)
+        tables = [getattr(schedule_tables, which)(p, size, root) for p in range(size)]
+        held, delays = play(tables, contributions(size, 1), seed=seed)
+        assert delays <= (size - 1 if which == "ring_reduce" else math.ceil(math.log2(size)))
         assert held[root][0] == set(range(size))
         assert sum(step.to is not None for steps in tables for step in steps) == size - 1
 
@@ -314,7 +323,7 @@ def test_partners_name_all_that_a_collective_needs(size):
         for p in range(size):
             assert p not in named[p] and all(p in named[other] for other in named[p])
             tables = [getattr(schedule_tables, which)(p, size) for which in EACH if "flat" not in which]
-            tables += [getattr(schedule_tables, which)(p, size, root) for which in ROOTED[:2] for root in range(size)]
+            tables += [getattr(schedule_tables, which)(p, size, root) for which in ROOTED[:4] for root in range(size)]
             tables += [schedule_tables.two_level_all_reduce(p, size, local)] if local > 1 else []
             if size <= schedule.FLAT_MEMBERS:  # the engine takes no flat table among more
                 tables += [schedule_tables.flat_all_gather(p, size)]
@@ -357,8 +366,8 @@ def test_two_levels_send_less_through_each_interface(hosts, local):
         ([0, 1, 0, 1, 0, 1], (0, 2, 4, 1, 3, 5), 3),  # dealt round-robin
         ([0, 0, 1, 1], (0, 1, 2, 3), 2),  # in blocks
         ([1, 0, 2], (1, 0, 2), 1),  # a host each
-        ([0, 1, 1], (0, 1, 2), 1),  # hosts that differ
-        ([1, 0, 1, 0, 1], (1, 3, 0, 2, 4), 1),
+        ([0, 1, 1], (0, 1, 2), 0),  # hosts that differ
+        ([1, 0, 1, 0, 1], (1, 3, 0, 2, 4), 0),
     ],
 )
 def test_layout_puts_those_of_a_host_side_by_side(hosts, order, local_size):

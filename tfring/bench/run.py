@@ -128,9 +128,10 @@ def algorithm(op: str, size: int, ranks: int, local_size: int, wanted: str = "au
         return schedule.choose_all_reduce(size, ranks, local_size, wanted)
     if op in ("all_to_all", "gather", "scatter"):
         return "flat"
-    contribution = size // ranks if op == "all_gather" else size
-    small = schedule.is_small(contribution, ranks) and ranks <= schedule.FLAT_MEMBERS
-    return "flat" if small and op != "reduce_scatter" else "ring"
+    if op in ("broadcast", "reduce"):
+        return schedule.choose_rooted(size, ranks)
+    small = schedule.is_small(size // ranks, ranks) and ranks <= schedule.FLAT_MEMBERS
+    return "flat" if small and op == "all_gather" else "ring"
 
 
 def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:

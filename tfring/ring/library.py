@@ -43,6 +43,7 @@ OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 
 ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4, "halving": 7}
 ROW_SUMS = {"auto": 0, "gather": 5, "owner": 6}
+ROOTED = {"flat": 1, "ring": 3, "tree": 8}  # of a broadcast or a reduce, which none chooses
 OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
 OPERATION_NAMES = "sum, max, min or product"  # in errors
 # The numbers of TensorFlow's TF_DataType.

@@ -40,6 +40,15 @@ of the members: one delay, N - 1 messages.
 An all_gather among more than 16 gathers the numbers of rows so, with the rows beside them if they are few, and then
 larger ones, unless all together are large: those take the ring.
 
+**Tree**, a broadcast of a small buffer or one of middle size among many: the root sends to the position half of the
+members further on, and each that has it does the same within its half: log2 N delays (a binomial tree). A member
+acknowledges after those that it has sent to. A reduce goes the other way, and adds. Larger ones stream along a chain,
+which hides its N - 1 delays. N = 6, root 0:
+
+    0 ──► 4 ──► 5
+      ──► 2 ──► 3
+      ──► 1
+
 **Halving and doubling**, a buffer of middle size, cut into as many chunks as the largest power of two up to N: in each
 round a member and the one at half the distance of the round before exchange the halves of what each still adds up, and
 then, in the reverse order, what each has of the sum: 2 log2 N delays, and the bytes of a ring (Thakur, Rabenseifner and
@@ -62,6 +71,8 @@ from collections.abc import Sequence
 SMALL_BYTES = 64 * 1024
 FLAT_MEMBERS = 16
 HALVING_BYTES = 128 * 1024
+HALVING_SHARED_BYTES = 16 * 1024
+TREE_BYTES = 4 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +81,7 @@ class Layout:
 
     Attributes:
         order: `[position]`: the member there.
-        local_size: Members on each host; 1 where hosts differ in it.
+        local_size: Members on each host; 0 where hosts differ in it.
 
     Example:
         >>> Layout.of([0, 1, 0, 1])  # dealt round-robin over two hosts
@@ -85,7 +96,7 @@ class Layout:
         """Returns the layout of members on these hosts; any numbers that tell hosts apart."""
         order = tuple(sorted(range(len(hosts)), key=lambda member: hosts[member]))
         sizes = {len(list(members)) for _, members in itertools.groupby(order, key=lambda member: hosts[member])}
-        return cls(order, sizes.pop() if len(sizes) == 1 else 1)
+        return cls(order, sizes.pop() if len(sizes) == 1 else 0)
 
     def partners(self, member: int) -> list[int]:
         """Returns the members with which this one exchanges data in a collective of all of them."""
@@ -129,8 +140,23 @@ def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = 
         return "flat" if flat else "bruck"
     if two_level:
         return "two_level"
-    waits_long = size > FLAT_MEMBERS or (local_size == 1 and size > 2)
-    return "halving" if waits_long and num_bytes // size <= HALVING_BYTES else "ring"
+    waits_long = size > FLAT_MEMBERS or (local_size <= 1 and size > 2)
+    return "halving" if waits_long and num_bytes // size <= _most_halving(local_size) else "ring"
+
+
+def _most_halving(local_size: int) -> int:
+    return HALVING_BYTES if local_size else HALVING_SHARED_BYTES
+
+
+def choose_rooted(num_bytes: int, size: int) -> str:
+    """Returns the algorithm of a broadcast or a reduce.
+
+    >>> choose_rooted(1000, 8), choose_rooted(1 << 20, 8), choose_rooted(1 << 18, 64), choose_rooted(1 << 19, 64)
+    ('flat', 'ring', 'tree', 'ring')
+    """
+    if size <= FLAT_MEMBERS:
+        return "flat" if is_small(num_bytes, size) else "ring"
+    return "tree" if num_bytes // size <= TREE_BYTES else "ring"
 
 
 def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> str:
@@ -154,7 +180,7 @@ def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list
     >>> all_reduce_choices(4, 2), all_reduce_choices(4, 1)
     ([(16384, 'flat'), (None, 'two_level')], [(16384, 'flat'), (524291, 'halving'), (None, 'ring')])
     """
-    limits = sorted((SMALL_BYTES // size, (HALVING_BYTES + 1) * size - 1))
+    limits = sorted((SMALL_BYTES // size, (_most_halving(local_size) + 1) * size - 1))
     found: dict[str, int | None] = {choose_all_reduce(limit, size, local_size, wanted): limit for limit in limits}
     found[choose_all_reduce(limits[-1] + 1, size, local_size, wanted)] = None
     return [(limit, algorithm) for algorithm, limit in found.items()]

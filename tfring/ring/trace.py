@@ -59,7 +59,7 @@ _TYPES = {field[0]: field[1] for field in library.Record._fields_}
 _CALL_FIELDS = list(_TYPES)
 # As ctypes has it, but text instead of lists of letters.
 _CALL = np.dtype([(name, f"S{kind._length_}" if hasattr(kind, "_length_") else kind) for name, kind in _TYPES.items()])
-_ALGORITHMS = {number: name for name, number in {**library.ALGORITHMS, **library.ROW_SUMS}.items()}
+_ALGORITHMS = {number: name for name, number in {**library.ALGORITHMS, **library.ROW_SUMS, **library.ROOTED}.items()}
 
 _log = logging.getLogger("tfring")
 _active: Recorder | None = None  # a process writes one trace at a time

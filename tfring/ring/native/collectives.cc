@@ -205,8 +205,8 @@ Status Collectives::compressed_all_reduce(const tfring_call& call, const tfring_
   return {};
 }
 
-// Small contributions go to the root, which adds them up in the order of the members; a large sum is made on
-// its way round to the root.
+// Small contributions go to the root, which adds them up in the order of the members; among many members, and
+// if they are large, the sum is made on the way to the root.
 Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();
@@ -214,7 +214,9 @@ Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors
   const bool is_root = group.member == call.root;
   const int root = group.rank_of(call.root);
   const int64_t slot = num_bytes(tensors, num_tensors);
-  if (is_small(slot, size) && size <= kFlatMembers) {
+  const Algorithm algorithm = choose_rooted(slot, size);
+  execution_.record().took(algorithm);
+  if (algorithm == Algorithm::kFlat) {
     TFRING_TRY(need_scratch(slot * size));
     char* const all = scratch_.get();
     put_together(all + group.member * slot, call, tensors, num_tensors);
@@ -243,13 +245,12 @@ Status Collectives::reduce(const tfring_call& call, const tfring_tensor* tensors
     partial += num_bytes(tensors[t]);
   }
   chunks_.assign(1, {0, plan.spans.size()});
-  for (int step : {1, size - 1}) {  // acknowledgements of both neighbours
-    const int beside = group.order[static_cast<size_t>((group.position + step) % size)];
-    if (size == 1) break;
-    plan.add_send(beside, {});
-    plan.add_recv(beside, {});
+  const auto make = algorithm == Algorithm::kTree ? tree_reduce : ring_reduce;
+  make(group.position, size, group.position_of(call.root), &schedule_);
+  for (const ScheduleStep& step : schedule_) {  // receivers acknowledge that they make the same call
+    if (step.from >= 0) plan.add_send(group.order[static_cast<size_t>(step.from)], {});
+    if (step.to >= 0) plan.add_recv(group.order[static_cast<size_t>(step.to)], {});
   }
-  ring_reduce(group.position, size, group.position_of(call.root), &schedule_);
   plan.add(schedule_, group.order, chunks_);
   return execution_.execute(Until::kDone);
 }
@@ -290,8 +291,8 @@ Status Collectives::reduce_scatter(const tfring_call& call, const tfring_tensor*
   return execution_.execute(Until::kDone);
 }
 
-// Small values go from the root to each; large ones stream from one to the next. The root hears that they
-// have arrived, so that a rank that disagrees is known to it.
+// Small values go from the root to each, among many by a tree; large ones stream from one to the next. The
+// root hears that they have arrived, so that a rank that disagrees is known to it.
 Status Collectives::broadcast(const tfring_call& call, const tfring_tensor* tensors, int num_tensors) {
   const Group& group = execution_.group();
   Plan& plan = execution_.plan();
@@ -303,13 +304,16 @@ Status Collectives::broadcast(const tfring_call& call, const tfring_tensor* tens
   const int64_t total = plan.spans.size();
   chunks_.assign({{0, total}, {0, 0}});
   const int root = group.position_of(call.root);
-  if (is_small(total, size) && size <= kFlatMembers) {
-    flat_broadcast(group.position, size, root, &schedule_);
-  } else {
-    ring_broadcast(group.position, size, root, &schedule_);
-  }
+  const Algorithm algorithm = choose_rooted(total, size);
+  execution_.record().took(algorithm);
+  const auto make = algorithm == Algorithm::kFlat   ? flat_broadcast
+                    : algorithm == Algorithm::kTree ? tree_broadcast
+                                                    : ring_broadcast;
+  make(group.position, size, root, &schedule_);
   plan.add(schedule_, group.order, chunks_);
-  for (Transfer& send : plan.sends) send.after = is_root ? -1 : 0;  // the acknowledgement follows the data
+  for (Transfer& send : plan.sends) {
+    if (send.after < 0 && !is_root) send.after = 0;  // the acknowledgement follows the data
+  }
   TFRING_TRY(execution_.execute(Until::kDone));
   for (int t = 0; t < num_tensors && is_root; ++t) {
     copy(tensors[t].output, tensors[t].input, num_bytes(tensors[t]));

@@ -277,6 +277,8 @@ int tfring_schedule(const char* which, int position, int size, int more, int32_t
     if (name == "ring_reduce_scatter") tfring::ring_reduce_scatter(position, size, &steps);
     if (name == "ring_broadcast") tfring::ring_broadcast(position, size, more, &steps);
     if (name == "ring_reduce") tfring::ring_reduce(position, size, more, &steps);
+    if (name == "tree_broadcast") tfring::tree_broadcast(position, size, more, &steps);
+    if (name == "tree_reduce") tfring::tree_reduce(position, size, more, &steps);
     if (name == "flat_all_gather") tfring::flat_all_gather(position, size, &steps);
     if (name == "flat_broadcast") tfring::flat_broadcast(position, size, more, &steps);
     if (name == "bruck_all_gather") tfring::bruck_all_gather(position, size, &steps);

@@ -28,7 +28,7 @@ void place(const std::vector<int32_t>& hosts, Group* group) {
   }
   group->position = group->position_of(group->member);
   const bool alike = std::all_of(sizes.begin(), sizes.end(), [&](int size) { return size == sizes[0]; });
-  group->local_size = alike ? sizes[0] : 1;
+  group->local_size = alike ? sizes[0] : 0;
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ struct Group {
   std::vector<int> order;  // [position]: rank; ordered by host, so that few edges of a ring cross the network
   std::vector<int> member_at;  // [position]
   int position = 0;
-  int local_size = 1;               // members on each host; 1 where hosts differ in it
+  int local_size = 1;               // members on each host; 0 where hosts differ in it
   uint64_t sequence = 0;            // of the collective begun last
   std::array<Observed, 64> seen{};  // by key; the later of two with one place
 

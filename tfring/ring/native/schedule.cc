@@ -8,6 +8,14 @@ namespace {
 
 int wrap(int value, int size) { return ((value % size) + size) % size; }
 
+// The distance from a member of a binomial tree, counted from its root, to its parent; to its children it is
+// half of that, a quarter, and so on.
+int tree_reach(int member, int size) {
+  int reach = 1;
+  while (reach < size && (member & reach) == 0) reach *= 2;
+  return reach;
+}
+
 }  // namespace
 
 Algorithm choose_small(Algorithm wanted, int size) {
@@ -23,8 +31,14 @@ Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int l
   if (wanted == Algorithm::kRing || wanted == Algorithm::kHalving) return wanted;
   if (wanted != Algorithm::kAuto || is_small(num_bytes, size)) return choose_small(wanted, size);
   if (two_level) return Algorithm::kTwoLevel;
-  const bool waits_long = size > kFlatMembers || (local_size == 1 && size > 2);
-  return waits_long && num_bytes / size <= kHalvingBytes ? Algorithm::kHalving : Algorithm::kRing;
+  const bool waits_long = size > kFlatMembers || (local_size <= 1 && size > 2);
+  const int64_t most = local_size == 0 ? kHalvingSharedBytes : kHalvingBytes;
+  return waits_long && num_bytes / size <= most ? Algorithm::kHalving : Algorithm::kRing;
+}
+
+Algorithm choose_rooted(int64_t num_bytes, int size) {
+  if (size <= kFlatMembers) return is_small(num_bytes, size) ? Algorithm::kFlat : Algorithm::kRing;
+  return num_bytes / size <= kTreeBytes ? Algorithm::kTree : Algorithm::kRing;
 }
 
 Algorithm choose_all_gather(int64_t num_bytes) {
@@ -84,6 +98,32 @@ void ring_reduce(int position, int size, int root, Schedule* steps) {
   const int previous = wrap(position - 1, size);
   if (size > 1 && previous != root) steps->push_back({-1, -1, previous, 0, true});
   if (size > 1 && position != root) steps->push_back({next, 0, -1, -1, false});
+}
+
+// Chunk 0 is the full buffer; chunk 1 is the acknowledgement of a member and of all below it.
+void tree_broadcast(int position, int size, int root, Schedule* steps) {
+  steps->clear();
+  const int member = wrap(position - root, size);
+  const int reach = tree_reach(member, size);
+  const int parent = wrap(position - reach, size);
+  if (member > 0) steps->push_back({-1, -1, parent, 0, false});
+  for (int distance = reach / 2; distance > 0; distance /= 2) {
+    if (member + distance < size) steps->push_back({wrap(position + distance, size), 0, -1, -1, false});
+  }
+  for (int distance = reach / 2; distance > 0; distance /= 2) {
+    if (member + distance < size) steps->push_back({-1, -1, wrap(position + distance, size), 1, true});
+  }
+  if (member > 0) steps->push_back({parent, 1, -1, -1, false});
+}
+
+void tree_reduce(int position, int size, int root, Schedule* steps) {
+  steps->clear();
+  const int member = wrap(position - root, size);
+  const int reach = tree_reach(member, size);
+  for (int distance = 1; distance < reach; distance *= 2) {
+    if (member + distance < size) steps->push_back({-1, -1, wrap(position + distance, size), 0, true});
+  }
+  if (member > 0) steps->push_back({wrap(position - reach, size), 0, -1, -1, false});
 }
 
 void flat_all_gather(int position, int size, Schedule* steps) {

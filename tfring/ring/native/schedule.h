@@ -34,6 +34,10 @@ inline Range chunk_of(int64_t count, int size, int index) {
 constexpr int64_t kSmallBytes = 64 * 1024;
 // Up to this many bytes a member, delays cost more than what a ring gains: the members halve and double.
 constexpr int64_t kHalvingBytes = 128 * 1024;
+// The same where hosts have several: halving sends what each of them has through one interface.
+constexpr int64_t kHalvingSharedBytes = 16 * 1024;
+// Up to this many bytes a member, the delays of a chain of many members cost more than what it gains.
+constexpr int64_t kTreeBytes = 4 * 1024;
 // Up to this many members send a small contribution to each other straight.
 constexpr int kFlatMembers = 16;
 
@@ -47,12 +51,15 @@ enum class Algorithm : int32_t {
   kTwoLevel = 4,
   kGather = 5,
   kOwner = 6,
-  kHalving = 7
+  kHalving = 7,
+  kTree = 8
 };
 
 // Returns the algorithm of an all_reduce of this number of bytes; `local_size` is the number of members on
-// each host, 1 where hosts differ in it.
+// each host, 0 where hosts differ in it.
 Algorithm choose_all_reduce(Algorithm wanted, int64_t num_bytes, int size, int local_size);
+// Returns the algorithm of a broadcast or a reduce, kFlat, kTree or kRing.
+Algorithm choose_rooted(int64_t num_bytes, int size);
 // Returns the algorithm of an all_gather among many, kBruck or kRing, from the bytes of all rows.
 Algorithm choose_all_gather(int64_t num_bytes);
 // Returns the algorithm of a sum of rows under ids, kGather or kOwner, from the bytes that all members
@@ -70,6 +77,8 @@ void ring_all_gather(int position, int size, Schedule* steps);
 void ring_reduce_scatter(int position, int size, Schedule* steps);
 void ring_broadcast(int position, int size, int root, Schedule* steps);
 void ring_reduce(int position, int size, int root, Schedule* steps);
+void tree_broadcast(int position, int size, int root, Schedule* steps);
+void tree_reduce(int position, int size, int root, Schedule* steps);
 void flat_all_gather(int position, int size, Schedule* steps);
 void flat_broadcast(int position, int size, int root, Schedule* steps);
 void bruck_all_gather(int position, int size, Schedule* steps);
