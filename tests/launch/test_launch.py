@@ -25,8 +25,8 @@ LAUNCH = [sys.executable, "-m", "tfring.launch"]
 TIMEOUT = 60
 SOON = 30  # seconds within which a stopped job is gone, on a busy machine
 LEFT_ALONE = [
-    "tfring launch: no ring was formed: each of the 2 processes ran alone. A program joins it by "
-    "tfring.RingStrategy(), or tfring.Communicator.connect(tfring.cluster.detect())."
+    "tfring launch: no ring was formed: each of the 2 processes ran alone. To train together, make "
+    "`strategy = tfring.RingStrategy()`, and the model in `with strategy.scope():` (docs/migration.md)."
 ]
 PREAMBLE = """\
 import os, pathlib, signal, subprocess, sys, time
@@ -330,6 +330,14 @@ def test_streams_stay_apart(launch):
     done = launch(2, "print('out'); print('err', file=sys.stderr)")
     assert sorted(done.stdout.splitlines()) == ["[1] out", "out"]
     assert sorted(done.stderr.splitlines()) == ["[1] err", "err", *LEFT_ALONE]
+
+
+@pytest.mark.parametrize("call", ["", "tfring.rank()", "tfring.world_size()", "tfring.cluster.detect()"])
+def test_a_program_that_asks_for_its_rank_alone_is_told_that_no_ring_was_formed(launch, call):
+    done = launch(2, f"import tfring.cluster\n{call}")
+    assert done.stderr.splitlines() == LEFT_ALONE
+    done = launch(2, f"import tfring.cluster\n{call}\ntfring.barrier()")
+    assert "no ring" not in done.stderr
 
 
 def test_any_bytes_and_any_length(launch):

@@ -199,15 +199,15 @@ def made_outside():
         model.compile(made, "mse")
     model.fit(x, y, verbose=0)
     sent = ring.bytes_sent()
-    alone = keras.Variable([1.0, 2.0])
-    keras.optimizers.SGD(0.5).apply([np.ones(2, "float32")], (v for v in [alone]))  # drawn from once
-    assert alone.numpy().tolist() == [0.5, 1.5]
     model = functional()
     model.compile("sgd", "mse")
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         for _ in range(2):
             model.fit(x, y, verbose=0)
+    alone = keras.Variable([1.0, 2.0])
+    keras.optimizers.SGD(0.5).apply([np.ones(2, "float32")], (v for v in [alone]))  # drawn from once
+    assert alone.numpy().tolist() == [0.5, 1.5]
     return ring.bytes_sent() - sent, [str(w.message) for w in noted if w.filename == __file__]
 
 
@@ -215,6 +215,33 @@ def made_outside():
 def test_models_made_outside():
     for sent, (said,) in workers(2).run(made_outside):
         assert sent == 0 and "made outside the scope: it trains alone on each of 2 workers" in said
+
+
+def loop_outside(through_gradients):
+    import keras
+    import tensorflow as tf
+
+    ring = strategy()
+    x, y = skewed_rows()
+    model, optimizer = functional(), keras.optimizers.SGD()
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            if through_gradients:
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            else:
+                optimizer.apply(gradients, model.trainable_variables)
+    assert ring.cluster.world_size == 2
+    return [str(w.message) for w in noted]
+
+
+@pytest.mark.parametrize("through_gradients", [False, True])
+def test_a_loop_whose_model_and_optimizer_were_made_outside(through_gradients):
+    for (said,) in workers(2).run(loop_outside, through_gradients):
+        assert "was made outside the scope: its model trains alone on each of 2 workers" in said
 
 
 # -- what runs eagerly -------------------------------------------------------------------------------------------------

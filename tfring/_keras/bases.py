@@ -136,6 +136,11 @@ class OptimizerOfScope(TFOptimizer):
         else:
             leave_ring(self)  # one made by `type(optimizer)(...)` of a ring's
 
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if not isinstance(self, RingOptimizer):
+            outside.warn_of_optimizer(self)
+        super().apply(grads, trainable_variables)
+
     def build(self, variables: Sequence[Any]) -> None:
         if isinstance(self, RingOptimizer) or not adoption.belongs_to_ring(self, variables):
             return super().build(variables)

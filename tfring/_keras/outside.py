@@ -4,7 +4,7 @@
 |---|---|
 | the weights of a layer or model that was made inside | made in the scope, which its `build` enters |
 | a model composed of layers that were made inside | the strategy's from `compile` or `fit` on |
-| a model of which nothing was made inside, while there is a ring | trains alone; `fit` warns once |
+| a model of which nothing was made inside, while there is a ring | trains alone; `fit` or its optimizer warns once |
 | a metric, an optimizer without slots yet | its variables are made again in the scope; the user's object stays |
 | an optimizer that has its slots; weights that train; a model that is compiled or fit in the scope | refused |
 | state that a step writes | refused when it is written (`_keras/state.py`) |
@@ -61,16 +61,26 @@ def take_in_model(model: Any) -> None:
 
 def warn_of_model(model: Any, stacklevel: int = 3) -> None:
     """Warns once a strategy of a model that trains on this worker alone, while others train theirs."""
+    _warn_of(model, getattr(model, "_distribute_strategy", None), "it", stacklevel + 1)
+
+
+def warn_of_optimizer(optimizer: Any) -> None:
+    """Warns once a strategy of an optimizer that trains a model on this worker alone, in a loop of the program's own."""
+    strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    _warn_of(optimizer, strategy, "its model", 4)
+
+
+def _warn_of(made: Any, strategy: tf.distribute.Strategy | None, trained: str, stacklevel: int) -> None:
     ring = ring_of_process()
     if ring is None or ring in _warned:
         return
     _warned.add(ring)
-    other = getattr(model, "_distribute_strategy", None) or keras.distribution.distribution()
-    made = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
+    other = strategy or keras.distribution.distribution()
+    where = f"is of a {type(other).__name__}" if other is not None else "was made outside the scope"
     warnings.warn(
-        f"{type(model).__name__} {model.name!r} {made}: it trains alone on each of "
+        f"{type(made).__name__} {made.name!r} {where}: {trained} trains alone on each of "
         f"{ring.cluster.world_size} workers that train it, and their files overwrite each other. "
-        f"To train one model on all of them, make it {SCOPE}.",
+        f"To train one model on all of them, make model and optimizer {SCOPE}.",
         stacklevel=stacklevel,
     )
 

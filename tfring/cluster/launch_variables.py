@@ -119,19 +119,18 @@ def read(environ: Mapping[str, str]) -> Cluster | None:
         raise ConfigurationError(f"The variables of `tfring launch` are wrong: {error}\n{_REMEDY}") from None
     if cluster.listen_fd is not None:
         _check_listens(cluster.listen_fd, cluster.addresses[cluster.rank])
-        say_taken(environ.get(TAKEN, ""))
     return cluster
 
 
-def say_taken(text: str, what: bytes = b"1") -> None:
-    """Lets the launcher know that its program takes its place: a program that never does trains alone.
+def say_taken(what: bytes = b"1") -> None:
+    """Lets the launcher know that its program joins the ring: a program that never does trains alone.
 
     At its end it says whether it ends because it has lost another rank.
 
     Args:
-        text: Of the variable `TAKEN`.
         what: What is said; once.
     """
+    text = os.environ.get(TAKEN, "")
     if (text, what) not in _said:
         _said.add((text, what))
         _say(text, what)
@@ -174,6 +173,7 @@ def release_listener(cluster: Cluster) -> Cluster:
     """
     if cluster.listen_fd is None:
         return cluster
+    say_taken()
     listener.Listener.close_at(cluster.listen_fd)
     os.close(cluster.listen_fd)
     if os.environ.get(LISTEN_FD) == str(cluster.listen_fd):

@@ -71,7 +71,8 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
         roles = Roles.of()
         said = detection.find(os.environ) if roles is None else roles.cluster_of_all()
         rank = said.rank if said is not None else 0
-        cluster = detect() if roles is None else _with_servers(roles)
+        cluster = detect() if roles is None else said
+        launch_variables.say_taken()
         num_servers = 0 if roles is None else len(roles.servers)
         listener = Listener.of(cluster) if cluster.world_size > 1 else None
     except TfringError as error:
@@ -96,12 +97,6 @@ def not_started(code: int, printed: str, *, as_json: bool) -> int:
     problem = f"The doctor did not start for every rank, or ended before the report (exit code {code})"
     reason = "\n".join([f"{problem}:", *lines] if lines else [f"{problem}."])
     return _report(findings.without_cluster(None, f"{reason}\n\nFix this and run the command again."), as_json, 1)
-
-
-def _with_servers(roles: Roles) -> Cluster:
-    """Returns the cluster of workers and parameter servers."""
-    launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""))
-    return roles.cluster_of_all()
 
 
 def _about(cluster: Cluster, num_servers: int) -> dict[str, Any]:

@@ -639,8 +639,8 @@ class Job:
             self._report_failure(self._first)
         if alone and self._stop_code is None:
             self._say(
-                f"no ring was formed: each of the {self._num_workers} processes ran alone. A program joins it by "
-                "tfring.RingStrategy(), or tfring.Communicator.connect(tfring.cluster.detect())."
+                f"no ring was formed: each of the {self._num_workers} processes ran alone. To train together, make "
+                "`strategy = tfring.RingStrategy()`, and the model in `with strategy.scope():` (docs/migration.md)."
             )
         for signum in STOP_SIGNALS:
             if self._stop_code == 128 + signum and not self._first:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tfring import config
-from tfring.cluster import Cluster
+from tfring.cluster import Cluster, launch_variables
 from tfring.cpus import available_cpus
 from tfring.errors import ConfigurationError, RendezvousError
 from tfring.ring import arrays, library, schedule
@@ -176,6 +176,8 @@ class Communicator:
             Links(cluster, name, transport, connect_timeout_seconds, hosts),
             options.identity,
         )
+        if cluster.listen_fd is not None:
+            launch_variables.say_taken()
         if cluster.world_size > 1:
             partners = schedule.Layout.of(places).partners(cluster.rank)
             if len(partners) < cluster.world_size - 1:

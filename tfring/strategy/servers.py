@@ -120,8 +120,7 @@ class ParameterServerStrategy(RingStrategy):
                     says = _GOES_ON
                 elif self.roles.is_server and (snapshot_dir is not None or replicas > 1):
                     says = _COMES_BACK if replicas == 1 else _IS_REPLICATED
-                place = os.environ.get(launch_variables.TAKEN, "")
-                launch_variables.say_taken(place, says)
+                launch_variables.say_taken(says)
             if self.roles.is_server:
                 _serve(self.roles, settings, is_star, trace)
             self._workers = self.roles.cluster_of_workers()
@@ -136,7 +135,7 @@ class ParameterServerStrategy(RingStrategy):
         if self.roles is not None:
             client = Client(self.roles, settings, snapshot_dir is not None or replicas > 1, replicas > 1)
             if is_star and self.roles.source == launch_variables.SOURCE:
-                launch_variables.say_taken(os.environ.get(launch_variables.TAKEN, ""), _JOINED)
+                launch_variables.say_taken(_JOINED)
             self.ring.updater = updater = ServerUpdater(client, is_star)
             if is_star:
                 self.ring.world = PostedCollectives(client)
