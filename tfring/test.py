@@ -68,7 +68,8 @@ def _compare(as_json: bool) -> int:
             alone = _train(_model(), batch)
         largest = max(map(_difference, together.weights, alone.weights))
         differs = not largest <= _TOLERANCE
-        verdict = "Failed: the weights differ." if differs else "Passed: the weights are those of one process."
+        passed = "the weights are those of one process" if cluster.world_size > 1 else "this process trains"
+        verdict = "Failed: the weights differ." if differs else f"Passed: {passed}."
         document = {
             "schema": _SCHEMA,
             "passed": not differs,
@@ -95,6 +96,11 @@ def _text(document: dict[str, Any], difference: float) -> str:
     workers = f"{cluster['world_size']} worker{'s' if cluster['world_size'] > 1 else ''}"
     hosts = f"{cluster['num_hosts']} host{'s' if cluster['num_hosts'] > 1 else ''}"
     rows, rows_alone = f"{document['rows_per_second']:,.0f}", f"{document['rows_per_second_alone']:,.0f}"
+    if cluster["world_size"] == 1:
+        return (
+            f"tfring test: this process is alone ({cluster['source']}), and trains: {rows} rows a second. To test two "
+            f"workers, type: tfring test -n 2\n\n{document['verdict']}"
+        )
     return (
         f"tfring test: {workers} on {hosts}, from {cluster['source']}; {document['steps']} steps of "
         f"{document['rows_per_step']} rows\n\n"

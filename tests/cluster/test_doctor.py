@@ -308,6 +308,7 @@ def test_hosts_that_cannot_be_had(start):
     assert not found["ready"] and "tfring launch: " in err
     assert "did not start for every rank, or ended before the report (exit code 71):\n  " in words(found)
     assert re.search(r"^  tfring launch: .*(nowhere|other)\.invalid", words(found), re.M), "the reason"
+    assert "Check that `ssh HOST true` works for each host." in words(found)
 
 
 def test_the_reason_of_a_doctor_that_does_not_start_stands_with_the_problem(start):

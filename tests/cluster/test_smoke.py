@@ -31,6 +31,20 @@ def test_two_on_this_machine(start):
     assert verdict == "Passed: the weights are those of one process."
 
 
+def test_a_process_that_is_alone(start):
+    out, _ = ended(start(TEST))
+    assert "this process is alone" in out and "type: tfring test -n 2" in out
+    assert out.endswith("\n\nPassed: this process trains.\n")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_workers_that_do_not_start(start, options):
+    out, err = ended(start([*TEST, "--hosts", "nowhere.invalid:2", *options]), 71)
+    verdict = "Failed: the workers did not start, or ended before the comparison (exit code 71)."
+    assert out.strip() == verdict or json.loads(out) == {"schema": 1, "passed": False, "verdict": verdict}
+    assert "no workers on nowhere.invalid" in err
+
+
 def test_the_document(start):
     found = json.loads(ended(start([*TEST, "-n", "2", "--json"]))[0])
     assert found["cluster"] == {"source": "tfring launch", "world_size": 2, "num_hosts": 1}

@@ -777,6 +777,9 @@ def test_a_port_of_a_dead_worker_takes_no_connections(start, tmp_path):
     [
         ([], "name a script or a module"),
         ([__file__], "say how many workers with -n, or where with --hosts"),
+        ([__file__, "-n", "2"], "-n comes after the program's name, so it is an option of the program"),
+        (["--nprocs", "2", __file__], "unknown option --nprocs. Did you mean '-n'?"),
+        (["-n", "many", "x.py"], "argument -n: 'many' is not a whole number from 1 up or auto"),
         (["--hosts", "a:1,a:2", __file__], "Write it once: \"a:3\""),
         (["--hosts", "a:0", __file__], "Leave the host out"),
         (["--hosts", "a", "-n", "2", __file__], "leave -n out"),
@@ -862,7 +865,11 @@ def test_help_and_version():
     [
         ([], "tfring: name a command. The commands are launch, doctor, bench, test, report, completion."),
         (["lanch", "-n", "2"], "no such command: 'lanch'. Did you mean 'launch'? The commands are launch, doctor,"),
-        (["train.py"], "no such command: 'train.py'. The commands are launch, doctor,"),
+        (["train.py"], "no such command: 'train.py'. Did you mean `tfring launch -n 2 train.py`? The commands are"),
+        (["-n", "4", "x.py"], "no such command: '-n'. Did you mean `tfring launch -n 4 x.py`? The commands are"),
+        (["run", "x.py"], "no such command: 'run'. Did you mean `tfring launch -n 2 x.py`? The commands are"),
+        (["version"], "no such command: 'version'. Did you mean '--version'?"),
+        (["completion"], "tfring completion: name a shell: bash or zsh"),
         (["--nowhere"], "no such command: '--nowhere'. The commands are launch, doctor,"),
         (["doctor", "--ssh-port", "22"], "tfring doctor: --ssh-port has no effect without --hosts or --hostfile"),
     ],
@@ -977,8 +984,8 @@ def test_a_warning_of_all_ranks_is_shown_once_and_counted(launch):
             warnings.warn("of rank 2 alone")
     """
     lines = launch(3, script).stderr.splitlines()
-    [count] = [line for line in lines if "how many ranks" in line]
-    assert count.endswith("shown once, and how many ranks printed them: 3 ranks: UserWarning: shapes differ")
+    [count] = [line for line in lines if "is shown once" in line]
+    assert count.endswith("3 ranks printed this warning, which is shown once above: UserWarning: shapes differ")
     lines.remove(count)
     assert sum("UserWarning: shapes differ" in line for line in lines) == 1
     assert sum('warnings.warn("shapes differ")' in line for line in lines) == 1

@@ -65,7 +65,7 @@ def warn_of_model(model: Any, stacklevel: int = 3) -> None:
 
 
 def warn_of_optimizer(optimizer: Any) -> None:
-    """Warns once a strategy of an optimizer that trains a model on this worker alone, in a loop of the program's own."""
+    """The same of an optimizer, in a loop of the program's own."""
     strategy = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     _warn_of(optimizer, strategy, "its model", 4)
 

@@ -71,7 +71,7 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
         roles = Roles.of()
         said = detection.find(os.environ) if roles is None else roles.cluster_of_all()
         rank = said.rank if said is not None else 0
-        cluster = detect() if roles is None else said
+        cluster = detect() if roles is None else roles.cluster_of_all()
         launch_variables.say_taken()
         num_servers = 0 if roles is None else len(roles.servers)
         listener = Listener.of(cluster) if cluster.world_size > 1 else None
@@ -91,12 +91,18 @@ def examine(seconds: float = DEFAULT_SECONDS, *, as_json: bool = False, not_read
     return _report(found, as_json, not_ready_code)
 
 
-def not_started(code: int, printed: str, *, as_json: bool) -> int:
+def not_started(code: int, printed: str, *, over_ssh: bool, as_json: bool) -> int:
     """Reports that the launcher could not bring doctors to every place, or keep them there, with what was printed."""
     lines = [f"  {line}" for line in printed.splitlines()[-_MOST_LINES:] if line.strip()]
     problem = f"The doctor did not start for every rank, or ended before the report (exit code {code})"
     reason = "\n".join([f"{problem}:", *lines] if lines else [f"{problem}."])
-    return _report(findings.without_cluster(None, f"{reason}\n\nFix this and run the command again."), as_json, 1)
+    remedy = "Fix this and run the command again."
+    if over_ssh:
+        remedy = (
+            "Check that `ssh HOST true` works for each host. If ssh needs a user, a port or a key, write them into "
+            "~/.ssh/config or use --ssh-port and --ssh-identity. Then run the command again."
+        )
+    return _report(findings.without_cluster(None, f"{reason}\n\n{remedy}"), as_json, 1)
 
 
 def _about(cluster: Cluster, num_servers: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _verdict(found: dict[str, Any], num_hosts: int, problems: list[dict[str, Any
 def _title(document: dict[str, Any]) -> str:
     cluster = document["cluster"]
     if cluster["world_size"] is None:
-        return "tfring doctor: no cluster could be made out"
+        return "tfring doctor: no cluster was found"
     if cluster["world_size"] == 1:
         return f"tfring doctor: this process alone ({cluster['source']})"
     ranks = findings.ranks_in_words(range(cluster["world_size"]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import importlib.util
+import json
 import os
 import pathlib
 import secrets
@@ -14,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from tfring import config, cpus, gpus
+from tfring import _requirements, config, cpus, gpus
 from tfring._version import __version__
 from tfring.bench import options
 from tfring.cluster import detection, slurm, tf_config
@@ -132,8 +134,9 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, Any]:
 
 def _near(name: str, names: Iterable[str]) -> str:
     """Returns a question about the name that was meant; nothing if none is near."""
+    here = dict.fromkeys(_OPTIONS_OF_OTHERS, "-n") | {"-H": "--hosts"}
     close = difflib.get_close_matches(name, names, 1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return f" Did you mean {here.get(close[0], close[0])!r}?" if close else ""
 
 
 def _given(arguments: argparse.Namespace, option: str) -> Any:
@@ -287,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
         description=texts.COMPLETION_HELP,
         epilog=texts.COMPLETION_EXAMPLES,
     )
-    completion_of.add_argument("shell", choices=completion.SHELLS, help="the shell")
+    completion_of.add_argument("shell", nargs="?", choices=completion.SHELLS, help="the shell")
     return parser
 
 
@@ -299,7 +302,10 @@ def _check_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     problem, near = "name a command", ""
     if argv:
         problem = f"no such command: {argv[0]!r}"
-        near = _near(argv[0], commands)
+        near = _near(argv[0], [*commands, "--version"])
+        if argv[0] == "run" or argv[0].endswith(".py") or argv[0] in commands["launch"]._option_string_actions:
+            rest = " ".join(argv[argv[0] == "run" :])
+            near = f" Did you mean `tfring launch {rest if '-n' in argv else f'-n 2 {rest}'}`?"
     parser.error(f"{problem}.{near} The commands are {', '.join(commands)}.")
 
 
@@ -363,7 +369,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
         code = _run(arguments, command, quiet_codes=(_NOT_READY,), servers={"num_servers": arguments.servers})
     if code == 0 or 128 < code < exit_codes.LOST_HOST:  # killed, by Ctrl-C for instance
         return code
-    return 1 if code == _NOT_READY else examination.not_started(code, printed.text, as_json=arguments.json)
+    if code == _NOT_READY:
+        return 1
+    over_ssh = code == exit_codes.CANNOT_START and arguments.n is None
+    return examination.not_started(code, printed.text, over_ssh=over_ssh, as_json=arguments.json)
 
 
 class _Printed:
@@ -402,12 +411,19 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _test(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("tensorflow") is None and not arguments.hosts and not arguments.hostfile:
+        arguments.parser.error(_requirements.NO_TENSORFLOW)
     if _runs_here(arguments):
         from tfring import test
 
         return test.run(arguments.json)
     command = ["-m", "tfring.test", *(["--json"] if arguments.json else [])]
-    return _run(arguments, command, variables={"TFRING_SEED": "1"}, quiet_codes=(_TEST_FAILED,))
+    code = _run(arguments, command, variables={"TFRING_SEED": "1"}, quiet_codes=(_TEST_FAILED,))
+    if code in (0, _TEST_FAILED) or 128 < code < exit_codes.LOST_HOST:
+        return code
+    verdict = f"Failed: the workers did not start, or ended before the comparison (exit code {code})."
+    print(json.dumps({"schema": 1, "passed": False, "verdict": verdict}) if arguments.json else verdict)
+    return code
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -417,6 +433,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
+    if arguments.shell is None:
+        arguments.parser.error(f"name a shell: {' or '.join(completion.SHELLS)}")
     print(completion.script(_parser(), arguments.shell), end="")
     return 0
 
@@ -531,6 +549,8 @@ def _run(
     if arguments.hosts_from and num_workers(hosts) < (limits.min_workers or 1):
         error(f"{arguments.hosts_from} names hosts for {num_workers(hosts)} workers, fewer than the job needs")
     if not hosts and arguments.n is None:
+        if "-n" in command:
+            error("-n comes after the program's name, so it is an option of the program: put it before that name")
         error("say how many workers with -n, or where with --hosts, --hostfile or --hosts-from")
     _check_options_of_hosts(arguments, hosts, _SSH_OPTIONS + _OPTIONS_OF_STARTED + _OPTIONS_OF_ADDRESSES)
     if hosts and (servers or {}).get("max_worker_restarts"):
@@ -640,12 +660,12 @@ def _number(text: str) -> int:
 
 
 def _positive_or_auto(text: str) -> int | str:
-    return text if text == _AUTO else _positive(text)
+    return text if text == _AUTO else _positive(text, " or auto")
 
 
-def _positive(text: str) -> int:
+def _positive(text: str, other: str = "") -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up{other}")
     return int(text)
 
 

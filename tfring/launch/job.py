@@ -633,7 +633,8 @@ class Job:
             reserved.close()
         repeated = self._shown.repeated_warnings()
         if repeated:
-            self._say("warnings that are shown once, and how many ranks printed them: " + "; ".join(repeated))
+            for warning in repeated:
+                self._say(warning)
         alone = self._num_workers > 1 and bool(self._taken) and not self._collect_taken()
         if self._first and self._first.exit_code not in self._quiet_codes:
             self._report_failure(self._first)

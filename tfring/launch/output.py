@@ -309,13 +309,14 @@ class Shown:
         return False
 
     def repeated_warnings(self) -> list[str]:
-        """Returns the warnings that several ranks printed, which were shown once, and how many ranks those are."""
+        """Returns a sentence for each warning that several ranks printed, which was shown once."""
         ranks = collections.Counter(text for _, text in self._log_of_rank)
         found = []
         for text, number in ranks.items():
             warning = _WARNING.match(text)
             if warning and number > 1:
-                found.append(f"{number} ranks: {warning[1].decode(errors='replace')}")
+                shown = warning[1].decode(errors="replace")
+                found.append(f"{number} ranks printed this warning, which is shown once above: {shown}")
         return found
 
     def count(self, rank: int) -> None:
