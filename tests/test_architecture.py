@@ -26,7 +26,7 @@ ROWS = {
     2: ("reduction",),
     1: ("ring", "servers", "sharding"),
     0: (
-        *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "imports", "errors"),
+        *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "imports", "errors", "program"),
         *("_requirements", "_tf", "_build", "_version"),
     ),
 }

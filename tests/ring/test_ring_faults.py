@@ -288,6 +288,10 @@ def test_a_slow_rank_fails_nobody_and_one_warning_names_it(transport, how, size)
         assert len(lines) == 1, lines
         for words in ("rank 1 on 127.0.0.1 is slow", 'all_reduce "late"', 'called in this ring is all_reduce "before"'):
             assert words in lines[0], lines
+        logs = group.logs()
+        assert logs.count("All ranks wait for rank 1, whose main thread is at\n") == 1, logs
+        if how == "asleep":
+            assert "in be_slow\n    time.sleep(2.4)" in logs, logs
 
 
 def test_a_rank_that_was_stopped_for_a_moment_accuses_nobody():

@@ -654,6 +654,8 @@ PREDICTIONS = {
         _images(x), tf.concat([x, tf.zeros_like(x[:, :2])], 1)
     ),
     "a table": lambda x: tf.gather(tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0] > 0.0, tf.int32), 2), [1, 0, 1]),
+    "two views": lambda x: tf.concat([x, -x], 0),
+    "three views": lambda x: (tf.tile(x, [3, 1]), tf.concat([x[:, :2], x[:, 2:4], tf.reverse(x[:, :2], [0])], 0)),
 }
 
 
@@ -1120,7 +1122,7 @@ def test_what_a_step_does_with_strings_of_rows_is_that_of_the_whole_batch():
     assert "It reaches what the step writes or prints" in text and "LookupTableInsertV2" in text
 
 
-def _draws(run_eagerly):
+def _draws(run_eagerly, batch_size):
     """Returns states that are drawn in each step, by TensorFlow and by Keras."""
     strategy = harness.strategy()
     x, y = _data()
@@ -1132,15 +1134,19 @@ def _draws(run_eagerly):
             model = OneLayer(LOSSES["mean"], None, lambda m, x, y, draw=draw: m.state.assign(draw(m)))
             model.seeds = keras.random.SeedGenerator(1)
             model.compile(keras.optimizers.SGD(0.05), run_eagerly=run_eagerly)
-        model.fit(x, y, batch_size=BATCH, verbose=0)
+        model.fit(x, y, batch_size=batch_size, verbose=0)
         states.append(model.state.numpy())
     return states
 
 
+@pytest.mark.parametrize("batch_size", [BATCH, ROWS - 2])  # of the last two rows the first of three replicas has none
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_what_is_drawn_for_all_rows_is_the_same_on_all_ranks(run_eagerly):
-    for drawn in zip(*workers(3).run(_draws, run_eagerly), strict=True):
+def test_what_is_drawn_for_all_rows_is_the_same_on_all_ranks(run_eagerly, batch_size):
+    [(_, one)] = workers(1).run(_draws, run_eagerly, batch_size)
+    several = workers(3).run(_draws, run_eagerly, batch_size)
+    for drawn in zip(*several, strict=True):
         assert len(set(drawn)) == 1 and drawn[0] != 0.0
+    assert several[0][1] == one
 
 
 def _of_random_layers(random):

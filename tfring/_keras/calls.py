@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
-import sys
+import re
 import traceback
 from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from tfring import _tf
+from tfring import _tf, program
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, Reason
 from tfring.runtime import Ring
 
@@ -61,7 +60,8 @@ def told(ring: Ring, caller: str, arguments: dict) -> Iterator[None]:
 
 
 def _sentences(ring: Ring, caller: str, arguments: dict, reason: Reason | None) -> Iterator[str]:
-    yield f"Rank {ring.cluster.rank} was in {described(caller)}"
+    who = "It" if reason in _OF_DATA else f"Rank {ring.cluster.rank}"  # which every rank raises, in the same words
+    yield f"{who} was in {described(caller)}"
     if reason in _OF_DATA:
         for name, value in arguments.items():
             if isinstance(value, tf.data.Dataset):
@@ -83,7 +83,8 @@ def _steps(dataset: tf.data.Dataset) -> str:
     names: list[str] = []
     while True:
         kind = _tf.dataset_step(dataset).kind
-        names.insert(0, {"slices": "from_tensor_slices", "other": type(dataset).__name__.strip("_")}.get(kind, kind))
+        other = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(dataset).__name__.strip("_").removesuffix("Dataset")).lower()
+        names.insert(0, {"slices": "from_tensor_slices", "other": other}.get(kind, kind))
         before = _tf.datasets_before(dataset)
         if len(before) != 1:
             return ".".join(name for name in names if name != "nothing")
@@ -92,11 +93,9 @@ def _steps(dataset: tf.data.Dataset) -> str:
 
 def _users_line() -> str:
     """Returns the line of the program itself, no library's, that runs: "train.py:12"."""
-    import keras
-
-    packages = [os.path.dirname(module.__file__ or "") for module in (sys.modules["tfring"], keras, tf, os)]
+    packages = program.folders_of("tfring", "keras", "tensorflow", "os")
     for frame, line in traceback.walk_stack(None):
         file = frame.f_code.co_filename
-        if not file.startswith("<") and not any(file.startswith(f"{package}{os.sep}") for package in packages):
+        if not file.startswith(("<", *packages)):
             return f"{pathlib.Path(file).name}:{line}"
     return "an unknown line"

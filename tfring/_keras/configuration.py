@@ -261,7 +261,7 @@ def _tables_of(graph: Any) -> dict:
 
 def _exported(keys: tf.Tensor, values: tf.Tensor) -> tuple[str, str]:
     """`(text, digest)` of a table, whose entries come in no order."""
-    order = np.argsort(values.numpy(), kind="stable") if values.dtype != tf.string else np.argsort(keys.numpy())
+    order = np.argsort(keys.numpy())
     keys, values = keys.numpy()[order], values.numpy()[order]
     return f"{len(keys)} entries, {_beginning(keys)}", digest(keys) + digest(values)
 

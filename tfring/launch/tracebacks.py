@@ -16,7 +16,7 @@ _COLOR = re.compile(rb"\x1b\[[0-9;]*m")
 _FEWEST_FRAMES = 4  # lines of frames that are worth folding by themselves
 _MOST_FRAMES = 2000
 _MOST_MESSAGE_LINES = 50  # after frames, that are compared
-_MOST_SUMMARY_BYTES = 300
+_MOST_SUMMARY = 300  # characters
 
 
 class Fold(bytes):
@@ -144,15 +144,19 @@ def is_same(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
 def summary(lines: Sequence[bytes]) -> str:
     """Returns the error of a traceback in a line: "ValueError: shapes differ".
 
-    Keras and TensorFlow begin with a line that tells little; then the next paragraph is added.
+    Keras and TensorFlow begin with a line that tells little; then the next paragraph is added. A long one ends with a
+    sentence.
     """
     first = _first_of_message(lines)
     words = list(lines[first : first + 1])
     if list(lines[first + 1 : first + 2]) == [b""]:
         paragraphs = [line for line in lines[first + 1 :] if not _OF_FRAMES.match(line) and not _FRAMES.search(line)]
         words += paragraphs[:1]
-    text = _COLOR.sub(b"", b" ".join(word.strip() for word in words))
-    return text[:_MOST_SUMMARY_BYTES].decode(errors="replace")
+    text = _COLOR.sub(b"", b" ".join(word.strip() for word in words)).decode(errors="replace")
+    if len(text) <= _MOST_SUMMARY:
+        return text
+    sentences = text[:_MOST_SUMMARY].rpartition(". ")[0]
+    return sentences or f"{text[:_MOST_SUMMARY].rpartition(' ')[0]} ..."
 
 
 def _first_of_message(lines: Sequence[bytes]) -> int:

@@ -863,8 +863,9 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
             return scale == UNSCALED and what == "rows of gradients"
         if is_partial(value):
             return value.placement == Partial() and scale == PER_MEAN and what == "rows of gradients"
-        is_first = isinstance(value.placement, Shard) and value.placement.axis == 0
-        return is_first and scale == (UNSCALED if what in ("rows", "concatenated") else PER_MEAN)
+        if what in ("rows", "concatenated"):  # in the order of rows, so not in blocks
+            return value.placement == Shard(0) and scale == UNSCALED
+        return isinstance(value.placement, Shard) and value.placement.axis == 0 and scale == PER_MEAN
     if what == "same":
         return is_replicated(value) and scale == UNSCALED
     if what == "mean":

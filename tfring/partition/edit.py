@@ -300,8 +300,8 @@ class _Replica:
         """Returns what this replica adds to the reduction: of a replica without rows, nothing."""
         if value.is_held:
             return tensor
-        if is_drawn(value):
-            return tf.where(self._is_first(), tensor, tf.zeros_like(tensor))
+        if is_drawn(value):  # the first draws what one process does, also where it has no rows
+            return tensor if self.position == 0 else tf.zeros_like(tensor)
         if value.const is not None:  # its own number of rows
             return tf.where(self.active, tensor, tf.zeros_like(tensor))
         factor = self._factor(value.scale)

@@ -24,9 +24,12 @@ def draw(run: Run, file: str) -> None:
     """Some steps from the middle of the longest loop.
 
     Raises:
-        ReportError: There are no steps.
+        ReportError: There are no steps, or matplotlib is missing.
     """
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise ReportError("--plot draws with matplotlib, and there is none. Type:\n  pip install matplotlib") from None
 
     matplotlib.use("Agg")
     from matplotlib import patches, pyplot

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tfring import config
+from tfring import config, program
 from tfring.cluster import Cluster, launch_variables
 from tfring.cpus import available_cpus
 from tfring.errors import ConfigurationError, RendezvousError
@@ -642,8 +642,9 @@ def _log_warnings() -> None:
     def log_for_ever() -> None:
         line = ctypes.create_string_buffer(_WARNING_BYTES)
         while True:
-            library.core().tfring_next_warning(line, _WARNING_BYTES)
-            _log.warning("%s", line.value.decode(errors="replace"))
+            with_stack = library.core().tfring_next_warning(line, _WARNING_BYTES)
+            stack = f"\n{program.stack()}" if with_stack else ""
+            _log.warning("%s%s", line.value.decode(errors="replace"), stack)
 
     threading.Thread(target=log_for_ever, name="tfring-warnings", daemon=True).start()
 

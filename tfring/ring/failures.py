@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfring import program
 from tfring.cluster import Mesh
 from tfring.errors import CollectiveTimeoutError, MismatchError, PeerLostError, TfringError
 from tfring.ring.collectives import Collectives
@@ -88,7 +87,7 @@ class ShortTraceback:
 
 def _users_frames(trace: types.TracebackType | None, keeps_last: bool) -> types.TracebackType | None:
     kept: types.TracebackType | None = None
-    own, others = _folders_of("tfring"), _folders_of("keras", "tensorflow")
+    own, others = program.folders_of("tfring"), program.folders_of("keras", "tensorflow")
     entries = []
     while trace is not None:
         entries.append(trace)
@@ -100,11 +99,6 @@ def _users_frames(trace: types.TracebackType | None, keeps_last: bool) -> types.
             continue
         kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
-
-
-def _folders_of(*modules: str) -> tuple[str, ...]:
-    """Returns the folders of those modules that are imported, with a separator at the end."""
-    return tuple(os.path.dirname(sys.modules[name].__file__ or "") + os.sep for name in modules if name in sys.modules)
 
 
 @contextlib.contextmanager

@@ -274,7 +274,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_abort": (None, handle, error),
         "tfring_tell_raised": (None, handle, ctypes.c_char_p),
         "tfring_failure": (ctypes.c_int, handle, error),
-        "tfring_next_warning": (None, ctypes.c_char_p, size),
+        "tfring_next_warning": (ctypes.c_int, ctypes.c_char_p, size),
         "tfring_set_pool_size": (None, size),
         "tfring_trace": (None, ctypes.c_int64),
         "tfring_take_records": (ctypes.c_int64, ctypes.POINTER(Record), ctypes.c_int64, rows),

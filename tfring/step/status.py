@@ -20,14 +20,19 @@ from tfring.runtime import Ring
 _BEGINS, _STOPS, _ENDS = range(3)  # what a rank is about to do: a step, to leave the loop, to end its epoch
 _HEAD = 6  # fingerprint, its negative, whether there is a batch, and a flag for each of the three
 
+_OWN_ROWS = (
+    "If each rank has rows of its own on purpose, set options.experimental_distribute.auto_shard_policy = "
+    "tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
+)
 _OTHER_BATCHES = (
-    "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring cuts each "
-    "rank's share from them. Give what chooses or orders rows a seed (`dataset.shuffle(n, seed=1)`, "
-    "`keras.utils.set_random_seed(1)` before data is made), make unseeded datasets after the strategy; batches of a "
-    "PyDataset or a generator draw their random numbers from `np.random.default_rng([seed, index])`. Iterate over a "
-    "dataset before `fit` on every rank, or on none. Hand all rows to "
-    "every rank, without `x[rank::n]` or `dataset.shard`. Where each rank has rows of its own, say so: "
-    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
+    "The ranks drew different batches. Every rank runs the same program over the same rows, and tfring gives each its "
+    "share of every batch.\nCauses:\n"
+    "  * `dataset.shard` or `x[rank::n]`: remove it\n"
+    "  * a shuffle, a split or a map without a seed: use `dataset.shuffle(n, seed=1)`, call "
+    "`keras.utils.set_random_seed(1)` before the data is made, make unseeded datasets after the strategy\n"
+    "  * random numbers of a PyDataset or a generator: draw them from `np.random.default_rng([seed, index])`\n"
+    "  * a dataset that some ranks have iterated over before `fit`: do so on every rank, or on none\n"
+    f"{_OWN_ROWS}"
 )
 _OTHER_LENGTHS = (
     "The ranks take different numbers of steps: for one the epoch has ended, another begins a step. Give every rank "
@@ -35,9 +40,8 @@ _OTHER_LENGTHS = (
 )
 _ENDED_EARLY = (
     "The data of one rank has ended while another still has rows. Every rank runs the same program over the same rows, "
-    "and tfring cuts each rank's share from them: hand all of them to every rank, without `x[rank::n]` or "
-    "`dataset.shard`. Where each rank has rows of its own, say so: "
-    "options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF. See docs/data.md."
+    "and tfring gives each its share of every batch: hand all rows to every rank, without `x[rank::n]` or "
+    f"`dataset.shard`. {_OWN_ROWS}"
 )
 OTHER_OUTPUTS = (
     "An output of `predict` that has no dimension of rows differs between replicas, as a statistic of the batch does: "

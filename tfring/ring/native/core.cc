@@ -178,9 +178,12 @@ void tfring_tell_raised(int64_t handle, const char* error) {
   });
 }
 
-void tfring_next_warning(char* line, int size) {
-  tfring::at_border(
-      [&] { tfring::copy_text(line, static_cast<size_t>(size), tfring::next_warning().c_str()); });
+int tfring_next_warning(char* line, int size) {
+  return tfring::at_border(0, [&] {
+    const tfring::Warning warning = tfring::next_warning();
+    tfring::copy_text(line, static_cast<size_t>(size), warning.line.c_str());
+    return warning.with_stack ? 1 : 0;
+  });
 }
 
 int tfring_get_statistics(int64_t handle, tfring_statistics* statistics) {

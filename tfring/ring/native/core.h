@@ -163,8 +163,8 @@ TFRING_API void tfring_set_cancellation(int32_t (*is_cancelled)(void* context), 
 // The number of threads in TensorFlow's inter-op pool.
 TFRING_API void tfring_set_pool_size(int num_threads);
 
-// Waits for the next line the user should read.
-TFRING_API void tfring_next_warning(char* line, int size);
+// Waits for the next line the user should read; returns 1 if the stack of the program belongs to it.
+TFRING_API int tfring_next_warning(char* line, int size);
 
 // From now on calls of all rings of this process are recorded, up to `capacity` of them between two takings;
 // 0 ends it. Forgets what was recorded before.

@@ -20,7 +20,7 @@ namespace tfring {
 
 constexpr uint32_t kCallMagic = 0x474e4952;     // "RING"
 constexpr uint32_t kControlMagic = 0x4c525443;  // "CTRL"
-constexpr uint16_t kProtocolVersion = 8;
+constexpr uint16_t kProtocolVersion = 9;
 constexpr int kMaxDims = 8;  // dimensions beyond are hashed but not shown
 
 struct Group;
@@ -50,7 +50,14 @@ struct CallHeader {
 static_assert(sizeof(CallHeader) == 256, "the frame format is fixed");
 constexpr int64_t kHeaderBytes = static_cast<int64_t>(sizeof(CallHeader));
 
-enum class ControlType : uint8_t { kAbort = 0, kGoodbye = 1, kPing = 2, kPong = 3, kRaised = 4 };
+enum class ControlType : uint8_t {
+  kAbort = 0,
+  kGoodbye = 1,
+  kPing = 2,
+  kPong = 3,
+  kRaised = 4,
+  kAwaited = 5
+};
 
 struct ControlFrame {
   uint32_t magic;
@@ -63,7 +70,8 @@ struct ControlFrame {
   int32_t padding;
   // Counts the calls of the two ranks. Of an abort: the first that fails. Of a goodbye: how many the rank has
   // finished. Of a raised: after how many its program raised an error. Of a pong: how many it has begun. Of a
-  // ping: the number of the collective that the rank is in, of those with the rank it asks; 0 for none.
+  // ping: the number of the collective that the rank is in, of those with the rank it asks; 0 for none. An
+  // awaited tells a rank that all others wait for it.
   uint64_t sequence;
   char message[992];  // of an abort: why; of a raised: the error; of a pong: a Pong
 };

@@ -160,6 +160,9 @@ void Liveness::take_control(Peer* peer) {
       peer->raised_after = frame.sequence;
       peer->raised = frame.message;
       return;
+    case ControlType::kAwaited:
+      warn("All ranks wait for rank " + std::to_string(settings_.rank) + ", whose main thread is at", true);
+      return;
     case ControlType::kPing:
       answer(peer);
       return;

@@ -29,7 +29,7 @@ thread_local struct {
 struct Shared {
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<std::string> warnings;
+  std::deque<Warning> warnings;
   std::vector<std::pair<uint64_t, bool>> standing;  // rings, and whether on threads of TensorFlow's pool
   std::vector<std::pair<uint64_t, const RingState*>> rings;  // all this process is in
   size_t pool_size = 0;                                      // 0: not known
@@ -188,18 +188,18 @@ bool wait_for_each_other(const Pong& peer) {
                      [](const auto& theirs) { return is_to_begin(theirs.ring, theirs.begun); });
 }
 
-void warn(const std::string& line) {
+void warn(const std::string& line, bool with_stack) {
   std::lock_guard<std::mutex> lock(shared->mutex);
-  if (shared->warnings.size() < kMostWarnings) shared->warnings.push_back(line);
+  if (shared->warnings.size() < kMostWarnings) shared->warnings.push_back({line, with_stack});
   shared->changed.notify_one();
 }
 
-std::string next_warning() {
+Warning next_warning() {
   std::unique_lock<std::mutex> lock(shared->mutex);
   shared->changed.wait(lock, [] { return !shared->warnings.empty(); });
-  std::string line = std::move(shared->warnings.front());
+  Warning warning = std::move(shared->warnings.front());
   shared->warnings.pop_front();
-  return line;
+  return warning;
 }
 
 void forget_process_in_child() {

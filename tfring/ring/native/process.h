@@ -46,9 +46,14 @@ bool wait_for_each_other(const Pong& peer);
 // The ring in which a peer waits for a collective that this process has not begun; 0 for none.
 uint64_t waits_elsewhere(const Pong& peer);
 
-// One line for the user; a thread of Python's takes it from next_warning, which waits for it, and logs it.
-void warn(const std::string& line);
-std::string next_warning();
+// One line for the user; a thread of Python's takes it from next_warning, which waits for it, and logs it,
+// with the stack of the program where `with_stack` is true.
+struct Warning {
+  std::string line;
+  bool with_stack;
+};
+void warn(const std::string& line, bool with_stack = false);
+Warning next_warning();
 
 // Breaks a ring of this process' because of a failure outside it; see core.cc.
 void break_ring(uint64_t ring, const Status& why);

@@ -124,10 +124,13 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
                             elsewhere_since_ > idle_since;  // an error is on its way
   if (absent && for_data && !is_warned_ && !is_crosswise && idle_seconds > settings_.stall_seconds) {
     is_warned_ = true;
-    if (reports_stall(rank))
+    if (reports_stall(rank)) {
+      liveness->peer(rank)->send(make_control(ControlType::kAwaited, settings_.rank, 0));
       warn(peer->name() + " is slow: all ranks have waited for it for " + seconds_text(idle_seconds) +
            " in " + here() + ". It is alive, and the last it called in this ring is " + last_call +
-           ". They go on waiting, up to " + seconds_text(timeout_seconds) + " (TFRING_TIMEOUT_SECONDS).");
+           ". They go on waiting, up to " + seconds_text(timeout_seconds) +
+           " (TFRING_TIMEOUT_SECONDS). Its own output says where its program is.");
+    }
   }
   const double grace = std::min(std::max(0.1 * timeout_seconds, 0.25), 5.0);
   const double over = idle_seconds - timeout_seconds;
