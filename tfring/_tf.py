@@ -232,6 +232,11 @@ def graph_of_function(graph: Any, name: str) -> Any:
     return getattr(graph._get_function(name), "graph", None)
 
 
+def scratch_graph() -> contextlib.AbstractContextManager:
+    """In here operations are made in a graph that is not run."""
+    return _func_graph.FuncGraph("scratch").as_default()
+
+
 def set_attribute(op: Any, name: str, text: str) -> None:
     """Gives an operation a text that goes along with it where its graph is copied; its name begins with `_`."""
     op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))

@@ -1044,6 +1044,76 @@ def test_what_tensorflow_draws_of_a_seed_is_drawn_for_all_rows(devices):
         np.testing.assert_array_equal(several, one)
 
 
+class Draws(keras.Model):
+    """A step that returns a number that TensorFlow draws of a seed."""
+
+    def train_step(self, data):
+        return {"drawn": tf.random.uniform((), seed=3)}
+
+
+def _drawn_in_executions(has_strategy):
+    with harness.strategy().scope() if has_strategy else contextlib.nullcontext():
+        model = Draws()
+        model.compile("sgd", "mse", steps_per_execution=3, jit_compile=False)
+    drawn = []
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: drawn.append(logs["drawn"]))
+    keras.utils.set_random_seed(1)
+    model.fit(*_data(), batch_size=4, epochs=2, verbose=0, callbacks=[callback])
+    return [float(number) for number in drawn]
+
+
+def test_steps_of_one_execution_draw_of_a_seed_as_in_one_process():
+    [plain] = workers(1).run(_drawn_in_executions, False)
+    assert len(set(plain)) == 4
+    for world_size in (1, 2):
+        assert workers(world_size).run(_drawn_in_executions, True) == [plain] * world_size
+
+
+class Forward(keras.Model):
+    """A step with derivatives in forward mode, which it may differentiate once more."""
+
+    def __init__(self, is_differentiated):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        self.is_differentiated = is_differentiated
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            with tf.autodiff.ForwardAccumulator([w.value for w in weights], [tf.ones(w.shape) for w in weights]) as acc:
+                loss = tf.reduce_mean((self.net(x) - y) ** 2)
+            slope = acc.jvp(loss)
+            total = loss + 0.1 * slope**2 if self.is_differentiated else loss
+        self.optimizer.apply(tape.gradient(total, weights), weights)
+        return {"loss": loss, "slope": slope}
+
+
+def _fit_forward():
+    strategy = harness.strategy()
+    found = []
+    with _logged() as texts:
+        for is_differentiated in (False, True, False):  # TensorFlow keeps functions of forward derivatives
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = Forward(is_differentiated)
+                model.compile("sgd")
+            history = model.fit(*_data(), batch_size=BATCH, shuffle=False, verbose=0).history
+            found += [history["loss"], history["slope"], *model.get_weights()]
+    return found, texts
+
+
+def test_derivatives_in_forward_mode():
+    [(one, _)] = workers(1).run(_fit_forward)
+    for several, texts in workers(2).run(_fit_forward):
+        assert texts == []
+        for got, wanted in zip(several, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_steps_and_predictions_are_edited_on_the_runtime_of_tensorflow():
     names = ["scaled", "standardized", "softmax over rows"]
     one = workers(1).run(_predictions, names, {})[0]

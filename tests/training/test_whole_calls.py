@@ -12,6 +12,8 @@ from harness import strategy, workers
 from test_loop import calls
 from test_steps import small_model
 
+from tfring.errors import ConfigurationError
+
 # -- what a call sends -------------------------------------------------------------------------------------------------
 
 
@@ -298,3 +300,56 @@ def methods():
 def test_methods_of_a_users_class_come_first_and_classes_stay():
     for facts in workers(2).run(methods):
         assert all(facts.values()), facts
+
+
+class Wraps(keras.Sequential):
+    """Calls the function that Keras would call, and reads what it returns."""
+
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+        if self.train_function not in self.wrappers:
+            inner = self.train_function
+            self.train_function = lambda iterator: self.note(inner(iterator))
+            self.wrappers.append(self.train_function)
+
+    def note(self, logs):
+        self.seen.append(float(logs["loss"]))
+        return logs
+
+
+class Iterates(keras.Sequential):
+    """Draws batches by itself, as Keras' own function does."""
+
+    def make_train_function(self, force=False):
+        def function(iterator):
+            for batch in iterator:
+                return self.distribute_strategy.run(self.train_step, args=(batch,))
+
+        self.train_function = function
+
+
+def of_own_functions(kind):
+    ring = strategy()
+    x, y = skewed_rows(40)
+    with ring.scope():
+        model = kind([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.wrappers, model.seen = [], []
+        model.compile("sgd", "mse")
+    try:
+        model.fit(x, y, batch_size=16, verbose=0, shuffle=False)
+    except ConfigurationError as error:
+        return str(error)
+    return [*model.seen]
+
+
+def test_a_function_around_the_one_that_trains_reads_its_logs():
+    [one] = workers(1).run(of_own_functions, Wraps)
+    assert len(one) == 3
+    for losses in workers(2).run(of_own_functions, Wraps):
+        np.testing.assert_allclose(losses, one, rtol=1e-5)
+
+
+def test_a_function_that_draws_batches_by_itself_is_refused_on_several_workers():
+    assert workers(1).run(of_own_functions, Iterates) == [[]]
+    for error in workers(2).run(of_own_functions, Iterates):
+        assert "a batch from the iterator of `fit`" in error and "Override `train_step`" in error

@@ -56,8 +56,9 @@ def leave_unread(model: Any, kinds: Iterable[str]) -> None:
 
 
 def are_unread(model: Any, kind: str) -> bool:
-    """Returns True if `leave_unread` was called."""
-    return kind in vars(model).get(_UNREAD, ())
+    """Returns True if `leave_unread` was called, and Keras calls no function of the program's, which may read them."""
+    is_keras_own = getattr(model, f"{kind}_function") is vars(model).get(_MADE.format(kind))
+    return is_keras_own and kind in vars(model).get(_UNREAD, ())
 
 
 class Loop:
@@ -86,7 +87,7 @@ class Loop:
         stopped, others_drew = status.behind_loop(ring, bool(getattr(self.model, self._flag)))
         if stopped:
             self.mark_stopped()
-        if others_drew and self.step_function.iterator is not None:
+        if others_drew and self.step_function is not None and self.step_function.iterator is not None:
             _tf.draw(self.step_function.iterator)
 
     def mark_stopped(self) -> None:
@@ -108,7 +109,8 @@ class Loop:
                     self.mark_stopped()
                 else:
                     self.on_exit()
-            self.step_function.bring_logs_together()
+            if self.step_function is not None:  # else the function is a program's own
+                self.step_function.bring_logs_together()
         finally:
             if self.step_function is not None:
                 self.step_function.reset()

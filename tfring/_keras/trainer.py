@@ -555,33 +555,53 @@ class StepFunction:
         """The logs; or what the replicas of this worker returned in the last step, and their shares of its batch."""
         with self._ring.scope():
             steps = self._model.steps_per_execution
-            told, inputs, rows = self._next_batch(iterator)
-            taken: list = []
-
-            def take() -> Any:
-                taken.append(self._one_step(inputs, rows, told, with_logs and steps == 1))
-                return taken[0]
-
-            # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
-            outputs = tf.cond(told.goes_on, take, lambda: self._refuse(told, iterator, *taken))
             if steps == 1:
-                return outputs if with_logs else (outputs, self._shares(told))
+                outputs, shares, _ = self._step_on_iterator(iterator, with_logs)
+                return outputs if with_logs else (outputs, shares)
 
             def more(i: tf.Tensor, has_batch: tf.Tensor, outputs: Any, shares: tf.Tensor) -> tf.Tensor:
                 return tf.logical_and(i < steps, has_batch)
 
-            def another(i: tf.Tensor, _: tf.Tensor, outputs: Any, shares: tf.Tensor) -> tuple:
-                told, inputs, rows = self._next_batch(iterator)
-                outputs, shares = tf.cond(
-                    told.goes_on,
-                    lambda: (self._one_step(inputs, rows, told, False), self._shares(told)),
-                    lambda: self._unless_wrong(told, (outputs, shares)),
-                )
-                return i + 1, told.has_batch, outputs, shares
+            def another(i: Any, _: Any, outputs: Any, shares: Any) -> tuple:
+                outputs, shares, has_batch = self._step_on_iterator(iterator, False, (i > 0, (outputs, shares)))
+                return i + 1, has_batch, outputs, shares
 
-            first = 1, True, outputs, self._shares(told)
+            if tf.executing_eagerly():
+                first = another(0, True, None, None)
+            else:  # the step is in the graph once: one that was there twice would draw its numbers of a seed twice
+                with _tf.scratch_graph():
+                    outputs, shares, _ = self._step_on_iterator(iterator, False)
+                first = 0, True, *tf.nest.map_structure(_never, (outputs, shares), expand_composites=True)
             _, _, outputs, shares = tf.while_loop(more, another, first, parallel_iterations=1)
             return self._logs_of_all_rows_body(outputs, shares) if with_logs else (outputs, shares)
+
+    def _step_on_iterator(self, iterator: Any, with_logs: bool, before: tuple | None = None) -> tuple:
+        """Returns what a step of the next batch returns, the shares of its batch, and whether there is one.
+
+        Args:
+          iterator: of batches.
+          with_logs: whether it returns logs.
+          before: whether there were steps in this execution, and what the last of them returned, which counts where
+            there is no batch.
+        """
+        told, inputs, rows = self._next_batch(iterator)
+        taken: list = []
+
+        def take() -> Any:
+            taken[:] = self._one_step(inputs, rows, told, with_logs), self._shares(told)
+            return tuple(taken)
+
+        def otherwise() -> Any:
+            def refuse() -> Any:
+                return self._refuse(told, iterator, tuple(taken))
+
+            if before is None:
+                return refuse()
+            return tf.cond(before[0], lambda: self._unless_wrong(told, before[1]), refuse)
+
+        # Not the inputs alone: what depends on none, such as `iterations.assign_add(1)`, would run beside an error.
+        outputs, shares = tf.cond(told.goes_on, take, otherwise)
+        return outputs, shares, told.has_batch
 
     def _on_batch_body(self, batch: Any) -> Any:
         inputs = split_rows(batch, self._replicas)
@@ -613,7 +633,7 @@ class StepFunction:
         has_batch = have_value[0] if len(have_value) == 1 else tf.reduce_any(have_value)
         return status.before_step(self._ring, rows, has_batch, fingerprint), inputs, rows
 
-    def _refuse(self, told: status.Status, iterator: Any, like: Any = None) -> Any:
+    def _refuse(self, told: status.Status, iterator: Any, like: Any) -> Any:
         """Raises why there is no step; what it returns is never computed, and is like what the step returns."""
         with tf.control_dependencies(status.why_not(told)):
             # No rank has a batch: this raises OutOfRangeError, as Keras expects.

@@ -23,6 +23,7 @@ from tfring.cluster_resolver import ClusterResolver
 from tfring.cross_device_ops import RingAllReduce, values_of
 from tfring.data.distribute import agreed_cardinality, distribute, is_sliced
 from tfring.data.rows import has_static_rows, num_rows, one_row_at_least, with_open_rows
+from tfring.data.shares import Shares
 from tfring.errors import ConfigurationError
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives
@@ -321,6 +322,11 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._container_strategy().warn_of_another_cluster()
+        if any(isinstance(value, Shares) for value in (*args, *(kwargs or {}).values())):
+            raise ConfigurationError(
+                "strategy.run was called with a batch from the iterator of `fit`, which holds rows of all replicas. "
+                "Override `train_step`, or leave the iterator to what `super().make_train_function()` makes."
+            )
         if step.current() is not None or self.ring.is_alone:
             return self._run_replicas(fn, args, kwargs)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):

@@ -30,8 +30,8 @@ _LONGEST = 12  # walks over the body of a loop until its types stay
 
 @rule("PartitionedCall", "StatefulPartitionedCall", takes_numbers=True)
 def call(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The results of the function."""
-    return walk.body(op, ins, "f")
+    """The results of the function, whose graph has more outputs if TensorFlow has also differentiated it."""
+    return walk.body(op, ins, "f")[: len(op.outputs)]
 
 
 @rule("IdentityN", takes_numbers=True)
