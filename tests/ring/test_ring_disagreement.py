@@ -170,6 +170,24 @@ def test_a_missing_call_is_told_from_a_crash(transport):
         assert '"step 2"' in outcomes[rank].message
 
 
+def one_raises_and_ends(cluster, transport):
+    with ranks.join(cluster, transport=transport) as ring:
+        ring.all_reduce(np.ones(10), name="step 1")
+        if cluster.rank == 2:
+            ring.tell_raised(ValueError("disk full"))
+        else:
+            ring.all_reduce(np.ones(10), name="step 2")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_an_error_is_told_of_a_rank_that_ends_by_it(transport):
+    outcomes = ranks.try_run(4, one_raises_and_ends, transport)
+    for rank in (0, 1, 3):
+        assert outcomes[rank].kind == "PeerLostError"
+        assert outcomes[rank].message.startswith("rank 2 failed while rank "), outcomes[rank].message
+        assert outcomes[rank].message.endswith(": ValueError: disk full")
+
+
 def leave_at_once(cluster, size):
     with ranks.join(cluster) as ring:
         return float(ring.all_reduce(np.full(size, 1.0))[-1])

@@ -245,6 +245,13 @@ bool Liveness::has_raised(const Peer& peer) const {
   return peer.raised_after + 1 == calls_.common(peer.rank) && peer.told_after != peer.raised_after;
 }
 
+Status Liveness::lose_to_its_error(const Peer& peer) {
+  return break_up({Code::kPeerLost,
+                   "rank " + std::to_string(peer.rank) + " failed while rank " +
+                       std::to_string(settings_.rank) + " waited for it in " + here() + ": " + peer.raised,
+                   Reason::kRaised, peer.rank});
+}
+
 // Tells a peer why, and from which of the calls with it on.
 void Liveness::pass_on(Peer* peer) {
   const bool current = broke_in_call_ && calls_.takes_part(peer->rank);
@@ -301,6 +308,7 @@ Status Liveness::check_left() {
   for (const auto& peer : peers_) {
     if (peer == nullptr || !peer->left || !calls_.takes_part(peer->rank)) continue;
     if (peer->left_finished >= calls_.common(peer->rank)) continue;
+    if (has_raised(*peer)) return lose_to_its_error(*peer);
     return break_up({Code::kPeerLost,
                      "rank " + std::to_string(peer->rank) + " left the ring (its script ended?) while rank " +
                          std::to_string(settings_.rank) + " called " + here(),

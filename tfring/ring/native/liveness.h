@@ -53,6 +53,8 @@ class Liveness {
   // Returns whether the peer has raised an error in place of beginning the call under way, and this rank
   // none.
   bool has_raised(const Peer& peer) const;
+  // Breaks the world by that error.
+  Status lose_to_its_error(const Peer& peer);
   Status interrupt(const Status& status);
   Status check_left();
   Status adopt_peer_failure();

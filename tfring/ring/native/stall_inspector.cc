@@ -114,10 +114,7 @@ Status StallInspector::ask(int64_t now, int64_t idle_since, double timeout_secon
          Reason::kThreads, rank, settings_.rank});
   }
   if (absent && idle_seconds > kRaisedSeconds && liveness->has_raised(*peer)) {
-    return liveness->break_up({Code::kPeerLost,
-                               who + " failed while rank " + std::to_string(settings_.rank) +
-                                   " waited for it in " + here() + ": " + peer->raised,
-                               Reason::kRaised, rank});
+    return liveness->lose_to_its_error(*peer);
   }
   if (absent) TFRING_TRY(wait_crosswise(liveness, *peer, now, idle_since));
   const bool is_crosswise = absent && seconds_between(elsewhere_since_, now) > idle_seconds / 4 &&
