@@ -90,13 +90,13 @@ class RingVariable(core.Variable):
         return super().__array__(*args, **kwargs) if found is None else found
 
     def __float__(self) -> float:
-        return float(self.numpy()) if self._is_distributed() else super().__float__()
+        return float(self.numpy()) if self._is_distributed_scalar() else super().__float__()
 
     def __int__(self) -> int:
-        return int(self.numpy()) if self._is_distributed() else super().__int__()
+        return int(self.numpy()) if self._is_distributed_scalar() else super().__int__()
 
-    def _is_distributed(self) -> bool:
-        return isinstance(self._value, tf.distribute.DistributedValues)  # which is no number to Python
+    def _is_distributed_scalar(self) -> bool:
+        return not self.ndim and isinstance(self._value, tf.distribute.DistributedValues)  # which is no number to Python
 
 
 class RingLayer(TFLayer):

@@ -35,15 +35,15 @@ def of(found: dict[str, Any]) -> list[str]:
     number = max([total["count"] for total in totals] or [row["count"] for row in ranks.values()])
     told = [
         f"The run {_DID.get(kind, kind)} for {number} steps, {1e3 / max(step, 1e-6):.3g} a second, so "
-        f"{number * step / 1e3:.3g} s without the building of graphs."
+        f"{number * step / 1e3:.3g} s without the tracing of graphs."
     ]
     if len(ranks) == 1:
         return [*told, _OF_ALL[_largest(ranks)].replace("of the rest", "of a step")]
     share = sum(_mean(ranks, name) for name in _COMMUNICATION) / max(_mean(ranks, "milliseconds"), 1e-6)
     waiting = _mean(ranks, "waiting") / max(_mean(ranks, "milliseconds"), 1e-6)
     told.append(
-        f"Communication that nothing hides takes {100 * share:.0f} % of a step, and {100 * waiting:.0f} % of a step is "
-        "waiting for other ranks (means of all ranks)."
+        f"Exposed communication (beside which nothing is computed) takes {100 * share:.0f} % of a step, and waiting for "
+        f"other ranks {100 * waiting:.0f} % (means of all ranks)."
     )
     slow = summary.slow_rank(ranks)
     if slow is not None:
