@@ -96,7 +96,8 @@ class RingVariable(core.Variable):
         return int(self.numpy()) if self._is_distributed_scalar() else super().__int__()
 
     def _is_distributed_scalar(self) -> bool:
-        return not self.ndim and isinstance(self._value, tf.distribute.DistributedValues)  # which is no number to Python
+        # Which is no number to Python.
+        return not self.ndim and isinstance(self._value, tf.distribute.DistributedValues)
 
 
 class RingLayer(TFLayer):
