@@ -125,6 +125,22 @@ def join_and_count_probes(cluster):
     return probed
 
 
+def join_after_several_lines(cluster):
+    rendezvous._REPORT_SECONDS = 0.5  # not 30
+    if cluster.rank == 1:
+        time.sleep(10)  # the first line comes after 3 seconds, and 2 for an answer
+    return sum_of_ranks(cluster, connect_timeout_seconds=40)[0]
+
+
+def test_the_line_of_who_is_missing_is_repeated():
+    with ranks.Group(3) as group:
+        group.start(3, join_after_several_lines)
+        assert group.outcomes(50) == [3] * 3
+        lines = [line for line in group.logs().splitlines() if "has waited" in line]
+    assert len(lines) >= 2, lines
+    assert all("rank 0 has waited" in line and "rank 1 at" in line for line in lines), lines
+
+
 def test_one_rank_alone_looks_for_a_late_one():
     first, *others = ranks.run(4, join_and_count_probes)
     assert first == [3] and others == [[], [], []]
