@@ -340,6 +340,18 @@ def test_a_program_that_asks_for_its_rank_alone_is_told_that_no_ring_was_formed(
     assert "no ring" not in done.stderr
 
 
+def test_a_long_job_without_a_ring_is_told_so_before_its_end(tmp_path):
+    program = "import time; time.sleep(4)"
+    command = "import sys; from tfring.launch import cli, job; job._ALONE_SECONDS = 1.0; sys.exit(cli.main())"
+    run = [sys.executable, "-c", command, "launch", "-n", "2", write(tmp_path, program)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT)
+    early = "tfring launch: after 1 s no ring was formed. If the program makes no tfring.RingStrategy, each of the 2 "
+    assert done.stderr.splitlines() == [f"{early}processes trains alone.", *LEFT_ALONE]
+    write(tmp_path, f"import tfring\ntfring.barrier()\n{program}")
+    done = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT)
+    assert "no ring was formed" not in done.stderr
+
+
 def test_any_bytes_and_any_length(launch):
     script = r"sys.stdout.buffer.write(b'\xff\xfe\x00' + b'x' * 200_000 + b'\n')"
     out = launch(2, script, text=False).stdout

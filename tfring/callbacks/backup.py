@@ -255,7 +255,8 @@ class Backup(RunsLast, keras.callbacks.Callback):
         if self._ring is None:
             raise ConfigurationError(
                 "Backup was given a model made outside of the scope of a `tfring.RingStrategy`, or does not stand in "
-                "the list `callbacks` of `fit`. One process needs the scope, too."
+                "the list `callbacks` of `fit`. One process needs the scope, too. A loop of your own saves by "
+                "tf.train.CheckpointManager (docs/restarts.md)."
             )
         self._attributes = Attributes(self.others)
         self._epoch, self._finished = 0, False

@@ -46,6 +46,7 @@ _IS_REPLICATED = b"r"  # and one without which another goes on, and that is fill
 
 _JOINED = b"j"  # what a worker of asynchronous servers has said once they have all taken it
 
+_ALONE_SECONDS = 60.0  # after which a job without a ring is told so; again at its end
 _FAREWELL_SECONDS = 10.0  # for the ways to other hosts to close
 _LAST_WRITE_SECONDS = 2.0  # how long a job that is stopped waits for a reader of what it has still to show
 _BACKLOG = 128  # connections that wait for a worker
@@ -148,6 +149,7 @@ class Job:
         self.asked_to_stop = False  # by a signal, or because no worker is left to ask
         self._start_seconds = start_seconds
         self._give_up_at: float | None = None  # when hosts have to listen
+        self._tell_alone_at = self._start_at + _ALONE_SECONDS if num_workers > 1 else None
         self._hosts: list[RemoteHost] = []
         first = 0
         for number, host in enumerate(hosts):
@@ -413,7 +415,8 @@ class Job:
         """Waits for something to happen and deals with it."""
         self._pace()
         streams = [stream for worker in self._workers for stream in (worker.out, worker.err)]
-        due = [self._decide_at, self._next_step_at, self._give_up_at, *(stream.show_rest_at for stream in streams)]
+        due = [self._decide_at, self._next_step_at, self._give_up_at, self._tell_alone_at]
+        due += [stream.show_rest_at for stream in streams]
         times = [at for at in due if at is not None]
         times = [0.0] if self._may_have_ended else times
         self._may_have_ended = False
@@ -432,6 +435,17 @@ class Job:
             self._next_step()
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up()
+        if self._tell_alone_at is not None and now >= self._tell_alone_at:
+            self._tell_alone()
+
+    def _tell_alone(self) -> None:
+        """Tells that no worker has joined a ring, which a program does before it trains."""
+        self._tell_alone_at = None
+        if self._taken and not any([self._hear(rank) for rank in self._taken]):
+            self._say(
+                f"after {_ALONE_SECONDS:.0f} s no ring was formed. If the program makes no tfring.RingStrategy, each "
+                f"of the {self._num_workers} processes trains alone."
+            )
 
     def _pace(self) -> None:
         """Reads no more from workers than can be shown, so that they wait for a slow reader, and we do not."""

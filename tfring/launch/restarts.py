@@ -102,7 +102,7 @@ class Restarts:
         self._goes_on = True
         return (
             f" Restart {self._restart + 1} of {self._limits.max_restarts}: all workers start again{without}, and "
-            "training goes on from its last tfring.callbacks.Backup."
+            "training goes on from its last tfring.callbacks.Backup, or from the start without one."
         )
 
     def _leave_out(self, lost: Sequence[str]) -> str:
