@@ -411,7 +411,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _test(arguments: argparse.Namespace) -> int:
-    if importlib.util.find_spec("tensorflow") is None and not arguments.hosts and not arguments.hostfile:
+    elsewhere = arguments.hosts or arguments.hostfile or arguments.hosts_from
+    if importlib.util.find_spec("tensorflow") is None and not elsewhere:
         arguments.parser.error(_requirements.NO_TENSORFLOW)
     if _runs_here(arguments):
         from tfring import test
