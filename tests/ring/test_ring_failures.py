@@ -148,7 +148,7 @@ def fail_in_fit(name):
 @pytest.mark.oldest
 def test_a_failure_is_raised_by_its_own_name():
     survivor, failed = workers(2).run(fail_in_fit, "fail")
-    assert survivor[0].startswith("rank 1 left the ring"), survivor
+    assert survivor[0].startswith("rank 1 failed while rank 0 waited for it in "), survivor
     assert survivor[1] in ("AbortedError", "CancelledError"), survivor
     for seen in (survivor[2:], failed):
         assert len(seen) == 4

@@ -284,7 +284,7 @@ def refusals():
 def test_rows_cut_by_hand_are_refused_by_name():
     for arrays, shard in workers(2).run(refusals):
         assert "tfring cuts" in arrays and "x[rank::n]" in arrays
-        assert "tfring cuts" in shard and "dataset.shard" in shard
+        assert "gives each its share" in shard and "dataset.shard" in shard
 
 
 def of_labelled_and_unlabelled_rows():
