@@ -6,6 +6,7 @@ import collections
 import json
 import re
 import shutil
+import sys
 import time
 
 import pytest
@@ -277,3 +278,9 @@ def test_a_collective_is_hidden_where_an_eighth_of_it_was_computed_beside(beside
         assert step.hidden == 400 and waiting == [(700, 900)]
     else:
         assert step.hidden == 0 and waiting == [(200, 600), (700, 900)]
+
+
+def test_a_plot_without_matplotlib(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(run[0]), "--plot", str(tmp_path / "steps.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
