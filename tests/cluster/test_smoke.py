@@ -37,6 +37,14 @@ def test_a_process_that_is_alone(start):
     assert out.endswith("\n\nPassed: this process trains.\n")
 
 
+@pytest.mark.parametrize("options", [[], ["-n", "2"]])
+def test_without_tensorflow(start, tmp_path, options):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tensorflow'] = None\n")
+    path = f"{tmp_path}:{environment().get('PYTHONPATH', '')}"
+    out, err = ended(start([*TEST, *options], PYTHONPATH=path), 2)
+    assert out == "" and 'pip install "tensorflow-cpu' in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_workers_that_do_not_start(start, options):
     out, err = ended(start([*TEST, "--hosts", "nowhere.invalid:2", *options]), 71)

@@ -1127,6 +1127,14 @@ def test_a_place_that_python_marks_without_an_indent_is_folded(launch):
     assert "[1] Traceback (most recent call last): as of rank 0, above\n[1] ValueError: of rank 1" in done.stderr
 
 
+def test_the_last_line_ends_with_a_sentence_of_a_long_error(launch):
+    done = launch(2, f'raise ValueError("{"shapes differ " * 10}. {"so do names " * 20}. Mend them.")', code=1)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"tfring launch: ranks 0 and 1 failed with the same error: ValueError: {'shapes differ ' * 10}."
+    done = launch(2, f'raise ValueError("{"shapes differ " * 30}")', code=1)
+    assert done.stderr.splitlines()[-1].endswith("shapes differ shapes ..."), done.stderr
+
+
 def test_other_tracebacks_are_all_shown(launch):
     done = launch(
         2,

@@ -217,6 +217,25 @@ def test_models_made_outside():
         assert sent == 0 and "made outside the scope: it trains alone on each of 2 workers" in said
 
 
+def numbers_of_variables():
+    import keras
+
+    with strategy().scope():
+        number, several = keras.Variable(1.5), keras.Variable([1.0, 2.0])
+    errors = []
+    for kind in (float, int):
+        with pytest.raises(TypeError) as raised:
+            kind(several)
+        errors.append(str(raised.value))
+    return float(number), int(number), errors
+
+
+def test_a_variable_is_a_number_only_without_dimensions():
+    for one, whole, errors in workers(2).run(numbers_of_variables):
+        assert (one, whole) == (1.5, 1)
+        assert all("Only scalar arrays can be converted to Python scalars" in error for error in errors), errors
+
+
 def loop_outside(through_gradients):
     import keras
     import tensorflow as tf

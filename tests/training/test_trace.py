@@ -165,7 +165,8 @@ def test_the_report_names_the_rank_with_the_slow_input(tmp_path, capsys):
     did, communication, slow, advice = document["summary"]
     steps = first["count"] + first["built"]
     assert re.fullmatch(rf"The run trained for {steps} steps, [\d.]+ a second, so [\d.]+ s without the .*", did)
-    assert re.match(r"Exposed communication .* takes \d+ % .*, and waiting for other ranks \d+ % ", communication)
+    exposed = r"Exposed communication \(beside which nothing is computed\) takes \d+ % of a step, and waiting for "
+    assert re.match(rf"{exposed}other ranks \d+ % ", communication)
     assert re.fullmatch(r"Rank 1 is slow, by [\d.]+ ms a step, and the others wait for it\.", slow)
     assert advice == "Its input is slow: look at the files and the preprocessing that it reads (docs/data.md)."
     _, summary, table, *_ = out.split("\n\n")
@@ -192,9 +193,15 @@ def of_ranks(*changes, servers=0, kind="train"):
         (of_ranks({}, {}), ["takes 0 % of a step", "No rank is slower", "computing, which is what a step is for"]),
         (of_ranks({"input": 60}, {"input": 70}), ["No rank is slower", "Most of the rest is input: prefetch"]),
         (of_ranks({"dispatch": 60}, {"dispatch": 60}), ["Most of the rest is the start of steps"]),
-        (of_ranks({"waiting": 40}, {"waiting": 40}), ["waiting for other ranks 40 %", "in turns. Give each its own"]),
+        (
+            of_ranks({"waiting": 40}, {"waiting": 40}),
+            ["takes 40 % of a step, and waiting for other ranks 40 %", "in turns. Give each its own"],
+        ),
         (of_ranks({"waiting": 50}, {"Python": 55}), ["Rank 1 is slow, by 50 ms a step, and the others", "a callback"]),
-        (of_ranks({"moving": 30}, {"adding": 30}), ["takes 30 % of a step", "Measure the network"]),
+        (
+            of_ranks({"moving": 30}, {"adding": 30}),
+            ["takes 30 % of a step, and waiting for other ranks 0 %", "Measure the network"],
+        ),
         (of_ranks({"server": 30}, {"server": 30}, servers=1), ["requests to the servers below"]),
         (of_ranks({"milliseconds": 20.0}, {"Python": 80}), ["Rank 1 is slow, by 80 ms a step, and none waits for it."]),
         (of_ranks({"Python": 90}), ["60 steps, 10 a second, so 6 s", "Most of a step is Python"]),

@@ -681,7 +681,7 @@ class Job:
         alike = self._ended_alike(first)
         if alike:
             error = tracebacks.summary(first.error)
-            text = f"{_ranks([first, *alike])} failed with the same error: {error.rstrip('.')}."
+            text = f"{_ranks([first, *alike])} failed with the same error: {error}"
         early = [worker for worker in self._workers if worker.exit_code == 0]
         if early and first.lost_a_peer:
             text += f" Before it {_ranks(early)} had ended with exit code 0."

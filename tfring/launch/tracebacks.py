@@ -142,10 +142,10 @@ def is_same(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
 
 
 def summary(lines: Sequence[bytes]) -> str:
-    """Returns the error of a traceback in a line: "ValueError: shapes differ".
+    """Returns the error of a traceback in a line: "ValueError: shapes differ."
 
-    Keras and TensorFlow begin with a line that tells little; then the next paragraph is added. A long one ends with a
-    sentence.
+    Keras and TensorFlow begin with a line that tells little; then the next paragraph is added. A long one is cut after
+    a sentence, or a word.
     """
     first = _first_of_message(lines)
     words = list(lines[first : first + 1])
@@ -153,10 +153,13 @@ def summary(lines: Sequence[bytes]) -> str:
         paragraphs = [line for line in lines[first + 1 :] if not _OF_FRAMES.match(line) and not _FRAMES.search(line)]
         words += paragraphs[:1]
     text = _COLOR.sub(b"", b" ".join(word.strip() for word in words)).decode(errors="replace")
-    if len(text) <= _MOST_SUMMARY:
-        return text
-    sentences = text[:_MOST_SUMMARY].rpartition(". ")[0]
-    return sentences or f"{text[:_MOST_SUMMARY].rpartition(' ')[0]} ..."
+    if len(text) > _MOST_SUMMARY:
+        text = text[:_MOST_SUMMARY]
+        sentences = text.rpartition(". ")[0]
+        if not sentences:
+            return f"{text.rpartition(' ')[0]} ..."
+        text = sentences
+    return f"{text.rstrip('.')}."
 
 
 def _first_of_message(lines: Sequence[bytes]) -> int:
