@@ -525,6 +525,7 @@ def _serve(
             sys.path[:] = path  # before unpickling, which finds the task by its module's name
             _set_environment({**environ, **variables})
             fn, args = pickle.loads(task)
+            _draw_apart(f"{fn.__module__}.{fn.__qualname__} on rank {os.environ['TFRING_RANK']}")
             pipe.send_bytes(pickle.dumps(("returned", fn(*args))))
         fn = args = None
         sys.stdout.flush()
@@ -567,7 +568,6 @@ def _prepare_tensorflow(logical_cpus: int) -> None:
     import tensorflow as tf
     from tensorflow.python.eager import context as eager_context
 
-    _draw_apart()
     # A machine that stands still for TensorFlow's ten seconds would end all groups that idle on its collectives.
     eager = eager_context.context()
     eager.configure_coordination_service = functools.partial(
@@ -578,12 +578,12 @@ def _prepare_tensorflow(logical_cpus: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * logical_cpus)
 
 
-def _draw_apart() -> None:
-    """Seeds the generators that a fork copies and a task seeds, so that no two processes draw alike."""
+def _draw_apart(text: str) -> None:
+    """Seeds Python's, NumPy's and so Keras' numbers: no two ranks draw alike, and each run draws what the last drew."""
     import numpy as np
 
-    random.seed()
-    np.random.seed(None)
+    random.seed(text)
+    np.random.seed(random.getrandbits(32))
 
 
 def _clean_up(tensorflow: bool) -> None:
@@ -599,5 +599,4 @@ def _clean_up(tensorflow: bool) -> None:
         keras.config.set_floatx("float32")
         tf.config.run_functions_eagerly(False)
         tf.random.set_seed(None)  # of a task that only some of the processes ran
-        _draw_apart()
     gc.freeze()
