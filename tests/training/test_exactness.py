@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import pathlib
+import pickle
 
 import harness
 import keras
@@ -18,11 +19,21 @@ from tfring.partition import conversions
 
 ROWS, BATCH = 19, 8  # the last batch has three rows
 
+_made = {}  # by one process
+
 
 def _data():
     random = np.random.default_rng(5)
     x = random.normal(size=(ROWS, 6)).astype("float32") * np.exp(random.normal(size=(ROWS, 1))).astype("float32")
     return x, (x[:, :1] * 0.5 + random.normal(size=(ROWS, 1))).astype("float32")
+
+
+def _alone(task, *args):
+    """Returns what one process makes of a task, which all cases of a test are compared with."""
+    key = pickle.dumps((task, args))
+    if key not in _made:
+        [_made[key]] = workers(1).run(task, *args)
+    return _made[key]
 
 
 @contextlib.contextmanager
@@ -302,7 +313,7 @@ def _all(names, devices=1, run_eagerly=False):
 def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_eagerly):
     """Batches of 8, 8 and 3 rows; of four replicas one has no row of the last."""
     names = [*LOSSES, *BETWEEN, *STATES]
-    one = workers(1).run(_all, names)[0]
+    one = _alone(_all, names)
     several = workers(world_size, logical_cpus=devices).run(_all, names, devices, run_eagerly)
     for name in names:
         weights, logs, said = several[0][name]
@@ -392,14 +403,14 @@ def _of_teacher(devices=1):
 
 def test_a_layer_that_a_step_builds_on_several_replicas_of_a_worker():
     """Copies of a variable are initialized before the step runs, those of other replicas, too."""
-    one, several = workers(1).run(_of_teacher)[0], workers(2, logical_cpus=2).run(_of_teacher, 2)[0]
+    one, several = _alone(_of_teacher), workers(2, logical_cpus=2).run(_of_teacher, 2)[0]
     for got, wanted in zip(several, one, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("world_size", "model"), [(2, 1), (4, 2)])
 def test_layers_that_a_step_builds_and_sharded_ones(world_size, model):
-    one, several = workers(1).run(_other_models)[0], workers(world_size).run(_other_models, model)[0]
+    one, several = _alone(_other_models), workers(world_size).run(_other_models, model)[0]
     for got, wanted in zip(several, one, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -430,7 +441,7 @@ def _by_static_rows(m, x, y):
 def test_batches_of_a_fixed_size():
     """Shares of four and three rows, of five and four; a step that takes their number for static has that of all."""
     names = ["sum over the global batch", "kept rows", "negatives both ways", "minibatch", "static rows"]
-    one, several = workers(1).run(_fixed, names)[0], workers(2).run(_fixed, names)[0]
+    one, several = _alone(_fixed, names), workers(2).run(_fixed, names)[0]
     for name in names:
         assert one[name][1] == [], name
         assert bool(several[name][1]) == (name == "static rows"), (name, several[name][1])
@@ -456,7 +467,7 @@ OTHERS = {"metric": _beside_a_metric, "numbered": _numbered}
 
 
 def test_a_step_that_numbers_rows_by_replica_equals_one_process():
-    one, several = workers(1).run(_fit, "numbered")[0][0], workers(2).run(_fit, "numbered")[0][0]
+    one, several = _alone(_fit, "numbered")[0], workers(2).run(_fit, "numbered")[0][0]
     for got, wanted in zip(several, one, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -511,7 +522,7 @@ def _several_steps():
 
 @pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
 def test_a_step_whose_rows_cannot_be_divided_is_that_of_the_whole_batch(world_size, devices):
-    one = workers(1).run(_of_whole_batches)[0]
+    one = _alone(_of_whole_batches)
     several = workers(world_size, logical_cpus=devices).run(_of_whole_batches)
     found, wanted = (tf.nest.flatten([*each[:2], *each[3:]]) for each in (several[0], one))
     for got, expected in zip(found, wanted, strict=True):
@@ -592,7 +603,7 @@ def _begun(devices=1):
 
 @pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
 def test_a_metrics_first_value_counts_once(world_size, devices):
-    one, several = workers(1).run(_begun)[0], workers(world_size, logical_cpus=devices).run(_begun, devices)
+    one, several = _alone(_begun), workers(world_size, logical_cpus=devices).run(_begun, devices)
     for found in several:
         np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-5)
 
@@ -720,7 +731,7 @@ def test_predictions_that_combine_rows_equal_one_process(world_size, devices, op
     names = [*PREDICTIONS]
     if "steps_per_execution" in options.get("compile", {}):
         names.remove("a number of each batch")  # Keras does not concatenate these
-    one = workers(1).run(_predictions, names, {})[0]
+    one = _alone(_predictions, names, {})
     several = workers(world_size, logical_cpus=devices).run(_predictions, names, options, devices)
     for name in names:
         outputs, said = several[0][name]
@@ -734,7 +745,7 @@ def test_predictions_that_combine_rows_equal_one_process(world_size, devices, op
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_predictions_whose_rows_cannot_be_divided_are_those_of_the_whole_batch(devices):
-    [(one, _)] = [found["spectrum"] for found in workers(1).run(_predictions, ["spectrum"], {})]
+    one, _ = _alone(_predictions, ["spectrum"], {})["spectrum"]
     several = workers(2, logical_cpus=devices).run(_predictions, ["spectrum"], {}, devices)
     assert len(several[0]["spectrum"][1]) == 1  # rank 0 says so
     for found in several:
@@ -772,7 +783,7 @@ def _predict_and_write(has_strategy=True, devices=1, run_eagerly=False):
 
 @pytest.mark.parametrize(("world_size", "devices", "run_eagerly"), [(2, 1, False), (3, 2, False), (3, 1, True)])
 def test_state_that_predict_writes(world_size, devices, run_eagerly):
-    [one] = workers(1).run(_predict_and_write, False)
+    one = _alone(_predict_and_write, False)
     for several in workers(world_size, logical_cpus=devices).run(_predict_and_write, True, devices, run_eagerly):
         for got, wanted in zip(several, one, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -860,7 +871,7 @@ def _fit_what_the_step_builds(has_strategy=True, devices=1, run_eagerly=False):
 )
 def test_what_is_left_to_the_step_is_built_as_in_one_process(world_size, devices, run_eagerly):
     """Weights of the layers that it calls, in their order, and under the paths that they have there."""
-    [one] = workers(1).run(_fit_what_the_step_builds, False, 1, run_eagerly)
+    one = _alone(_fit_what_the_step_builds, False, 1, run_eagerly)
     for several in workers(world_size, logical_cpus=devices).run(_fit_what_the_step_builds, True, devices, run_eagerly):
         for name, wanted in one.items():
             assert list(several[name]) == list(wanted)
@@ -906,7 +917,7 @@ def _fit_read_as_one(has_strategy=True, devices=1, run_eagerly=False):
 
 @pytest.mark.parametrize(("world_size", "devices", "run_eagerly"), [(3, 1, False), (2, 2, False), (3, 1, True)])
 def test_variables_that_are_read_as_one(world_size, devices, run_eagerly):
-    [one] = workers(1).run(_fit_read_as_one, False)
+    one = _alone(_fit_read_as_one, False)
     for several in workers(world_size, logical_cpus=devices).run(_fit_read_as_one, True, devices, run_eagerly):
         assert several == pytest.approx(one, rel=1e-5, abs=1e-5)
 
@@ -990,7 +1001,7 @@ def _fit_what_it_has_made(has_strategy=True):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_step_that_makes_variables_is_traced_again(world_size):
-    [(one, traced)] = workers(1).run(_fit_what_it_has_made, False)
+    one, traced = _alone(_fit_what_it_has_made, False)
     for several, also_traced in workers(world_size).run(_fit_what_it_has_made):
         assert also_traced == traced == 2
         for got, wanted in zip(several, one, strict=True):
@@ -1022,7 +1033,7 @@ def _fit_what_call_makes(devices):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_variable_that_the_first_call_makes(devices):
-    [one] = workers(1).run(_fit_what_call_makes, 1)
+    one = _alone(_fit_what_call_makes, 1)
     assert np.all(one[1] != 1.0)
     for several in workers(2, logical_cpus=devices).run(_fit_what_call_makes, devices):
         for got, wanted in zip(several, one, strict=True):
@@ -1039,7 +1050,7 @@ def _draw_of_a_seed(devices):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_tensorflow_draws_of_a_seed_is_drawn_for_all_rows(devices):
-    [one] = workers(1).run(_draw_of_a_seed, 1)
+    one = _alone(_draw_of_a_seed, 1)
     for several in workers(2, logical_cpus=devices).run(_draw_of_a_seed, devices):
         np.testing.assert_array_equal(several, one)
 
@@ -1063,7 +1074,7 @@ def _drawn_in_executions(has_strategy):
 
 
 def test_steps_of_one_execution_draw_of_a_seed_as_in_one_process():
-    [plain] = workers(1).run(_drawn_in_executions, False)
+    plain = _alone(_drawn_in_executions, False)
     assert len(set(plain)) == 4
     for world_size in (1, 2):
         assert workers(world_size).run(_drawn_in_executions, True) == [plain] * world_size
@@ -1107,7 +1118,7 @@ def _fit_forward():
 
 
 def test_derivatives_in_forward_mode():
-    [(one, _)] = workers(1).run(_fit_forward)
+    one, _ = _alone(_fit_forward)
     for several, texts in workers(2).run(_fit_forward):
         assert texts == []
         for got, wanted in zip(several, one, strict=True):
@@ -1116,13 +1127,13 @@ def test_derivatives_in_forward_mode():
 
 def test_steps_and_predictions_are_edited_on_the_runtime_of_tensorflow():
     names = ["scaled", "standardized", "softmax over rows"]
-    one = workers(1).run(_predictions, names, {})[0]
+    one = _alone(_predictions, names, {})
     for found in workers(2, communication="tensorflow").run(_predictions, names, {}):
         for name in names:
             assert found[name][1] == [], name
             np.testing.assert_allclose(found[name][0], one[name][0], rtol=1e-5, atol=1e-5, err_msg=name)
     names = ["ratio", "standardized", "in-batch negatives", "reduced by itself", "clipped together", "spread"]
-    one, several = workers(1).run(_all, names)[0], workers(2, communication="tensorflow").run(_all, names)[0]
+    one, several = _alone(_all, names), workers(2, communication="tensorflow").run(_all, names)[0]
     for name in names:
         assert several[name][2] == [], name
         for got, wanted in zip(tf.nest.flatten(several[name][:2]), tf.nest.flatten(one[name][:2]), strict=True):
@@ -1162,7 +1173,7 @@ def _effects(folder, devices=1):
 @pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
 def test_what_a_step_does_besides_is_what_one_process_does(world_size, devices, tmp_path):
     """Each replica does it with the loss and the rows of all."""
-    [(*effects, written)] = workers(1).run(_effects, str(tmp_path / "one"))
+    *effects, written = _alone(_effects, str(tmp_path / "one"))
     several = workers(world_size, logical_cpus=devices).run(_effects, str(tmp_path / "several"), devices)
     for rank, found in enumerate(several):
         of_replicas = [[each for each in effect for _ in range(devices)] for effect in effects]
@@ -1212,7 +1223,7 @@ def _draws(run_eagerly, batch_size):
 @pytest.mark.parametrize("batch_size", [BATCH, ROWS - 2])  # of the last two rows the first of three replicas has none
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_what_is_drawn_for_all_rows_is_the_same_on_all_ranks(run_eagerly, batch_size):
-    [(_, one)] = workers(1).run(_draws, run_eagerly, batch_size)
+    _, one = _alone(_draws, run_eagerly, batch_size)
     several = workers(3).run(_draws, run_eagerly, batch_size)
     for drawn in zip(*several, strict=True):
         assert len(set(drawn)) == 1 and drawn[0] != 0.0
@@ -1244,7 +1255,7 @@ def _of_random_layers(random):
 
 def test_random_layers_draw_as_one_process_where_that_is_asked_for():
     """Dropout, noise, dropout of an axis, and dropout in a recurrent layer."""
-    one = workers(1).run(_of_random_layers, "replica")[0]
+    one = _alone(_of_random_layers, "replica")
     several = workers(3).run(_of_random_layers, "global")[0]
     for got, wanted in zip(several, one, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -1276,7 +1287,7 @@ def _of_layers_on_parts(kind):
 
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
 def test_layers_of_keras_on_sparse_and_ragged_rows_are_divided(kind):
-    one, several = workers(1).run(_of_layers_on_parts, kind)[0], workers(3).run(_of_layers_on_parts, kind)[0]
+    one, several = _alone(_of_layers_on_parts, kind), workers(3).run(_of_layers_on_parts, kind)[0]
     assert several[1] == []
     for got, wanted in zip(several[0], one[0], strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
