@@ -324,6 +324,65 @@ def test_whatever_a_step_computes_equals_one_process(world_size, devices, run_ea
             assert [w.tobytes() for w in other[name][0]] == [w.tobytes() for w in weights], name
 
 
+def _of_batch(user, item, ids):
+    logits = tf.matmul(user, item(ids), transpose_b=True)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(logits)[0]), logits))
+
+
+def _of_kept(user, item, ids):
+    keep = ids % 2 == 1
+    return _of_batch(tf.boolean_mask(user, keep), item, tf.boolean_mask(ids, keep))
+
+
+def _of_sampled(user, item, ids):
+    """Negatives that all rows share, beside a row's own positive."""
+    positive = tf.reduce_sum(user * item(ids), 1, keepdims=True)
+    negatives = tf.matmul(user, item(tf.constant([3, 1, 4, 1, 5])), transpose_b=True)
+    return -tf.reduce_mean(tf.nn.log_softmax(tf.concat([positive, negatives], 1))[:, 0])
+
+
+class SharedTable(keras.Model):
+    """Two towers of one table, which is looked up for the rows of the batch and for what rows are compared with."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.item = keras.layers.Embedding(9, 4, embeddings_initializer=keras.initializers.RandomUniform(-1, 1, seed=1))
+        self.user = keras.layers.Dense(4, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
+        self.user.build((None, 4))
+        self.of_towers = loss
+
+    def train_step(self, data):
+        history, ids = data
+        with tf.GradientTape() as tape:
+            loss = self.of_towers(self.user(tf.reduce_mean(self.item(history), 1)), self.item, ids)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"of towers": loss}
+
+
+def _fit_towers(devices=1):
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
+    random, found = np.random.default_rng(8), {}
+    history, ids = (random.zipf(1.6, shape) % 9 for shape in ((ROWS, 3), ROWS))
+    for loss in (_of_batch, _of_kept, _of_sampled):
+        with _logged() as texts, strategy.scope():
+            model = SharedTable(loss)
+            model.compile(keras.optimizers.Adagrad(0.1))
+            logs = model.fit(history, ids, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        found[loss.__name__] = [*logs["of towers"], *model.get_weights()], texts
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1), (2, 2)])
+def test_a_table_that_is_looked_up_for_rows_and_for_the_whole_batch(world_size, devices):
+    """Gradients of a replica's own rows and parts of those of all rows go to one table."""
+    one, several = _alone(_fit_towers), workers(world_size, logical_cpus=devices).run(_fit_towers, devices)[0]
+    for name, (wanted, _) in one.items():
+        got, texts = several[name]
+        assert texts == [], name
+        for value, other in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 class BuiltByTheStep(OneLayer):
     """A layer and a metric that have no variables before the first step, and a variable that begins with its rows."""
 

@@ -648,11 +648,13 @@ class Walk:
         fits = fits and value.points_into is None
         if what in ("rows of gradients", "ids of gradients"):
             fits = fits and not self._has_all_rows(value)
+        if what == "ids of gradients" and like is not None and not like.is_zero:
+            fits = fits and _are_rows_of(value, like)
         if fits:
             return value
         found = None
         if not self._depth:
-            found = conversions.towards(value, what, self.rows, op.outputs[0].dtype.is_integer)
+            found = conversions.towards(value, what, self.rows, op.outputs[0].dtype.is_integer, like)
         if found is None or any(_needs_other_dtype(op.inputs[0], value, conversion) for conversion in found):
             self.findings.append(Finding("rows", root(op), name))
             return value
@@ -872,6 +874,13 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
         return value.is_held is False and (value.placement, scale) in ((Partial(), PER_MEAN), (Replicate(), UNSCALED))
     assert what in ("sum", "added")
     return value.is_held is True and (value.placement, scale) == (Partial(), UNSCALED)
+
+
+def _are_rows_of(ids: Value, values: Value) -> bool:
+    """Returns True if a replica has the ids of the rows of gradients that it has: of its own, or of all."""
+    if isinstance(values.placement, Unplaced):
+        return True
+    return ids.placement == values.placement if is_sharded(ids) else not is_sharded(values)
 
 
 def root(op: Any) -> Any:

@@ -168,8 +168,8 @@ def can_convert(value: Value) -> bool:
     return is_tensor and not value.is_empty and not isinstance(value.placement, Unplaced)
 
 
-def _is_exchangeable(value: Value) -> bool:
-    """Returns True if there is a way from a value to the tensor of one process."""
+def _is_possible(value: Value, conversion: Conversion) -> bool:
+    """Returns True if there is a way from a value to what a conversion makes of it."""
     if value.is_held is not False:
         return value.is_held is True and value.placement == Partial() and value.scale == UNSCALED
     if is_replicated(value):  # there may be no replica with some of the rows that each of two masks keeps
@@ -177,7 +177,9 @@ def _is_exchangeable(value: Value) -> bool:
     if not is_sharded(value):
         return True
     assert isinstance(value.placement, Shard)
-    return value.points_into != "?" and isinstance(value.placement.blocks, int)
+    if value.points_into == "?":
+        return False
+    return isinstance(value.placement.blocks, int) or isinstance(conversion, (Unscaled, Offset, Numbers))
 
 
 def candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> Iterator[dict[int, Conversion]]:
@@ -191,7 +193,7 @@ def candidates(ins: Sequence[Value], terms: Collection[int], rows: set[str]) -> 
     seen: set = set()
     for found in _candidates(ins, terms, rows):
         key = frozenset(found.items())
-        if found and key not in seen and all(_is_exchangeable(ins[i]) for i in found):
+        if found and key not in seen and all(_is_possible(ins[i], conversion) for i, conversion in found.items()):
             seen.add(key)
             yield found
 
@@ -256,26 +258,29 @@ def _own(given: Sequence[tuple[int, Value]], sharded: Sequence[int], rows: set[s
         assert isinstance(value.placement, Shard)
         if value.shape is not None:
             symbols.add(rows_in(value.shape[value.placement.axis], rows))
-    found: dict[int, list[int]] = {}
-    for i, value in given:
-        if i in sharded or value.shape is None or value.const is not None:
-            continue
-        if isinstance(value.placement, (Replicate, Partial)):
-            axes = [axis for axis, size in enumerate(value.shape) if rows_in(size, rows) in symbols - {None}]
-            if axes:
-                found[i] = axes
-    if found:
-        yield {i: Own(axes[0]) for i, axes in found.items()}
-        yield {i: Own(axes[-1]) for i, axes in found.items()}
-        for i, axes in found.items():
-            for axis in axes:
-                yield {i: Own(axis)}
+    for wanted in (symbols - {None}, rows):  # the same rows, or those that a mask keeps, one behind another
+        found: dict[int, list[int]] = {}
+        for i, value in given:
+            if i in sharded or value.shape is None or value.const is not None:
+                continue
+            if isinstance(value.placement, (Replicate, Partial)):
+                axes = [axis for axis, size in enumerate(value.shape) if rows_in(size, rows) in wanted]
+                if axes:
+                    found[i] = axes
+        if found:
+            yield {i: Own(axes[0]) for i, axes in found.items()}
+            yield {i: Own(axes[-1]) for i, axes in found.items()}
+            for i, axes in found.items():
+                for axis in axes:
+                    yield {i: Own(axis)}
 
 
 # -- what a step takes a tensor for ------------------------------------------------------------------------------------
 
 
-def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[Conversion] | None:
+def towards(
+    value: Value, what: str, rows: set[str], is_integer: bool, like: Value | None = None
+) -> list[Conversion] | None:
     """Returns the conversions after which a value is what a mark expects; None where there are none.
 
     Args:
@@ -283,14 +288,23 @@ def towards(value: Value, what: str, rows: set[str], is_integer: bool) -> list[C
       what: one of `marks.EXPECTATIONS`.
       rows: the symbols of rows.
       is_integer: whether it is of integers, which shares of rows would round.
+      like: the values that ids are those of, where they are known.
     """
-    if not can_convert(value) or not _is_exchangeable(value):
+    if not can_convert(value):
         return None
+    found = _towards(value, what, rows, is_integer, like)
+    return found if found and _is_possible(value, found[0]) else None
+
+
+def _towards(
+    value: Value, what: str, rows: set[str], is_integer: bool, like: Value | None
+) -> list[Conversion] | None:
     axis = 0 if value.shape and rows_in(value.shape[0], rows) else None
     if what == "ids of gradients":
         if value.points_into is not None:
             return [Offset()]
-        return [Own(0)] if axis is not None and not is_sharded(value) else [_FULL]
+        has_all = axis is not None and not is_sharded(value)
+        return [Own(0)] if has_all and (like is None or is_sharded(like)) else [_FULL]
     if what == "concatenated":
         rows_of_own = towards(value, "rows", rows, is_integer)
         return rows_of_own or ([FirstRows()] if _is_whole(value) else [_FULL, FirstRows()])

@@ -90,7 +90,7 @@ def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
         "same", on all replicas; "concatenated", what replicas give one after another is; "rows"; "gradients of rows";
         "rows of gradients", that are added up, and their "ids of gradients".
       name: of the tensor, for the user.
-      like: of what is added to, what the variable holds.
+      like: of what is added to, what the variable holds; of ids, the rows of gradients that they are those of.
     """
     assert what in EXPECTATIONS, what
     attributes = {_EXPECTED: what, _NAME: name}
@@ -102,7 +102,8 @@ def expect_gradient(gradient: Any, name: str) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return expect(gradient, "mean", name)
     values = expect(gradient.values, "rows of gradients", name)
-    return tf.IndexedSlices(values, expect(gradient.indices, "ids of gradients", name), gradient.dense_shape)
+    ids = expect(gradient.indices, "ids of gradients", name, like=values)
+    return tf.IndexedSlices(values, ids, gradient.dense_shape)
 
 
 def declare_batch(element: Any) -> Any:
@@ -155,7 +156,7 @@ def declared(op: Any) -> str | None:
 
 
 def like(op: Any) -> str | None:
-    """Returns the name of the ids that what is declared is looked up by, or of what is added to."""
+    """Returns the name of the ids that what is declared is looked up by, of what is added to, or of the rows of ids."""
     return _attribute(op, _LIKE)
 
 
