@@ -68,9 +68,8 @@ class Gradients:
 
         def by_tensorflow(values, ids):
             own = [sum_duplicates(v, i) for v, i in zip(values, ids, strict=True)]
-            numbers = [tf.size(i) for _, i in own]
-            pairs = ops.all_gather_rows(self.ring, [v for v, _ in own], [i for _, i in own], numbers)
-            return [sum_duplicates(v, i) for v, i in pairs]
+            gathered = ops.all_gather(self.ring, [*(v for v, _ in own), *(i for _, i in own)])
+            return [sum_duplicates(v, i) for v, i in zip(gathered[: len(own)], gathered[len(own) :], strict=True)]
 
         def natively(values, ids):
             return ops.all_reduce_rows(self.ring, values, ids, reduction=way, name=way)

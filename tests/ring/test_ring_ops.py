@@ -166,7 +166,7 @@ def static_shapes(name):
                         ops.all_gather(ring, x),
                         ops.reduce_scatter(ring, x),
                         ops.broadcast(ring, x),
-                        *ops.all_gather_rows(ring, x, rows, tf.constant(2)),
+                        ops.all_gather(ring, rows),
                     )
                 ]
             )
@@ -175,7 +175,7 @@ def static_shapes(name):
         shapes = []
         known.get_concrete_function()
         scattered = 3 if ring.rank == 0 else 2
-        return shapes == [[[5, 2], [None, 2], [scattered, 2], [5, 2], [None, 2], [None]]]
+        return shapes == [[[5, 2], [None, 2], [scattered, 2], [5, 2], [None]]]
 
 
 def test_static_shapes():
@@ -183,7 +183,7 @@ def test_static_shapes():
 
 
 def gather_rows(name):
-    """Two tables in one collective; some ranks have no row, capacities differ from rank to rank."""
+    """Two tables in one collective; some ranks have no row."""
     import tensorflow as tf
 
     from tfring.ring import ops
@@ -194,42 +194,33 @@ def gather_rows(name):
         generator = np.random.default_rng(rank)
         for few, many in ((3, 5), (0, 1), (50, 9000)):
             counts = [[few * r, many] for r in range(world_size)]
-            values, indices = [], []
+            tables = []
             for width, count in zip((4, 1), counts[rank], strict=True):
-                capacity = count + rank
-                values.append(generator.normal(size=(capacity, width)).astype(np.float32))
-                indices.append(generator.integers(0, 1000, capacity).astype(np.int64 if width == 4 else np.int32))
+                tables.append(generator.normal(size=(count, width)).astype(np.float32))
+                tables.append(generator.integers(0, 1000, count).astype(np.int64 if width == 4 else np.int32))
 
             @tf.function
-            def together(values, indices, num_rows):
-                return ops.all_gather_rows(ring, values, indices, num_rows, name="tables")
+            def together(tables):
+                return ops.all_gather(ring, tables, name="tables")
 
             for fn in (together, together.python_function):
                 sent = ring.statistics()["bytes_sent"]
-                got = fn([tf.constant(v) for v in values], [tf.constant(i) for i in indices], counts[rank])
+                got = fn([tf.constant(table) for table in tables])
                 sent = ring.statistics()["bytes_sent"] - sent
-                for table, ((v, i), width) in enumerate(zip(got, (4, 1), strict=True)):
-                    assert v.shape == (sum(c[table] for c in counts), width) and len(i) == len(v)
-                    assert i.dtype == indices[table].dtype
-                    begin = sum(c[table] for c in counts[:rank])
-                    end = begin + counts[rank][table]
-                    np.testing.assert_array_equal(v[begin:end], values[table][: counts[rank][table]])
-                    np.testing.assert_array_equal(i[begin:end], indices[table][: counts[rank][table]])
+                for i, (all_rows, own) in enumerate(zip(got, tables, strict=True)):
+                    assert all_rows.shape == (sum(c[i // 2] for c in counts), *own.shape[1:])
+                    assert all_rows.dtype == own.dtype
+                    begin = sum(c[i // 2] for c in counts[:rank])
+                    np.testing.assert_array_equal(all_rows[begin : begin + len(own)], own)
                 rows = [(16 + 8) * c[0] + (4 + 4) * c[1] for c in counts]
-                # Only real rows travel: few to each other rank, many to the next, and on to all but where they began.
+                # Few rows travel to each other rank, many to the next, and on to all but where they began.
                 goes_round = [0 if is_small(block, world_size) else block for block in rows]
                 most = sum(goes_round) - goes_round[(rank + 1) % world_size]
                 most += (world_size - 1) * (256 + 32 + rows[rank] - goes_round[rank])
                 assert sent <= most, (sent, most)
-                # All ranks hold the same.
-                for v, i in got:
-                    for tensor in (v, i):
-                        root = ops.broadcast(ring, tensor)
-                        np.testing.assert_array_equal(tensor, root)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="capacity for 2 rows, but num_rows is 3"):
-            ops.all_gather_rows(ring, tf.ones([2, 1]), tf.constant([1, 2]), 3, name="too many")
-        with pytest.raises(ValueError, match="Give one of each for a tensor"):
-            ops.all_gather_rows(ring, [tf.ones([2, 1])], [], [1])
+                for tensor in got:  # all ranks hold the same
+                    root = ops.broadcast(ring, tensor)
+                    np.testing.assert_array_equal(tensor, root)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -257,7 +248,6 @@ def gradients(name, in_function):
             "all_reduce a list": lambda x: tf.concat(ops.all_reduce(ring, [x, x[:2] * 3]), 0),
             "all_reduce inactive": lambda x: ops.all_reduce(ring, x, active=tf.constant(rank != 1)),
             "all_gather": lambda x: ops.all_gather(ring, x[: 3 + rank]),
-            "all_gather_rows": lambda x: ops.all_gather_rows(ring, x, tf.range(5), 2 + rank)[0],
             "reduce_scatter": lambda x: ops.reduce_scatter(ring, x),
             "broadcast": lambda x: ops.broadcast(ring, x, root=1),
         }

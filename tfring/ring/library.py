@@ -12,7 +12,7 @@ from typing import Any
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 
 def _directory() -> pathlib.Path:

@@ -114,39 +114,11 @@ def all_gather(communicator: Any, tensor: Tensors, *, name: str = "all_gather") 
     many, tensors = _as_list(tensor)
     if not tensors:
         return []
-    results = _gather(communicator, tensors, [-1] * len(tensors), name)
-    return results if many else results[0]
-
-
-def all_gather_rows(
-    communicator: Any, values: Tensors, indices: Tensors, num_rows: Tensors, *, name: str = "all_gather_rows"
-) -> Any:
-    """Concatenates the first `num_rows` rows of all ranks, in rank order; padding is not sent.
-
-    Args:
-        communicator: A `Communicator`.
-        values: `[capacity, ...]`, or a list of such tensors, which are then sent as one buffer.
-        indices: int32 or int64 `[capacity]`, or a list.
-        num_rows: Integer scalar, at most `capacity`; or a list. May differ from rank to rank.
-        name: What to call the collective in errors.
-
-    Returns:
-        `(values, indices)` with the real rows of all ranks, or a list of such pairs.
-    """
-    many, values = _as_list(values)
-    _, indices = _as_list(indices)
-    num_rows = list(num_rows) if many else [num_rows]
-    if not len(values) == len(indices) == len(num_rows):
-        raise ValueError(
-            f"`values`, `indices` and `num_rows` have {len(values)}, {len(indices)} and {len(num_rows)} entries. Give "
-            "one of each for a tensor."
-        )
-    if not values:
-        return []
-    num_rows = [tf.cast(count, tf.int64) for count in num_rows]
-    results = _gather(communicator, [*values, *indices], [*num_rows, *num_rows], name)
-    pairs = list(zip(results[: len(values)], results[len(values) :], strict=True))
-    return pairs if many else pairs[0]
+    results, _ = _call_in_order("all_gather_rows", communicator, name, tensors, tensors=tensors)
+    for result, each in zip(results, tensors, strict=True):
+        if each.shape.rank:
+            result.set_shape([None, *each.shape[1:]])
+    return list(results) if many else results[0]
 
 
 def all_reduce_rows(
@@ -379,15 +351,6 @@ def _exchange(
 def _shares(rows: tf.Tensor, size: int) -> tf.Tensor:
     """As `schedule.chunk_bounds`, of a number known when the op runs."""
     return rows // size + tf.cast(tf.range(size, dtype=tf.int64) < rows % size, tf.int64)
-
-
-def _gather(communicator: Any, tensors: list[tf.Tensor], num_rows: list[Any], name: str) -> list[tf.Tensor]:
-    num_rows = tf.convert_to_tensor(num_rows, tf.int64)
-    results, _ = _call_in_order("all_gather_rows", communicator, name, tensors, num_rows=num_rows, tensors=tensors)
-    for result, tensor in zip(results, tensors, strict=True):
-        if tensor.shape.rank:
-            result.set_shape([None, *tensor.shape[1:]])
-    return list(results)
 
 
 def adam(weight: Any, momentum: Any, velocity: Any, gradient: tf.Tensor, scalars: tf.Tensor) -> list[tf.Tensor]:
@@ -754,19 +717,16 @@ def _all_reduce_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: 
 @_register("TfringAllGatherRows")
 def _all_gather_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     rows = op.outputs[-2]  # [world_size, tensors]
-    tensors = inputs[2:]
-    results: list[Any] = [None, None]
+    results: list[Any] = [None]
     rank = library.core().tfring_rank(op.get_attr("handle"))
     with tf.device("CPU:0"):
-        for i, (tensor, gradient) in enumerate(zip(tensors, gradients[:-1], strict=True)):
+        for i, (tensor, gradient) in enumerate(zip(inputs[1:], gradients[:-1], strict=True)):
             if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
                 results.append(None)
                 continue
             (total,) = _call_for_gradient("all_reduce", op, [gradient], active=True, tensors=[gradient])
             begin, count = tf.reduce_sum(rows[:rank, i]), rows[rank, i]
             own = total[begin : begin + count]
-            padding = tf.shape(tensor, tf.int64)[0] - count
-            own = tf.pad(own, [[0, padding], *([0, 0] for _ in range(tensor.shape.rank - 1))])
             own.set_shape(tensor.shape)
             results.append(own)
     return results
@@ -775,8 +735,7 @@ def _all_gather_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: 
 @_register("TfringReduceScatter")
 def _reduce_scatter_gradient(op: tf.Operation, inputs: list[tf.Tensor], *gradients: tf.Tensor) -> list[Any]:
     _only_sums(op)
-    num_rows = tf.fill([len(gradients)], tf.constant(-1, tf.int64))
-    gathered, _ = _call_for_gradient("all_gather_rows", op, gradients, num_rows=num_rows, tensors=list(gradients))
+    gathered, _ = _call_for_gradient("all_gather_rows", op, gradients, tensors=list(gradients))
     for result, tensor in zip(gathered, inputs[1:], strict=True):
         result.set_shape(tensor.shape)
     return [None, *gathered]

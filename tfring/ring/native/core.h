@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 15
+#define TFRING_ABI_VERSION 16
 #define TFRING_MOST_KINDS 32
 
 // Codes of tfring_error; 0 is success.

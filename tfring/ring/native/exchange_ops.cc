@@ -71,25 +71,8 @@ struct Exchanged {
 
 void all_gather_rows(void* state, TF_OpKernelContext* context) {
   Invocation invocation(*static_cast<Attributes*>(state), context);
-  const TF_Tensor* num_rows = invocation.input(1);  // after token
   Exchanged exchanged{&invocation, 0, nullptr, {}, {}, 0};
-  if (!invocation.ok() || !exchanged.take(2)) return;
-  if (tf.TF_NumDims(num_rows) != 1 || tf.TF_Dim(num_rows, 0) != exchanged.count()) {
-    return invocation.fail(kTfInvalidArgument, "num_rows holds one number a tensor");
-  }
-  for (int i = 0; i < exchanged.count(); ++i) {
-    std::vector<int64_t>& dims = exchanged.dims[static_cast<size_t>(i)];
-    const int64_t rows = static_cast<const int64_t*>(tf.TF_TensorData(num_rows))[i];
-    if (rows < 0 || dims.empty()) continue;
-    if (rows > dims[0]) {
-      return invocation.fail(kTfInvalidArgument, std::string("all_gather_rows \"") + invocation.call().name +
-                                                     "\": tensor " + std::to_string(i) +
-                                                     " has capacity for " + std::to_string(dims[0]) +
-                                                     " rows, but num_rows is " + std::to_string(rows));
-    }
-    dims[0] = rows;
-  }
-  invocation.finish(exchanged.run(Kind::kAllGather));
+  if (exchanged.take(1)) invocation.finish(exchanged.run(Kind::kAllGather));  // after token
 }
 
 void all_reduce_rows(void* state, TF_OpKernelContext* context) {

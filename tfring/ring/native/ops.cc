@@ -265,7 +265,7 @@ __attribute__((constructor)) void register_ops() {
        same_shapes<2>,
        at_kernel<in_place<Kind::kAllReduce, 2>>},
       {"TfringAllGatherRows",
-       {"num_rows: int64", "tensors: T"},
+       {"tensors: T"},
        {"results: T", "rows: int64"},
        {types},
        unknown_shapes,
