@@ -1,4 +1,4 @@
-"""The schedules of native/schedule.cc as tables, drawn in tfring/ring/schedule.py.
+"""The schedules of native/schedule.cc as tables, drawn in tfring/ring/schedule.py, and the choices between them.
 
 A table says, for one position, what it does in each step: which chunk it sends to which position, which chunk it
 receives from which, and whether it adds or copies it.
@@ -6,6 +6,68 @@ receives from which, and whether it adds or copies it.
 
 import itertools
 from typing import NamedTuple
+
+SMALL_BYTES = 64 * 1024
+FLAT_MEMBERS = 16
+HALVING_BYTES = 128 * 1024
+HALVING_SHARED_BYTES = 16 * 1024
+TREE_BYTES = 4 * 1024
+
+
+def is_small(num_bytes: int, world_size: int) -> bool:
+    """Returns True if an all_reduce of this size is flat, or Bruck's among many.
+
+    >>> is_small(4096, 2), is_small(1 << 20, 2)
+    (True, False)
+    """
+    return num_bytes * world_size <= SMALL_BYTES
+
+
+def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = "auto") -> str:
+    """Returns the algorithm of an all_reduce; `wanted` is TFRING_ALGORITHM, followed wherever it can be.
+
+    >>> choose_all_reduce(1 << 20, 8, 8), choose_all_reduce(1 << 20, 8, 4), choose_all_reduce(1000, 8, 4)
+    ('ring', 'two_level', 'flat')
+    """
+    two_level = 1 < local_size < size
+    if wanted == "two_level":
+        return wanted if two_level else "ring"
+    if wanted in ("ring", "halving"):
+        return wanted
+    if wanted != "auto" or is_small(num_bytes, size):
+        flat = wanted != "bruck" and size <= FLAT_MEMBERS
+        return "flat" if flat else "bruck"
+    if two_level:
+        return "two_level"
+    waits_long = size > FLAT_MEMBERS or (local_size <= 1 and size > 2)
+    most = HALVING_BYTES if local_size else HALVING_SHARED_BYTES
+    return "halving" if waits_long and num_bytes // size <= most else "ring"
+
+
+def choose_rooted(num_bytes: int, size: int) -> str:
+    """Returns the algorithm of a broadcast or a reduce.
+
+    >>> choose_rooted(1000, 8), choose_rooted(1 << 20, 8), choose_rooted(1 << 18, 64), choose_rooted(1 << 19, 64)
+    ('flat', 'ring', 'tree', 'ring')
+    """
+    if size <= FLAT_MEMBERS:
+        return "flat" if is_small(num_bytes, size) else "ring"
+    return "tree" if num_bytes // size <= TREE_BYTES else "ring"
+
+
+def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> str:
+    """Returns the algorithm of a sum of rows, by the bytes of all members and of the sums the last time.
+
+    By gathering a member sends (N - 1) / N of `sent`, its own ids once to each; by owner 1 / N of that, and (N - 1) / N
+    of the sums. The second exchange costs a delay, which is worth `SMALL_BYTES`.
+
+    >>> choose_row_sums(sent=4_000_000, summed=1_500_000, size=4), choose_row_sums(4_000_000, 3_500_000, 4)
+    ('owner', 'gather')
+    """
+    if wanted != "auto":
+        return wanted
+    saved = (sent - sent // size - summed) // size * (size - 1)
+    return "owner" if saved > SMALL_BYTES else "gather"
 
 
 class Step(NamedTuple):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import ranks
 from arithmetic import combine, is_reducible, total
+from schedule_tables import is_small
 
 from tfring.errors import MismatchError
 from tfring.ring import library
-from tfring.ring.schedule import chunk_bounds, is_small
+from tfring.ring.schedule import chunk_bounds
 
 DTYPES = [
     np.float64,

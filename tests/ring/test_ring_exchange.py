@@ -8,12 +8,13 @@ import os
 import numpy as np
 import pytest
 import ranks
+import schedule_tables
 from arithmetic import is_reducible
 from harness import workers
 from test_ring_collectives import DTYPES
 from test_ring_ops import join, run
 
-from tfring.ring import library, schedule
+from tfring.ring import library
 from tfring.ring.schedule import chunk_bounds
 
 TRANSPORTS = ("tcp", "shm")
@@ -207,7 +208,7 @@ def many_ranks(cluster):
             assert ring._core.tfring_take_records(record, 1, lost) == 1
             assert record.algorithm == library.ALGORITHMS[algorithm]
             ring._core.tfring_trace(0)
-        most = (schedule.TREE_BYTES + 1) * size - 1
+        most = (schedule_tables.TREE_BYTES + 1) * size - 1
         for num_bytes, root in itertools.product((0, 1, 1000, most, most + 1, 1 << 20), (0, 7, size - 1)):
             some = np.arange(num_bytes).astype(np.uint8)
             mine, total = some + np.uint8(rank), some * np.uint8(size) + np.uint8(size * (size - 1) // 2)
@@ -216,7 +217,7 @@ def many_ranks(cluster):
             np.testing.assert_array_equal(ring.reduce(mine, root), total if rank == root else 0 * mine)
             records, lost = (library.Record * 2)(), ctypes.c_int64()
             assert ring._core.tfring_take_records(records, 2, lost) == 2
-            expected = library.ROOTED[schedule.choose_rooted(num_bytes, size)]
+            expected = library.ROOTED[schedule_tables.choose_rooted(num_bytes, size)]
             assert [record.algorithm for record in records] == [expected] * 2
             ring._core.tfring_trace(0)
         few = np.full((3, 50), rank + 1.0), np.array([rank, 5, 5])

@@ -185,9 +185,9 @@ def test_static_shapes():
 def gather_rows(name):
     """Two tables in one collective; some ranks have no row."""
     import tensorflow as tf
+    from schedule_tables import is_small
 
     from tfring.ring import ops
-    from tfring.ring.schedule import is_small
 
     with join(name) as ring:
         rank, world_size = ring.rank, ring.world_size

@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import ranks
+import schedule_tables
 from test_ring_ops import join, run
 
-from tfring.ring import library, schedule
+from tfring.ring import library
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.uint8, np.complex64)
 # [case][rank]: the ids each rank has, for up to four.
@@ -147,7 +148,7 @@ def test_the_way_is_chosen_by_what_was_seen():
         library.ROW_SUMS.items(), (2, 3, 4, 64), sizes, sizes
     ):
         native = library.core().tfring_choose_row_sums(number, sent, summed, size)
-        assert native == library.ROW_SUMS[schedule.choose_row_sums(sent, summed, size, wanted)]
+        assert native == library.ROW_SUMS[schedule_tables.choose_row_sums(sent, summed, size, wanted)]
 
 
 def two_ranks_never_gain(cluster):

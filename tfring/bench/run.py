@@ -130,8 +130,8 @@ def algorithm(op: str, size: int, ranks: int, local_size: int, wanted: str = "au
         return "flat"
     if op in ("broadcast", "reduce"):
         return schedule.choose_rooted(size, ranks)
-    small = schedule.is_small(size // ranks, ranks) and ranks <= schedule.FLAT_MEMBERS
-    return "flat" if small and op == "all_gather" else "ring"
+    is_flat = op == "all_gather" and schedule.choose_all_reduce(size // ranks, ranks, local_size) == "flat"
+    return "flat" if is_flat else "ring"
 
 
 def _call(ring: Any, op: str, count: int, dtype: str) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from tfring import errors
 from tfring._version import __version__
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 
 def _directory() -> pathlib.Path:
@@ -44,6 +44,7 @@ OK, MISMATCH, PEER_LOST, TIMEOUT, INVALID, INTERRUPTED, INTERNAL = range(7)
 ALGORITHMS = {"auto": 0, "flat": 1, "bruck": 2, "ring": 3, "two_level": 4, "halving": 7}
 ROW_SUMS = {"auto": 0, "gather": 5, "owner": 6}
 ROOTED = {"flat": 1, "ring": 3, "tree": 8}  # of a broadcast or a reduce, which none chooses
+ALGORITHM_NAMES = {number: name for name, number in {**ALGORITHMS, **ROW_SUMS, **ROOTED}.items()}
 OPERATIONS = {"sum": 0, "max": 1, "min": 2, "product": 3}
 OPERATION_NAMES = "sum, max, min or product"  # in errors
 # The numbers of TensorFlow's TF_DataType.
@@ -299,6 +300,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ),
         "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
+        "tfring_choose_rooted": (ctypes.c_int, ctypes.c_int64, size),
         "tfring_choose_row_sums": (ctypes.c_int, size, ctypes.c_int64, ctypes.c_int64, size),
         "tfring_schedule": (
             ctypes.c_int,

@@ -59,20 +59,20 @@ the others first, and get the sum last. N = 4, with the chunks that member 0 exc
     0 sends         3, 2 to 2     1 to 1        0 to 1        0, 1 to 2
       gets          +1, +0        +0            =1            =2, =3
 
-Whichever it is, all members hold the same bits. The native code makes the same choices; the tests compare the two.
+Whichever it is, all members hold the same bits. The native code chooses, and is asked here.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
-SMALL_BYTES = 64 * 1024
+from tfring.ring import library
+
 FLAT_MEMBERS = 16
-HALVING_BYTES = 128 * 1024
-HALVING_SHARED_BYTES = 16 * 1024
-TREE_BYTES = 4 * 1024
+_BEYOND = 1 << 50  # more bytes than any buffer has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,37 +115,14 @@ def chunk_bounds(count: int, world_size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(begins))
 
 
-def is_small(num_bytes: int, world_size: int) -> bool:
-    """Returns True if an all_reduce of this size is flat, or Bruck's among many.
-
-    >>> is_small(4096, 2), is_small(1 << 20, 2)
-    (True, False)
-    """
-    return num_bytes * world_size <= SMALL_BYTES
-
-
 def choose_all_reduce(num_bytes: int, size: int, local_size: int, wanted: str = "auto") -> str:
     """Returns the algorithm of an all_reduce; `wanted` is TFRING_ALGORITHM, followed wherever it can be.
 
     >>> choose_all_reduce(1 << 20, 8, 8), choose_all_reduce(1 << 20, 8, 4), choose_all_reduce(1000, 8, 4)
     ('ring', 'two_level', 'flat')
     """
-    two_level = 1 < local_size < size
-    if wanted == "two_level":
-        return wanted if two_level else "ring"
-    if wanted in ("ring", "halving"):
-        return wanted
-    if wanted != "auto" or is_small(num_bytes, size):
-        flat = wanted != "bruck" and size <= FLAT_MEMBERS
-        return "flat" if flat else "bruck"
-    if two_level:
-        return "two_level"
-    waits_long = size > FLAT_MEMBERS or (local_size <= 1 and size > 2)
-    return "halving" if waits_long and num_bytes // size <= _most_halving(local_size) else "ring"
-
-
-def _most_halving(local_size: int) -> int:
-    return HALVING_BYTES if local_size else HALVING_SHARED_BYTES
+    chosen = library.core().tfring_choose(library.ALGORITHMS[wanted], num_bytes, size, local_size)
+    return library.ALGORITHM_NAMES[chosen]
 
 
 def choose_rooted(num_bytes: int, size: int) -> str:
@@ -154,24 +131,7 @@ def choose_rooted(num_bytes: int, size: int) -> str:
     >>> choose_rooted(1000, 8), choose_rooted(1 << 20, 8), choose_rooted(1 << 18, 64), choose_rooted(1 << 19, 64)
     ('flat', 'ring', 'tree', 'ring')
     """
-    if size <= FLAT_MEMBERS:
-        return "flat" if is_small(num_bytes, size) else "ring"
-    return "tree" if num_bytes // size <= TREE_BYTES else "ring"
-
-
-def choose_row_sums(sent: int, summed: int, size: int, wanted: str = "auto") -> str:
-    """Returns the algorithm of a sum of rows, by the bytes of all members and of the sums the last time.
-
-    By gathering a member sends (N - 1) / N of `sent`, its own ids once to each; by owner 1 / N of that, and (N - 1) / N
-    of the sums. The second exchange costs a delay, which is worth `SMALL_BYTES`.
-
-    >>> choose_row_sums(sent=4_000_000, summed=1_500_000, size=4), choose_row_sums(4_000_000, 3_500_000, 4)
-    ('owner', 'gather')
-    """
-    if wanted != "auto":
-        return wanted
-    saved = (sent - sent // size - summed) // size * (size - 1)
-    return "owner" if saved > SMALL_BYTES else "gather"
+    return library.ALGORITHM_NAMES[library.core().tfring_choose_rooted(num_bytes, size)]
 
 
 def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list[tuple[int | None, str]]:
@@ -180,10 +140,19 @@ def all_reduce_choices(size: int, local_size: int, wanted: str = "auto") -> list
     >>> all_reduce_choices(4, 2), all_reduce_choices(4, 1)
     ([(16384, 'flat'), (None, 'two_level')], [(16384, 'flat'), (524291, 'halving'), (None, 'ring')])
     """
-    limits = sorted((SMALL_BYTES // size, (_most_halving(local_size) + 1) * size - 1))
-    found: dict[str, int | None] = {choose_all_reduce(limit, size, local_size, wanted): limit for limit in limits}
-    found[choose_all_reduce(limits[-1] + 1, size, local_size, wanted)] = None
-    return [(limit, algorithm) for algorithm, limit in found.items()]
+
+    def choose(num_bytes: int) -> str:
+        return choose_all_reduce(num_bytes, size, local_size, wanted)
+
+    def is_another(num_bytes: int) -> bool:
+        return choose(num_bytes) != algorithm
+
+    found: list[tuple[int | None, str]] = []
+    begin, last = 0, choose(_BEYOND)
+    while (algorithm := choose(begin)) != last:
+        begin = bisect.bisect(range(_BEYOND), False, begin, key=is_another)
+        found.append((begin - 1, algorithm))
+    return [*found, (None, last)]
 
 
 def partners(position: int, size: int, local_size: int) -> list[int]:

@@ -59,7 +59,6 @@ _TYPES = {field[0]: field[1] for field in library.Record._fields_}
 _CALL_FIELDS = list(_TYPES)
 # As ctypes has it, but text instead of lists of letters.
 _CALL = np.dtype([(name, f"S{kind._length_}" if hasattr(kind, "_length_") else kind) for name, kind in _TYPES.items()])
-_ALGORITHMS = {number: name for name, number in {**library.ALGORITHMS, **library.ROW_SUMS, **library.ROOTED}.items()}
 
 _log = logging.getLogger("tfring")
 _active: Recorder | None = None  # a process writes one trace at a time
@@ -377,7 +376,7 @@ class Recorder:
                 kinds = {**dict(enumerate(library.kinds())), library.MARK: "mark"}
                 column = [kinds[number] for number in column]
             elif field == "algorithm":
-                column = [_ALGORITHMS[number] for number in column]
+                column = [library.ALGORITHM_NAMES[number] for number in column]
             elif taken[field].dtype.kind == "S":
                 column = [text.decode(errors="replace") for text in column]
             columns.append(column)

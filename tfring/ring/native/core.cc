@@ -266,6 +266,10 @@ int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size) {
       tfring::choose_all_reduce(static_cast<tfring::Algorithm>(algorithm), num_bytes, size, local_size));
 }
 
+int tfring_choose_rooted(int64_t num_bytes, int size) {
+  return static_cast<int>(tfring::choose_rooted(num_bytes, size));
+}
+
 int tfring_choose_row_sums(int wanted, int64_t sent, int64_t summed, int size) {
   return static_cast<int>(
       tfring::choose_row_sums(static_cast<tfring::Algorithm>(wanted), sent, summed, size));

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 #define TFRING_API __attribute__((visibility("default")))
-#define TFRING_ABI_VERSION 16
+#define TFRING_ABI_VERSION 17
 #define TFRING_MOST_KINDS 32
 
 // Codes of tfring_error; 0 is success.
@@ -226,10 +226,11 @@ TFRING_API void tfring_tls_close(void* tls);
 // Tells a peer, over a control connection no world owns yet, that this rank gives up.
 TFRING_API void tfring_send_abort(int control_fd, const tfring_error* why);
 
-// The native code's schedules, which the tests compare with schedule.py.
+// The schedules, and which of them is chosen.
 TFRING_API void tfring_chunk(int64_t count, int world_size, int index, int64_t* begin, int64_t* end);
 TFRING_API int tfring_is_small(int64_t num_bytes, int world_size);
 TFRING_API int tfring_choose(int algorithm, int64_t num_bytes, int size, int local_size);
+TFRING_API int tfring_choose_rooted(int64_t num_bytes, int size);
 TFRING_API int tfring_choose_row_sums(int wanted, int64_t sent, int64_t summed, int size);
 // Fills table[step] = {to, send, from, recv, reduce}, -1 for none; returns the number of steps. `more` is the
 // root, or the number of members on a host.

@@ -1,4 +1,4 @@
-// The tables of schedule.py; the tests hold the two against each other.
+// The tables that schedule.py draws; the tests have them once more.
 #include "schedule.h"
 
 #include <algorithm>
