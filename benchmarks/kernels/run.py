@@ -18,9 +18,10 @@ import ml_dtypes
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "tests" / "ring")]
 
 import contest  # noqa: E402
+from native import core  # noqa: E402
 
 from tfring.ring import library  # noqa: E402
 
@@ -46,7 +47,7 @@ def seconds(function, calls):
     return (time.perf_counter() - began) / calls
 
 
-def contestants(core, name, op, sets, num_bytes):
+def contestants(name, op, sets, num_bytes):
     """`(name, function)` of what is measured against each other for one dtype and op."""
     dtype = dtype_of(name)
     count = num_bytes // dtype.itemsize
@@ -63,11 +64,11 @@ def contestants(core, name, op, sets, num_bytes):
         )
 
 
-def measure(core, names, op, sets, num_bytes, rounds):
+def measure(names, op, sets, num_bytes, rounds):
     """{dtype: {contestant: GB/s}}"""
     results = {}
     for name in names:
-        running = dict(contestants(core, name, op, sets, num_bytes))
+        running = dict(contestants(name, op, sets, num_bytes))
         times = {who: [] for who in running}
         for _ in range(rounds):
             for who, function in running.items():
@@ -86,7 +87,6 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     contest.add_realtime(parser)
     arguments = parser.parse_args()
-    core = library.core()
     sets = [name for name in ("plain", "avx2", "avx512") if core.tfring_use_instructions(name.encode())]
     contest.print_conditions(arguments.realtime, [f"NumPy {np.__version__}"])
     with contest.realtime(arguments.realtime):
@@ -94,7 +94,7 @@ def main():
             num_bytes = int(size[:-1]) * UNITS[size[-1]] if size[-1] in UNITS else int(size)
             for op in arguments.ops.split(","):
                 names = [name for name in arguments.dtypes.split(",") if is_reducible(name, op)]
-                table = measure(core, names, op, sets, num_bytes, arguments.rounds)
+                table = measure(names, op, sets, num_bytes, arguments.rounds)
                 print(f"\n{op} of {size}, GB/s\n\n| | {' | '.join(table[names[0]])} |")
                 print(f"|---|{'---|' * len(table[names[0]])}")
                 for name, row in table.items():

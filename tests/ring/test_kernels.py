@@ -6,10 +6,10 @@ import platform
 import numpy as np
 import pytest
 from arithmetic import CASES, SIXTEEN_BITS, combine, dtype_of, parts_of, total
+from native import core
 
 from tfring.ring import library
 
-core = library.core()
 INSTRUCTIONS = [name for name in ("plain", "avx2", "avx512") if core.tfring_use_instructions(name.encode())]
 GUARD = 64
 

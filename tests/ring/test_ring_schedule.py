@@ -8,6 +8,7 @@ import random
 
 import pytest
 import schedule_tables
+from native import core
 from schedule_tables import Step
 
 from tfring.ring import library, schedule
@@ -33,7 +34,7 @@ def local_sizes(size):
 
 def native_table(which, position, size, more=0):
     table = (ctypes.c_int32 * 5 * MAX_STEPS)()
-    count = library.core().tfring_schedule(which.encode(), position, size, more, table, MAX_STEPS)
+    count = core.tfring_schedule(which.encode(), position, size, more, table, MAX_STEPS)
     assert count <= MAX_STEPS
     return [Step(*(None if each < 0 else each for each in row[:4]), bool(row[4])) for row in table[:count]]
 
@@ -64,7 +65,7 @@ def test_native_code_follows_the_table_of_two_levels(size):
 def test_native_code_has_the_same_partners(size):
     for local, position in itertools.product((0, *local_sizes(size)), range(size)):
         found = (ctypes.c_int32 * size)()
-        count = library.core().tfring_partners(position, size, local, found)
+        count = core.tfring_partners(position, size, local, found)
         assert found[:count] == schedule.partners(position, size, local)
 
 
@@ -119,7 +120,7 @@ def test_chunks_are_a_partition_and_native_cuts_alike(size, count):
     bounds = schedule.chunk_bounds(count, size)
     begin, end = ctypes.c_int64(), ctypes.c_int64()
     for index, bound in enumerate(bounds):
-        library.core().tfring_chunk(count, size, index, begin, end)
+        core.tfring_chunk(count, size, index, begin, end)
         assert (begin.value, end.value) == bound
     assert bounds[0][0] == 0 and bounds[-1][1] == count
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
@@ -131,7 +132,7 @@ def test_small_is_small_on_both_sides():
     for size in SIZES:
         limit = schedule_tables.SMALL_BYTES // size
         for num_bytes in (0, 1, limit - 1, limit, limit + 1, 10 * limit):
-            native = bool(library.core().tfring_is_small(num_bytes, size))
+            native = bool(core.tfring_is_small(num_bytes, size))
             assert native == schedule_tables.is_small(num_bytes, size)
 
 

@@ -290,28 +290,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "tfring_tls_open": (address, ctypes.c_char_p, size, size, ctypes.c_char_p, ctypes.c_double, error),
         "tfring_tls_close": (None, address),
         "tfring_send_abort": (None, size, error),
-        "tfring_chunk": (None, ctypes.c_int64, size, size, rows, rows),
-        "tfring_is_small": (ctypes.c_int, ctypes.c_int64, size),
-        "tfring_use_instructions": (size, ctypes.c_char_p),
-        "tfring_reduce_two": (None, size, size, address, address, address, ctypes.c_int64),
-        "tfring_adam": (None, size, address, address, ctypes.POINTER(address), ctypes.POINTER(address), ctypes.c_int64),
-        "tfring_adam_rows": (
-            size, size, address, address, size, address, *[ctypes.c_int64] * 3, *[ctypes.POINTER(address)] * 2,
-        ),
-        "tfring_reduce_many": (None, size, size, address, ctypes.POINTER(address), size, ctypes.c_int64),
         "tfring_choose": (ctypes.c_int, size, ctypes.c_int64, size, size),
         "tfring_choose_rooted": (ctypes.c_int, ctypes.c_int64, size),
-        "tfring_choose_row_sums": (ctypes.c_int, size, ctypes.c_int64, ctypes.c_int64, size),
-        "tfring_schedule": (
-            ctypes.c_int,
-            ctypes.c_char_p,
-            size,
-            size,
-            size,
-            ctypes.POINTER(ctypes.c_int32 * 5),
-            size,
-        ),
-        "tfring_partners": (ctypes.c_int, size, size, size, ctypes.POINTER(ctypes.c_int32)),
     }
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, name)
