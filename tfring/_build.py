@@ -10,40 +10,9 @@ import subprocess
 import sys
 
 NATIVE = pathlib.Path(__file__).parent / "ring" / "native"
-CORE_SOURCES = (
-    "adam.cc",
-    "calls.cc",
-    "collectives.cc",
-    "core.cc",
-    "dtype.cc",
-    "exchange.cc",
-    "execute.cc",
-    "fd.cc",
-    "frame.cc",
-    "group.cc",
-    "kernels.cc",
-    "kernels_avx2.cc",
-    "kernels_avx512.cc",
-    "kernels_plain.cc",
-    "links.cc",
-    "liveness.cc",
-    "peer.cc",
-    "plan.cc",
-    "process.cc",
-    "reduce_rows.cc",
-    "rows.cc",
-    "schedule.cc",
-    "shm_channel.cc",
-    "stall_inspector.cc",
-    "tcp_channel.cc",
-    "tls.cc",
-    "trace.cc",
-    "turn.cc",
-    "wait.cc",
-    "watcher.cc",
-    "world.cc",
-)
-OPS_SOURCES = ("ops.cc", "adam_ops.cc", "exchange_ops.cc", "record_ops.cc", "cancellation.cc", "tf_api.cc", "dtype.cc")
+_OPS_ALONE = ("ops.cc", "adam_ops.cc", "exchange_ops.cc", "record_ops.cc", "cancellation.cc", "tf_api.cc")
+CORE_SOURCES = tuple(sorted({path.name for path in NATIVE.glob("*.cc")} - {*_OPS_ALONE}))
+OPS_SOURCES = (*_OPS_ALONE, "dtype.cc")
 FLAGS = (
     "-std=c++17",
     "-O3",
