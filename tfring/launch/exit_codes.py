@@ -1,7 +1,6 @@
 """Exit codes of `tfring launch` and its agents, beside those of the program; docs/clusters.md lists all."""
 
 WRONG_OPTIONS = 2
-ENDS_AT_GREETING = 70  # EX_SOFTWARE, that of an agent of protocol 1 or 2, which knows no greeting
 INTERNAL_FAULT = 70  # EX_SOFTWARE
 CANNOT_START = 71  # EX_OSERR
 REFUSES_LAUNCHER = 76  # EX_PROTOCOL, that of an agent whose launcher is of another protocol

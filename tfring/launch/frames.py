@@ -13,8 +13,7 @@
        │ (closes) ────────────────────────────────────────► │     stop the workers, however the launcher ended
 
 The messages are those of tfring/transport/wire.py. They have no tags: ssh has authenticated both sides.
-The first lines stay as they are in every later protocol. Protocol 1 had "tfring agent 1"; 2 had none, and is known by
-the first bytes of its messages, or by how it ends at a line.
+The first lines stay as they are in every later protocol.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from tfring._version import __version__
 from tfring.transport import handshake, wire
 
 PROTOCOL = 5  # another number with every change to what is said here
-_GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9})(?: ([0-9A-Za-z.+!-]{1,64}))?\n")
+_GREETING = re.compile(rb"tfring (agent|launcher) ([0-9]{1,9}) ([0-9A-Za-z.+!-]{1,64})\n")
 _MAX_GREETING_BYTES = 128
-_PROTOCOL_2 = b"TFRING\x00"
 
 _MAX_JSON_BYTES = 1 << 24  # an environment and a command
 _MAX_DATA_BYTES = 1 << 20  # of what is printed and read, a chunk at a time
@@ -100,7 +98,7 @@ class Reader:
         self._role = role
         self._decoder = wire.Decoder(expected)
         self._unread = b""
-        self.greeted = False
+        self._greeted = False
 
     def feed(self, data: bytes) -> Iterator[wire.Message]:
         """The messages that are complete.
@@ -109,21 +107,18 @@ class Reader:
             OtherProtocolError: The other side is of another tfring.
             WireError: This is no message.
         """
-        if not self.greeted:
+        if not self._greeted:
             self._unread += data
             found = _GREETING.search(self._unread)
             if found is None or found[1].decode() != self._role:
                 self._look_for_others()
                 return
             if int(found[2]) != PROTOCOL:
-                version = f"tfring {found[3].decode()}" if found[3] else "an older tfring"
-                raise OtherProtocolError(self._role, f"{version} (protocol {int(found[2])})")
-            self.greeted, data = True, self._unread[found.end() :]
+                raise OtherProtocolError(self._role, f"tfring {found[3].decode()} (protocol {int(found[2])})")
+            self._greeted, data = True, self._unread[found.end() :]
         yield from self._decoder.feed(data)
 
     def _look_for_others(self) -> None:
-        if _PROTOCOL_2 in self._unread:
-            raise OtherProtocolError(self._role, "an older tfring (protocol 2)")
         start = f"tfring {self._role} ".encode()
         if self._role == "agent":
             self._unread = self._unread[-_MAX_GREETING_BYTES:]

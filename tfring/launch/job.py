@@ -388,9 +388,6 @@ class Job:
         left = [self._workers[rank] for rank in host.ranks if self._workers[rank].exit_code is None]
         if left:
             self.lost_hosts.append(host.name)
-        if code == exit_codes.ENDS_AT_GREETING and not host.has_greeted and self._stop_code is None:
-            older = frames.OtherProtocolError("agent", "an older tfring (it ended at the launcher's first words)")
-            raise _CannotStartError(f"{host.name}: {older}")
         if host.listening is None and self._stop_code is None:
             raise _CannotStartError(f"no workers on {host.name}: {text}; its reason is above.")
         if left and self._stop_code is None:

@@ -145,11 +145,6 @@ class RemoteHost:
         data = os.read(self.fd, 1 << 18)
         return list(self._reader.feed(data)) if data else None
 
-    @property
-    def has_greeted(self) -> bool:
-        """Returns True if the agent has sent its greeting."""
-        return self._reader.greeted
-
     def forward_stdin(self) -> None:
         """Passes this process's standard input on, from a thread of its own: it may be a file, a terminal, a pipe."""
 
