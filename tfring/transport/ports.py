@@ -46,7 +46,7 @@ def open_listener(
     for port in ports:
         for host in hosts:
             try:
-                return _bind(host, port)
+                return listen_at(host, port)
             except OSError as error:
                 problem = error
         tried.append(port)
@@ -171,7 +171,8 @@ def is_local(host: str) -> bool:
     return False
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listens at an address of this host; at `::` for IPv4 as well."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -143,17 +143,10 @@ def listen(cluster: Any, several_hosts: bool) -> socket.socket:
     """
     address = parse_address(cluster.addresses[cluster.rank])
     problem = None
-    for family, host in _addresses_to_bind(address.host, several_hosts):
-        listener = socket.socket(family, socket.SOCK_STREAM)
+    for host in _addresses_to_bind(address.host, several_hosts):
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if host == "::":
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind((host, address.port))
-            listener.listen(128)
-            return listener
+            return ports.listen_at(host, address.port)
         except OSError as error:
-            listener.close()
             problem = problem or error
             if error.errno == errno.EADDRINUSE:
                 break
@@ -163,16 +156,16 @@ def listen(cluster: Any, several_hosts: bool) -> socket.socket:
     ) from problem
 
 
-def _addresses_to_bind(host: str, several_hosts: bool) -> Iterator[tuple[socket.AddressFamily, str]]:
+def _addresses_to_bind(host: str, several_hosts: bool) -> Iterator[str]:
     """Yields loopback if all ranks are here, a literal address as it is, and all addresses for a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError):
             socket.inet_pton(family, host)
             if several_hosts or ports.is_loopback(host):
-                yield family, host
+                yield host
     if not several_hosts:
-        yield socket.AF_INET, "127.0.0.1"
-        yield socket.AF_INET6, "::1"
+        yield "127.0.0.1"
+        yield "::1"
         return
-    yield socket.AF_INET6, "::"  # everywhere: the address may be translated on the way
-    yield socket.AF_INET, "0.0.0.0"
+    yield "::"  # everywhere: the address may be translated on the way
+    yield "0.0.0.0"
