@@ -5,9 +5,9 @@ import itertools
 import json
 import os
 import pathlib
+import tomllib
 
 import pytest
-import tomllib
 
 from tfring import imports
 

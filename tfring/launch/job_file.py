@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import pathlib
+import tomllib
 from collections.abc import Mapping
 from typing import Any
-
-import tomllib
 
 from tfring.errors import ConfigurationError
 

@@ -268,7 +268,7 @@ class Stream:
 
     def _now(self) -> bytes:
         """Returns the time in UTC, where lines are shown with it."""
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         return f"{now:%H:%M:%S}.{now.microsecond // 1000:03} ".encode() if self._timestamps else b""
 
     def _finish_line(self, line: bytes) -> None:
