@@ -18,7 +18,7 @@ from tfring.errors import ConfigurationError
 from tfring.reduction.dense import BucketSizes
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives, LocalCollectives, RingCollectives
-from tfring.ring.trace import Recorder, RingSource, Source
+from tfring.ring.trace import Recorder, Source, ring_source
 from tfring.ring.trace import start as start_recorder
 
 _of_several_workers: list[weakref.ref[Ring]] = []  # the newest last
@@ -181,7 +181,7 @@ class Ring:
     def start_trace(self, folder: str | os.PathLike) -> None:
         """Starts the trace of this rank into a folder; see `tfring.ring.trace`."""
         communicator = getattr(self.world, "communicator", None)
-        self.trace_source = RingSource(communicator)
+        self.trace_source = ring_source(communicator)
         self.trace = start_recorder(folder, self.world.rank, self.world.world_size, self.trace_source)
         if communicator is not None:
             self.gradients.marks_ready = True

@@ -27,7 +27,7 @@ def late_rank(folder):
     """Rank 2 comes late to a large all_reduce, which goes round, and to a small one."""
     cluster = detect()
     with Communicator.connect(cluster) as communicator:
-        recorder = trace.start(folder, cluster.rank, cluster.world_size, trace.RingSource(communicator))
+        recorder = trace.start(folder, cluster.rank, cluster.world_size, trace.ring_source(communicator))
         for name, count in (("large", 1 << 18), ("small", 4)):
             communicator.barrier(name="together")
             if cluster.rank == 2:
@@ -126,7 +126,7 @@ import numpy as np
 from tfring import Cluster, Communicator
 from tfring.ring import trace
 communicator = Communicator.connect(Cluster.alone())
-trace.start(sys.argv[1], 0, 1, trace.RingSource(communicator))
+trace.start(sys.argv[1], 0, 1, trace.ring_source(communicator))
 end = time.monotonic() + 2.5
 while time.monotonic() < end:
     communicator.all_reduce(np.ones(3, np.float32), name="again")
@@ -152,12 +152,12 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigurationError, match=r"`trace` is .*file, a folder that cannot be written"):
-        trace.start(file, 0, 1, trace.RingSource(None))
-    first = trace.start(tmp_path / "a", 0, 1, trace.RingSource(None))
+        trace.start(file, 0, 1, trace.ring_source(None))
+    first = trace.start(tmp_path / "a", 0, 1, trace.ring_source(None))
     try:
         with pytest.raises(ConfigurationError, match="This process writes a trace to"):
-            trace.start(tmp_path / "b", 0, 1, trace.RingSource(None))
-        assert trace.start(tmp_path / "a", 0, 1, trace.RingSource(None)) is first
+            trace.start(tmp_path / "b", 0, 1, trace.ring_source(None))
+        assert trace.start(tmp_path / "a", 0, 1, trace.ring_source(None)) is first
         first.close()
         assert not first.closed
     finally:

@@ -35,8 +35,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -97,36 +97,26 @@ class Request(NamedTuple):
         return max(0, self.end - self.begin - self.waited - self.served)
 
 
-class Source(Protocol):
-    """Gives a process the number of its run, and the offset of its clock from the one that all are brought to."""
+class Source(NamedTuple):
+    """Gives a process the number of its run, and the offset of its clock from the one that all are brought to.
 
-    def run(self) -> int:
-        """Returns the number of the run, the same in all processes."""
-
-    def distance(self) -> clocks.Distance:
-        """Measures the offset of this process's clock."""
-
-
-class RingSource:
-    """A source among the ranks of a ring, whose calls are collectives of all.
-
-    Args:
-        communicator: Of all ranks; None where there is one.
+    Attributes:
+        run: Returns the number of the run, the same in all processes.
+        distance: Measures the offset of this process's clock.
     """
 
-    def __init__(self, communicator: Communicator | None) -> None:
-        self._communicator = communicator
+    run: Callable[[], int]
+    distance: Callable[[], clocks.Distance]
 
-    def run(self) -> int:
-        """See `Source`."""
-        run = random.SystemRandom().getrandbits(62)
-        if self._communicator is None:
-            return run
-        return int(self._communicator.broadcast(np.array([run]), name=clocks.NAME)[0])
 
-    def distance(self) -> clocks.Distance:
-        """See `Source`."""
-        return clocks.distance(self._communicator)
+def ring_source(communicator: Communicator | None) -> Source:
+    """Returns a source among the ranks of a ring, None where there is one; its calls are collectives of all."""
+
+    def run() -> int:
+        number = random.SystemRandom().getrandbits(62)
+        return number if communicator is None else int(communicator.broadcast(np.array([number]), name=clocks.NAME)[0])
+
+    return Source(run, lambda: clocks.distance(communicator))
 
 
 def file_name(rank: int) -> str:

@@ -17,59 +17,31 @@ from tfring.servers.client import Client
 UNTRACED = ("join", "leave", "clock", "trace")  # kinds of requests of which traces do not tell
 
 
-class WorkerSource:
-    """The source of a worker; see `tfring.ring.trace.Source`.
+def worker_source(client: Client) -> trace.Source:
+    """Returns the source of a worker: the number that server 0 has drawn, and the offset from its clock.
 
-    Args:
-        client: The connections of this worker.
+    Worker 0 measures the clocks of the servers too, and tells them.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def run(self) -> int:
-        """Returns the number that server 0 has drawn."""
-        return self._client.run
-
-    def distance(self) -> Distance:
-        """Measures this worker's clock; worker 0 measures those of the servers too, and tells them."""
-        own = self._from(0)
-        for server in range(self._client.num_servers) if self._client.rank == 0 else ():
-            there = own if server == 0 else self._from(server)
-            offset, uncertainty = own.offset - there.offset, own.uncertainty + there.uncertainty
-            if server == 0:
-                uncertainty = 0
-            told = Distance(there.at - there.offset, offset, uncertainty, offset - uncertainty, offset + uncertainty)
-            self._client.ask(server, "trace", {"run": self._client.run, "clock": told._asdict()})
-        return own
-
-    def _from(self, server: int) -> Distance:
+    def measure(server: int) -> Distance:
         def ask() -> tuple[int, int]:
-            reply = self._client.ask(server, "clock", {})[0]
+            reply = client.ask(server, "clock", {})[0]
             return reply["at"], reply["kernel"]
 
         return distance_by_asking(ask)
 
+    def distance() -> Distance:
+        own = measure(0)
+        for server in range(client.num_servers) if client.rank == 0 else ():
+            there = own if server == 0 else measure(server)
+            offset, uncertainty = own.offset - there.offset, own.uncertainty + there.uncertainty
+            if server == 0:
+                uncertainty = 0
+            told = Distance(there.at - there.offset, offset, uncertainty, offset - uncertainty, offset + uncertainty)
+            client.ask(server, "trace", {"run": client.run, "clock": told._asdict()})
+        return own
 
-class ServerSource:
-    """The source of a server: what worker 0 has told it.
-
-    Args:
-        run: The number of the run.
-        clock: The fields of a `Distance`.
-    """
-
-    def __init__(self, run: int, clock: dict[str, int]) -> None:
-        self._run = run
-        self._clock = clock
-
-    def run(self) -> int:
-        """See `tfring.ring.trace.Source`."""
-        return self._run
-
-    def distance(self) -> Distance:
-        """See `tfring.ring.trace.Source`."""
-        return Distance(**self._clock)
+    return trace.Source(lambda: client.run, distance)
 
 
 class ServerTrace:
@@ -91,7 +63,7 @@ class ServerTrace:
 
     def begin(self, run: int, clock: dict[str, int]) -> None:
         """Begins the trace of this run, and notes what a worker has measured of this server's clock."""
-        source = ServerSource(run, clock)
+        source = trace.Source(lambda: run, lambda: Distance(**clock))
         with self._lock:
             if self.recorder is not None:
                 self.recorder.measure_clock(source)

@@ -18,7 +18,7 @@ from tfring.servers.client import Client
 from tfring.servers.collectives import MeetingCollectives, PostedCollectives
 from tfring.servers.service import Service, run
 from tfring.servers.snapshots import Snapshots
-from tfring.servers.tracing import ServerTrace, WorkerSource
+from tfring.servers.tracing import ServerTrace, worker_source
 from tfring.strategy.ring import RingStrategy
 
 _UPDATES = ("sync", "async")
@@ -143,7 +143,7 @@ class ParameterServerStrategy(RingStrategy):
                 self.ring.peers = MeetingCollectives(self.rank, self.world_size, updater.meet)
                 _keras.share_seeds(self.ring)
             if trace is not None:
-                source = self.ring.trace_source = WorkerSource(client)
+                source = self.ring.trace_source = worker_source(client)
                 client.known["run"] = client.run
                 recorder = start_trace(trace, self.rank, self.world_size, source, self.num_servers)
                 self.ring.trace = client.recorder = recorder
