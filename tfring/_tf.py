@@ -3,6 +3,8 @@
 A new TensorFlow release should touch this file and, where it calls its strategies by other hooks, strategy/extended.py.
 """
 
+# ruff: noqa: F401 - other files use what is imported here
+
 from __future__ import annotations
 
 import contextlib
@@ -877,67 +879,3 @@ def _captured(tensor: tf.Tensor, graph: Any) -> Any:
     if not isinstance(graph, (_control_flow.CondBranchFuncGraph, _control_flow.WhileBodyFuncGraph)):
         return graph.capture(tensor) if is_function_graph(graph) else tensor
     return graph.capture(_captured(tensor, graph.outer_graph))
-
-
-__all__ = [
-    "CollectiveAllReduceExtended",
-    "CollectiveKeys",
-    "CommunicationOptions",
-    "Dataset",
-    "DatasetStep",
-    "MirroredReplicaContext",
-    "PolymorphicFunction",
-    "ResourceVariable",
-    "StrategyExtendedV1",
-    "TrackableSaver",
-    "aggregate_slices",
-    "call_map_function",
-    "call_unwrapped",
-    "captured_from_around",
-    "collective_ops",
-    "cross_replica_context",
-    "data_random_seed",
-    "dataset_kernels",
-    "dataset_step",
-    "datasets_before",
-    "device_util",
-    "devices_of",
-    "distribute_lib",
-    "distribute_utils",
-    "distribute_values",
-    "distributed_dataset",
-    "draw",
-    "eager_context",
-    "element_spec",
-    "framework_ops",
-    "graphs_of",
-    "input_lib",
-    "interleaved_like",
-    "is_branch_or_body",
-    "is_compiled_by_xla",
-    "is_function_graph",
-    "is_stateful",
-    "is_watched",
-    "leaves_order_open",
-    "mark_as_unsaveable",
-    "name_squeezed_dimensions",
-    "next_or_dummy",
-    "next_or_error",
-    "nn_impl_distribute",
-    "note_replicas",
-    "packed",
-    "reads_in_turn",
-    "recorded_behind",
-    "seeds_of",
-    "set_cardinality",
-    "shuffled_like",
-    "shuffled_with_generator",
-    "simple_broadcast",
-    "spec_of_a_replica",
-    "static_batch_size",
-    "stop_recording",
-    "unpacked",
-    "variable_of_replicas",
-    "workers_by_options",
-    "workers_of_one_iterator",
-]
