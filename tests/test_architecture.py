@@ -27,7 +27,7 @@ ROWS = {
     1: ("ring", "servers", "sharding"),
     0: (
         *("blocks", "cluster", "transport", "config", "cpus", "gpus", "seeding", "imports", "errors", "program"),
-        *("_requirements", "_tf", "_build", "_version"),
+        *("setting", "_requirements", "_tf", "_build", "_version"),
     ),
 }
 ROW_OF = {room: row for row, rooms in ROWS.items() for room in rooms}

@@ -80,6 +80,8 @@ from tensorflow.python.ops import op_selector as _op_selector  # the error of wh
 from tensorflow.python.ops import summary_ops_v2 as _summary_ops  # which replica writes summaries
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # a variable no strategy mirrors
 
+from tfring.setting import setting
+
 Dataset = dataset_ops.DatasetV2
 CollectiveAllReduceExtended = _mwms.CollectiveAllReduceExtended
 CommunicationOptions = _collective_util.Options
@@ -731,22 +733,14 @@ def cross_replica_context(strategy: Any) -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-@contextlib.contextmanager
-def traced_summaries() -> Iterator[None]:
+def traced_summaries() -> contextlib.AbstractContextManager:
     """In here each replica traces `tf.summary`, of which the first alone writes: all have one graph."""
-    state = _summary_ops._summary_state
-    before = state.is_recording_distribution_strategy
-
     def is_first() -> tf.Tensor:
         context = tf.distribute.get_replica_context()
         # Which replica it is must not be known while the step is traced.
         return tf.compat.v1.placeholder_with_default(tf.equal(context.replica_id_in_sync_group, 0), [])
 
-    state.is_recording_distribution_strategy = is_first
-    try:
-        yield
-    finally:
-        state.is_recording_distribution_strategy = before
+    return setting(_summary_ops._summary_state, "is_recording_distribution_strategy", is_first)
 
 
 def note_replicas(variable: Any) -> None:

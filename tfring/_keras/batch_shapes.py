@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from tfring._keras.layers import all_layers
 from tfring.data.rows import static_rows
+from tfring.setting import setting
 
 _local = threading.local()
 
@@ -54,15 +54,9 @@ def fixed(model: Any) -> set[int]:
     return set() if None in counts and not is_stateful(model) else counts - {None}
 
 
-@contextlib.contextmanager
-def of_call(given: Any) -> Iterator[None]:
+def of_call(given: Any) -> AbstractContextManager:
     """Around a call of `fit`, `evaluate` or `predict`, which is given a dataset or something else."""
-    before = getattr(_local, "rows", None)
-    _local.rows = _static_rows(given)
-    try:
-        yield
-    finally:
-        _local.rows = before
+    return setting(_local, "rows", _static_rows(given))
 
 
 def static_rows_of_call() -> int | None:

@@ -7,13 +7,13 @@ missed and a quarter seen twice in each epoch with two workers. Here ranks agree
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -28,6 +28,7 @@ from tfring.data.arrays import ArrayBatches, InPlace, in_place, mapped
 from tfring.data.cache_files import own_file as own_cache_file
 from tfring.runtime import Ring
 from tfring.seeding import PlacedSeeds
+from tfring.setting import setting
 
 _local = threading.local()
 _num_seeds = itertools.count()  # that this process has drawn
@@ -56,15 +57,9 @@ def global_seed(ring: Ring) -> int | None:
     return seed if seed >= 0 and int(bounds[0]) == -int(bounds[1]) else None
 
 
-@contextlib.contextmanager
-def shuffling_by(seed: int | None) -> Iterator[None]:
+def shuffling_by(seed: int | None) -> AbstractContextManager:
     """Has Keras' arrays shuffled by this seed in here; None leaves them to Keras."""
-    before = getattr(_local, "seed", None)
-    _local.seed = seed
-    try:
-        yield
-    finally:
-        _local.seed = before
+    return setting(_local, "seed", seed)
 
 
 def dataset_of(adapter: Any, ring: Ring) -> Any:

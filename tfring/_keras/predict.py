@@ -24,6 +24,7 @@ from tfring.data.rows import forget_rows, has_static_rows, num_rows, one_row_at_
 from tfring.data.shares import Shares
 from tfring.errors import Reason
 from tfring.runtime import Ring
+from tfring.setting import setting
 from tfring.step import Way, status, trace
 from tfring.step.functions import between_collectives, graph_function, to_tensor, without_optionals
 
@@ -348,13 +349,10 @@ class PredictFunction:
     def _of_batch_body(self, batch: Any) -> Any:
         """Returns the outputs of rows that this process was given: the first replica computes those of all."""
         self._rows_forgotten = False
-        before, self._way = self._way, Way.WHOLE
         rows = [tf.constant(int(replica == 0)) for replica in range(self._replicas)]
         regroup = _tf.distribute_utils.regroup
-        try:
+        with setting(self, "_way", Way.WHOLE):
             return self._on_worker(self._run(regroup((batch,) * self._replicas), regroup(tuple(rows))))
-        finally:
-            self._way = before
 
     # -- all workers -----------------------------------------------------------------------------------------------
 

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tfring import config as settings
 from tfring._keras.seam import ring_of_model, seam
 from tfring._keras.sharding import full_shapes
 from tfring.runtime import Ring
+from tfring.setting import setting
 
 _local = threading.local()
 
 
-@contextlib.contextmanager
-def on_rank_0(ring: Ring | None) -> Iterator[None]:
+def on_rank_0(ring: Ring | None) -> AbstractContextManager:
     """In here Keras prints on rank 0 of `strategy` only; with None as it does without a strategy."""
-    before = getattr(_local, "silent", False)
-    _local.silent = before or _is_silent(ring)
-    try:
-        yield
-    finally:
-        _local.silent = before
+    return setting(_local, "silent", getattr(_local, "silent", False) or _is_silent(ring))
 
 
-@contextlib.contextmanager
-def replaced(text: str, other: str) -> Iterator[None]:
+def replaced(text: str, other: str) -> AbstractContextManager:
     """In here Keras prints `other` for `text`: a path for the one beside it."""
-    before = getattr(_local, "replaced", ())
-    _local.replaced = (*before, (text, other))
-    try:
-        yield
-    finally:
-        _local.replaced = before
+    return setting(_local, "replaced", (*getattr(_local, "replaced", ()), (text, other)))
 
 
 def _is_silent(ring: Ring | None) -> bool:

@@ -5,10 +5,10 @@ The state of a SeedGenerator is a mirrored variable, so under Keras every replic
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ from tfring import partition, step
 from tfring._keras.seam import seam
 from tfring.cross_device_ops import values_of
 from tfring.runtime import Ring, current_ring
+from tfring.setting import setting
 
 _local = threading.local()  # .recorded, .replayed: seeds drawn, or to be drawn again
 
@@ -66,27 +67,14 @@ def install() -> None:
         return seed if running is None else partition.declare(seed, "drawn")
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list]:
+def recorded() -> AbstractContextManager[list]:
     """While layers are called: yields the list of the seeds that they draw."""
-    before = getattr(_local, "recorded", None)
-    seeds: list = []
-    _local.recorded = seeds
-    try:
-        yield seeds
-    finally:
-        _local.recorded = before
+    return setting(_local, "recorded", [])
 
 
-@contextlib.contextmanager
-def replayed(seeds: Iterable[Any]) -> Iterator[None]:
+def replayed(seeds: Iterable[Any]) -> AbstractContextManager:
     """While the same layers are called once more: they draw these seeds again, and none else."""
-    before = getattr(_local, "replayed", None)
-    _local.replayed = list(seeds)
-    try:
-        yield
-    finally:
-        _local.replayed = before
+    return setting(_local, "replayed", list(seeds))
 
 
 def take_global_seed() -> list[int] | None:

@@ -20,9 +20,9 @@ without rows, whose statistics are NaN, has no weight. TensorFlow's variables wi
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from tfring._keras.layers import all_layers, objects_in
 from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.runtime import Ring, current_ring, ring_of
+from tfring.setting import setting
 
 _EDITED, _SUMMED = "edited", "summed"  # in place of a rule, in a step that is edited: for all, or a replica's part
 _local = threading.local()
@@ -112,25 +113,16 @@ def write(variable: Any, value: Any, assign: Callable[[Any], None]) -> None:
     elif step.is_written_alike(variable) or step.is_kept_by_replica(variable):
         if step.is_written_alike(variable):
             value = partition.expect(value, "same", f"the state {_name(variable)}")
-        _local.is_by_tensorflow = True
-        try:
+        with setting(_local, "is_by_tensorflow", True):
             assign(value)
-        finally:
-            _local.is_by_tensorflow = False
     else:
         _refuse_outside(variable)
         _write_own(running, variable, value, getattr(_local, "adding", None) is variable)
 
 
-@contextlib.contextmanager
-def adding_to(variable: Any) -> Iterator[None]:
+def adding_to(variable: Any) -> AbstractContextManager:
     """Notes that what is written to a variable of Keras in here adds to it."""
-    before = getattr(_local, "adding", None)
-    _local.adding = variable
-    try:
-        yield
-    finally:
-        _local.adding = before
+    return setting(_local, "adding", variable)
 
 
 def _reset(variable: Any, value: Any) -> bool:

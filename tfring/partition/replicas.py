@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfring import _tf
+from tfring.setting import setting
 
 _SCOPE = re.compile(r"(?:^|/)replica_(\d+)(?:_\d+)?/")
 _spans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by graph: (replica, first operation, end)
@@ -39,14 +40,10 @@ def replica(number: int, is_scoped: bool = False) -> Iterator[None]:
         yield
         return
     graph = tf.compat.v1.get_default_graph()
-    begin, before = len(graph.get_operations()), getattr(_local, "replica", None)
-    _local.replica = number
-    try:
-        scope = tf.name_scope(f"replica_{number}") if is_scoped and number else contextlib.nullcontext()
-        with scope, _tf.traced_summaries():
-            yield
-    finally:
-        _local.replica = before
+    begin = len(graph.get_operations())
+    scope = tf.name_scope(f"replica_{number}") if is_scoped and number else contextlib.nullcontext()
+    with setting(_local, "replica", number), scope, _tf.traced_summaries():
+        yield
     _spans.setdefault(graph, []).append((number, begin, len(graph.get_operations())))
 
 

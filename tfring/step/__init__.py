@@ -5,15 +5,16 @@ Kept for each thread, because `tf.distribute` traces each replica in a thread of
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from tfring.errors import ConfigurationError
+from tfring.setting import setting
 
 _local = threading.local()
 
@@ -134,26 +135,14 @@ def of_own_rows() -> Step | None:
     return running if running is not None and not running.is_plain else None
 
 
-@contextlib.contextmanager
-def running(step: Step) -> Iterator[Step]:
+def running(step: Step) -> AbstractContextManager[Step]:
     """Makes `step` the current one of this thread."""
-    before = current()
-    _local.step = step
-    try:
-        yield step
-    finally:
-        _local.step = before
+    return setting(_local, "step", step)
 
 
-@contextlib.contextmanager
-def one_replica() -> Iterator[None]:
+def one_replica() -> AbstractContextManager:
     """While it lasts, `num_replicas_in_sync` of a RingStrategy is 1 to this thread."""
-    before = is_one_replica()
-    _local.one_replica = True
-    try:
-        yield
-    finally:
-        _local.one_replica = before
+    return setting(_local, "one_replica", True)
 
 
 def is_one_replica() -> bool:

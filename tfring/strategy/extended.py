@@ -28,6 +28,7 @@ from tfring.errors import ConfigurationError
 from tfring.reduction.sparse import SparseOptions
 from tfring.ring.collectives import Collectives
 from tfring.runtime import Ring, connect
+from tfring.setting import setting
 from tfring.strategy.replica_context import RingReplicaContext
 
 _NOT_SUMMED = (tf.VariableAggregation.MEAN, tf.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -351,12 +352,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
         # Each replica has a thread of its own; this one runs what they merge.
         if not isinstance(fn, tf.types.experimental.PolymorphicFunction):
             fn = RingReplicaContext.around(fn)
-        before = getattr(_running, "replicas", False)
-        _running.replicas = True
-        try:
+        with setting(_running, "replicas", True):
             return super()._call_for_each_replica(fn, args, kwargs)
-        finally:
-            _running.replicas = before
 
     def run_step(
         self, fn: Callable[[Any], Any], inputs: Sequence[Any], shares: tf.Tensor, way: step.Way = step.Way.OWN

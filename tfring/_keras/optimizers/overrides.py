@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfring import step
 from tfring._keras.sharding import gradient_is_complete
 from tfring._keras.sharding.shards import is_value
+from tfring.setting import setting
 
 
 class ReducedForOverrides:
@@ -51,15 +52,8 @@ class ReducedForOverrides:
             return False
         return self._current_update is None and running.applying is not self
 
-    @contextlib.contextmanager
-    def _running(self: Any) -> Iterator[None]:
-        running = step.weighing()
-        assert running is not None
-        before, running.applying = running.applying, self
-        try:
-            yield
-        finally:
-            running.applying = before
+    def _running(self: Any) -> AbstractContextManager:
+        return setting(step.weighing(), "applying", self)
 
     def _reduced(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the whole batch, in each replica; those of shards are, and values are none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
 from tfring.runtime import Ring, ring_of
+from tfring.setting import setting
 from tfring.sharding import Sharding
 
 _local = threading.local()
@@ -191,15 +192,9 @@ def full_shape(variable: Any) -> tuple[int, ...]:
     return tuple(variable.shape if sharding is None else sharding.shape)
 
 
-@contextlib.contextmanager
-def full_shapes() -> Iterator[None]:
+def full_shapes() -> contextlib.AbstractContextManager:
     """While it lasts, Keras variables show this thread their shapes in one process."""
-    before = shows_full_shapes()
-    _local.shows_full_shapes = True
-    try:
-        yield
-    finally:
-        _local.shows_full_shapes = before
+    return setting(_local, "shows_full_shapes", True)
 
 
 def shows_full_shapes() -> bool:

@@ -1,0 +1,27 @@
+"""An attribute that has another value for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+_NOTHING = object()
+
+
+@contextlib.contextmanager
+def setting(holder: Any, name: str, value: Any) -> Iterator[Any]:
+    """Sets an attribute in here, where it may not have been; afterwards it is what it was.
+
+    Yields:
+      The value.
+    """
+    before = getattr(holder, name, _NOTHING)
+    setattr(holder, name, value)
+    try:
+        yield value
+    finally:
+        if before is _NOTHING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
