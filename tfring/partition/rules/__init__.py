@@ -14,4 +14,4 @@ from tfring.partition.rules import (  # noqa: F401  each adds its rules to the t
 from tfring.partition.rules.sources import DRAWS, SHUFFLES
 from tfring.partition.rules.table import RULES, NoRule
 
-__all__ = ["DRAWS", "RULES", "SHUFFLES", "NoRule", "NoRule"]
+__all__ = ["DRAWS", "RULES", "SHUFFLES", "NoRule"]

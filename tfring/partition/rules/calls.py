@@ -10,7 +10,7 @@ from typing import Any
 from tfring.partition import dims
 from tfring.partition.constants import same_numbers
 from tfring.partition.dims import Size
-from tfring.partition.rules.table import NoRule, Walk, kept, rule, unscaled
+from tfring.partition.rules.table import NoRule, Walk, kept, refuse_if, rule, unscaled
 from tfring.partition.types import (
     PER_MEAN,
     UNSCALED,
@@ -91,8 +91,7 @@ def while_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 def _decided_alike(walk: Walk, condition: Value) -> None:
     """Raises NoRule unless a condition is the same on all replicas."""
-    if not is_replicated(condition):
-        raise NoRule
+    refuse_if(not is_replicated(condition))
     unscaled(walk, [condition])
 
 

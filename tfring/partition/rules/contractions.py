@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.dims import Dim, Size
-from tfring.partition.rules.table import NoRule, Walk, beside, kept, no_extremes, rule, scale_of_product, shard_of
+from tfring.partition.rules.table import (
+    NoRule,
+    Walk,
+    beside,
+    kept,
+    no_extremes,
+    refuse_if,
+    rule,
+    scale_of_product,
+    shape_of,
+    shard_of,
+)
 from tfring.partition.types import (
     Partial,
     Placement,
@@ -31,8 +42,7 @@ def matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def batch_matmul(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """`...ik,...kj->...ij`; a batch dimension of 1 fits any."""
     one, other = ins
-    if one.shape is None or other.shape is None:
-        raise NoRule
+    refuse_if(one.shape is None or other.shape is None)
     rank = max(one.rank, other.rank) - 2
 
     def labels(value: Value, name: str) -> list[str]:
@@ -59,15 +69,12 @@ def einsum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     equation = (equation.decode() if isinstance(equation, bytes) else equation).replace(" ", "")
     given, result = equation.split("->")
     labels = given.split(",")
-    if "..." in equation or len(labels) > 2 or any(len(set(label)) < len(label) for label in labels):
-        raise NoRule
+    refuse_if("..." in equation or len(labels) > 2 or any(len(set(label)) < len(label) for label in labels))
     if len(labels) == 2:
         return [_contracted(walk, ins, labels[0], labels[1], result)]
     [value] = ins
     no_extremes(ins)
-    if value.shape is None:
-        raise NoRule
-    sizes = dict(zip(labels[0], value.shape, strict=True))
+    sizes = dict(zip(labels[0], shape_of(value), strict=True))
     shape = tuple(sizes[label] for label in result)
     if not is_sharded(value):
         return [kept(walk, value, shape)]
@@ -81,10 +88,8 @@ def _contracted(
 ) -> Value:
     """Returns Einstein's sum of two values whose axes have labels."""
     one, other = ins
-    if one.shape is None or other.shape is None:
-        raise NoRule
-    sizes: dict[str, Size] = dict(zip(second, other.shape, strict=True))
-    for label, size in zip(first, one.shape, strict=True):
+    sizes: dict[str, Size] = dict(zip(second, shape_of(other), strict=True))
+    for label, size in zip(first, shape_of(one), strict=True):
         if label not in sizes or not _is_better(walk, sizes[label], size):
             sizes[label] = size
     shape = tuple(sizes[label] for label in result)
@@ -103,18 +108,15 @@ def _placement(walk: Walk, ins: Sequence[Value], labels: Sequence[list[str]], re
     parts = [value for value in ins if is_partial(value)]
     sharded = [(value, names) for value, names in zip(ins, labels, strict=True) if is_sharded(value)]
     if parts:
-        if sharded or len(parts) > 1 or parts[0].placement != Partial("sum"):
-            raise NoRule
+        refuse_if(sharded or len(parts) > 1 or parts[0].placement != Partial("sum"))
         return Partial()
     if not sharded:
         return Replicate()
     rows = [names[shard_of(value).axis] for value, names in sharded]
     if len(sharded) == 2:
-        if rows[0] != rows[1]:
-            raise NoRule  # each row with each
+        refuse_if(rows[0] != rows[1])  # each row with each
         beside(walk, ins)
-        if shard_of(ins[0]).blocks != shard_of(ins[1]).blocks and not any(value.is_uniform for value in ins):
-            raise NoRule
+        refuse_if(shard_of(ins[0]).blocks != shard_of(ins[1]).blocks and not any(value.is_uniform for value in ins))
         blocks = shard_of(next((v for v in ins if not v.is_uniform), ins[0])).blocks
     else:
         [(value, _)] = sharded
@@ -134,17 +136,14 @@ _CONVOLUTIONS = ("Conv1D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Conv")
 def convolution(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Bilinear in rows and a kernel."""
     rows, kernel = ins
-    if is_sharded(kernel):
-        raise NoRule
+    refuse_if(is_sharded(kernel))
     no_extremes(ins)
     scale = scale_of_product(walk, ins)
     if is_sharded(rows):
-        if is_partial(kernel) or shard_of(rows).axis:
-            raise NoRule
+        refuse_if(is_partial(kernel) or shard_of(rows).axis)
         assert rows.shape is not None
         return [Value(walk.shape(op.outputs[0], {0: rows.shape[0]}), rows.placement, scale, is_zero=rows.is_zero)]
-    if is_partial(rows) and is_partial(kernel):
-        raise NoRule
+    refuse_if(is_partial(rows) and is_partial(kernel))
     placement = rows.placement if is_partial(rows) else kernel.placement
     return [Value(walk.shape(op.outputs[0]), placement, scale)]
 
@@ -156,8 +155,7 @@ _OF_INPUTS = ("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNa
 def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Bilinear in a kernel and the gradients of rows; also a transposed convolution."""
     sizes, kernel, rows = ins
-    if not is_sharded(rows) or is_sharded(kernel) or is_partial(kernel) or shard_of(rows).axis:
-        raise NoRule
+    refuse_if(not is_sharded(rows) or is_sharded(kernel) or is_partial(kernel) or shard_of(rows).axis)
     assert rows.shape is not None
     known = dict(enumerate(sizes.const.tolist())) if sizes.const is not None else {0: rows.shape[0]}
     scale = scale_of_product(walk, [rows, kernel])
@@ -168,7 +166,6 @@ def convolution_input_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> lis
 def convolution_filter_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Bilinear in rows and their gradients, a sum over rows."""
     rows, _, gradients = ins
-    if not is_sharded(rows) or rows.placement != gradients.placement or shard_of(rows).axis:
-        raise NoRule
+    refuse_if(not is_sharded(rows) or rows.placement != gradients.placement or shard_of(rows).axis)
     scale = scale_of_product(walk, [rows, gradients])
     return [Value(walk.shape(op.outputs[0]), Partial(), scale, is_zero=rows.is_zero or gradients.is_zero)]

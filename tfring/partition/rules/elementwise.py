@@ -16,11 +16,13 @@ from tfring.partition.rules.table import (
     Walk,
     beside,
     kept,
+    refuse_if,
     rule,
     same_scale,
     scale_of,
     scale_of_power,
     scale_of_product,
+    shape_of,
     shard_of,
     summed,
     unscaled,
@@ -116,20 +118,16 @@ def linear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         if sizes.rank is not None and sizes[shard_of(value).axis] is not None:
             raise NoRule  # the number of rows of the whole batch
     keeps_numbers = op.type != "Neg" and op.outputs[0].dtype in (*_INTEGERS, tf.float32, tf.float64)
-    if value.points_into is not None and not keeps_numbers:
-        raise NoRule
+    refuse_if(value.points_into is not None and not keeps_numbers)
     if op.type == "Cast" and not _is_exact(op.inputs[0].dtype, op.outputs[0].dtype):
         is_number = value.const is not None and op.outputs[0].dtype in _INTEGERS
-        if value.placement == Partial() or (not is_number and scale_of(walk, value) != UNSCALED):
-            raise NoRule
+        refuse_if(value.placement == Partial() or (not is_number and scale_of(walk, value) != UNSCALED))
     is_extreme = op.type == "Cast" and value.placement in (Partial("max"), Partial("min"))
-    if is_extreme and not _keeps_order(op.inputs[0].dtype, op.outputs[0].dtype):
-        raise NoRule
+    refuse_if(is_extreme and not _keeps_order(op.inputs[0].dtype, op.outputs[0].dtype))
     shape = walk.shape(op.outputs[0], like=value.shape)
     placement = value.placement
     if isinstance(placement, Partial) and placement.op != "sum" and op.type in ("Neg", "Real", "Imag", "Conj"):
-        if op.type != "Neg" or not op.outputs[0].dtype.is_floating:  # the lowest integer has no negative
-            raise NoRule
+        refuse_if(op.type != "Neg" or not op.outputs[0].dtype.is_floating)  # the lowest integer has no negative
         placement = Partial({"max": "min", "min": "max"}[placement.op])
     return [kept(walk, value, shape, placement, points_into=value.points_into)]
 
@@ -154,8 +152,7 @@ def bitcast(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The same bits of another type, of numbers as large."""
     [value] = ins
     unscaled(walk, ins)
-    if op.inputs[0].dtype.size != op.outputs[0].dtype.size:
-        raise NoRule
+    refuse_if(op.inputs[0].dtype.size != op.outputs[0].dtype.size)
     return [Value(value.shape, value.placement, is_zero=value.is_zero)]
 
 
@@ -189,8 +186,7 @@ def products(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def cross(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A product of vectors along the last axis."""
     result = _combined(walk, ins, "product")
-    if is_sharded(result) and shard_of(result).axis == result.rank - 1:
-        raise NoRule
+    refuse_if(is_sharded(result) and shard_of(result).axis == result.rank - 1)
     return [result]
 
 
@@ -218,7 +214,7 @@ def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     is_reduced = all(value.placement in (Replicate(), Partial(reduced)) for value in ins)
     if is_reduced and same_scale(walk, ins) == UNSCALED:
         placement: Placement = Partial(reduced) if any(map(is_partial, ins)) else Replicate()
-        return [Value(slices.sizes([_shape(value) for value in ins]), placement)]
+        return [Value(slices.sizes([shape_of(value) for value in ins]), placement)]
     return [_combined(walk, ins, "choice")]
 
 
@@ -226,8 +222,7 @@ def choices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def comparisons(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Both inputs have one scale, which the result no longer has; not by rows that a mask keeps, which may be none."""
     result = _combined(walk, ins, "choice")
-    if any(name != ROWS for name, _ in result.scale):
-        raise NoRule
+    refuse_if(any(name != ROWS for name, _ in result.scale))
     result.scale, result.is_zero = UNSCALED, False
     return [result]
 
@@ -238,14 +233,13 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     condition, *others = ins
     if condition.const is not None and condition.const.size == 1 and condition.const.item() in (0, 1):
         chosen, other = others if condition.const.item() else others[::-1]
-        if chosen.shape is not None and chosen.shape == other.shape and len(_shape(condition)) <= chosen.rank:
+        if chosen.shape is not None and chosen.shape == other.shape and len(shape_of(condition)) <= chosen.rank:
             return [chosen]
     unscaled(walk, [condition])
-    if is_sharded(condition) and any(map(is_partial, others)):
-        raise NoRule
-    shape = _shape(condition)
+    refuse_if(is_sharded(condition) and any(map(is_partial, others)))
+    shape = shape_of(condition)
     if op.type == "Select" and len(shape) == 1:  # of rows, not of the last axis
-        shape += (1,) * (len(_shape(others[0])) - 1)
+        shape += (1,) * (len(shape_of(others[0])) - 1)
     result = _combined(walk, [*others, Value(shape, condition.placement, is_zero=True)], "sum")
     result.is_zero = all(value.is_zero for value in others)
     return [result]
@@ -255,8 +249,7 @@ def selects(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def homogeneous(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """`f(c x) = c^k f(x)` for `c > 0`: of rows and of what all replicas hold, but of no part."""
     [value] = ins
-    if is_partial(value):
-        raise NoRule
+    refuse_if(is_partial(value))
     degree = _DEGREES[op.type]
     scale = scale_of_power(walk, value, degree)
     return [kept(walk, value, value.shape, scale=scale, is_zero=value.is_zero and degree > 0)]
@@ -271,8 +264,7 @@ def nonlinear(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             scale = scale_of_power(walk, ins[0], exponent)
             return [Value(ins[0].shape, ins[0].placement, scale)]
     is_of_counts = op.type in ("FloorDiv", "FloorMod") and not any(map(is_partial, ins))
-    if is_of_counts and any(scale_of(walk, value) != UNSCALED for value in ins):
-        raise NoRule
+    refuse_if(is_of_counts and any(scale_of(walk, value) != UNSCALED for value in ins))
     unscaled(walk, ins)
     result = _combined(walk, ins, "choice")
     result.is_zero = False
@@ -289,15 +281,9 @@ def gradients(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     return [result]
 
 
-def _shape(value: Value) -> tuple:
-    if value.shape is None:
-        raise NoRule
-    return value.shape
-
-
 def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
     """Returns the result of "sum", "product", "ratio", or "choice" (of one scale, of no part)."""
-    shape = slices.sizes([_shape(value) for value in ins])
+    shape = slices.sizes([shape_of(value) for value in ins])
     is_zero = _is_zero(ins, how)
     if any(map(is_sharded, ins)):
         shard, is_uniform = _beside_rows(walk, ins, len(shape))
@@ -307,12 +293,10 @@ def _combined(walk: Walk, ins: Sequence[Value], how: str) -> Value:
         return Value(shape, Replicate(), _scale(walk, ins, how), is_zero=is_zero)
     if how == "sum":
         placement, scale = summed(walk, ins)
-        if placement != Partial("sum"):
-            raise NoRule
+        refuse_if(placement != Partial("sum"))
         return Value(shape, placement, scale, is_zero=is_zero)
     is_linear = how == "product" or (how == "ratio" and not is_partial(ins[1]))
-    if not is_linear or len(parts) > 1 or parts[0].placement != Partial("sum"):
-        raise NoRule
+    refuse_if(not is_linear or len(parts) > 1 or parts[0].placement != Partial("sum"))
     return Value(shape, Partial(), _scale(walk, ins, how), none_of=parts[0].none_of, is_zero=is_zero)
 
 
@@ -330,8 +314,7 @@ def _scale(walk: Walk, ins: Sequence[Value], how: str) -> Scale:
 
 def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bool]:
     """Returns the placement of a result of which some inputs have rows, and whether its rows are alike."""
-    if any(is_partial(value) and not value.is_zero for value in ins):
-        raise NoRule
+    refuse_if(any(is_partial(value) and not value.is_zero for value in ins))
     beside(walk, ins)
     sharded = [value for value in ins if is_sharded(value)]
     first = max(sharded, key=lambda value: (value.rank - shard_of(value).axis, not value.is_uniform))
@@ -339,12 +322,10 @@ def _beside_rows(walk: Walk, ins: Sequence[Value], rank: int) -> tuple[Shard, bo
     is_uniform = True
     for value in ins:
         mine = axis - (rank - value.rank)  # the axis of rows in this input
-        size = 1 if mine < 0 else _shape(value)[mine]
+        size = 1 if mine < 0 else shape_of(value)[mine]
         if is_sharded(value):
-            if shard_of(value).axis != mine:
-                raise NoRule
-            if shard_of(value).blocks != blocks and not value.is_uniform:
-                raise NoRule
+            refuse_if(shard_of(value).axis != mine)
+            refuse_if(shard_of(value).blocks != blocks and not value.is_uniform)
             is_uniform = is_uniform and value.is_uniform
         elif size != 1:
             # As long as the rows: all replicas hold it, where each should hold its part.
@@ -359,8 +340,7 @@ def _of_lists(walk: Walk, ins: Sequence[Value]) -> Value:
         return ins[0]
     filled = [dataclasses.replace(value, const=None, scale=scale_of(walk, value)) for value in filled]
     first = filled[0]
-    if any((value.placement, value.scale) != (first.placement, first.scale) for value in filled):
-        raise NoRule
+    refuse_if(any((value.placement, value.scale) != (first.placement, first.scale) for value in filled))
     lengths = [value.shape[0] for value in ins if value.shape]
     if first.shape and isinstance(first.shape[0], Dim):  # all are as long
         length = next((size for size in lengths if not _is_new(size)), first.shape[0])

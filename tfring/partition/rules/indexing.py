@@ -15,6 +15,7 @@ from tfring.partition.rules.table import (
     beside,
     kept,
     no_extremes,
+    refuse_if,
     replicated,
     rule,
     same_scale,
@@ -40,9 +41,7 @@ from tfring.partition.types import (
 def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Numbers of this replica's rows, where it ends with their number."""
     begin, end, step = (None if value.const is None else value.const.item() for value in ins)
-    unplaced = [value for value in ins if not is_replicated(value)]
-    if unplaced:
-        raise NoRule
+    refuse_if(not all(map(is_replicated, ins)))
     rows = rows_in(end, walk.rows)
     if rows is None:
         if any(value.const is None and not value.is_zero for value in ins):
@@ -50,8 +49,7 @@ def range_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         elif isinstance(end, Dim) and any(name in walk.rows for name in dims.symbols(end)):
             raise NoRule
         return [Value(walk.shape(op.outputs[0]))]
-    if begin != 0 or step != 1:
-        raise NoRule
+    refuse_if(begin != 0 or step != 1)
     return [Value((end,))] if ins[1].is_total else [Value((end,), Shard(0), points_into=end)]
 
 
@@ -85,8 +83,7 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     depth = None if ins[1].const is None else ins[1].const.item()
     if value.shape is None or op.get_attr("axis") not in (-1, value.rank):
         raise NoRule
-    if rows_in(depth, walk.rows) and not ins[1].is_total:
-        raise NoRule
+    refuse_if(rows_in(depth, walk.rows) and not ins[1].is_total)
     known = {**dict(enumerate(value.shape)), **({} if depth is None else {value.rank: depth})}
     return [Value(walk.shape(op.outputs[0], known), value.placement)]
 
@@ -95,9 +92,7 @@ def one_hot(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Rows of a table by ids; or of this replica's rows by their numbers."""
     value, ids = ins[:2]
-    if op.type == "GatherV2" and (ins[2].const is None or value.shape is None):
-        raise NoRule
-    if value.shape is None or ids.shape is None:
+    if value.shape is None or ids.shape is None or (op.type == "GatherV2" and ins[2].const is None):
         raise NoRule
     batch = op.get_attr("batch_dims") if op.type == "GatherV2" else 0
     at = int(ins[2].const) % max(1, value.rank) if op.type == "GatherV2" else 0
@@ -110,31 +105,24 @@ def gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if not is_sharded(ids):
         if not is_sharded(value):
             return [kept(walk, value, shape)]
-        if shard_of(value).axis == at:
-            raise NoRule
+        refuse_if(shard_of(value).axis == at)
         axis = shard_of(value).axis + (ids.rank - 1 if at < shard_of(value).axis else 0)
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), points_into=value.points_into)]
     placement = Shard(at + shard_of(ids).axis, shard_of(ids).blocks)
     if ids.points_into is not None:
-        if value.placement == Shard(at) and value.shape[at] == ids.points_into:
-            return [kept(walk, value, shape, placement, points_into=value.points_into, is_uniform=False)]
-        raise NoRule
-    if is_sharded(value):
-        raise NoRule
-    if is_partial(value):
-        raise NoRule
+        refuse_if(value.placement != Shard(at) or value.shape[at] != ids.points_into)
+        return [kept(walk, value, shape, placement, points_into=value.points_into, is_uniform=False)]
+    refuse_if(is_sharded(value) or is_partial(value))
     return [kept(walk, value, shape, placement)]
 
 
 def _of_each_row(walk: Walk, value: Value, ids: Value, batch: int, shape: tuple) -> Value:
     """Returns what each row's ids choose of the row."""
     if is_sharded(value) and is_sharded(ids):
-        if value.placement != ids.placement or shard_of(value).axis >= batch:
-            raise NoRule
+        refuse_if(value.placement != ids.placement or shard_of(value).axis >= batch)
         with_numbers([ids])
         return kept(walk, value, shape, is_uniform=False, points_into=value.points_into)
-    if is_sharded(value) or is_sharded(ids):
-        raise NoRule
+    refuse_if(is_sharded(value) or is_sharded(ids))
     return kept(walk, value, shape)
 
 
@@ -148,8 +136,7 @@ def resource_gather(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         raise NoRule
     taken = ids.shape if op.type == "ResourceGather" else ids.shape[:-1]
     shape = walk.shape(op.outputs[0], dict(enumerate(taken)))
-    if not is_replicated(content):
-        raise NoRule
+    refuse_if(not is_replicated(content))
     return [Value(shape, ids.placement, content.scale)]
 
 
@@ -161,11 +148,9 @@ def gather_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if ids.shape is None or value.shape is None or not isinstance(ids.shape[-1], int):
         raise NoRule
     shape = (*ids.shape[:-1], *value.shape[ids.shape[-1] :])
-    if is_sharded(value):
-        raise NoRule
+    refuse_if(is_sharded(value))
     if is_sharded(ids):
-        if is_partial(value):
-            raise NoRule
+        refuse_if(is_partial(value))
         return [kept(walk, value, shape, ids.placement)]
     return [kept(walk, value, shape)]
 
@@ -186,8 +171,7 @@ def segment_sum(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     size = None if count.const is None else count.const.item()
     known = {i + 1: mine for i, mine in enumerate(value.shape[ids.rank :])}
     if ids.points_into is not None:
-        if size != ids.points_into or ids.placement != Shard(0):
-            raise NoRule
+        refuse_if(size != ids.points_into or ids.placement != Shard(0))
         return [kept(walk, value, walk.shape(op.outputs[0], {0: size, **known}), Shard(0), is_uniform=False)]
     if size is not None:
         known[0] = size
@@ -203,10 +187,8 @@ def scatter_nd(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = walk.shape(op.outputs[0], None if sizes.const is None else dict(enumerate(np.ravel(sizes.const))))
     if not is_sharded(ids) and not is_sharded(value):
         return [kept(walk, value, shape)]
-    if not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform):
-        raise NoRule
-    if shape is not None and any(rows_in(size, walk.rows) for size in shape):
-        raise NoRule
+    refuse_if(not is_sharded(ids) or ids.placement != Shard(0) or not (value.placement == Shard(0) or value.is_uniform))
+    refuse_if(shape is not None and any(rows_in(size, walk.rows) for size in shape))
     return [kept(walk, value, shape, Partial(), is_uniform=False)]
 
 
@@ -218,13 +200,10 @@ def tensor_scatter_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]
     unscaled(walk, [ids])
     scale = same_scale(walk, [value, updates])
     if not is_sharded(ids) and not is_sharded(updates) and not is_sharded(value):
-        if any(map(is_partial, ins)):
-            raise NoRule
+        refuse_if(any(map(is_partial, ins)))
         return [Value(value.shape, Replicate(), scale)]
-    if is_sharded(value) or not (value.is_zero or is_partial(value)) or ids.placement != Shard(0):
-        raise NoRule
-    if updates.placement != Shard(0) and not updates.is_uniform:
-        raise NoRule
+    refuse_if(is_sharded(value) or not (value.is_zero or is_partial(value)) or ids.placement != Shard(0))
+    refuse_if(updates.placement != Shard(0) and not updates.is_uniform)
     return [Value(value.shape, Partial(), scale)]
 
 
@@ -236,17 +215,14 @@ def bincount(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     replicated(walk, ins[1:2])
     weights = ins[2]
     has_none = weights.shape == (0,)
-    if not has_none and weights.placement != value.placement and not (is_sharded(value) and weights.is_uniform):
-        raise NoRule
+    refuse_if(not has_none and weights.placement != value.placement and not (is_sharded(value) and weights.is_uniform))
     scale = UNSCALED if has_none else scale_of(walk, weights)
     if not is_sharded(value):
         return [Value(walk.shape(op.outputs[0]), scale=scale)]
     if op.type == "Bincount" or value.placement == Shard(value.rank - 1):
-        if op.type == "DenseBincount" and op.get_attr("binary_output"):
-            raise NoRule  # whether there is any, which is no sum
+        refuse_if(op.type == "DenseBincount" and op.get_attr("binary_output"))  # whether there is any, which is no sum
         return [Value(walk.shape(op.outputs[0]), Partial(), scale)]
-    if value.placement != Shard(0):
-        raise NoRule
+    refuse_if(value.placement != Shard(0))
     assert value.shape is not None
     return [Value(walk.shape(op.outputs[0], {0: value.shape[0]}), Shard(0), scale)]
 
@@ -266,8 +242,7 @@ def search(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     unscaled(walk, ins)
     beside(walk, ins)
     is_of_rows = is_sharded(ins[0]) or (is_sharded(ins[1]) and shard_of(ins[1]).axis != ins[1].rank - 1)
-    if is_of_rows and not ins[0].placement == ins[1].placement == Shard(0):
-        raise NoRule
+    refuse_if(is_of_rows and not ins[0].placement == ins[1].placement == Shard(0))
     return [Value(walk.shape(op.outputs[0], like=ins[1].shape), ins[1].placement)]
 
 

@@ -15,9 +15,11 @@ from tfring.partition.rules.table import (
     beside,
     kept,
     no_extremes,
+    refuse_if,
     replicated,
     rule,
     same_scale,
+    shape_of,
     shard_of,
     summed,
     unscaled,
@@ -43,14 +45,12 @@ def reshape(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = np.ravel(sizes.const).tolist()
     if -1 in shape:
         rest = dims.divide(dims.product(value.shape), dims.product(size for size in shape if size != -1))
-        if rest is None and is_sharded(value):
-            raise NoRule
+        refuse_if(rest is None and is_sharded(value))
         shape[shape.index(-1)] = rest
     static = op.outputs[0].shape
     shape = [static[i] if size is None and static.rank is not None else size for i, size in enumerate(shape)]
     if None in shape:
-        if is_sharded(value):
-            raise NoRule
+        refuse_if(is_sharded(value))
         return [
             kept(walk, value, walk.shape(op.outputs[0], {i: size for i, size in enumerate(shape) if size is not None}))
         ]
@@ -70,12 +70,10 @@ def _reshaped(walk: Walk, value: Value, shape: Sequence[Size]) -> Shard:
             return Shard(0, blocks)
         raise NoRule
     found = [i for i, size in enumerate(shape) if rows is not None and rows in dims.symbols(size)]
-    if not found:
-        raise NoRule  # rows become columns, or their number is taken to be fixed
+    refuse_if(not found)  # rows become columns, or their number is taken to be fixed
     before = dims.multiply(dims.product(value.shape[:axis]), blocks)
     outer = dims.divide(before, dims.product(shape[: found[0]]))
-    if outer is None or dims.divide(shape[found[0]], dims.multiply(outer, dims.symbol(rows or ""))) is None:
-        raise NoRule
+    refuse_if(outer is None or dims.divide(shape[found[0]], dims.multiply(outer, dims.symbol(rows or ""))) is None)
     return Shard(found[0], outer)
 
 
@@ -94,13 +92,10 @@ def expand_dims(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def squeeze(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Without dimensions of 1."""
     [value] = ins
-    if value.shape is None:
-        raise NoRule
-    given = op.get_attr("squeeze_dims")
-    if not given and is_sharded(value):
-        raise NoRule  # of a replica that has one row it would take the dimension of rows
-    gone = {axis % value.rank for axis in given} if given else {i for i, size in enumerate(value.shape) if size == 1}
-    shape = tuple(size for i, size in enumerate(value.shape) if i not in gone)
+    sizes, given = shape_of(value), op.get_attr("squeeze_dims")
+    refuse_if(not given and is_sharded(value))  # of a replica that has one row it would take the dimension of rows
+    gone = {axis % value.rank for axis in given} if given else {i for i, size in enumerate(sizes) if size == 1}
+    shape = tuple(size for i, size in enumerate(sizes) if i not in gone)
     placement = _moved(value, lambda rows: rows - sum(axis < rows for axis in gone))
     return [kept(walk, value, shape, placement, points_into=value.points_into)]
 
@@ -125,8 +120,7 @@ def _moved(value: Value, move: Any) -> Placement:
 def concat(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along another axis than that of rows; or blocks of rows one behind another."""
     *values, axis = ins
-    if axis.const is None or any(value.shape is None for value in values):
-        raise NoRule
+    refuse_if(axis.const is None or any(value.shape is None for value in values))
     at = int(axis.const) % values[0].rank
     size = dims.total(value.shape[at] for value in values)  # type: ignore[index]
     shape = list(values[0].shape or ())
@@ -156,16 +150,14 @@ def _blocks(value: Value, axis: int) -> Sequence[Size]:
     if isinstance(blocks, tuple):
         return blocks
     block = dims.divide(value.shape[axis], blocks)  # type: ignore[index]
-    if not isinstance(blocks, int) or block is None:
-        raise NoRule
+    refuse_if(not isinstance(blocks, int) or block is None)
     return [block] * blocks
 
 
 @rule("Pack")
 def pack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along a new axis."""
-    if any(value.shape is None for value in ins):
-        raise NoRule
+    refuse_if(any(value.shape is None for value in ins))
     at = op.get_attr("axis") % (ins[0].rank + 1)
     placement, scale = _joined(walk, ins)
     like = next((v for v in ins if is_sharded(v)), ins[0]).shape or ()
@@ -180,8 +172,7 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
     sharded = [value for value in values if is_sharded(value)]
     if not sharded:
         return summed(walk, values)
-    if any(is_partial(value) and not value.is_zero for value in values):
-        raise NoRule
+    refuse_if(any(is_partial(value) and not value.is_zero for value in values))
     beside(walk, sharded)
     first = next((value for value in sharded if not value.is_uniform), sharded[0])
     axis = shard_of(first).axis
@@ -200,12 +191,10 @@ def _joined(walk: Walk, values: Sequence[Value]) -> tuple[Placement, Any]:
 def unpack(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along another axis than that of rows."""
     [value] = ins
-    if value.shape is None:
-        raise NoRule
+    sizes = shape_of(value)
     at = op.get_attr("axis") % value.rank
-    if is_sharded(value) and shard_of(value).axis == at:
-        raise NoRule
-    shape = tuple(size for axis, size in enumerate(value.shape) if axis != at)
+    refuse_if(is_sharded(value) and shard_of(value).axis == at)
+    shape = tuple(size for axis, size in enumerate(sizes) if axis != at)
     return [kept(walk, value, shape, _moved(value, lambda rows: rows - (at < rows))) for _ in op.outputs]
 
 
@@ -219,8 +208,7 @@ def split(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     placement = value.placement
     size = dims.divide(value.shape[at], len(op.outputs)) if op.type == "Split" else None
     if is_sharded(value) and shard_of(value).axis == at:
-        if shard_of(value).blocks != len(op.outputs) or op.type == "SplitV":
-            raise NoRule
+        refuse_if(shard_of(value).blocks != len(op.outputs) or op.type == "SplitV")
         placement = Shard(at)
     known = {i: mine for i, mine in enumerate(value.shape) if i != at}
     if size is not None:
@@ -240,14 +228,12 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         size = dims.add(dims.add(value.shape[axis], dims.multiply(sign, before)), dims.multiply(sign, after))
         if size is not None:
             known[axis] = size
-    if is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0):
-        raise NoRule
+    refuse_if(is_sharded(value) and any(paddings.const[shard_of(value).axis] != 0))
     replicated(walk, [paddings])
     if op.type == "MirrorPadGrad":
         no_extremes([value])
     if op.type == "PadV2" and not ins[2].is_zero:
-        if is_partial(value):
-            raise NoRule
+        refuse_if(is_partial(value))
         unscaled(walk, [value, ins[2]])
     is_zero = value.is_zero and (op.type != "PadV2" or ins[2].is_zero)
     return [kept(walk, value, walk.shape(op.outputs[0], known), is_uniform=False, is_zero=is_zero)]
@@ -257,11 +243,9 @@ def pad(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Along other axes than that of rows."""
     value, axes = ins[0], ins[-1]
-    if axes.const is None or not value.shape:
-        raise NoRule
+    refuse_if(axes.const is None or not value.shape)
     over = {int(axis) % value.rank for axis in np.ravel(axes.const)}
-    if is_sharded(value) and shard_of(value).axis in over:
-        raise NoRule
+    refuse_if(is_sharded(value) and shard_of(value).axis in over)
     replicated(walk, ins[1:])
     is_linear = op.type not in ("Cumprod", "CumulativeLogsumexp")
     if not is_linear:
@@ -278,23 +262,21 @@ def along_axes(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def broadcast_to(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Repeats a value; for each row, if the shape has rows."""
     value, sizes = ins
-    if sizes.const is None:
-        return [_of_unknown_shape(walk, op, value)]
-    return [_repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)]
+    return [_of_shape(walk, op, value, sizes)]
 
 
 @rule("Fill")
 def fill(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Repeats a number."""
     sizes, value = ins
-    if sizes.const is None:
-        return [_of_unknown_shape(walk, op, value)]
-    return [_repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)]
+    return [_of_shape(walk, op, value, sizes)]
 
 
-def _of_unknown_shape(walk: Walk, op: Any, value: Value) -> Value:
-    if is_sharded(value):
-        raise NoRule
+def _of_shape(walk: Walk, op: Any, value: Value, sizes: Value) -> Value:
+    """Returns a value that is broadcast to sizes, which may not be known."""
+    if sizes.const is not None:
+        return _repeated(walk, value, np.ravel(sizes.const).tolist(), sizes.is_total)
+    refuse_if(is_sharded(value))
     shape = walk.shape(op.outputs[0])
     if shape is None or any(rows_in(size, walk.rows) or isinstance(size, Dim) for size in shape):
         raise NoRule  # whether it has rows is not known
@@ -303,24 +285,20 @@ def _of_unknown_shape(walk: Walk, op: Any, value: Value) -> Value:
 
 def _repeated(walk: Walk, value: Value, shape: Sequence[Size], is_total: bool | None) -> Value:
     """Returns a value that is broadcast to a shape, of the whole batch or of this replica's rows."""
-    if value.shape is None:
-        raise NoRule
+    sizes = shape_of(value)
     if is_total and not is_sharded(value):
         return kept(walk, value, tuple(shape))
     offset = len(shape) - value.rank
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     if is_sharded(value):
         axis, blocks = shard_of(value)
-        if shape[axis + offset] != value.shape[axis]:
-            raise NoRule  # as many as what all replicas hold
+        refuse_if(shape[axis + offset] != sizes[axis])  # as many as what all replicas hold
         return kept(walk, value, tuple(shape), Shard(axis + offset, blocks))
     if not with_rows:
         return kept(walk, value, tuple(shape))
-    if (is_partial(value) and not value.is_zero) or len(with_rows) > 1:
-        raise NoRule
+    refuse_if((is_partial(value) and not value.is_zero) or len(with_rows) > 1)
     [axis] = with_rows
-    if axis >= offset and value.shape[axis - offset] != 1:
-        raise NoRule
+    refuse_if(axis >= offset and sizes[axis - offset] != 1)
     return kept(walk, value, tuple(shape), Shard(axis), is_uniform=True)
 
 
@@ -353,11 +331,9 @@ def tile(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Cuts other dimensions than that of rows."""
     value, *limits = ins
-    if value.shape is None:
-        raise NoRule
+    sizes = shape_of(value)
     if any(limit.const is None for limit in limits):
-        if is_sharded(value):
-            raise NoRule
+        refuse_if(is_sharded(value))
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     parts = slices.parse(op, [np.ravel(limit.const) for limit in limits], value.rank).parts
     known: dict[int, Size] = {}
@@ -367,10 +343,9 @@ def strided_slice(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
             known[at] = 1
             at += 1
             continue
-        size = value.shape[axis]
+        size = sizes[axis]
         if is_sharded(value) and axis == shard_of(value).axis:
-            if not _is_all(part, size):
-                raise NoRule
+            refuse_if(not _is_all(part, size))
             placement = Shard(at, shard_of(value).blocks)
             part = slices.Part("all")
         axis += 1
@@ -401,21 +376,18 @@ def strided_slice_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Va
     """Puts a slice back among zeros."""
     sizes, begin, end, strides, value = ins
     if sizes.const is None:
-        if is_sharded(value):
-            raise NoRule
+        refuse_if(is_sharded(value))
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     shape = tuple(np.ravel(sizes.const).tolist())
     if not is_sharded(value):
         return [kept(walk, value, shape)]
-    if any(limit.const is None for limit in (begin, end, strides)):
-        raise NoRule
+    refuse_if(any(limit.const is None for limit in (begin, end, strides)))
     parts = slices.parse(op, [np.ravel(limit.const) for limit in (begin, end, strides)], len(shape)).parts
     axis = at = 0
     for part in parts:
         if part.kind != "new":
             if part.kind != "one" and at == shard_of(value).axis:
-                if not _is_all(part, shape[axis]) or value.shape is None or value.shape[at] != shape[axis]:
-                    raise NoRule
+                refuse_if(not _is_all(part, shape[axis]) or value.shape is None or value.shape[at] != shape[axis])
                 return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), is_uniform=False)]
             axis += 1
         at += part.kind != "one"
@@ -429,8 +401,7 @@ def slice_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if value.shape is None:
         raise NoRule
     if begin.const is None or size.const is None:
-        if is_sharded(value):
-            raise NoRule
+        refuse_if(is_sharded(value))
         return [kept(walk, value, walk.shape(op.outputs[0]))]
     begins = np.ravel(begin.const).tolist()
     given = zip(value.shape, begins, np.ravel(size.const).tolist(), strict=True)
@@ -466,8 +437,7 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if value.shape is None:
         raise NoRule
     inner = 1 if op.type in ("MatrixDiagV3", "MatrixDiag") else 2
-    if is_sharded(value) and shard_of(value).axis >= value.rank - inner:
-        raise NoRule
+    refuse_if(is_sharded(value) and shard_of(value).axis >= value.rank - inner)
     if op.type == "MatrixSetDiagV3":
         placement, scale = _joined(walk, ins[:2])
         return [Value(value.shape, placement, scale)]
@@ -475,8 +445,7 @@ def diagonals(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if padding is not None and not padding.is_zero:  # stands beside the values
         replicated(walk, [padding])
         unscaled(walk, [value, padding])
-        if is_partial(value):
-            raise NoRule
+        refuse_if(is_partial(value))
     known = dict(enumerate(value.shape[: value.rank - inner]))
     if op.type == "MatrixBandPart":
         known = dict(enumerate(value.shape))

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfring.partition import dims
 from tfring.partition.constants import array, same_numbers
-from tfring.partition.rules.table import NoRule, Walk, replicated, rule, scale_of, shard_of
+from tfring.partition.rules.table import NoRule, Walk, refuse_if, replicated, rule, scale_of, shard_of
 from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sharded, rows_in
 
 
@@ -16,8 +16,7 @@ from tfring.partition.types import Placement, Shard, Value, is_replicated, is_sh
 def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Nothing yet."""
     count = ins[1].const
-    if count is not None and rows_in(count.item(), walk.rows) and not ins[1].is_total:
-        raise NoRule  # an item for each row
+    refuse_if(count is not None and rows_in(count.item(), walk.rows) and not ins[1].is_total)  # an item for each row
     length = (count.item(),) if count is not None and op.type == "TensorListReserve" else None
     return [Value(length, is_list=True, is_empty=True)]
 
@@ -26,8 +25,7 @@ def reserve(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def from_tensor(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The items along the first axis."""
     value = ins[0]
-    if is_sharded(value) and shard_of(value).axis == 0:
-        raise NoRule  # an item for each row
+    refuse_if(is_sharded(value) and shard_of(value).axis == 0)  # an item for each row
     return [Value(value.shape, value.placement, scale_of(walk, value), is_zero=value.is_zero, is_list=True)]
 
 
@@ -51,8 +49,7 @@ def put(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if item.is_zero and not is_new and is_alike:
         return [items]
     scale = scale_of(walk, item)
-    if not is_new and (items.placement, items.scale) != (placement, scale):
-        raise NoRule
+    refuse_if(not is_new and (items.placement, items.scale) != (placement, scale))
     return [Value(shape, placement, scale, is_zero=item.is_zero and is_new, is_list=True)]
 
 
@@ -66,8 +63,7 @@ def take(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     stacked = op.type == "TensorListStack"
     placement: Placement = items.placement
     if isinstance(placement, Shard) and not stacked:
-        if placement.axis == 0:
-            raise NoRule
+        refuse_if(placement.axis == 0)
         placement = Shard(placement.axis - 1, placement.blocks)
     known = None
     if items.shape is not None:
@@ -95,8 +91,7 @@ def describe(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 @rule("OptionalFromValue", takes_numbers=True)
 def optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A value that a branch hands to its gradient, as a list of one item."""
-    if len(ins) != 1:
-        raise NoRule
+    refuse_if(len(ins) != 1)
     return [dataclasses.replace(ins[0], is_list=True)]
 
 
@@ -110,6 +105,5 @@ def no_optional(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def optional_value(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The value, in the branch that had it."""
     [value] = ins
-    if value.is_empty or len(op.outputs) != 1:
-        raise NoRule
+    refuse_if(value.is_empty or len(op.outputs) != 1)
     return [dataclasses.replace(value, is_list=False)]

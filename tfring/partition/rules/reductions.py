@@ -12,6 +12,7 @@ from tfring.partition.rules.table import (
     Walk,
     kept,
     no_extremes,
+    refuse_if,
     rule,
     scale_of,
     scale_of_power,
@@ -44,8 +45,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if isinstance(value.placement, Partial):
         reduced = value.placement.op
         is_same = op.type in ("Sum", "Mean") if reduced == "sum" else _OVER_ROWS.get(op.type) == reduced
-        if over and (not is_same or (op.type == "Mean" and op.outputs[0].dtype.is_integer)):
-            raise NoRule
+        refuse_if(over and (not is_same or (op.type == "Mean" and op.outputs[0].dtype.is_integer)))
         return [kept(walk, value, shape)]
     if op.type == "Prod" and over:
         unscaled(walk, [value])
@@ -56,8 +56,7 @@ def reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if axis not in over:
         axis -= 0 if keeps else sum(other < axis for other in over)
         return [kept(walk, value, shape, Shard(axis, shard_of(value).blocks), is_zero=is_zero)]
-    if op.type not in _OVER_ROWS or (op.type == "Mean" and op.outputs[0].dtype.is_integer):  # which rounds
-        raise NoRule
+    refuse_if(op.type not in _OVER_ROWS or (op.type == "Mean" and op.outputs[0].dtype.is_integer))  # which rounds
     scale = scale_of(walk, value)
     if op.type == "Mean":
         # Of other axes a replica holds as much as there is.
@@ -81,8 +80,7 @@ def _scalar(size: Any) -> Any:
 def l2_loss(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Half the sum of squares."""
     [value] = ins
-    if is_partial(value):
-        raise NoRule
+    refuse_if(is_partial(value))
     scale = scale_of_power(walk, value, 2)
     return [Value((), Partial() if is_sharded(value) else Replicate(), scale, is_zero=value.is_zero)]
 
@@ -98,8 +96,7 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     scale_of_power(walk, value, 0)  # all entries have one scale
     if not is_sharded(value):
         return [Value(shape)]
-    if shard_of(value).axis == over:
-        raise NoRule
+    refuse_if(shard_of(value).axis == over)
     return [Value(shape, Shard(shard_of(value).axis - (over < shard_of(value).axis), shard_of(value).blocks))]
 
 
@@ -107,12 +104,10 @@ def arg_max(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def bias_add_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A sum over all axes but the channels'."""
     [value] = ins
-    if value.shape is None:
-        raise NoRule
+    refuse_if(value.shape is None)
     no_extremes(ins)
     channels = 1 if op.get_attr("data_format") == b"NCHW" else value.rank - 1
     if is_sharded(value) and shard_of(value).axis != channels:
         return [kept(walk, value, walk.shape(op.outputs[0]), Partial(), is_uniform=False)]
-    if is_sharded(value):
-        raise NoRule
+    refuse_if(is_sharded(value))
     return [kept(walk, value, walk.shape(op.outputs[0]))]

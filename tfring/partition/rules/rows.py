@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfring.partition.rules.table import (
-    NoRule,
     Walk,
     beside,
     kept,
     no_extremes,
+    refuse_if,
     rule,
     same_scale,
     scale_of,
     scale_of_power,
+    shape_of,
     shard_of,
     summed,
     unscaled,
@@ -78,18 +79,15 @@ _ANY_AXIS = ("AsString", "StringLower", "StringToHashBucketFast", "StringToNumbe
 def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Each row of the result from the same rows of the inputs."""
     positions, linear = _BY_ROW[op.type]
-    if any(op.get_attr(name) is not wanted for name, wanted in _OF_EACH_ROW.get(op.type, ())):
-        raise NoRule
+    refuse_if(any(op.get_attr(name) is not wanted for name, wanted in _OF_EACH_ROW.get(op.type, ())))
     if op.type == "ImageProjectiveTransformV3" and not ins[3].is_zero:
         linear = None  # beside what is filled in
     rest = [value for i, value in enumerate(ins) if i != linear]
-    if any(is_sharded(value) for i, value in enumerate(ins) if i not in positions):
-        raise NoRule
+    refuse_if(any(is_sharded(value) for i, value in enumerate(ins) if i not in positions))
     unscaled(walk, [value for value in rest if value.handle is None])
     first = None if linear is None else ins[linear]
     is_linear = not op.type.startswith("MaxPool") and not any(map(is_sharded, rest))
-    if first is not None and is_partial(first) and (not is_linear or first.placement != Partial()):
-        raise NoRule
+    refuse_if(first is not None and is_partial(first) and (not is_linear or first.placement != Partial()))
     scale = () if first is None else scale_of(walk, first)
     given = [ins[i] for i in positions]
     beside(walk, given)
@@ -100,13 +98,10 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
         return [Value(walk.shape(output, known), placement, scale) for output in op.outputs]
     rows = sharded[0]
     axis = shard_of(rows).axis
-    if (axis and op.type not in _ANY_AXIS) or rows.rank <= _INNER.get(op.type, 0):
-        raise NoRule
+    refuse_if((axis and op.type not in _ANY_AXIS) or rows.rank <= _INNER.get(op.type, 0))
     of_all = [value.shape for value in given if not is_sharded(value)]  # one for all rows
-    if any(shape is None or shape[:1] not in ((), (1,)) for shape in of_all):
-        raise NoRule
-    if any(value.placement != rows.placement for value in sharded):
-        raise NoRule
+    refuse_if(any(shape is None or shape[:1] not in ((), (1,)) for shape in of_all))
+    refuse_if(any(value.placement != rows.placement for value in sharded))
     assert rows.shape is not None
     known = {axis: rows.shape[axis]}
     like = rows.shape if op.type in _LIKE_FIRST or op.type in _ANY_AXIS else None
@@ -117,12 +112,10 @@ def by_row(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def bias_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """A sum along the channels."""
     value, bias = ins
-    if is_sharded(bias):
-        raise NoRule
+    refuse_if(is_sharded(bias))
     if is_sharded(value):
         channels = 1 if op.type == "BiasAdd" and op.get_attr("data_format") == b"NCHW" else value.rank - 1
-        if shard_of(value).axis == channels or (is_partial(bias) and not bias.is_zero):
-            raise NoRule
+        refuse_if(shard_of(value).axis == channels or (is_partial(bias) and not bias.is_zero))
         return [Value(value.shape, value.placement, same_scale(walk, ins))]
     no_extremes(ins)
     placement, scale = summed(walk, ins)
@@ -134,8 +127,7 @@ def average_pool_gradient(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Val
     """Linear in the gradient that comes in."""
     sizes, value = ins
     no_extremes([value])
-    if is_sharded(value) and shard_of(value).axis:
-        raise NoRule
+    refuse_if(is_sharded(value) and shard_of(value).axis)
     shape = walk.shape(op.outputs[0]) if sizes.const is None else tuple(sizes.const.tolist())
     return [kept(walk, value, shape, is_uniform=False)]
 
@@ -145,13 +137,11 @@ def along_last_axis(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Combines the last axis, which is not that of rows."""
     value = ins[0]
     unscaled(walk, ins)
-    if value.shape is None:
-        raise NoRule
+    shape = shape_of(value)
     last = 2 if op.type.endswith("2D") else 1
-    if is_sharded(value) and shard_of(value).axis >= value.rank - last:
-        raise NoRule
+    refuse_if(is_sharded(value) and shard_of(value).axis >= value.rank - last)
     keeps = op.type in ("Softmax", "LogSoftmax", "FFT", "FFT2D", "IFFT2D")
-    known = dict(enumerate(value.shape if keeps else value.shape[:-1]))
+    known = dict(enumerate(shape if keeps else shape[:-1]))
     if op.type == "TopKV2" and ins[1].const is not None:
         known[value.rank - 1] = ins[1].const.item()
     return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
@@ -172,10 +162,8 @@ def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if not any(map(is_sharded, ins)):
         return [Value(walk.shape(output)) for output in op.outputs]
     for given in ins:
-        if not is_sharded(given) or given.shape is None or shard_of(given).axis >= given.rank - 2:
-            raise NoRule
-        if given.placement != value.placement or given.rank != value.rank:
-            raise NoRule
+        refuse_if(not is_sharded(given) or given.shape is None or shard_of(given).axis >= given.rank - 2)
+        refuse_if(given.placement != value.placement or given.rank != value.rank)
     assert value.shape is not None
     known = dict(enumerate(value.shape[:-2]))
     return [Value(walk.shape(output, known), value.placement) for output in op.outputs]
@@ -185,8 +173,7 @@ def matrices(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 def of_complex(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The size of a complex number scales, its angle does not."""
     [value] = ins
-    if is_partial(value):
-        raise NoRule
+    refuse_if(is_partial(value))
     scale = scale_of_power(walk, value, 1 if op.type == "ComplexAbs" else 0)
     return [Value(value.shape, value.placement, scale)]
 
@@ -196,14 +183,12 @@ def complex_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """Linear in both parts."""
     unscaled(walk, ins)
     beside(walk, ins)
-    if any(value.placement != ins[0].placement for value in ins):
-        raise NoRule
+    refuse_if(any(value.placement != ins[0].placement for value in ins))
     return [Value(ins[0].shape, ins[0].placement, times((), ()))]
 
 
 @rule("Assert")
 def assert_(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     """The same on all replicas, or for all rows; what is shown on failure is the replica's."""
-    if ins[0].placement not in (Replicate(), Partial("min")) or scale_of(walk, ins[0]) != UNSCALED:
-        raise NoRule
+    refuse_if(ins[0].placement not in (Replicate(), Partial("min")) or scale_of(walk, ins[0]) != UNSCALED)
     return []

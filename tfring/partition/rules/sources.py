@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfring.partition import constants
-from tfring.partition.rules.table import NoRule, Walk, no_extremes, replicated, rule, scale_of, unscaled
+from tfring.partition.rules.table import NoRule, Walk, no_extremes, refuse_if, replicated, rule, scale_of, unscaled
 from tfring.partition.types import (
     PER_COUNT,
     UNSCALED,
@@ -66,8 +66,7 @@ def assign_add(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     handle, value = ins
     before = walk.contents.get(handle.handle, Value(None))
     no_extremes([before, value])
-    if (before.placement, before.scale) != (value.placement, scale_of(walk, value)):
-        raise NoRule
+    refuse_if((before.placement, before.scale) != (value.placement, scale_of(walk, value)))
     is_zero = before.is_zero and value.is_zero
     walk.contents[handle.handle] = dataclasses.replace(before, is_zero=is_zero)
     return []
@@ -103,10 +102,8 @@ def draw(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     shape = tuple(np.ravel(sizes.const).tolist())
     with_rows = [axis for axis, size in enumerate(shape) if rows_in(size, walk.rows)]
     with_rows = [] if sizes.is_total else with_rows
-    if with_rows and (not is_own or _draws_alike(op)):
-        raise NoRule  # each would draw those of the first rows
-    if len(with_rows) > 1:
-        raise NoRule
+    refuse_if(with_rows and (not is_own or _draws_alike(op)))  # each would draw those of the first rows
+    refuse_if(len(with_rows) > 1)
     shape = walk.shape(op.outputs[0], dict(enumerate(shape))) or shape
     return [Value(shape, Shard(with_rows[0]) if with_rows else of_all)]
 
@@ -120,8 +117,7 @@ def shuffle(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     if op.type == "Multinomial" and ins[0].placement == Shard(0) and not _draws_alike(op):
         assert ins[0].shape is not None
         return [Value(walk.shape(op.outputs[0], {0: ins[0].shape[0]}), Shard(0))]
-    if any(map(is_sharded, ins)):
-        raise NoRule
+    refuse_if(any(map(is_sharded, ins)))
     unscaled(walk, ins)
     is_own = op.op_def.is_stateful or any(map(is_drawn, ins))
     of_all = Drawn() if is_own else Replicate()
@@ -136,9 +132,7 @@ def all_reduce(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
     ]
     results = op.outputs[: op.get_attr("N")]
     for value in given[: len(results)]:
-        if is_sharded(value):
-            raise NoRule
+        refuse_if(is_sharded(value))
         is_count = is_replicated(value) and scale_of(walk, value) == PER_COUNT
-        if scale_of(walk, value) != UNSCALED and not is_count:
-            raise NoRule
+        refuse_if(scale_of(walk, value) != UNSCALED and not is_count)
     return [Value(walk.shape(output)) for output in op.outputs]

@@ -88,6 +88,19 @@ def rule(*types: str, takes_numbers: bool = False) -> Callable[[Rule], Rule]:
     return add
 
 
+def refuse_if(condition: Any) -> None:
+    """Raises NoRule where a condition holds."""
+    if condition:
+        raise NoRule
+
+
+def shape_of(value: Value) -> tuple[Size, ...]:
+    """Returns the shape of a value; raises NoRule where it is not known."""
+    if value.shape is None:
+        raise NoRule
+    return value.shape
+
+
 def scale_of(walk: Walk, value: Value) -> Scale:
     """Returns the scale of a value, also of numbers of rows."""
     found = value.over(walk.rows)
@@ -99,17 +112,14 @@ def scale_of(walk: Walk, value: Value) -> Scale:
 def unscaled(walk: Walk, values: Iterable[Value]) -> None:
     """Raises NoRule unless all values are those of the whole batch, or rows of it."""
     for value in values:
-        if is_partial(value):
-            raise NoRule
-        if not value.is_zero and scale_of(walk, value) != UNSCALED:
-            raise NoRule
+        refuse_if(is_partial(value))
+        refuse_if(not value.is_zero and scale_of(walk, value) != UNSCALED)
 
 
 def replicated(walk: Walk, values: Iterable[Value]) -> None:
     """Raises unless all replicas hold these values, as one process does."""
     values = list(values)
-    if any(map(is_sharded, values)):
-        raise NoRule
+    refuse_if(any(map(is_sharded, values)))
     unscaled(walk, values)
 
 
@@ -146,8 +156,7 @@ def same_scale(walk: Walk, values: Iterable[Value]) -> Scale:
     """Returns the one scale of values; zeros fit any."""
     counted = _counted(values)
     scales = {scale_of(walk, value) for value in counted}
-    if len(scales) > 1:
-        raise NoRule
+    refuse_if(len(scales) > 1)
     scale = scales.pop() if scales else UNSCALED
     is_mixed = any(map(is_replicated, counted)) and not all(map(is_replicated, counted))
     if is_mixed and kept_rows(scale) - {own_rows(value, walk.rows) for value in counted}:
@@ -161,8 +170,7 @@ def scale_of_product(walk: Walk, values: Sequence[Value], is_ratio: bool = False
     for value in values[1:]:
         scale = times(scale, scale_of(walk, value), -1 if is_ratio else 1)
     of_any = set().union(*(kept_rows(scale_of(walk, value)) for value in values))
-    if of_any - kept_rows(scale):  # zero times infinity, on a replica that has none of these rows
-        raise NoRule
+    refuse_if(of_any - kept_rows(scale))  # zero times infinity, on a replica that has none of these rows
     return scale
 
 
@@ -170,8 +178,7 @@ def scale_of_power(walk: Walk, value: Value, exponent: Fraction | int) -> Scale:
     """Returns the scale of `f(x)` with `f(c x) = c^exponent f(x)` for `c > 0`."""
     scale = scale_of(walk, value)
     is_of_zero = exponent == 0 or (exponent < 0 and not is_replicated(value))
-    if is_of_zero and kept_rows(scale):  # c is 0 on a replica that has none of these rows
-        raise NoRule
+    refuse_if(is_of_zero and kept_rows(scale))  # c is 0 on a replica that has none of these rows
     return times(UNSCALED, scale, exponent)
 
 
@@ -190,8 +197,7 @@ def kept(
 
 def no_extremes(values: Iterable[Value]) -> None:
     """Raises NoRule if a value is a maximum or a minimum over rows, for sums are none of them."""
-    if any(isinstance(value.placement, Partial) and value.placement.op != "sum" for value in values):
-        raise NoRule
+    refuse_if(any(isinstance(value.placement, Partial) and value.placement.op != "sum" for value in values))
 
 
 def shard_of(value: Value) -> Shard:
@@ -205,8 +211,7 @@ def beside(walk: Walk, values: Iterable[Value]) -> None:
     found = {
         rows_in(value.shape[shard_of(value).axis], walk.rows) for value in values if is_sharded(value) and value.shape
     }
-    if len(found - {None}) > 1:
-        raise NoRule
+    refuse_if(len(found - {None}) > 1)
 
 
 def with_numbers(values: Iterable[Value]) -> None:
