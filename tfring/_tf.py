@@ -849,6 +849,16 @@ def recorded_behind(tensor: tf.Tensor, *others: Any) -> Any:
     return result
 
 
+def with_gradient(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns `forward`, of one tensor, with `backward` as the way back of the gradient of its first result."""
+
+    @tf.custom_gradient
+    def function(value: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
+        return forward(value), lambda gradient, *_: backward(gradient)
+
+    return function
+
+
 def stop_recording() -> Any:
     """Returns a context in which no gradient tape of this thread records; tapes have it for themselves alone."""
     return _record.stop_recording()

@@ -15,11 +15,12 @@ whole batch, complete when the optimizer takes it. Gradients of the inputs are e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from tfring import step
+from tfring import _tf, step
 from tfring.ring.collectives import Collectives
 
 
@@ -93,41 +94,33 @@ class _Call:
 
     def gathered(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """(1) Gathers `[rows, features]` of all ranks, and the share of each row's rank; None where unknown."""
-
-        @tf.custom_gradient
-        def exchange(rows: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
-            return self._gather(rows, "inputs"), lambda gradient, *_: self._sum(gradient, "gradient of inputs")
-
-        everyones, shares, self._counts = self._collectives.call_in_order(exchange, rows)
+        call = _tf.with_gradient(partial(self._gather, what="inputs"), partial(self._sum, what="gradient of inputs"))
+        everyones, shares, self._counts = self._collectives.call_in_order(call, rows)
         return everyones, self._of_each_row(shares)
 
-    def summed(self, partial: tf.Tensor) -> tf.Tensor:
+    def summed(self, products: tf.Tensor) -> tf.Tensor:
         """(1') Sums the parts of all ranks to `[rows of this rank, units]`."""
 
-        @tf.custom_gradient
-        def exchange(partial: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            return self._sum(partial, "outputs"), lambda gradient: self._gather(gradient, "gradient of outputs")[0]
+        def backward(gradient: tf.Tensor) -> tf.Tensor:
+            return self._gather(gradient, "gradient of outputs")[0]
 
-        return self._collectives.call_in_order(exchange, partial)
+        call = _tf.with_gradient(partial(self._sum, what="outputs"), backward)
+        return self._collectives.call_in_order(call, products)
 
     def sliced(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         """(2') Returns this rank's columns `[rows, columns]` of the rows of all ranks, and shares as of `gathered`."""
-
-        @tf.custom_gradient
-        def exchange(rows: tf.Tensor) -> tuple[Any, Callable[..., Any]]:
-            return self._cut(rows, "inputs"), lambda gradient, *_: self._join(gradient, "gradient of inputs")
-
-        columns, shares, self._counts = self._collectives.call_in_order(exchange, rows)
+        call = _tf.with_gradient(partial(self._cut, what="inputs"), partial(self._join, what="gradient of inputs"))
+        columns, shares, self._counts = self._collectives.call_in_order(call, rows)
         return columns, self._of_each_row(shares)
 
     def full(self, columns: tf.Tensor) -> tf.Tensor:
         """(2) Returns `[rows of this rank, all columns]`."""
 
-        @tf.custom_gradient
-        def exchange(columns: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            return self._join(columns, "outputs"), lambda gradient: self._cut(gradient, "gradient of outputs")[0]
+        def backward(gradient: tf.Tensor) -> tf.Tensor:
+            return self._cut(gradient, "gradient of outputs")[0]
 
-        return self._collectives.call_in_order(exchange, columns)
+        call = _tf.with_gradient(partial(self._join, what="outputs"), backward)
+        return self._collectives.call_in_order(call, columns)
 
     def _of_each_row(self, shares: tf.Tensor) -> tf.Tensor | None:
         return None if self._share is None else tf.repeat(shares, self._counts)
@@ -139,10 +132,10 @@ class _Call:
         share = tf.ones([1], tf.float64) if self._share is None else self._share[None]
         return self._collectives.all_gather([rows, share, tf.shape(rows, tf.int64)[:1]], name=f"{self._key}/{what}")
 
-    def _sum(self, partial: tf.Tensor, what: str) -> tf.Tensor:
+    def _sum(self, products: tf.Tensor, what: str) -> tf.Tensor:
         mine = self._counts[self._collectives.rank]
-        received, _ = self._collectives.all_to_all(partial, self._counts, name=f"{self._key}/{what}")
-        received = tf.reshape(received, [self._collectives.world_size, mine, partial.shape[1]])
+        received, _ = self._collectives.all_to_all(products, self._counts, name=f"{self._key}/{what}")
+        received = tf.reshape(received, [self._collectives.world_size, mine, products.shape[1]])
         wide = tf.float32 if received.dtype in (tf.float16, tf.bfloat16) else received.dtype
         return self._as_given(tf.cast(tf.reduce_sum(tf.cast(received, wide), 0), received.dtype))
 

@@ -17,11 +17,12 @@ the gradients of the engine's own `all_gather` and `all_reduce`, which add up th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfring import _tf
 from tfring.layers.own_rows import unflatten_columns
 from tfring.ring.collectives import Collectives
 
@@ -74,38 +75,21 @@ class SameRows:
 
     def copied(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value; its gradient is the sum over the ranks."""
-
-        @tf.custom_gradient
-        def exchange(value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            return tf.identity(value), lambda gradient: self._sum(gradient, "gradient of inputs")
-
+        exchange = _tf.with_gradient(tf.identity, functools.partial(self._sum, what="gradient of inputs"))
         return self._collectives.call_in_order(exchange, value)
 
     def summed(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the sum over the ranks; each rank's gradient is that of the sum."""
-
-        @tf.custom_gradient
-        def exchange(value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            return self._sum(value, "outputs"), tf.identity
-
+        exchange = _tf.with_gradient(functools.partial(self._sum, what="outputs"), tf.identity)
         return self._collectives.call_in_order(exchange, value)
 
     def gathered(self, part: tf.Tensor) -> tf.Tensor:
         """Gathers `[rows, columns of all ranks]` from those of this rank; the gradient is this rank's part."""
-
-        @tf.custom_gradient
-        def exchange(part: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            return self._gather(part, "outputs"), self._part
-
-        return exchange(part)
+        return _tf.with_gradient(functools.partial(self._gather, what="outputs"), self._part)(part)
 
     def sliced(self, rows: tf.Tensor) -> tf.Tensor:
         """Slices `[rows, columns of this rank]` from those of all ranks; the gradient is that of all ranks."""
-
-        @tf.custom_gradient
-        def exchange(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
-            return self._part(rows), lambda gradient: self._gather(gradient, "gradient of inputs")
-
+        exchange = _tf.with_gradient(self._part, functools.partial(self._gather, what="gradient of inputs"))
         return self._collectives.call_in_order(exchange, rows)
 
     def _sum(self, value: tf.Tensor, what: str) -> tf.Tensor:

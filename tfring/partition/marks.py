@@ -5,7 +5,6 @@ A mark is an attribute of an Identity, which goes along with the graph where Ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -53,12 +52,7 @@ def expect_upstream(tensor: Any, what: str, name: str) -> Any:
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
-
-    @tf.custom_gradient
-    def with_gradient(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
-        return tf.identity(tensor), lambda gradient: declare(expect(gradient, what, name), "own")
-
-    return with_gradient(tensor)
+    return _tf.with_gradient(tf.identity, lambda gradient: declare(expect(gradient, what, name), "own"))(tensor)
 
 
 def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
@@ -72,12 +66,7 @@ def declare_gradient(tensor: Any, what: str = "gradients of rows") -> Any:
     """
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return tensor
-
-    @tf.custom_gradient
-    def with_gradient(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
-        return tf.identity(tensor), lambda gradient: declare(gradient, what)
-
-    return with_gradient(tensor)
+    return _tf.with_gradient(tf.identity, lambda gradient: declare(gradient, what))(tensor)
 
 
 def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:

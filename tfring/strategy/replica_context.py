@@ -106,14 +106,6 @@ def _backward(operation: Callable[[Any], Any], values: Any) -> Any:
         if isinstance(value, tf.IndexedSlices):
             return value
         value = tf.convert_to_tensor(value)
-        return _with_gradient(operation, value) if value.dtype.is_floating else value
+        return _tf.with_gradient(tf.identity, operation)(value) if value.dtype.is_floating else value
 
     return tf.nest.map_structure(pass_on, values)
-
-
-def _with_gradient(operation: Callable[[Any], Any], value: tf.Tensor) -> tf.Tensor:
-    @tf.custom_gradient
-    def same(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
-        return tf.identity(value), operation
-
-    return same(value)
