@@ -154,6 +154,15 @@ def dataset_step(dataset: tf.data.Dataset) -> DatasetStep:
     return DatasetStep(kind, dataset._input_dataset, arguments)
 
 
+def last_steps(dataset: tf.data.Dataset, belongs: Callable[[DatasetStep], bool]) -> tuple[list, Any]:
+    """Returns the datasets of the last steps of a pipeline, as far as these belong, in order, and the one before."""
+    datasets: list = []
+    while belongs(step := dataset_step(dataset)):
+        datasets.insert(0, dataset)
+        dataset = step.before
+    return datasets, dataset
+
+
 def _reads_records(graph: Any) -> bool:
     """Returns whether a function of `flat_map` or `interleave` is `tf.data.TFRecordDataset`, with its defaults."""
     return _skeleton(graph) == _skeleton_of_reads()
@@ -167,9 +176,13 @@ def _skeleton_of_reads() -> list:
 
 def _skeleton(graph: Any) -> list:
     """Returns the operations of a graph, with its constant texts."""
+    return [(node.op, [*node.attr["value"].tensor.string_val]) for node in nodes_of(graph)]
+
+
+def nodes_of(graph: Any) -> list:
+    """Returns the operations of a graph and of the functions that it calls, as NodeDef."""
     definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    return [(node.op, [*node.attr["value"].tensor.string_val]) for node in nodes]
+    return [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
 
 
 def reads_in_turn(reads: Any) -> bool:
@@ -199,10 +212,16 @@ def datasets_before(dataset: tf.data.Dataset) -> list:
     return dataset._inputs()
 
 
+def pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields a dataset and all that it was made from."""
+    yield dataset
+    for before in datasets_before(dataset):
+        yield from pipeline(before)
+
+
 def leaves_order_open(dataset: tf.data.Dataset) -> bool:
     """Returns True if a `map` or `batch` of a pipeline has `deterministic=False`; an `interleave` does not keep it."""
-    is_open = getattr(dataset, "_deterministic", None) == "false"
-    return is_open or any(map(leaves_order_open, datasets_before(dataset)))
+    return any(getattr(each, "_deterministic", None) == "false" for each in pipeline(dataset))
 
 
 def static_batch_size(dataset: tf.data.Dataset) -> int | None:
@@ -226,9 +245,8 @@ def graphs_of(dataset: tf.data.Dataset) -> list:
 
 def operations_of(dataset: tf.data.Dataset, kind: str) -> list:
     """Returns the operations of a kind in the functions of a pipeline."""
-    mine = [operation for graph in graphs_of(dataset) for operation in graph.get_operations()]
-    inner = [operation for before in datasets_before(dataset) for operation in operations_of(before, kind)]
-    return [operation for operation in mine if operation.type == kind] + inner
+    graphs = [graph for each in pipeline(dataset) for graph in graphs_of(each)]
+    return [operation for graph in graphs for operation in graph.get_operations() if operation.type == kind]
 
 
 def graph_of_function(graph: Any, name: str) -> Any:
@@ -275,9 +293,8 @@ def is_stateful(op: str) -> bool:
 
 def seeds_of(dataset: tf.data.Dataset) -> list[int]:
     """Returns the seeds of the shuffles in a pipeline."""
-    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    mine = [int(seed) for seed in seeds if isinstance(seed, framework_ops.EagerTensor)]
-    return mine + [seed for before in datasets_before(dataset) for seed in seeds_of(before)]
+    seeds = [getattr(each, name, None) for each in pipeline(dataset) for name in ("_seed", "_seed2")]
+    return [int(seed) for seed in seeds if isinstance(seed, framework_ops.EagerTensor)]
 
 
 def call_map_function(function: Any, element: Any) -> Any:
@@ -353,8 +370,8 @@ def _seed_generator_of(shuffle: Any) -> Any:
 
 def _bytes_of_slices(dataset: tf.data.Dataset) -> int:
     """Returns the bytes of the arrays that a pipeline begins with."""
-    mine = sum(tensor.dtype.size * int(tf.size(tensor)) for tensor in getattr(dataset, "_tensors", ()))
-    return mine + sum(map(_bytes_of_slices, datasets_before(dataset)))
+    tensors = [tensor for each in pipeline(dataset) for tensor in getattr(each, "_tensors", ())]
+    return sum(tensor.dtype.size * int(tf.size(tensor)) for tensor in tensors)
 
 
 # -- distributed datasets; only a strategy of TensorFlow's own can make them -------------------------------------------

@@ -84,9 +84,8 @@ def of_graph(graph: Any) -> dict:
 
     Whole numbers are left out, among which are each rank's bounds and seeds, and texts, which are names.
     """
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    arrays = [(tf.make_ndarray(node.attr["value"].tensor), node.name) for node in nodes if _may_differ(node)]
+    nodes = filter(_may_differ, _tf.nodes_of(graph))
+    arrays = [(tf.make_ndarray(node.attr["value"].tensor), node.name) for node in nodes]
     for tensor, inner in graph.captures:
         if tf.is_tensor(tensor) and not hasattr(tensor, "graph") and tensor.dtype in _COMPARED:
             arrays.append((tensor.numpy(), inner.op.name))
@@ -103,11 +102,8 @@ def of_graph(graph: Any) -> dict:
 def of_dataset(dataset: tf.data.Dataset, *, with_constants: bool) -> dict:
     """Describes the tables, and the constants, that functions of a `tf.data` pipeline hold."""
     items: dict = {}
-    todo = [dataset]
-    while todo:
-        dataset = todo.pop()
-        todo.extend(_tf.datasets_before(dataset))
-        for graph in _tf.graphs_of(dataset):
+    for each in _tf.pipeline(dataset):
+        for graph in _tf.graphs_of(each):
             if graph not in _graphs:
                 _graphs[graph] = _tables_of(graph), of_graph(graph)
             tables, constants = _graphs[graph]

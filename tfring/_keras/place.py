@@ -149,10 +149,9 @@ def _keeps_between_passes(distributed: Any) -> bool:
 
 def _keeps(dataset: tf.data.Dataset) -> bool:
     """Returns True if a dataset, or one it is made of, yields in a pass what depends on the draws of earlier ones."""
-    if type(dataset).__name__ == "CacheDataset":  # keeps the order of the first
-        return True
-    graphs = _tf.graphs_of(dataset)
-    operations = {operation.type for graph in graphs for operation in graph.get_operations()}
-    for graph in graphs:
-        operations.update(node.op for f in graph.as_graph_def().library.function for node in f.node_def)
-    return any(name.startswith(_KEEPS) for name in operations) or any(map(_keeps, _tf.datasets_before(dataset)))
+    for each in _tf.pipeline(dataset):
+        if type(each).__name__ == "CacheDataset":  # keeps the order of the first
+            return True
+        if any(node.op.startswith(_KEEPS) for graph in _tf.graphs_of(each) for node in _tf.nodes_of(graph)):
+            return True
+    return False

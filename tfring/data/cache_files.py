@@ -48,6 +48,5 @@ def _suffix(ring: Ring) -> str:
 
 def _files(dataset: tf.data.Dataset) -> list[str]:
     """Returns the files, or "", of the caches in a pipeline."""
-    step = _tf.dataset_step(dataset)
-    mine = [step.arguments["filename"]] if step.kind == "cache" else []
-    return mine + [file for before in _tf.datasets_before(dataset) for file in _files(before)]
+    steps = map(_tf.dataset_step, _tf.pipeline(dataset))
+    return [step.arguments["filename"] for step in steps if step.kind == "cache"]

@@ -32,10 +32,7 @@ def reached_by_chance(dataset: tf.data.Dataset) -> list[bool]:
         makes_rows = all(tensor.dtype == tf.variant for tensor in graph.outputs)
         if _takes_rows(graph, inputs) and not makes_rows and any(_outputs_reached(graph, before[0], _is_random)):
             return [False] * count
-        library = _library(graph)
-        nodes = [operation.node_def for operation in graph.get_operations()]
-        nodes += [node for function in library.values() for node in function.node_def]
-        if any(_is_random(node, library) for node in nodes):
+        if any(map(_is_random, (node.op for node in _tf.nodes_of(graph)))):
             return [True] * count
     return reached
 
@@ -64,34 +61,32 @@ def _takes_rows(graph: Any, inputs: Sequence[tf.data.Dataset]) -> bool:
     )
 
 
-def _outputs_reached(graph: Any, inputs: Sequence[bool], is_source: Callable[[Any, dict], bool]) -> list[bool]:
+def _outputs_reached(graph: Any, inputs: Sequence[bool], is_source: Callable[[str], bool]) -> list[bool]:
     """Returns for each output of a function whether it depends on such inputs, or on an operation that is a source."""
     reached = {id(tensor) for tensor, is_reached in zip(graph.inputs, inputs, strict=False) if is_reached}
-    library = _library(graph)
+    library = {function.signature.name: function for function in graph.as_graph_def().library.function}
     for operation in graph.get_operations():
-        if is_source(operation.node_def, library) or any(id(tensor) in reached for tensor in operation.inputs):
+        if _has(operation.node_def, library, is_source) or any(id(tensor) in reached for tensor in operation.inputs):
             reached.update(id(tensor) for tensor in operation.outputs)
     return [id(tensor) in reached for tensor in graph.outputs]
 
 
-def _library(graph: Any) -> dict:
-    return {function.signature.name: function for function in graph.as_graph_def().library.function}
-
-
-def _is_chance(node: Any, library: dict) -> bool:
-    """Returns whether an operation may give other values on each rank; by what is in the functions that it calls."""
+def _has(node: Any, library: dict, is_source: Callable[[str], bool]) -> bool:
+    """Returns whether an operation is a source; one that calls functions by what is in these."""
     called = _called(node)
     if called:
-        return any(_is_chance(n, library) for name in called if name in library for n in library[name].node_def)
-    return _tf.is_stateful(node.op) and not node.op.startswith(_NO_CHANCE)
+        return any(_has(n, library, is_source) for name in called if name in library for n in library[name].node_def)
+    return is_source(node.op)
 
 
-def _is_random(node: Any, library: dict) -> bool:
-    """Returns whether an operation draws random numbers. Python, which makes rows in generators, does not count."""
-    called = _called(node)
-    if called:
-        return any(_is_random(n, library) for name in called if name in library for n in library[name].node_def)
-    return node.op.startswith(_RANDOM) and not node.op.endswith("Dataset")
+def _is_chance(kind: str) -> bool:
+    """Returns whether operations of a kind may give other values on each rank."""
+    return _tf.is_stateful(kind) and not kind.startswith(_NO_CHANCE)
+
+
+def _is_random(kind: str) -> bool:
+    """Returns whether operations of a kind draw random numbers. Python, which makes rows in generators, does not."""
+    return kind.startswith(_RANDOM) and not kind.endswith("Dataset")
 
 
 def _called(node: Any) -> list[str]:

@@ -19,7 +19,7 @@ def constants_of(dataset: tf.data.Dataset) -> list[bool]:
     """
     counts = [_static_rows(spec) for spec in tf.nest.flatten(dataset.element_spec)]
     known = [count for count in counts if count is not None and count >= 0]
-    sizes = _static_batch_sizes(dataset) & set(known)
+    sizes = set(known).intersection(map(_tf.static_batch_size, _tf.pipeline(dataset)))
     rows = max(sizes, default=None)
     if rows is None and None not in counts and known:
         rows = max(known, key=known.count)
@@ -33,9 +33,3 @@ def _static_rows(spec: Any) -> int | None:
         return -1
     shape = tf.TensorShape(shape)
     return shape[0] if shape.rank else None if shape.rank is None else -1
-
-
-def _static_batch_sizes(dataset: tf.data.Dataset) -> set[int]:
-    sizes = set().union(*map(_static_batch_sizes, _tf.datasets_before(dataset)))
-    size = _tf.static_batch_size(dataset)
-    return sizes if size is None else {*sizes, size}

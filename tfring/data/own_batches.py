@@ -53,9 +53,8 @@ def _number_of_steps(dataset: tf.data.Dataset, world_size: int) -> int:
     """Returns the number of steps of all batches, where batches and rows can be counted."""
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         return tf.data.INFINITE_CARDINALITY
-    step = _tf.dataset_step(dataset)
-    while step.kind in ("prefetch", "nothing", "cache", "map"):
-        step = _tf.dataset_step(step.before)
+    _, batch = _tf.last_steps(dataset, lambda step: step.kind in ("prefetch", "nothing", "cache", "map"))
+    step = _tf.dataset_step(batch)
     rows = int(step.before.cardinality()) if step.kind == "batch" else -1
     if rows < 0:
         return tf.data.UNKNOWN_CARDINALITY

@@ -65,10 +65,9 @@ class Pipeline(NamedTuple):
 
 def yields_alike(dataset: tf.data.Dataset) -> bool:
     """Returns True if all iterators yield the same rows; those of a shuffle depend on how many were made before."""
-    step = _tf.dataset_step(dataset)
-    while step.kind in (*_BETWEEN_BATCHES, "batch") and step.kind != "shuffle":
-        step = _tf.dataset_step(step.before)
-    return step.kind == "slices"
+    kinds = {*_BETWEEN_BATCHES, "batch"} - {"shuffle"}
+    _, source = _tf.last_steps(dataset, lambda step: step.kind in kinds)
+    return _tf.dataset_step(source).kind == "slices"
 
 
 def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline | None:
@@ -80,20 +79,14 @@ def take_apart(dataset: tf.data.Dataset, *, by_number: bool = False) -> Pipeline
     """
     if not tf.executing_eagerly():
         return None
-    batches: list[tf.data.Dataset] = []
-    rows: list[tf.data.Dataset] = []
-    step = _tf.dataset_step(dataset)
-    while step.kind in _BETWEEN_BATCHES and not step.arguments.get("filename"):
-        batches.insert(0, dataset)
-        dataset, step = step.before, _tf.dataset_step(step.before)
+    batches, batch = _tf.last_steps(
+        dataset, lambda step: step.kind in _BETWEEN_BATCHES and not step.arguments.get("filename")
+    )
+    step = _tf.dataset_step(batch)
     if step.kind != "batch":
         return None
-    batch, source = dataset, step.before
-    step = _tf.dataset_step(source)
-    while step.kind in _BETWEEN_ROWS and not _draws_in_order(step):
-        rows.insert(0, source)
-        source, step = step.before, _tf.dataset_step(step.before)
-    if step.kind == "zip":
+    rows, source = _tf.last_steps(step.before, lambda step: step.kind in _BETWEEN_ROWS and not _draws_in_order(step))
+    if _tf.dataset_step(source).kind == "zip":
         source, maps = _zip_before_maps(source)
         rows = maps + rows
     maps_of_batches = list(filter(_is_map, batches))
@@ -150,13 +143,11 @@ def _zip_before_maps(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, list]:
     datasets = _tf.dataset_step(dataset).arguments["datasets"]
     sources, maps = [], []
     for number, zipped in enumerate(tf.nest.flatten(datasets)):
-        steps: list = []
-        step = _tf.dataset_step(zipped)
-        while step.kind in ("map", "prefetch", "nothing") and not _draws_in_order(step):
-            steps.insert(0, step)
-            zipped, step = step.before, _tf.dataset_step(step.before)
-        sources.append(zipped)
-        maps += [(number, step.arguments) for step in steps if step.kind == "map"]
+        steps, source = _tf.last_steps(
+            zipped, lambda step: step.kind in ("map", "prefetch", "nothing") and not _draws_in_order(step)
+        )
+        sources.append(source)
+        maps += [(number, _tf.dataset_step(each).arguments) for each in steps if _is_map(each)]
     if not maps:
         return dataset, []
     source = dataset = tf.data.Dataset.zip(datasets=tf.nest.pack_sequence_as(datasets, sources))
@@ -212,18 +203,12 @@ def is_shared(dataset: tf.data.Dataset) -> bool:
 
 def check_share(dataset: tf.data.Dataset) -> None:
     """Raises ConfigurationError where a step after `share` is none that `take_apart` knows."""
-    step = _tf.dataset_step(dataset)
-    while step.kind in _BETWEEN_BATCHES:
-        dataset, step = step.before, _tf.dataset_step(step.before)
-    if not is_shared(dataset) and _has_share(dataset):
+    _, dataset = _tf.last_steps(dataset, lambda step: step.kind in _BETWEEN_BATCHES)
+    if not is_shared(dataset) and any(map(is_shared, _tf.pipeline(dataset))):
         raise ConfigurationError(
             f"A {type(dataset).__name__.strip('_')} follows `tfring.data.share`, and only map, prefetch, repeat, take, "
             "skip, shuffle, cache and with_options may. Move that step before `share`, or use `dataset.batch`."
         )
-
-
-def _has_share(dataset: tf.data.Dataset) -> bool:
-    return is_shared(dataset) or any(map(_has_share, _tf.datasets_before(dataset)))
 
 
 def own_batches(pipeline: Pipeline, place: Place) -> tf.data.Dataset:
@@ -421,12 +406,10 @@ def _draws_in_order(step: _tf.DatasetStep) -> bool:
     """
     if step.kind != "map" or step.arguments["num_parallel_calls"] is not None:
         return False
-    graph = step.arguments["function"].function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     return any(
         any(node.attr[name].i for name in ("seed", "seed2") if name in node.attr)
         or node.op.startswith(("Assign", "RngReadAndSkip", "ResourceScatter"))
-        for node in nodes
+        for node in _tf.nodes_of(step.arguments["function"].function.graph)
     )
 
 

@@ -71,13 +71,8 @@ def _found(dataset: tf.data.Dataset) -> Records | None:
     step = _tf.dataset_step(dataset)
     if step.kind != "records" or not library.OPS.exists():
         return None
-    files: tf.data.Dataset = step.arguments["files"]
-    steps: list[tf.data.Dataset] = []
-    step_of_files = _tf.dataset_step(files)
-    while step_of_files.kind in _STEPS:
-        steps.insert(0, files)
-        files, step_of_files = step_of_files.before, _tf.dataset_step(step_of_files.before)
-    names = step_of_files.arguments.get("arrays")
+    steps, files = _tf.last_steps(step.arguments["files"], lambda step: step.kind in _STEPS)
+    names = _tf.dataset_step(files).arguments.get("arrays")
     if not isinstance(names, tf.Tensor) or names.shape.rank != 1:
         return None
     paths = names.numpy().tolist()
