@@ -171,10 +171,6 @@ class Needs(NamedTuple):
         """Returns whether the logs of a batch of this kind, "train" or "test", may be read."""
         return bool(self.reads_train if kind == "train" else self.reads_test)
 
-    def watches(self, kind: str) -> bool:
-        """Returns whether the beginnings of batches of this kind, "train" or "test", are watched."""
-        return bool(self.watches_train if kind == "train" else self.watches_test)
-
 
 def needs(name: str, model: Any, callbacks: Any, verbose: Any) -> Needs:
     """Returns what this rank's callbacks need.

@@ -84,7 +84,7 @@ class ShardedMultiHeadAttention(keras.layers.MultiHeadAttention):
         # Made in the order of Keras, so that what is drawn is the same.
         self._query_dense = heads_of(query_shape, self._key_dim, "query")
         self._key_dense = heads_of(key_shape, self._key_dim, "key")
-        if getattr(self, "_use_gate", False):  # of Keras 3.12 on
+        if self._use_gate:
             self._gate_dense = heads_of(query_shape, self._value_dim, "gate", activation="sigmoid")
         self._value_dense = heads_of(value_shape, self._value_dim, "value")
         self._build_attention(len(value_shape) + 1)

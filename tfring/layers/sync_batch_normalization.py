@@ -207,7 +207,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         channels = [moments.shape[-1]]
         gamma = tf.cast(self.gamma, dtype) if self.scale else tf.ones(channels, dtype)
         beta = tf.cast(self.beta, dtype) if self.center else tf.zeros(channels, dtype)
-        if not getattr(self, "renorm", False):
+        if not self.renorm:
             return gamma, beta
         mean, variance = mean_and_variance(moments)
         renorm_stddev = tf.maximum(tf.cast(self.renorm_stddev, tf.float64), self.epsilon**0.5)
@@ -237,7 +237,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return new
 
         update(self.moving_mean, means, self.momentum)
-        if not getattr(self, "renorm", False):
+        if not self.renorm:
             update(self.moving_variance, variances, self.momentum)
             return
         stddevs = tf.sqrt(variances + self.epsilon)

@@ -84,10 +84,6 @@ class OptimizerSlots(keras.optimizers.Optimizer):
             slot = super().add_variable_from_reference(reference, name=name, initializer=initializer)
         return mark(slot, sharding=marked.sharding, rank=marked.rank, update=update, weight=reference_variable)
 
-    def _is_in_shards(self) -> bool:
-        of_tables = any(mark_of(v).update or mark_of(v).sharding for v in self._trainable_variables)
-        return self._tfring_shards is not None or of_tables
-
     def _var_key(self, variable: Any) -> Any:
         key, shards = super()._var_key(variable), self._tfring_shards
         return key if shards is None else shards.keys.get(key, key)

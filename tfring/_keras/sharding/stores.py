@@ -61,17 +61,16 @@ class InBlocks:
 
 
 def _group_of(store: Any) -> Any:
-    """The group of h5py that an entry of a file stands for, in Keras' newer and older words; None of other files."""
+    """The group of h5py that an entry of a file stands for; None of other files."""
     import h5py
 
     group = getattr(store, "_h5_entry_group", None)
-    group = getattr(store, "group", None) if group is None else group
     return group if isinstance(group, h5py.Group) else None
 
 
 def write(store: Any, key: str, value: np.ndarray) -> None:
     """Writes a large value to an entry of a file of Keras'."""
-    if not getattr(store, "_h5_entry_initialized", True):
+    if not store._h5_entry_initialized:
         store._create_h5_group(store._h5_entry_path)
     dataset = _group_of(store).create_dataset(key, value.shape, value.dtype)
     step = rows_of_a_block(value)
