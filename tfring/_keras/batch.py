@@ -26,7 +26,6 @@ def own_share(ring: Ring, batch: Any) -> Any:
         return batch
     parts = [np.asarray(part) for part in tf.nest.flatten(batch, expand_composites=True)]
     digest = configuration.number([[part.dtype.name, part.shape, configuration.digest(part)] for part in parts])
-    highest, lowest = ring.world.largest([digest, -digest], name="batch")
-    if highest != -lowest or rows is None:
+    if ring.world.agreed(digest, name="batch") is None or rows is None:
         return batch
     return slice_rows(batch, *bounds(rows, control.rank, control.world_size))

@@ -52,9 +52,8 @@ def agreed_seed(ring: Ring) -> int:
 def global_seed(ring: Ring) -> int | None:
     """Returns TensorFlow's global seed (`keras.utils.set_random_seed`) if all ranks have the same, else None."""
     seed = _tf.eager_context.global_seed()
-    seed = -1 if seed is None else int(seed)
-    [bounds] = ring.world.all_reduce([tf.constant([seed, -seed], tf.int64)], "max", name="global seed")
-    return seed if seed >= 0 and int(bounds[0]) == -int(bounds[1]) else None
+    agreed = ring.world.agreed(-1 if seed is None else int(seed), name="global seed")
+    return None if agreed is None or agreed < 0 else agreed
 
 
 def shuffling_by(seed: int | None) -> AbstractContextManager:

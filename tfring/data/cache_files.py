@@ -33,8 +33,7 @@ def check(ring: Ring, dataset: tf.data.Dataset) -> None:
     if not files:
         return
     digest = int(tf.strings.to_hash_bucket_fast("\n".join(files), tf.int32.max))
-    highest, lowest = world.largest([digest, -digest], name="files of caches")
-    if highest == -lowest:
+    if world.agreed(digest, name="files of caches") is not None:
         raise ConfigurationError(
             f"The file of dataset.cache({files[0]!r}), made before the strategy, is the same for all workers, and "
             "TensorFlow lets one process write it. Make the dataset after `tfring.RingStrategy()`, which gives "

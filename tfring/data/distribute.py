@@ -115,9 +115,8 @@ def agreed_cardinality(collectives: Collectives, cardinality: int) -> int:
     """Keras takes as many steps as the dataset says: the longest of any rank, unknown where one is unknown."""
     if not tf.executing_eagerly() or collectives.world_size == 1:
         return cardinality
-    [bounds] = collectives.all_reduce([tf.constant([cardinality, -cardinality])], "max", name="cardinality")
-    longest, shortest = int(bounds[0]), -int(bounds[1])
-    return longest if shortest >= 0 or shortest == longest else tf.data.UNKNOWN_CARDINALITY
+    longest, minus_shortest = collectives.largest([cardinality, -cardinality], name="cardinality")
+    return longest if minus_shortest <= 0 or -minus_shortest == longest else tf.data.UNKNOWN_CARDINALITY
 
 
 def _digest_of_seeds(collectives: Collectives, dataset: tf.data.Dataset) -> int | None:
@@ -134,10 +133,7 @@ def _compare_seeds(collectives: Collectives, digest: int | None) -> None:
     Raises:
       MismatchError: On every rank. The ring may be used on.
     """
-    if digest is None:
-        return
-    [bounds] = collectives.all_reduce([tf.constant([digest, -digest], tf.int64)], "max", name="seeds of shuffles")
-    if int(bounds[0]) != -int(bounds[1]):
+    if digest is not None and collectives.agreed(digest, name="seeds of shuffles") is None:
         raise MismatchError(
             "The dataset is shuffled with another seed on another rank. Every rank draws the same rows in the same "
             "order, and tfring cuts each rank's share from them. Give all ranks one seed (`dataset.shuffle(n, "

@@ -90,6 +90,11 @@ class Collectives(abc.ABC):
         [agreed] = self.all_reduce([tf.constant(numbers, tf.int64)], "max", name=name)
         return agreed.numpy().tolist()
 
+    def agreed(self, number: int, *, name: str) -> int | None:
+        """Returns a number that all ranks have, which call this eagerly; None where they have different ones."""
+        highest, lowest = self.largest([number, -number], name=name)
+        return number if highest == -lowest else None
+
     def all_gather(self, tensor: tf.Tensor | Sequence[tf.Tensor], *, name: str) -> Any:
         """Concatenates over ranks along dimension 0, which may differ from rank to rank; a list gives a list."""
         return self._run("all_gather", tensor, name=name)
