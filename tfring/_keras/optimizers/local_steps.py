@@ -29,10 +29,9 @@ from tfring import step
 from tfring._keras.layers import all_layers
 from tfring._keras.optimizers import optimizers_of, row_diversity
 from tfring._keras.optimizers.ring_optimizer import Update
-from tfring._keras.optimizers.updater import Updater
+from tfring._keras.optimizers.updater import Updater, assign, read
 from tfring._keras.sharding import mark_of
 from tfring._keras.sharding.shards import is_value
-from tfring.cross_device_ops import values_of
 from tfring.errors import ConfigurationError
 from tfring.ring.collectives import LocalCollectives
 from tfring.runtime import Ring
@@ -322,14 +321,3 @@ def _slots_of(optimizer: Any) -> list[Any]:
 def zeros(shape: Any, dtype: Any, name: str) -> Any:
     """Returns a variable of this worker's own, in `variables_of_worker`."""
     return keras.Variable("zeros", shape=shape, dtype=dtype, trainable=False, name=name)
-
-
-def read(variable: Any) -> Any:
-    """Returns the value of a Keras variable on this worker, outside of a replica."""
-    return values_of(variable.value)[0]
-
-
-def assign(variable: Any, value: Any) -> None:
-    """Writes a Keras variable on this worker, outside of a replica."""
-    for component in values_of(variable.value):
-        component.assign(value)

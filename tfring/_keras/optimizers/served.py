@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfring import _tf, step
 from tfring._keras import configuration, place
 from tfring._keras.metrics import metrics_of
-from tfring._keras.optimizers.updater import Updater
+from tfring._keras.optimizers.updater import Updater, assign, read
 from tfring._keras.seam import seam
 from tfring._keras.sharding import held, mark_of
 from tfring._keras.sharding.shards import is_element_wise
@@ -101,9 +101,9 @@ class ServerUpdater(Updater):
         iterations, *values = results
         for variable, value in zip(pulled, values, strict=True):
             value.set_shape(variable.shape)
-            _assign(variable, value)
+            assign(variable, value)
         counter = optimizer._iterations  # of gradients; `iterations` counts updates, where gradients accumulate
-        _assign(counter, tf.cast(iterations, str(counter.dtype)))
+        assign(counter, tf.cast(iterations, str(counter.dtype)))
 
     def _noting_failures(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that keeps its exception."""
@@ -386,7 +386,7 @@ class ServerUpdater(Updater):
         self.statistics.array = sums[1]
         model.stop_training = bool(sums[0][1])  # a callback of any worker has stopped it
         for variable, value in zip(metrics, sums[2:], strict=False):
-            _assign(variable, value.astype(str(variable.dtype)))
+            assign(variable, value.astype(str(variable.dtype)))
         self._take_moving(model, sums)
 
     def _take_moving(self, model: Any, sums: list[np.ndarray]) -> None:
@@ -394,7 +394,7 @@ class ServerUpdater(Updater):
         metrics, moving = _state_of(model)
         rows = sums[0][0]
         for variable, value in zip(moving, sums[2 + len(metrics) :] if rows else (), strict=False):
-            _assign(variable, (value / rows).astype(str(variable.dtype)))
+            assign(variable, (value / rows).astype(str(variable.dtype)))
 
     def claimed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the batches that this worker trains on: those it gets from server 0, each worker others."""
@@ -708,7 +708,7 @@ class _Group:
         is_first = self._client.rank == 0 and not self._updater._is_behind
         replies = self._send_values(self._updater.held_by_none(self.variables) if is_first else None)
         self._slots = self._match([reply["slots"] for reply, _ in replies])
-        if is_first and int(_read(self._optimizer._iterations)) > 0:  # restored from a file
+        if is_first and int(read(self._optimizer._iterations)) > 0:  # restored from a file
             self._send_slots(self._optimizer.variables)
         self.is_created = True
 
@@ -718,7 +718,7 @@ class _Group:
         arrays: list[list[np.ndarray]] = [[] for _ in self._of_server]
         if numbers is not None:
             head["values"] = numbers
-            values = {n: _read(self.variables[n]) for n in numbers}
+            values = {n: read(self.variables[n]).numpy() for n in numbers}
             for spans, its in zip(self._of_server, arrays, strict=True):
                 shards = [(values[p.variable], p) for p in spans if p.variable in values]
                 its += [v if p.is_full else v[p.begin : p.end] for v, p in shards]
@@ -731,7 +731,7 @@ class _Group:
             heads.append({
                 "group": self._number, "description": self._description, "slots": [number for number, _, _ in slots]
             })
-            values = [(_read(slot), span) for _, slot, span in slots]
+            values = [(read(slot).numpy(), span) for _, slot, span in slots]
             arrays.append([v if span is None or span.is_full else v[span.begin : span.end] for v, span in values])
         self._client.ask_all("create", heads, arrays)
 
@@ -779,7 +779,7 @@ class _Group:
         values = self._joined(replies, lambda _: True)
         for variable, value in zip(self.variables, values, strict=True):
             if not self._updater.was_assigned(variable):
-                _assign(variable, value)
+                assign(variable, value)
         self._note_seen()
 
     def pull_slots(self) -> None:
@@ -795,7 +795,7 @@ class _Group:
                     values.append(arrays[number])
         for slot, values in parts.values():
             if not self._updater.was_assigned(slot):
-                _assign(slot, values[0] if len(values) == 1 else np.concatenate(values))
+                assign(slot, values[0] if len(values) == 1 else np.concatenate(values))
         self._note_seen()
 
     def send_changes(self) -> bool:
@@ -898,21 +898,12 @@ def _state_of(model: Any) -> tuple[list, list]:
 
 
 def _digest(variable: Any) -> str:
-    return configuration.digest(_read(variable))
-
-
-def _read(variable: Any) -> np.ndarray:
-    return values_of(variable.value)[0].numpy()
+    return configuration.digest(read(variable).numpy())
 
 
 def _read_wide(variable: Any) -> np.ndarray:
-    value = _read(variable)
+    value = read(variable).numpy()
     return value.astype(np.float64) if "float" in str(variable.dtype) else value
-
-
-def _assign(variable: Any, value: Any) -> None:
-    for component in values_of(variable.value):
-        component.assign(value)
 
 
 def _learning_rate(optimizer: Any) -> tf.Tensor:

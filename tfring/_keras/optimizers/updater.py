@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfring.cross_device_ops import values_of
+
 
 class Updater:
     """Takes the gradients of optimizers in a step, and is told before weights are read.
@@ -100,3 +102,14 @@ class Updater:
 
     def before_saving(self, model: Any, keep: bool = True) -> None:
         """Makes weights and slots what a file holds; all ranks call it. `keep`: this rank writes."""
+
+
+def read(variable: Any) -> Any:
+    """Returns the value of a Keras variable on this worker, outside of a replica."""
+    return values_of(variable.value)[0]
+
+
+def assign(variable: Any, value: Any) -> None:
+    """Writes a Keras variable on this worker, outside of a replica."""
+    for component in values_of(variable.value):
+        component.assign(value)
