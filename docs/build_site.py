@@ -217,7 +217,7 @@ def main() -> int:
     dead = dead_links(folder)
     print("".join(f"{page} links to {link}, which is not there\n" for page, link in dead), end="", file=sys.stderr)
     if not (code or dead):
-        print(f"{len(pages())} pages: open {folder / 'index.html'}")
+        print(f"{len(pages())} pages. See them, with their search: {sys.executable} -m http.server -d {folder}")
     return code or int(bool(dead))
 
 

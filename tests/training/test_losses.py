@@ -157,6 +157,45 @@ def test_own_loops_sum(logical_cpus):
     np.testing.assert_allclose(totals, factor * (x.T @ (2 * outputs)), rtol=1e-5)
 
 
+def sums_of_gradients_to_an_optimizer(in_graph):
+    """What an optimizer says of sums over replicas; how it moves by sums that are divided, and by the tape's."""
+    import keras
+    import tensorflow as tf
+
+    ring, moved = strategy(**devices()), {}
+    for how in ("as they are", "divided", "of the tape"):
+        with ring.scope():
+            variables = [keras.Variable([1.0]), keras.Variable(tf.ones([3, 1]))]
+            optimizer = keras.optimizers.SGD(1.0)
+            optimizer.build(variables)
+
+        def replica(how=how, variables=variables, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = 3 * variables[0][0] + tf.reduce_sum(tf.gather(variables[1].value, [0, 0]))
+            gradients = tape.gradient(loss, [v.value for v in variables])
+            if how != "of the tape":
+                gradients = ring.all_reduce_gradients(gradients)
+            if how == "divided":
+                gradients = [tf.convert_to_tensor(g) / ring.num_replicas_in_sync for g in gradients]
+            optimizer.apply(gradients, variables)
+
+        try:
+            ring.run(tf.function(replica) if in_graph else replica)
+            moved[how] = [v.numpy() for v in variables]
+        except Exception as error:  # AutoGraph raises an error of its own, with these words
+            moved[how] = str(error)
+    return moved
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_an_optimizer_refuses_what_is_summed_over_replicas(in_graph):
+    for moved in workers(2).run(sums_of_gradients_to_an_optimizer, in_graph):
+        assert "both sum over replicas" in moved["as they are"]
+        for divided, of_tape in zip(moved["divided"], moved["of the tape"], strict=True):
+            np.testing.assert_allclose(divided, of_tape)
+        np.testing.assert_allclose(moved["of the tape"][0], [-5.0])
+
+
 # -- collectives of tf.distribute in a step ----------------------------------------------------------------------------
 
 

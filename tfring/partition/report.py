@@ -61,7 +61,7 @@ def text_of_whole(reason: Sequence[Finding] | str, step: str) -> str:
         lines.append(f"  {line} ({kind}): {what}. It reaches {', '.join(names[:_NAMES])}{more}.{advice}")
     if len(causes) > _SHOWN:
         lines.append(f"  ... and {len(causes) - _SHOWN} more.")
-    lines.append("See docs/exactness.md.")
+    lines.append("See docs/exactness.md, Steps of the whole batch.")
     return "\n".join(lines)
 
 
@@ -80,7 +80,7 @@ def text_of_gathered(analysis: Analysis, step: str) -> str | None:
     more = f" and {len(lines) - _NAMES} more" if len(lines) > _NAMES else ""
     return (
         f"{step}: each replica computes from the rows of all what may combine them: {', '.join(lines[:_NAMES])}{more}. "
-        "That is right, and takes as long as in one process. See docs/exactness.md."
+        "That is right, and takes as long as in one process. See docs/exactness.md, One rule for the step."
     )
 
 

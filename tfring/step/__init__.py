@@ -169,3 +169,17 @@ def keep_by_replica(variable: Any) -> None:
 def is_kept_by_replica(variable: Any) -> bool:
     """Returns True if `keep_by_replica` marked this variable."""
     return getattr(variable, "_tfring_kept_by_replica", False)
+
+
+def note_sum(gradient: Any) -> None:
+    """Marks a gradient that `all_reduce_gradients` has summed over replicas in a loop of the user's own."""
+    _values_of(gradient)._tfring_sum = True
+
+
+def is_sum(gradient: Any) -> bool:
+    """Returns True if `note_sum` marked this gradient."""
+    return getattr(_values_of(gradient), "_tfring_sum", False)
+
+
+def _values_of(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -233,6 +233,8 @@ class RingExtended(_tf.CollectiveAllReduceExtended):
             flat[i] = tf.nest.map_structure(
                 lambda part: partition.declare(tf.identity(part), "full"), _like(flat[i], total), expand_composites=True
             )
+            if running.share is None:
+                step.note_sum(flat[i])
         return tf.nest.pack_sequence_as(gradients, flat)
 
     def _batch_reduce_to(

@@ -98,7 +98,8 @@ class RingOptimizer(OptimizerSlots):
         """Runs Keras' `apply` in the cross-replica context, with weighed gradients.
 
         Raises:
-          ConfigurationError: outside of a replica, where no collective would aggregate the workers' gradients.
+          ConfigurationError: outside of a replica, where no collective would aggregate the workers' gradients, and for
+            gradients that `all_reduce_gradients` has summed in a loop of the user's own.
         """
         ring = self._ring
         variables = None if variables is None else list(variables)
@@ -114,6 +115,8 @@ class RingOptimizer(OptimizerSlots):
         if len(every) != len(grads):  # Keras says what is missing
             return apply(grads, variables)
         running = step.current() or step.Step()
+        if any(map(step.is_sum, grads)):
+            raise _summed_before(self)
         is_complete = [*map(gradient_is_complete, every)]
         triples = zip(grads, every, is_complete, strict=True)
         updater = ring.updater  # which stands between this optimizer and the weights
@@ -374,6 +377,14 @@ def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
         f"{type(optimizer).__name__} {optimizer.name!r} was applied outside of `fit` and `strategy.run`, which would "
         f"train a model on each of {ring.cluster.world_size} workers alone. Write the step as "
         "`strategy.run(train_step, args=...)`; see docs/custom_training.md, Loops of your own."
+    )
+
+
+def _summed_before(optimizer: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(optimizer).__name__} {optimizer.name!r} got gradients that `strategy.all_reduce_gradients` returned, and "
+        "under `strategy.run` both sum over replicas. Pass the optimizer the gradients of the tape, or divide the sums "
+        "by `strategy.num_replicas_in_sync` first; see docs/custom_training.md, Loops of your own."
     )
 
 

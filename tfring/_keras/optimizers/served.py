@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfring import _tf, step
+from tfring import _tf, partition, step
 from tfring._keras import configuration, place
 from tfring._keras.metrics import metrics_of
 from tfring._keras.optimizers.updater import Updater, assign, read
@@ -202,11 +202,16 @@ class ServerUpdater(Updater):
     # -- rows of tables ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def around_lookup(self, variable: Any, ids: Any) -> Iterator[None]:
-        """Pulls the rows that a lookup reads, and notes the operations that read them."""
+    def around_lookup(self, variable: Any, ids: Any) -> Iterator[Any]:
+        """Pulls the rows that a lookup reads, yields their ids, and notes the operations that read them."""
         before = set(_operations_on(variable))
-        can = self._pull_before(variable, ids)
-        yield
+        can = _is_table(variable) and isinstance(ids, tf.Tensor) and ids.dtype.is_integer
+        if can:
+            if partition.is_noted():
+                ids = partition.expect(ids, "ids of gradients", "the ids of a lookup")
+            with partition.own():
+                self._pull_before(variable, ids)
+        yield ids
         if can and not tf.executing_eagerly():
             of_graph = self._lookups.setdefault(tf.compat.v1.get_default_graph(), {})
             of_graph.setdefault(id(variable), set()).update(set(_operations_on(variable)) - before)
@@ -219,11 +224,9 @@ class ServerUpdater(Updater):
         lookups = self._lookups.get(tf.compat.v1.get_default_graph(), {}).get(id(variable), set())
         return not _reads_of(variable) <= lookups
 
-    def _pull_before(self, variable: Any, ids: Any) -> bool:
-        """Pulls the rows of a table that a lookup is about to read, and returns whether they can be pulled."""
+    def _pull_before(self, variable: Any, ids: tf.Tensor) -> None:
+        """Pulls the rows of a table that a lookup is about to read."""
         key = id(variable)
-        if not (_is_table(variable) and isinstance(ids, tf.Tensor) and ids.dtype.is_integer):
-            return False
 
         def pull(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with self._lock:
@@ -242,7 +245,6 @@ class ServerUpdater(Updater):
         rows.set_shape([None, *variable.shape[1:]])
         for component in values_of(variable.value):
             component.scatter_update(tf.IndexedSlices(rows, found))
-        return True
 
     # -- around loops and files --------------------------------------------------------------------------------------
 
@@ -941,5 +943,5 @@ def install() -> None:
         updater = updater_of(table)
         if updater is None or getattr(self, "lora_enabled", False) or getattr(self, "quantization_mode", None):
             return original(self, inputs, *args, **kwargs)
-        with updater.around_lookup(table, inputs):
+        with updater.around_lookup(table, inputs) as inputs:
             return original(self, inputs, *args, **kwargs)

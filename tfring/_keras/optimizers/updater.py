@@ -66,9 +66,9 @@ class Updater:
         """
 
     @contextlib.contextmanager
-    def around_lookup(self, variable: Any, ids: Any) -> Iterator[None]:
-        """Makes the rows of a table current that a lookup inside reads."""
-        yield
+    def around_lookup(self, variable: Any, ids: Any) -> Iterator[Any]:
+        """Makes the rows of a table current that a lookup inside reads, and yields the ids to look up."""
+        yield ids
 
     def on_assign(self, variable: Any) -> None:
         """Notes that the program assigns a variable of TensorFlow's outside of a step."""
