@@ -94,6 +94,13 @@ def pipelines(folder):
     def center(x, y):  # looks at all rows of a batch
         return x - tf.reduce_mean(x, 0), y
 
+    def views(x, y):
+        return tf.concat([x, -x[::-1]], 0), tf.concat([y, y], 0)
+
+    def kept(x, y):
+        keep = x[:, 0] > 0
+        return tf.boolean_mask(x, keep), tf.boolean_mask(y, keep)
+
     def halve(x, y):
         return 0.5 * x, y
 
@@ -123,6 +130,8 @@ def pipelines(folder):
         "cache": lambda: rows().map(counted("cache")).batch(BATCH).cache().repeat(2).take(7),
         "order left open": lambda: rows().map(halve, **auto, deterministic=False).batch(BATCH),
         "map of batches": lambda: rows().map(halve).batch(BATCH).map(center),
+        "more rows of batches": lambda: rows().batch(BATCH).map(views),
+        "fewer rows of batches": lambda: rows().map(halve).batch(BATCH).map(kept),
         "share": lambda: rows().map(counted("share")).apply(_share(BATCH)).map(halve, **auto).prefetch(2),
         "share, no map before": lambda: rows().apply(_share(BATCH)).map(halve, **auto).prefetch(2),
         "share, drop_remainder": lambda: rows().apply(_share(BATCH, True)).map(halve, **auto),

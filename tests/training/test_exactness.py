@@ -341,6 +341,19 @@ def _of_sampled(user, item, ids):
     return -tf.reduce_mean(tf.nn.log_softmax(tf.concat([positive, negatives], 1))[:, 0])
 
 
+def _of_earlier_rows(user, item, ids):
+    """Gradients of all rows, of two lookups."""
+    first, second = item(ids), item((ids + 1) % 9)
+    return tf.reduce_mean(tf.cumsum(first, 0) * user) + tf.reduce_mean(tf.cumsum(second, 0) ** 2)
+
+
+def _of_hardest(user, item, ids):
+    """Pairs of rows, of which there is a largest, and three lookups."""
+    anchors, others = item(ids), item((ids * 2) % 9)
+    pairs = tf.matmul(anchors, others, transpose_b=True) - 1e3 * tf.eye(tf.shape(ids)[0])
+    return tf.reduce_mean(tf.reduce_max(pairs, 1) - tf.reduce_sum(user * item((ids + 4) % 9), 1))
+
+
 class SharedTable(keras.Model):
     """Two towers of one table, which is looked up for the rows of the batch and for what rows are compared with."""
 
@@ -363,7 +376,7 @@ def _fit_towers(devices=1):
     strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
     random, found = np.random.default_rng(8), {}
     history, ids = (random.zipf(1.6, shape) % 9 for shape in ((ROWS, 3), ROWS))
-    for loss in (_of_batch, _of_kept, _of_sampled):
+    for loss in (_of_batch, _of_kept, _of_sampled, _of_earlier_rows, _of_hardest):
         with _logged() as texts, strategy.scope():
             model = SharedTable(loss)
             model.compile(keras.optimizers.Adagrad(0.1))
@@ -381,6 +394,54 @@ def test_a_table_that_is_looked_up_for_rows_and_for_the_whole_batch(world_size, 
         assert texts == [], name
         for value, other in zip(got, wanted, strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+class LargestOutside(keras.metrics.Metric):
+    """A metric, and a loss, whose state is a variable of TensorFlow's."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = tf.Variable(0.0, trainable=False)
+
+    def update_state(self, y, p, sample_weight=None):
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(tf.abs(y))))
+
+    def result(self):
+        return self.largest * 1.0
+
+    def reset_state(self):
+        self.largest.assign(0.0)
+
+
+class OverMoving(keras.losses.Loss):
+    def __init__(self):
+        super().__init__()
+        self.moving, self.queue = (tf.Variable(tf.ones(shape), trainable=False) for shape in ((), (4,)))
+
+    def call(self, y, p):
+        self.moving.assign(0.5 * self.moving + 0.5 * tf.reduce_mean(tf.abs(y)))
+        self.queue.assign(tf.concat([y[:2, 0], self.queue], 0)[:4])
+        return tf.square(p - y) / self.moving + tf.reduce_mean(tf.square(self.queue))
+
+
+def _fit_outside(devices=1):
+    """What is made outside of the scope, and written by a step."""
+    strategy = harness.strategy(devices=[f"CPU:{i}" for i in range(devices)])
+    x, y = _data()
+    loss, largest = OverMoving(), LargestOutside()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.05), loss, metrics=[largest])
+    logs = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    return [*logs["loss"], *logs["largest"], loss.moving.numpy(), loss.queue.numpy(), *model.get_weights()]
+
+
+@pytest.mark.parametrize(("world_size", "devices"), [(2, 1), (3, 1)])
+def test_variables_that_are_made_outside_of_the_scope_are_those_of_one_process(world_size, devices):
+    one = _alone(_fit_outside)
+    for found in workers(world_size, logical_cpus=devices).run(_fit_outside, devices):
+        for got, wanted in zip(found, one, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 class BuiltByTheStep(OneLayer):

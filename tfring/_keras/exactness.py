@@ -92,7 +92,7 @@ def edit_step(ring: Ring, model: Any, step: str, rows: tf.Tensor | Callable[[], 
     try:
         graph = tf.compat.v1.get_default_graph()
         _tf.name_squeezed_dimensions(graph)
-        analysis = partition.analyze(graph, _is_held_in_parts)
+        analysis = partition.analyze(graph, _held)
         if not analysis.findings:
             made = []
             if step == "predict_step" and analysis.writes_parts:
@@ -149,12 +149,15 @@ def expect_outputs(outputs: Any) -> Any:
     return tf.nest.map_structure(marked, outputs, expand_composites=False)
 
 
-def _is_held_in_parts(handle: Any) -> bool:
-    """Returns True if a handle is that of a variable of which replicas hold parts of a sum, such as a metric's."""
+def _held(handle: Any) -> str:
+    """Returns what replicas hold in the variable of a handle: "copies", "parts" of a sum, or "values" of their own."""
     variable = _tf.variable_of_replicas(graphs.outermost(handle))
-    if variable is None or variable.synchronization != tf.VariableSynchronization.ON_READ:
-        return False
-    return variable.aggregation not in (tf.VariableAggregation.ONLY_FIRST_REPLICA, tf.VariableAggregation.MEAN)
+    if variable is None:
+        return "values"
+    if variable.synchronization != tf.VariableSynchronization.ON_READ:
+        return "copies"
+    is_copy = variable.aggregation in (tf.VariableAggregation.ONLY_FIRST_REPLICA, tf.VariableAggregation.MEAN)
+    return "copies" if is_copy else "parts"
 
 
 # -- layers --------------------------------------------------------------------------------------------------------

@@ -70,7 +70,9 @@ class Cut(NamedTuple):
             about, batch = element
             total, digest = tf.unstack(tf.reduce_sum(about[:1], 0))  # zeros where there is none
             digest = fingerprint.above_zero(digest)
-            if not self.is_full:
+            if self.is_full:
+                total = None  # maps of the whole batch may have changed it
+            else:
                 first, _ = self.place.bounds(total)
         else:
             batch, total, digest = element, None, tf.constant(0, tf.int64)

@@ -106,12 +106,13 @@ Source = tuple[Any, int, bool]
 _Key = tuple[str, int, int]  # of edits that are twins: the operation's name, the input's position, which of its edits
 
 
-def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: False) -> Analysis:
+def analyze(graph: Any, holds: Callable[[Any], str] = lambda handle: "copies") -> Analysis:
     """Analyzes the graph of a step.
 
     Args:
       graph: a FuncGraph that holds marks. Its inputs are taken to be the same on all replicas, but for those declared.
-      is_in_parts: tells of the handle of a variable whether replicas hold parts of a sum in it.
+      holds: tells of the handle of a variable what replicas hold in it: "copies", which become the same where they are
+        not, "parts" of a sum, or "values" of their own, which nothing makes the same after the step.
 
     Raises:
       DifferentReplicasError: where replicas of this process did not trace the same.
@@ -124,9 +125,12 @@ def analyze(graph: Any, is_in_parts: Callable[[Any], bool] = lambda handle: Fals
         walk = Walk(twins, needed, marked, levels)
         ins = [walk.input(tensor) for tensor in graph.inputs]
         for tensor, value in zip(graph.inputs, ins, strict=True):
-            if value.handle is not None and is_in_parts(tensor):
+            held = "copies" if value.handle is None else holds(tensor)
+            if held == "parts":
                 walk.contents[value.handle] = Value(None, Partial())
                 walk.in_parts.add(value.handle)
+            elif held == "values":
+                walk.unsynchronized.add(value.handle)
         values = walk.graph(graph, ins)
         edits, levels = _of_all_replicas(walk, twins.count)
         if all(edit.level == levels[key] for key, twin_edits in edits.items() for edit in twin_edits):
@@ -161,6 +165,7 @@ class Walk:
         self.rows: set[str] = {ROWS}
         self.contents: dict[Any, Value] = {}
         self.in_parts: set[Any] = set()  # handles of variables of which replicas hold parts
+        self.unsynchronized: set[Any] = set()  # of those that nothing makes the same on all replicas
         self.updated: set[Any] = set()  # and of those that operations of tfring's own read or write
         self._twins = twins
         self._needed = needed  # names of operations of which something comes
@@ -397,6 +402,8 @@ class Walk:
             return self._placed(op, ins)
         once = [dataclasses.replace(value, placement=Replicate()) if is_drawn(value) else value for value in ins]
         held = [self.contents[value.handle] for value in ins if value.handle in self.contents]
+        if op.type == "AssignVariableOp" and ins[0].handle in self.unsynchronized:
+            return None
         given = once if op.type == "AssignVariableOp" else [*once, *held]
         if not all(is_replicated(v) and v.scale == UNSCALED and not has_numbers(v, self.rows) for v in given):
             return None

@@ -296,15 +296,24 @@ def towards(
     return found if found and _is_possible(value, found[0]) else None
 
 
+def _towards_ids(value: Value, has_rows: bool, values: Value | None) -> list[Conversion] | None:
+    """Returns the conversions after which a replica has the ids of the rows of gradients that it has."""
+    if value.points_into is not None and (values is None or value.placement == values.placement):
+        return [Offset()]
+    if values is None:
+        return [Own(0)] if has_rows and not is_sharded(value) else [_FULL]
+    if not is_sharded(values):
+        return [_FULL]
+    whole: list[Conversion] = [] if _is_whole(value) else [_FULL]
+    return [*whole, Own(0)] if has_rows and values.placement == Shard(0) else None
+
+
 def _towards(
     value: Value, what: str, rows: set[str], is_integer: bool, like: Value | None
 ) -> list[Conversion] | None:
     axis = 0 if value.shape and rows_in(value.shape[0], rows) else None
     if what == "ids of gradients":
-        if value.points_into is not None:
-            return [Offset()]
-        has_all = axis is not None and not is_sharded(value)
-        return [Own(0)] if has_all and (like is None or is_sharded(like)) else [_FULL]
+        return _towards_ids(value, axis is not None, like)
     if what == "concatenated":
         rows_of_own = towards(value, "rows", rows, is_integer)
         return rows_of_own or ([FirstRows()] if _is_whole(value) else [_FULL, FirstRows()])

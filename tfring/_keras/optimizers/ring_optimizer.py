@@ -382,9 +382,9 @@ def _no_replica(optimizer: Any, ring: Ring) -> ConfigurationError:
 
 def _summed_before(optimizer: Any) -> ConfigurationError:
     return ConfigurationError(
-        f"{type(optimizer).__name__} {optimizer.name!r} got gradients that `strategy.all_reduce_gradients` returned, and "
-        "under `strategy.run` both sum over replicas. Pass the optimizer the gradients of the tape, or divide the sums "
-        "by `strategy.num_replicas_in_sync` first; see docs/custom_training.md, Loops of your own."
+        f"{type(optimizer).__name__} {optimizer.name!r} got gradients that `strategy.all_reduce_gradients` returned, "
+        "and under `strategy.run` both sum over replicas. Pass the optimizer the gradients of the tape, or divide the "
+        "sums by `strategy.num_replicas_in_sync` first; see docs/custom_training.md, Loops of your own."
     )
 
 

@@ -51,8 +51,10 @@ def read(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
 
 @rule("AssignVariableOp")
 def assign(walk: Walk, op: Any, ins: Sequence[Value]) -> list[Value]:
-    """The variable holds the value; one that an optimizer updates that of one process."""
+    """The variable holds the value; one that an optimizer updates, or nothing synchronizes, that of one process."""
     handle, value = ins
+    if handle.handle in walk.unsynchronized:
+        replicated(walk, [value])
     if handle.handle in walk.updated:
         unscaled(walk, [value])
     shape = value.shape if is_sharded(value) else None

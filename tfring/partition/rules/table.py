@@ -36,11 +36,13 @@ class Walk(Protocol):
     Attributes:
       rows: the symbols of rows.
       contents: of each variable that the step has written, what it holds.
+      unsynchronized: the handles of variables that nothing makes the same on all replicas after the step.
       updated: the handles of variables that operations of tfring's own read or write, such as an optimizer's.
     """
 
     rows: set[str]
     contents: dict[Any, Value]
+    unsynchronized: set[Any]
     updated: set[Any]
 
     def shape(
