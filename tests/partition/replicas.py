@@ -103,7 +103,8 @@ def run(function, *arrays, sizes=(5, 3), tolerance=1e-9, held=None):
             written = [] if read is None else results
             written = [partition.expect(r, "sum", f"sum {i}") for i, r in enumerate(written)]
             results = [partition.expect(r, "same", f"result {i}") for i, r in enumerate(results)]
-            analysis = partition.analyze(tf.compat.v1.get_default_graph(), lambda handle: read is not None)
+            held = "copies" if read is None else "parts"
+            analysis = partition.analyze(tf.compat.v1.get_default_graph(), lambda handle, held=held: held)
             edit.apply(analysis, exchange)
             return results, written
 
