@@ -82,6 +82,8 @@ def expect(tensor: Any, what: str, name: str, like: Any = None) -> Any:
       like: of what is added to, what the variable holds; of ids, the rows of gradients that they are those of.
     """
     assert what in EXPECTATIONS, what
+    if tf.executing_eagerly():  # tensors have no names
+        return tensor
     attributes = {_EXPECTED: what, _NAME: name}
     return _marked(tensor, attributes if like is None else {**attributes, _LIKE: like.name})
 
