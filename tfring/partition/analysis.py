@@ -653,10 +653,10 @@ class Walk:
         if what == "added":
             fits = like is not None and like.adds_to is not None and value.adds_to is like.adds_to
         fits = fits and value.points_into is None
-        if what in ("rows of gradients", "ids of gradients"):
-            fits = fits and not self._has_all_rows(value)
-        if what == "ids of gradients" and like is not None and not like.is_zero:
+        if what == "ids of gradients" and like is not None:
             fits = fits and _are_rows_of(value, like)
+        elif what in ("rows of gradients", "ids of gradients"):
+            fits = fits and not self._has_all_rows(value)
         if fits:
             return value
         found = None
@@ -885,7 +885,7 @@ def _fits(value: Value, scale: Any, what: str) -> bool:
 
 def _are_rows_of(ids: Value, values: Value) -> bool:
     """Returns True if a replica has the ids of the rows of gradients that it has: of its own, or of all."""
-    if isinstance(values.placement, Unplaced):
+    if values.is_zero or isinstance(values.placement, Unplaced):
         return True
     return ids.placement == values.placement if is_sharded(ids) else not is_sharded(values)
 
